@@ -12,10 +12,10 @@ from time import monotonic, perf_counter
 from batonmq._core.records import tag_hash
 from batonmq._core.subscription import SqlFilter
 from batonmq.errors import BatonError
-from batonmq_server.storage.core.filter import HashFilter
-from batonmq_server.storage.core.store import TopicQueues, Wanted, check
-from batonmq_server.storage.node import Node, opened
-from batonmq_server.storage.requests import filter_of
+from batonmq_server.storage.core.store import ReadSpec, TopicQueues, check
+from batonmq_server.storage.core.tag_filter import HashFilter
+from batonmq_server.storage.node import StorageNode, opened
+from batonmq_server.storage.validation import filter_of
 from bench.figures import MIB, Figure, Goal, figure, interleaved
 from bench.setup import BATCH_BYTES, TOPIC, Setup, batch
 
@@ -27,7 +27,7 @@ KEPT_TAG, TAGS = "wanted", 100
 
 
 @contextmanager
-def open_node(folder: Path) -> Iterator[Node]:
+def open_node(folder: Path) -> Iterator[StorageNode]:
     """A data directory with segments of the default size."""
     with opened(
         folder, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: int(monotonic() * 1000)
@@ -107,7 +107,7 @@ async def _scan(setup: Setup, name: str, raw: bytes, wanted: HashFilter | SqlFil
         async def scanned() -> float:
             begin, offset = perf_counter(), 0
             while offset < end:
-                reading = node.store.read((TOPIC_ID, 0), Wanted(offset, 4 * MIB, 1_000, wanted))
+                reading = node.store.read((TOPIC_ID, 0), ReadSpec(offset, 4 * MIB, 1_000, wanted))
                 assert reading is not None
                 offset = reading.next_offset
             return offset / (perf_counter() - begin)
@@ -115,7 +115,7 @@ async def _scan(setup: Setup, name: str, raw: bytes, wanted: HashFilter | SqlFil
         return (await interleaved({"scan": scanned}, rounds=5))["scan"]
 
 
-async def _append(node: Node, batches: Sequence[bytes], count: int) -> float:
+async def _append(node: StorageNode, batches: Sequence[bytes], count: int) -> float:
     queues = topics(1)
     begin, size = perf_counter(), 0
     for index in range(count):
@@ -136,7 +136,7 @@ async def _writev(fd: int, batches: Sequence[bytes], count: int) -> float:
     return size / MIB / spent
 
 
-def sync(node: Node) -> None:
+def sync(node: StorageNode) -> None:
     """What the flusher does."""
     unsynced = node.store.log.unsynced()
     node.sync(unsynced)

@@ -16,7 +16,7 @@ from batonmq.admin.admin import Admin
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
-from batonmq_server.storage.core.delay import Delayed, DelayLevels
+from batonmq_server.storage.core.delay_queue import DelayedBatch, DelayQueue
 from bench.figures import Figure, Goal, figure
 from bench.setup import TOPIC, Setup
 
@@ -116,11 +116,11 @@ async def _burst(producer: Producer, consumer: Consumer, count: int) -> float:
 
 
 def _bytes_each(count: int) -> float:
-    levels = DelayLevels()
+    levels = DelayQueue()
     tracemalloc.start()
     try:
         for position in range(count):
-            levels.add(Delayed(DAY_MS + position * 7_919 % DAY_MS, position, position))
+            levels.add(DelayedBatch(DAY_MS + position * 7_919 % DAY_MS, position, position))
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter
 
 from batonmq_server.storage.core.store import check
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from bench.core import open_node, sync, topics
 from bench.figures import Figure, Goal, figure, interleaved
 from bench.setup import Setup, batch
@@ -49,7 +49,7 @@ async def growth(setup: Setup) -> list[Figure]:
     ]
 
 
-async def _p50(node: Node, turns: cycle[bytes], queue_count: int, count: int) -> float:
+async def _p50(node: StorageNode, turns: cycle[bytes], queue_count: int, count: int) -> float:
     queues = topics(queue_count)
     times = []
     for _ in range(count):

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from batonmq._core.records import BatchBuilder, Message, encode_record
 from batonmq_server.storage.core.store import check
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from bench.core import open_node, sync, topics
 from bench.figures import Figure, Goal, figure
 from bench.pulls import forget_pages
@@ -59,7 +59,7 @@ def _fill(folder: Path, queue_count: int, log_bytes: int) -> None:
         node.checkpointing.run()
 
 
-def _write(node: Node, batches: Sequence[bytes], size: int) -> None:
+def _write(node: StorageNode, batches: Sequence[bytes], size: int) -> None:
     """Append `batches` in turn, in requests of 64, until the log has grown by `size`."""
     queues = topics(len(batches))
     end, turn = node.store.log.next_position + size, 0

@@ -18,6 +18,7 @@ from types import ModuleType
 import grpc
 import pytest
 from google.protobuf.descriptor import EnumDescriptor, FileDescriptor, ServiceDescriptor
+from google.rpc import error_details_pb2
 
 import baton
 import batonmq_server
@@ -226,6 +227,24 @@ def test_status_carries_code_message_and_the_error(error: type[BatonError]) -> N
     assert status.details[0].Unpack(packed)
     assert packed == error_to_pb(error("why"))
     assert packed.remedy == error.remedy
+
+
+def test_retry_info_is_left_out_without_advice() -> None:
+    status = status_of(errors.TopicNotFound("why"))
+    assert [detail.TypeName() for detail in status.details] == [
+        "baton.common.v1.Error",
+        "google.rpc.ErrorInfo",
+    ]
+
+
+def test_facts_beyond_the_bound_are_left_out_of_the_error_info() -> None:
+    facts = {"a": "x" * 1_000, "b": "y" * 21, "c": "z"}
+    status = status_of(errors.InvalidArgument("why", facts=facts))
+    info, packed = error_details_pb2.ErrorInfo(), error_pb2.Error()
+    assert status.details[1].Unpack(info)
+    assert info.metadata.keys() == {"a", "b"}
+    assert status.details[0].Unpack(packed)
+    assert dict(packed.facts) == facts
 
 
 def test_reason_of_a_later_version_becomes_internal() -> None:

@@ -63,7 +63,7 @@ async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:
     return True
 
 
-class Lines:
+class KeyedLocks:
     """Those who wait under one name go on one by one, in the order in which they came.
 
     `name in lines` tells whether somebody is there, whom who does not line up would overtake.

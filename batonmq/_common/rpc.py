@@ -1,21 +1,26 @@
-"""gRPC edges: deliberate errors to statuses and items, and back into the same class."""
+"""Conversion of `BatonError` to gRPC statuses and Protobuf messages, and back.
+
+A failed call carries a `google.rpc.Status` in the trailer `grpc-status-details-bin`. Its details
+are a `baton.common.v1.Error`, which clients of BatonMQ read, and beside it `google.rpc.ErrorInfo`
+and `google.rpc.RetryInfo`, which generic clients understand.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.any_pb2 import Any
-from google.protobuf.message import Message
-from google.rpc import code_pb2, status_pb2
-from grpc_status import rpc_status
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from baton.common.v1 import error_pb2
-from batonmq._common.handshakes import refusal
+from batonmq._common.tls_failure import explain_tls_failure
 from batonmq.errors import (
     BatonError,
     DataLossDetail,
@@ -34,7 +39,14 @@ from batonmq.errors import (
 )
 
 ERROR_OF: dict[str, type[BatonError]] = {e.reason: e for e in BatonError.__subclasses__()}
-"""Every error class by its reason; finer ones that a module derives for itself are not among it."""
+"""Error class of each reason. Subclasses that other modules derive from these are not included."""
+STATUS_TRAILER = "grpc-status-details-bin"
+"""Trailing metadata with the serialized `google.rpc.Status` of a failed call."""
+ERROR_DOMAIN = "batonmq"
+"""`domain` of every `google.rpc.ErrorInfo`."""
+ERROR_INFO_BYTES_MAX = 1024
+"""Bound of the facts in an `ErrorInfo`. Trailers of more than 8 KiB may not arrive, and BatonMQ's
+own detail in the same trailer has every fact."""
 
 _DETAIL_FIELD: dict[type[Detail], str] = {
     FencedDetail: "fenced",
@@ -53,12 +65,13 @@ _ADDRESS = re.compile(r"ipv[46]:(\S+:\d+)")
 _TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,  # by the peer: a server that stops drops so what it has not begun
+    # A server that stops cancels the calls that it has not started.
+    grpc.StatusCode.CANCELLED,
 )
 
 
 def error_to_pb(error: BatonError) -> error_pb2.Error:
-    """The error as an item of a batched answer, or as the detail of a status."""
+    """Return the error as a message: an item of a batched response, or the detail of a status."""
     packed = error_pb2.Error(
         reason=error_pb2.Reason.Value(f"REASON_{error.reason}"),
         message=error.message,
@@ -74,7 +87,7 @@ def error_to_pb(error: BatonError) -> error_pb2.Error:
 
 
 def error_from_pb(error: error_pb2.Error) -> BatonError:
-    """Inverse of `error_to_pb`; a reason this version does not know becomes `Internal`."""
+    """Inverse of `error_to_pb`; an unknown reason, of a later version, becomes `Internal`."""
     try:
         name = error_pb2.Reason.Name(error.reason).removeprefix("REASON_")
     except ValueError:
@@ -91,7 +104,7 @@ def error_from_pb(error: error_pb2.Error) -> BatonError:
 
 
 def _pack_detail(detail: Detail, packed: Message) -> None:
-    """Fill the message of a detail, whose fields have the names of the dataclass's fields."""
+    """Fill the message of a detail; its fields have the names of the dataclass's fields."""
     packed.SetInParent()
     for field in fields(detail):
         value = getattr(detail, field.name)
@@ -102,7 +115,7 @@ def _pack_detail(detail: Detail, packed: Message) -> None:
 
 
 def _unpack_detail(error: error_pb2.Error, kind: type[Detail] | None) -> Detail | None:
-    """Inverse of `_pack_detail`; None if the detail is absent or of another kind."""
+    """Inverse of `_pack_detail`; None if the detail is absent or of another class."""
     if kind is None or error.WhichOneof("detail") != _DETAIL_FIELD[kind]:
         return None
     packed = getattr(error, _DETAIL_FIELD[kind])
@@ -119,13 +132,13 @@ def _fence_cause(value: error_pb2.FenceCause.ValueType) -> FenceCause:
     try:
         return FenceCause(error_pb2.FenceCause.Name(value).removeprefix("FENCE_CAUSE_"))
     except ValueError:
-        return FenceCause.UNSPECIFIED  # of a later version
+        return FenceCause.UNSPECIFIED  # a cause of a later version
 
 
 def differences_to_pb(
     differences: Iterable[Difference],
 ) -> list[error_pb2.SubscriptionDifference]:
-    """Inverse of `differences_from_pb`."""
+    """Return the differences between two subscriptions as messages."""
     return [
         error_pb2.SubscriptionDifference(
             topic=d.topic,
@@ -142,7 +155,7 @@ def differences_to_pb(
 def differences_from_pb(
     differences: Iterable[error_pb2.SubscriptionDifference],
 ) -> tuple[Difference, ...]:
-    """On what two members of a group disagree."""
+    """Inverse of `differences_to_pb`."""
     return tuple(
         Difference(
             d.topic,
@@ -157,56 +170,83 @@ def differences_from_pb(
 
 
 def status_of(error: BatonError) -> status_pb2.Status:
-    """The `google.rpc.Status` of a call that fails with `error`."""
-    detail = Any()
-    detail.Pack(error_to_pb(error))
-    return status_pb2.Status(
-        code=code_pb2.Code.Value(error.kind), message=error.message, details=[detail]
+    """Return the `google.rpc.Status` of a call that fails with `error`."""
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason,
+        domain=ERROR_DOMAIN,
+        metadata=_limit_facts(error.facts),
     )
+    details: list[Message] = [error_to_pb(error), info]
+    if error.retry_after_ms > 0:
+        delay = Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.kind), message=error.message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
+
+
+def _limit_facts(facts: Mapping[str, str]) -> dict[str, str]:
+    """Return the first facts that fit into `ERROR_INFO_BYTES_MAX`."""
+    left, kept = ERROR_INFO_BYTES_MAX, {}
+    for name, value in facts.items():
+        left -= len(name.encode()) + len(value.encode())
+        if left < 0:
+            break
+        kept[name] = value
+    return kept
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoReturn:  # type: ignore[type-arg]
-    """End the call with `error`'s status, message and details."""
-    status = rpc_status.to_status(status_of(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    """End the call with the status, the message and the details of `error`."""
+    trailer = ((STATUS_TRAILER, status_of(error).SerializeToString()),)
+    await context.abort(grpc.StatusCode[error.kind], error.message, trailer)
     raise AssertionError("abort returned")
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
-    """The deliberate error behind a failed call.
+    """Return the `BatonError` of a failed call.
 
-    Without one (the peer is away or stops, the deadline passed) it is `Unreachable`; for a write
-    that means that the outcome is not known.
+    A call that failed without one, because the server is away or stops or the deadline passed, is
+    `Unreachable`. It is not known whether a write of that kind was stored.
     """
-    try:
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]
-    except ValueError:
-        status = None
-    for detail in status.details if status is not None else ():
+    for detail in _status_details(error):
         packed = error_pb2.Error()
         if detail.Unpack(packed):
             return error_from_pb(packed)
     details = error.details() or ""
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return Internal(
-            f"who answers does not know this call ({error.code().name}: {details})",
-            remedy="Check the address: another service answers there, or one of another version.",
+            f"the server does not know this call ({error.code().name}: {details})",
+            remedy="Check the address: it belongs to another service, or to another version.",
         )
     if error.code() not in _TRANSIENT:
         return Internal(f"{error.code().name}: {details}")
-    refused = refusal(details) if error.code() is grpc.StatusCode.UNAVAILABLE else None
-    if refused is None:
+    failure = explain_tls_failure(details) if error.code() is grpc.StatusCode.UNAVAILABLE else None
+    if failure is None:
         return Unreachable(f"{error.code().name}: {details}")
-    where = _ADDRESS.search(details)
-    server = where[1] if where else "the server"
-    return Unreachable(f"{server}: {refused.reason}", remedy=refused.remedy)
+    address = _ADDRESS.search(details)
+    server = address[1] if address else "the server"
+    return Unreachable(f"{server}: {failure.reason}", remedy=failure.remedy)
+
+
+def _status_details(error: grpc.aio.AioRpcError) -> Sequence[Any]:
+    """Return the details of the status in the trailer; none if it is missing or malformed."""
+    for name, value in error.trailing_metadata() or ():
+        if name == STATUS_TRAILER and isinstance(value, bytes):
+            try:
+                return tuple(status_pb2.Status.FromString(value).details)
+            except DecodeError:
+                return ()
+    return ()
 
 
 async def answered(call: Awaitable[T]) -> T:
-    """The answer to a call.
+    """Return the response of a call.
 
     Raises:
-        BatonError: the deliberate error behind its failure, as `from_rpc_error` finds it.
+        BatonError: The call failed; see `from_rpc_error`.
     """
     try:
         return await call

@@ -7,7 +7,7 @@ from functools import partial
 
 import grpc.aio
 
-from batonmq._connection.secure_channel import Identity, Options, SecureChannel
+from batonmq._connection.secure_channel import ChannelIdentity, Options, SecureChannel
 from batonmq._connection.security import Security
 
 MESSAGE_BYTES_MAX = 40 * 1024 * 1024
@@ -62,5 +62,5 @@ def connector(security: Security | None, options: Options = OPTIONS) -> Connect:
     """
     if security is None:
         return partial(connect, options=options)
-    identity = Identity(security)
+    identity = ChannelIdentity(security)
     return lambda address: SecureChannel(address, identity, options)

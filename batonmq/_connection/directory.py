@@ -50,7 +50,7 @@ def _fresh_random() -> Random:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ClientEnvironment:
     """What a client takes from outside: time, chance and the wire. A simulation brings its own."""
 
     clock: Clock = field(default_factory=Clock)
@@ -66,14 +66,14 @@ class Surroundings:
         return self if security is None else replace(self, connect=connector(security))
 
 
-class Keeper(NamedTuple):
+class OffsetsLeader(NamedTuple):
     """Who keeps a group's progress: an offsets set, and its leader."""
 
     offsets_set: str
     stub: offsets_grpc.OffsetsServiceAsyncStub
 
 
-def as_reached(nodes: Iterable[pb.Node], asked: str) -> list[pb.Node]:
+def with_reachable_addresses(nodes: Iterable[pb.Node], asked: str) -> list[pb.Node]:
     """The nodes, each with the address at which it is reached by who has asked for them.
 
     Args:
@@ -252,11 +252,11 @@ class Directory:
         """
         return (await self.keeper(group)).stub
 
-    async def keeper(self, group: str) -> Keeper:
+    async def keeper(self, group: str) -> OffsetsLeader:
         """As `offsets`, with the name of the set."""
         name = await self.offsets_set(group)
         address = await self._address(pb.SERVICE_KIND_OFFSETS, name)
-        return Keeper(name, offsets_grpc.OffsetsServiceStub(self._channel(address)))
+        return OffsetsLeader(name, offsets_grpc.OffsetsServiceStub(self._channel(address)))
 
     async def offsets_set(self, group: str) -> str:
         """Name of the offsets set that keeps `group`, as far as is known; empty if there is none.
@@ -336,7 +336,7 @@ class Directory:
                     pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
                 )
             )
-            self._nodes = as_reached(answer.nodes, asked)
+            self._nodes = with_reachable_addresses(answer.nodes, asked)
             return self._nodes
 
     def doubt(self, error: BatonError) -> None:

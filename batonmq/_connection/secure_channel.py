@@ -15,7 +15,7 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
-from batonmq._connection.security import Papers, Pems, Security
+from batonmq._connection.security import CredentialFiles, Pems, Security
 
 LOOK_INTERVAL_S = 1.0
 """How often the files are looked at, while there are calls."""
@@ -23,7 +23,7 @@ LOOK_INTERVAL_S = 1.0
 Options = Sequence[tuple[str, int | str]]
 
 
-class Identity:
+class ChannelIdentity:
     """Who all channels of one client say they are, and whom they trust.
 
     Raises:
@@ -31,7 +31,7 @@ class Identity:
     """
 
     def __init__(self, security: Security) -> None:
-        self._papers = Papers(security)
+        self._papers = CredentialFiles(security)
         self._next_look_s = 0.0
         self.server_name = security.server_name
 
@@ -54,7 +54,7 @@ class Identity:
 class SecureChannel(grpc.aio.Channel):
     """To `host:port`; made in the event loop that it is used in."""
 
-    def __init__(self, address: str, identity: Identity, options: Options) -> None:
+    def __init__(self, address: str, identity: ChannelIdentity, options: Options) -> None:
         self._identity = identity
         self._address, self._options = address, list(options)
         if identity.server_name:

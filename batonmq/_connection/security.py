@@ -93,7 +93,7 @@ class Pems:
     cert: bytes | None
 
 
-class Papers:
+class CredentialFiles:
     """What the files of a `Security` hold, as far as it goes together.
 
     Attributes:

@@ -12,7 +12,7 @@ from types import TracebackType
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.aio import only_error
-from batonmq._connection.directory import Directory, Surroundings
+from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, queues_of
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.batched_calls import BatchedCalls
@@ -94,10 +94,10 @@ class Consumer:
         client_id: str = "",
         on_ownership: Callable[[OwnershipEvent], None] = _ignore,
         metrics: ClientMetrics | None = None,
-        surroundings: Surroundings | None = None,
+        surroundings: ClientEnvironment | None = None,
     ) -> None:
         chosen = settings or ConsumerSettings()
-        outside = (surroundings or Surroundings()).secured(chosen.security)
+        outside = (surroundings or ClientEnvironment()).secured(chosen.security)
         random, host = outside.random, socket.gethostname()
         incarnation_id = random.getrandbits(63) or 1
         self.client_id = client_id or f"{host}-{incarnation_id:016x}"

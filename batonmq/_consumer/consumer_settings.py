@@ -9,7 +9,7 @@ from typing import Literal
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._connection.security import Security
-from batonmq._core.retries import RETRIES_MAX, Policy
+from batonmq._core.retries import RETRIES_MAX, RetryPolicy
 from batonmq._core.start_offset import ConsumeFrom
 from batonmq.errors import InvalidArgument
 
@@ -143,13 +143,13 @@ class ConsumerSettings:
         return self.send_back
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> RetryPolicy:
         """How failures are met."""
         limit, broadcasting = self.retries_max, self.model == "broadcasting"
         if limit is None and (self.sends_back or broadcasting):
             limit = RETRIES_MAX
         skips = broadcasting and self.exhausted == "dead_letter"
-        return Policy(
+        return RetryPolicy(
             sends_back=self.sends_back,
             retries_max=limit,
             exhausted="skip" if skips else self.exhausted,

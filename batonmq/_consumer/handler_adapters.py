@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from batonmq._consumer.handler_results import failure_of
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._core.retries import Failure
+from batonmq._core.retries import HandlingFailure
 from batonmq.errors import InvalidArgument
 
 Handler = Callable[[ReceivedMessage], Awaitable[object] | object]
@@ -32,7 +32,7 @@ class HandlerAdapter(Protocol):
 
     def failures(
         self, result: object, messages: Sequence[ReceivedMessage]
-    ) -> Sequence[Failure | None] | None:
+    ) -> Sequence[HandlingFailure | None] | None:
         """What a result says against each message being handled; None if nothing does."""
 
 
@@ -50,7 +50,7 @@ class SingleMessageAdapter:
 
     def failures(
         self, result: object, messages: Sequence[ReceivedMessage]
-    ) -> Sequence[Failure | None] | None:
+    ) -> Sequence[HandlingFailure | None] | None:
         """See `HandlerAdapter`."""
         if result is None or (failure := failure_of(result)) is None:
             return None
@@ -78,7 +78,7 @@ class BatchAdapter:
 
     def failures(
         self, result: object, messages: Sequence[ReceivedMessage]
-    ) -> Sequence[Failure | None] | None:
+    ) -> Sequence[HandlingFailure | None] | None:
         """See `HandlerAdapter`.
 
         Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from batonmq._core.delays import AHEAD_MS_MAX
-from batonmq._core.retries import Failure
+from batonmq._core.retries import HandlingFailure
 from batonmq.errors import InvalidArgument
 
 DELAY_MS_MAX: Final = AHEAD_MS_MAX - 24 * 3_600_000
@@ -59,13 +59,13 @@ class MessageFailed(Exception):
     """A message was handled in vain as often as is allowed, and the settings say to stop then."""
 
 
-def failure_of(result: object) -> Failure | None:
+def failure_of(result: object) -> HandlingFailure | None:
     """What a handler's result says; None for success: any value but the two above."""
     match result:
         case RetryLater(delay_ms=delay_ms, reason=reason):
-            return Failure("asked", reason, delay_ms)
+            return HandlingFailure("asked", reason, delay_ms)
         case Suspend(delay_ms=delay_ms):
-            return Failure("asked", "suspended", delay_ms)
+            return HandlingFailure("asked", "suspended", delay_ms)
     return None
 
 

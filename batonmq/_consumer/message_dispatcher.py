@@ -25,7 +25,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import Session
 from batonmq._core.queues import QueueRef
-from batonmq._core.retries import Failure, HandleAgain, SendBack, Skip, Stop
+from batonmq._core.retries import HandlingFailure, RetryInPlace, SendBack, SkipMessage, StopConsumer
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class MessageDispatcher:
         self,
         runner: AssignedQueue,
         messages: Sequence[ReceivedMessage],
-        failures: Sequence[Failure | None],
+        failures: Sequence[HandlingFailure | None],
     ) -> None:
         """See what failed through, each message by itself; the rest is done with.
 
@@ -133,13 +133,13 @@ class MessageDispatcher:
                 await self._see_through(runner, message, failure)
 
     async def _see_through(
-        self, runner: AssignedQueue, message: ReceivedMessage, failure: Failure | None
+        self, runner: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure | None
     ) -> None:
         """Until the message is done with or given up; without a failure it is handled first."""
-        step: HandleAgain | bool = HandleAgain(0)
+        step: RetryInPlace | bool = RetryInPlace(0)
         if failure is not None:
             step = await self._decide(runner, message, failure)
-        while isinstance(step, HandleAgain):
+        while isinstance(step, RetryInPlace):
             found = await self._again(runner, message, step.delay_ms)
             step = found if isinstance(found, bool) else await self._decide(runner, message, found)
         if step:
@@ -149,7 +149,7 @@ class MessageDispatcher:
 
     async def _again(
         self, runner: AssignedQueue, message: ReceivedMessage, delay_ms: int
-    ) -> Failure | bool:
+    ) -> HandlingFailure | bool:
         """Handle a message that is in hand; True if that went well, False if it may not begin."""
         await unless(runner.stopping, asyncio.sleep(delay_ms / 1000))
         if runner.paused:
@@ -163,19 +163,19 @@ class MessageDispatcher:
         return (failures and failures[0]) or True
 
     async def _decide(
-        self, runner: AssignedQueue, message: ReceivedMessage, failure: Failure
-    ) -> HandleAgain | bool:
+        self, runner: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure
+    ) -> RetryInPlace | bool:
         """What a failure leads to; else whether the message is done with: skipped or sent back."""
         if not runner.counts(message):
             return False
         decision = self._policy.decide(message.attempts, failure.delay_ms)
-        if isinstance(decision, HandleAgain):
+        if isinstance(decision, RetryInPlace):
             self._count_again(message, dead=False)
             return decision
-        if isinstance(decision, Stop):
+        if isinstance(decision, StopConsumer):
             self._on_stop(MessageFailed(f"{message!r} failed: {failure.error}"))
             return False
-        if isinstance(decision, Skip):
+        if isinstance(decision, SkipMessage):
             log.error("given up %r attempts=%d %s", message, message.attempts, failure.error)
             return True
         delay_ms = decision.delay_ms if isinstance(decision, SendBack) else None
@@ -193,7 +193,7 @@ class MessageDispatcher:
         self,
         runner: AssignedQueue,
         message: ReceivedMessage,
-        failure: Failure,
+        failure: HandlingFailure,
         delay_ms: int | None,
     ) -> bool:
         def ours() -> bool:  # else the next owner handles the message, perhaps better
@@ -205,7 +205,7 @@ class MessageDispatcher:
 
     async def _attempt(
         self, messages: Sequence[ReceivedMessage]
-    ) -> Sequence[Failure | None] | None:
+    ) -> Sequence[HandlingFailure | None] | None:
         """What speaks against each message being handled; None if nothing does.
 
         Gives a slot back that was acquired.
@@ -224,7 +224,7 @@ class MessageDispatcher:
 
     async def _called(
         self, messages: Sequence[ReceivedMessage], run: HandlerCall
-    ) -> Sequence[Failure | None] | None:
+    ) -> Sequence[HandlingFailure | None] | None:
         first, extend = messages[0], run.extend
         for message in messages:
             message.extender = extend
@@ -243,14 +243,18 @@ class MessageDispatcher:
                     first.attempts,
                     len(messages),
                 )
-                return [Failure("failed", f"{type(error).__name__}: {error}")] * len(messages)
+                return [HandlingFailure("failed", f"{type(error).__name__}: {error}")] * len(
+                    messages
+                )
         finally:
             for message in messages:
                 message.extender = None
         log.error(
             "handler timed out %r attempts=%d messages=%d", first, first.attempts, len(messages)
         )
-        return [Failure("timeout", f"handled for more than {run.allowed_ms} ms")] * len(messages)
+        return [HandlingFailure("timeout", f"handled for more than {run.allowed_ms} ms")] * len(
+            messages
+        )
 
     async def _call(self, messages: Sequence[ReceivedMessage]) -> object:
         if self._threads is not None:

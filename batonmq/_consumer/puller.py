@@ -15,7 +15,7 @@ from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import only_error
 from batonmq._common.rpc import answered, error_from_pb
-from batonmq._connection.directory import CALL_TIMEOUT_S, Directory, Surroundings
+from batonmq._connection.directory import CALL_TIMEOUT_S, ClientEnvironment, Directory
 from batonmq._connection.routes import query_route, queues_of
 from batonmq._connection.security import Security
 from batonmq._consumer.message import ReceivedMessage
@@ -122,10 +122,10 @@ class Puller:
         settings: PullerSettings | None = None,
         *,
         filters: Mapping[str, str] | None = None,
-        surroundings: Surroundings | None = None,
+        surroundings: ClientEnvironment | None = None,
     ) -> None:
         self._settings = settings or PullerSettings()
-        outside = (surroundings or Surroundings()).secured(self._settings.security)
+        outside = (surroundings or ClientEnvironment()).secured(self._settings.security)
         self._group = check_group(group) if group else ""
         self._filters = {topic: parse_filter(text) for topic, text in (filters or {}).items()}
         self._random = outside.random

@@ -22,6 +22,7 @@ from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._connection.routes import query_route, writable_queues_of
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import Session
+from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     STORED_PROPERTIES_BYTES_MAX,
@@ -31,17 +32,16 @@ from batonmq._core.records import (
 )
 from batonmq._core.retries import (
     PROPERTIES,
-    Failure,
+    HandlingFailure,
     dead_letter_topic,
-    indexed,
-    once_id,
     origin_of,
     properties_of,
+    retry_producer_id,
+    retry_queue,
     retry_topic,
-    target,
-    unindexed,
+    with_origin_key,
+    without_origin_key,
 )
-from batonmq._core.sending import ONCE_EPOCH
 from batonmq._producer.scheduling import REQUEST_ITEMS_MAX, parts
 from batonmq.errors import BatonError, QueueNotFound, Retry, TopicExists, TopicNotFound
 
@@ -59,7 +59,7 @@ def restore_original(message: ReceivedMessage, group: str) -> None:
         log.warning("message in the retry topic without origin %r", message)
         return
     message.origin, attempts = found
-    message.keys = unindexed(message.keys, message.origin)
+    message.keys = without_origin_key(message.keys, message.origin)
     message.attempts += attempts
     message.properties = {
         name: value for name, value in message.properties.items() if name not in PROPERTIES
@@ -117,7 +117,7 @@ class RetryRequest:
 
     message: ReceivedMessage
     reset_epoch: int
-    failure: Failure
+    failure: HandlingFailure
     delay_ms: int | None
     counts: Callable[[], bool]
 
@@ -158,9 +158,9 @@ class RetrySender:
 
     async def _send(self, one: RetryRequest, topic: str) -> pb.ScheduleReceipt:
         message = one.message
-        once = once_id(message.queue, message.topic_id, message.offset, one.reset_epoch)
+        once = retry_producer_id(message.queue, message.topic_id, message.offset, one.reset_epoch)
         queues = await self._queues_of(topic)
-        queue = target(queues, message.queue.broker, once)
+        queue = retry_queue(queues, message.queue.broker, once)
         item = pb.ScheduleItem(
             batch=_encode(one, queue, once, self._session.incarnation.client_id),
             deliver_unix_ms=self._session.clock.unix_ms() + (one.delay_ms or 0),
@@ -223,7 +223,7 @@ class RetrySender:
 def _encode(one: RetryRequest, queue: QueueRef, once: int, client_id: str) -> bytes:
     received = one.message
     added = properties_of(received.origin, received.attempts, one.failure, client_id)
-    keys = indexed(received.keys, received.origin)
+    keys = with_origin_key(received.keys, received.origin)
     message = Message(received.body, received.tag, keys, {**received.properties, **added})
     builder = BatchBuilder()
     record = encode_record(message, properties_bytes_max=STORED_PROPERTIES_BYTES_MAX)
@@ -231,7 +231,7 @@ def _encode(one: RetryRequest, queue: QueueRef, once: int, client_id: str) -> by
     return builder.encode(
         topic=queue.topic,
         queue_id=queue.queue_id,
-        producer=(once, ONCE_EPOCH),
+        producer=(once, ONE_BATCH_EPOCH),
         sequence=0,
         born_unix_ms=received.born_unix_ms,
     )

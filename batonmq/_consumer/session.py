@@ -10,7 +10,7 @@ from typing import Literal
 
 from baton.common.v1 import queue_pb2
 from batonmq._common.clock import Clock
-from batonmq._connection.directory import Directory, Keeper
+from batonmq._connection.directory import Directory, OffsetsLeader
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.group_view import GroupView
 from batonmq._consumer.local_offsets import LocalOffsets
@@ -114,7 +114,7 @@ class Session:
         self.acquire_seq += 1
         return self.acquire_seq
 
-    async def keeper(self) -> Keeper:
+    async def keeper(self) -> OffsetsLeader:
         """Who keeps the group's progress.
 
         Raises:

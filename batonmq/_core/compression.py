@@ -25,7 +25,7 @@ class Compression(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class RecordCompressor:
     """How a producer packs records.
 
     Attributes:
@@ -46,8 +46,8 @@ class Packing:
         return self.compression, packed
 
 
-def unpack(compression: Compression, packed: Bytes, size: int) -> bytes:
-    """Inverse of `Packing.pack`; takes no more memory than `size`, whatever `packed` says.
+def decompress(compression: Compression, packed: Bytes, size: int) -> bytes:
+    """Inverse of `RecordCompressor.pack`; takes no more memory than `size`, whatever `packed` says.
 
     Args:
         size: Of the records, in bytes.

@@ -54,7 +54,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from batonmq._core.compression import Compression, Packing, unpack
+from batonmq._core.compression import Compression, RecordCompressor, decompress
 from batonmq.errors import BadBatch, BadChecksum, LimitExceeded
 
 MAGIC = 0x42544E31
@@ -85,7 +85,7 @@ _FEW = 40
 
 Raw = TypeVar("Raw", bytes, memoryview, bytes | memoryview)
 Int64Array = npt.NDArray[np.int64]
-_PLAIN = Packing()
+_PLAIN = RecordCompressor()
 _NO_KEYS = (np.empty(0, np.uint16), np.empty(0, np.uint32))
 
 
@@ -233,7 +233,7 @@ class BatchBuilder:
         "_extra_keys", "_key_hashes", "_packing", "_records", "_tag_hashes", "bytes_count", "count",
     )  # fmt: skip
 
-    def __init__(self, packing: Packing = _PLAIN) -> None:
+    def __init__(self, packing: RecordCompressor = _PLAIN) -> None:
         self._packing = packing
         self._records: list[bytes] = []
         self._tag_hashes: list[int] = []
@@ -513,7 +513,7 @@ def _records(batch: Raw, header: Header) -> tuple[Raw | bytes, int]:
     size = int(record_lengths(batch, header).sum())
     _limit("batch", records_at + size, BATCH_BYTES_MAX)
     packed = memoryview(batch)[records_at : header.length]
-    return unpack(header.compression, packed, size), 0
+    return decompress(header.compression, packed, size), 0
 
 
 def _check_columns(batch: bytes | memoryview, header: Header) -> None:

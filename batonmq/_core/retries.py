@@ -15,10 +15,10 @@ from batonmq._core.delays import LEVELS_MS
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import KEYS_BYTES_MAX
 
-LADDER_MS = LEVELS_MS[2:]
+RETRY_DELAYS_MS = LEVELS_MS[2:]
 """Wait so long before the first retry, the second, ...: 10 s to 2 h. Source: RocketMQ."""
 _PREFIXES = "%RETRY%", "%DLQ%"
-RETRIES_MAX = len(LADDER_MS)
+RETRIES_MAX = len(RETRY_DELAYS_MS)
 ERROR_CHARACTERS_MAX = 1_000
 
 ORIGIN = "baton.origin"
@@ -33,7 +33,7 @@ Reason = Literal["asked", "failed", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class HandlingFailure:
     """Why a message was not handled.
 
     Attributes:
@@ -47,7 +47,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class HandleAgain:
+class RetryInPlace:
     """Keep the message and hand it to the handler again."""
 
     delay_ms: int
@@ -61,25 +61,25 @@ class SendBack:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLetter:
+class SendToDeadLetters:
     """Send the message to the dead letters of the group, then acknowledge it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopConsumer:
     """Keep the message and end the consumer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Skip:
+class SkipMessage:
     """Log the message and acknowledge it."""
 
 
-Decision = HandleAgain | SendBack | DeadLetter | Skip | Stop
+FailureAction = RetryInPlace | SendBack | SendToDeadLetters | SkipMessage | StopConsumer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class RetryPolicy:
     """How failures are met.
 
     Attributes:
@@ -96,7 +96,7 @@ class Policy:
     first_ms: int
     delay_ms_max: int
 
-    def decide(self, attempts: int, delay_ms: int | None) -> Decision:
+    def decide(self, attempts: int, delay_ms: int | None) -> FailureAction:
         """What to do after attempt number `attempts` has failed.
 
         Args:
@@ -105,16 +105,16 @@ class Policy:
         if self.retries_max is not None and attempts > self.retries_max:
             match self.exhausted:
                 case "dead_letter":
-                    return DeadLetter()
+                    return SendToDeadLetters()
                 case "skip":
-                    return Skip()
+                    return SkipMessage()
                 case "stop":
-                    return Stop()
+                    return StopConsumer()
         if self.sends_back:
-            rung = LADDER_MS[min(attempts, len(LADDER_MS)) - 1]
+            rung = RETRY_DELAYS_MS[min(attempts, len(RETRY_DELAYS_MS)) - 1]
             return SendBack(rung if delay_ms is None else delay_ms)
         pause_ms = min(self.first_ms << min(attempts - 1, 30), self.delay_ms_max)
-        return HandleAgain(pause_ms if delay_ms is None else delay_ms)
+        return RetryInPlace(pause_ms if delay_ms is None else delay_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def group_of(topic: str) -> str:
 
 
 def properties_of(
-    origin: Origin, attempts: int, failure: Failure, client_id: str
+    origin: Origin, attempts: int, failure: HandlingFailure, client_id: str
 ) -> Mapping[str, str]:
     """What travels with a message that is sent back, beside what its producer attached."""
     queue = origin.queue
@@ -161,18 +161,18 @@ def properties_of(
     }
 
 
-def indexed(keys: Sequence[str], origin: Origin) -> tuple[str, ...]:
+def with_origin_key(keys: Sequence[str], origin: Origin) -> tuple[str, ...]:
     """Keys of a message that is sent back: its own and, if there is room, the origin's id.
 
     By that key the copies of a message are found in the retry topic and among the dead letters.
     """
-    own = unindexed(keys, origin)
+    own = without_origin_key(keys, origin)
     longer = (*own, origin.message_id)
     return longer if len(" ".join(longer).encode()) <= KEYS_BYTES_MAX else own
 
 
-def unindexed(keys: Sequence[str], origin: Origin) -> tuple[str, ...]:
-    """Inverse of `indexed`."""
+def without_origin_key(keys: Sequence[str], origin: Origin) -> tuple[str, ...]:
+    """Inverse of `with_origin_key`."""
     if keys and keys[-1] == origin.message_id:
         return tuple(keys[:-1])
     return tuple(keys)
@@ -188,7 +188,7 @@ def origin_of(properties: Mapping[str, str]) -> tuple[Origin, int] | None:
         return None
 
 
-def once_id(queue: QueueRef, topic_id: int, offset: int, reset_epoch: int) -> int:
+def retry_producer_id(queue: QueueRef, topic_id: int, offset: int, reset_epoch: int) -> int:
     """Producer id under which one stored message is sent back: every client comes to the same.
 
     So storage, which knows a producer's batches again, keeps one copy of what several members of
@@ -201,12 +201,12 @@ def once_id(queue: QueueRef, topic_id: int, offset: int, reset_epoch: int) -> in
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >> 1 or 1
 
 
-def target(queues: Sequence[QueueRef], broker: str, once: int) -> QueueRef:
+def retry_queue(queues: Sequence[QueueRef], broker: str, once: int) -> QueueRef:
     """The queue that takes a message of `broker` back: every client comes to the same.
 
     Args:
         queues: Of the retry or dead letter topic, ascending, at least one.
-        once: The message's `once_id`.
+        once: The message's `retry_producer_id`.
     """
     beside = [queue for queue in queues if queue.broker == broker]
     return beside[0] if beside else queues[once % len(queues)]

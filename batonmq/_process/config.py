@@ -20,7 +20,7 @@ from batonmq._process.logs import LogFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConfigProblem:
     """What is wrong with a configuration.
 
     Attributes:
@@ -35,13 +35,13 @@ class Problem:
 class ConfigError(Exception):
     """File and environment do not describe a valid configuration."""
 
-    def __init__(self, *problems: Problem) -> None:
+    def __init__(self, *problems: ConfigProblem) -> None:
         super().__init__("; ".join(problem.text for problem in problems))
         self.problems = problems
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RawSettings:
     """What stands in the environment and in the file it names; nothing is checked yet.
 
     Attributes:
@@ -77,28 +77,28 @@ def load(kind: type[S], prefix: str, env: Mapping[str, str] | None = None) -> S:
         ConfigError: a name is unknown, a value does not parse, one is missing, or the file can't
             be read.
     """
-    found = given(prefix, env)
+    found = read_raw_settings(prefix, env)
     known = set(kind.model_fields)
     problems = [
-        Problem(f"{found.path}: {name}", f"{found.path}: unknown setting {name}")
+        ConfigProblem(f"{found.path}: {name}", f"{found.path}: unknown setting {name}")
         for name in sorted(found.by_file.keys() - known)
     ]
     variables = [f"{prefix}_{name.upper()}" for name in sorted(found.by_env.keys() - known)]
-    problems += [Problem(variable, f"unknown variable {variable}") for variable in variables]
+    problems += [ConfigProblem(variable, f"unknown variable {variable}") for variable in variables]
     values = {k: v for k, v in {**found.by_file, **found.by_env}.items() if k in known}
     try:
         settings = kind(**values)  # type: ignore[arg-type]
     except ValidationError as error:
         for wrong in error.errors():
             place = "_".join([prefix, *map(str, wrong["loc"])]).upper()
-            problems.append(Problem(place, f"{place}: {wrong['msg']}"))
+            problems.append(ConfigProblem(place, f"{place}: {wrong['msg']}"))
         raise ConfigError(*problems) from error
     if problems:
         raise ConfigError(*problems)
     return settings
 
 
-def given(prefix: str, env: Mapping[str, str] | None = None) -> Given:
+def read_raw_settings(prefix: str, env: Mapping[str, str] | None = None) -> RawSettings:
     """What `<prefix>_CONFIG_FILE` and `<prefix>_*` say, in lower case and without the prefix.
 
     Raises:
@@ -112,5 +112,5 @@ def given(prefix: str, env: Mapping[str, str] | None = None) -> Given:
         by_file = tomllib.loads(Path(path).read_text()) if path else {}
     except (OSError, ValueError) as error:  # no such file, no UTF-8, no TOML
         place = f"{start}CONFIG_FILE"
-        raise ConfigError(Problem(place, f"{place}={path}: {error}")) from error
-    return Given(by_env, by_file, path)
+        raise ConfigError(ConfigProblem(place, f"{place}={path}: {error}")) from error
+    return RawSettings(by_env, by_file, path)

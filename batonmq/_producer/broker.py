@@ -13,8 +13,8 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
+from batonmq._core.queue_sender import MAYBE_STORED, Batch, QueueSender, maybe_stored
 from batonmq._core.queues import QueueRef
-from batonmq._core.sending import MAYBE_STORED, Batch, QueueSender, doubtful
 from batonmq._producer.receipts import Outcome
 from batonmq._producer.settings import ProducerSettings
 from batonmq.errors import (
@@ -200,10 +200,10 @@ class BrokerLoop:
             sender.again(anew=lost)
             self._landing.relieve(sender)
         elif retry or isinstance(error, DuplicateSequence | Internal):
-            late = doubtful(error) if doubt and retry else _too_late(error, batch.unsure)
+            late = maybe_stored(error) if doubt and retry else _too_late(error, batch.unsure)
             self._landing.settle(sender.unknown(), late)
         else:
-            self._landing.settle(sender.refused(), doubtful(error) if doubt else error)
+            self._landing.settle(sender.refused(), maybe_stored(error) if doubt else error)
         for never_sent in sender.expire(late_ms):
             self._landing.settle(never_sent, _too_late(error, never_sent.unsure))
 

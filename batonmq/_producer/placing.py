@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq._connection.directory import Directory, Surroundings
-from batonmq._core.brokers import Brokers
+from batonmq._connection.directory import ClientEnvironment, Directory
+from batonmq._core.broker_health import BrokerHealth
+from batonmq._core.queue_sender import Batch, QueueSender, maybe_stored
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.sending import Batch, QueueSender, doubtful
 from batonmq._producer.broker import BrokerLoop
 from batonmq._producer.losses import Losses
 from batonmq._producer.receipts import ANY, Outcome, Pending, Wish
@@ -48,7 +48,7 @@ class Placing:
         self,
         settings: ProducerSettings,
         directory: Directory,
-        surroundings: Surroundings,
+        surroundings: ClientEnvironment,
         start: Callable[[Coroutine[Any, Any, None]], None],
         *,
         metrics: ProducerMetrics | None = None,
@@ -59,7 +59,7 @@ class Placing:
         self._clock, self._random, self._start = surroundings.clock, surroundings.random, start
         self._packing = settings.packing
         self.topics: dict[str, TopicQueues] = {}
-        self.troubled = Brokers()
+        self.troubled = BrokerHealth()
         self.losses = Losses()
         self.room = settings.in_flight_bytes_max
         self._senders: dict[QueueRef, QueueSender[Outcome]] = {}
@@ -159,7 +159,7 @@ class Placing:
         known = self.topics.get(sender.queue.topic)
         for batch in (sender.refused(), *sender.drop()):
             if known is None or (batch.unsure and not isinstance(error, NotWritable)):
-                self.settle(batch, doubtful(error) if batch.unsure else error)
+                self.settle(batch, maybe_stored(error) if batch.unsure else error)
             else:
                 self._place_anew(known, batch)
 

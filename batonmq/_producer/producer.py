@@ -9,8 +9,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, overload
 
-from batonmq._common.aio import Lines, only_error, unless
-from batonmq._connection.directory import Directory, Surroundings
+from batonmq._common.aio import KeyedLocks, only_error, unless
+from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
 from batonmq._core.queues import QueueRef
@@ -52,16 +52,16 @@ class Producer:
         *,
         client_id: str = "",
         metrics: ClientMetrics | None = None,
-        surroundings: Surroundings | None = None,
+        surroundings: ClientEnvironment | None = None,
     ) -> None:
         self._settings = settings or ProducerSettings()
-        outside = (surroundings or Surroundings()).secured(self._settings.security)
+        outside = (surroundings or ClientEnvironment()).secured(self._settings.security)
         self._metrics = None if metrics is None else metrics.of_producer()
         self._clock = outside.clock
         self._directory = Directory(nameserver, outside.random, outside.connect)
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
-        self._lines, self._closing = Lines(), asyncio.Event()
+        self._lines, self._closing = KeyedLocks(), asyncio.Event()
         self._stream: ClientStream | None = None
         tally: ProducerTally | None = None
         if self._settings.metrics_stream:
@@ -403,7 +403,7 @@ class Producer:
         self._loops.append(self._tasks.create_task(loop))
 
 
-def stream_of(client_id: str, nameserver: str, outside: Surroundings) -> ClientStream:
+def stream_of(client_id: str, nameserver: str, outside: ClientEnvironment) -> ClientStream:
     """The stream of a client, with a producer of its own."""
     return ClientStream(
         client_id, outside, lambda: Producer(nameserver, PRODUCER, surroundings=outside)

@@ -20,10 +20,10 @@ from batonmq._common.batcher import Batcher
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
-from batonmq._core.compression import Packing
+from batonmq._core.compression import RecordCompressor
+from batonmq._core.queue_sender import SEQUENCE_LIMIT, maybe_stored
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message
-from batonmq._core.sending import SEQUENCE_LIMIT, doubtful
 from batonmq.errors import (
     BatonError,
     DuplicateSequence,
@@ -87,7 +87,7 @@ class SchedulingSettings(Protocol):
         ...
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> RecordCompressor:
         """See ProducerSettings."""
         ...
 
@@ -265,7 +265,7 @@ class Scheduling:
             moved = isinstance(outcome, NotWritable) and not unsure
             over = self._clock.monotonic_ms() >= late_ms
             if over or moved or outcome.retry is Retry.NEVER:
-                raise _Refused(doubtful(outcome) if doubt else outcome, unsure)
+                raise _Refused(maybe_stored(outcome) if doubt else outcome, unsure)
             await self._directory.pause(outcome, failures)
             failures += 1
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._connection.security import Security
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq.errors import InvalidArgument
 
 
@@ -61,7 +61,7 @@ class ProducerSettings:
     security: Security | None = None
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> RecordCompressor:
         """How batches are packed.
 
         Raises:
@@ -75,4 +75,4 @@ class ProducerSettings:
                 remedy="Use none, lz4 or zstd.",
                 facts={"field": "compression"},
             ) from None
-        return Packing(compression, self.compression_bytes_min)
+        return RecordCompressor(compression, self.compression_bytes_min)

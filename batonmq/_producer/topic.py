@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq._connection.routes import queues_of, writable_queues_of
-from batonmq._core.brokers import Brokers
+from batonmq._core.broker_health import BrokerHealth
+from batonmq._core.keyed_queues import KeyedQueues
+from batonmq._core.queue_sender import QueueSender
 from batonmq._core.queues import QueueRef
-from batonmq._core.route import KeyedQueues
-from batonmq._core.sending import QueueSender
 from batonmq._producer.receipts import Outcome, Wish
 from batonmq.errors import NotWritable, QueueNotFound
 
@@ -42,7 +42,7 @@ class TopicQueues:
         current: Sender of the queue whose turn it is, once it was looked up.
     """
 
-    def __init__(self, route: nameserver_pb.Route, brokers: Brokers) -> None:
+    def __init__(self, route: nameserver_pb.Route, brokers: BrokerHealth) -> None:
         self._brokers = brokers
         self._turn = 0
         self._earlier: list[_Earlier] = []

@@ -13,7 +13,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from batonmq._core.flow_control import FlowReason
-from batonmq._core.retries import Failure
+from batonmq._core.retries import HandlingFailure
 from batonmq.errors import BatonError
 
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60, 300, 900)
@@ -177,7 +177,7 @@ class ConsumerMetrics:
             metrics.held_queues.remove(*client, reason)
 
     def handled(
-        self, topic: str, count: int, failures: Iterable[Failure | None], seconds: float
+        self, topic: str, count: int, failures: Iterable[HandlingFailure | None], seconds: float
     ) -> None:
         """A call of a handler with so many messages has ended."""
         taken, time = self._of_topic(topic)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from batonmq._connection.directory import Surroundings
+from batonmq._connection.directory import ClientEnvironment
 from batonmq._telemetry.events import EventHub
 from batonmq._telemetry.publishing import Publisher, Sender
 
@@ -28,7 +28,7 @@ class ClientStream:
     def __init__(
         self,
         client_id: str,
-        outside: Surroundings,
+        outside: ClientEnvironment,
         opened: Callable[[], AbstractAsyncContextManager[Sender]],
     ) -> None:
         incarnation_id = outside.random.getrandbits(63) or 1

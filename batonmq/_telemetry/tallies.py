@@ -9,7 +9,7 @@ from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._core.names import METRICS_TOPIC
-from batonmq._core.retries import Failure
+from batonmq._core.retries import HandlingFailure
 from batonmq._telemetry.events import EventHub
 from batonmq._telemetry.latencies import Latencies, Timed
 
@@ -33,7 +33,7 @@ class ConsumerTally:
         self._latencies.add_all(what, [max(0, now_ms - ms) * 1_000 for ms in store_unix_ms])
 
     def handled(
-        self, topic: str, count: int, failures: Iterable[Failure | None], seconds: float
+        self, topic: str, count: int, failures: Iterable[HandlingFailure | None], seconds: float
     ) -> None:
         """It has ended, with so many messages."""
         failed = sum(one is not None for one in failures)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import grpc.aio
@@ -22,7 +22,12 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._common.rpc import from_rpc_error
-from batonmq._connection.directory import CALL_TIMEOUT_S, Directory, Surroundings, as_reached
+from batonmq._connection.directory import (
+    CALL_TIMEOUT_S,
+    ClientEnvironment,
+    Directory,
+    with_reachable_addresses,
+)
 from batonmq._connection.security import Security
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
@@ -82,9 +87,9 @@ class Admin:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         security: Security | None = None,
-        surroundings: Surroundings | None = None,
+        surroundings: ClientEnvironment | None = None,
     ) -> None:
-        outside = (surroundings or Surroundings()).secured(security)
+        outside = (surroundings or ClientEnvironment()).secured(security)
         self.directory = Directory(nameserver, outside.random, outside.connect)
         self._timeout_s = timeout_s
 
@@ -193,7 +198,7 @@ class Admin:
             return self.directory.nameserver().DescribeCluster(request, timeout=limit_s)
 
         answer = await self.ask(describe)
-        nodes = tuple(map(node_from_pb, as_reached(answer.nodes, asked)))
+        nodes = tuple(map(node_from_pb, with_reachable_addresses(answer.nodes, asked)))
         return Cluster(answer.cluster, answer.generation, nodes)
 
     async def list_groups(self) -> tuple[Group, ...]:
@@ -344,18 +349,32 @@ class Admin:
         return tuple(map(diagnosis_from_pb, answer.queues))
 
     async def list_locks(self, group: str = "", topic: str = "") -> tuple[Lock, ...]:
-        """Entries of the lock manager by group, topic, broker and queue.
+        """Return the entries of the lock manager by group, topic, broker and queue.
+
+        For a large cluster use `lock_pages`, which keeps one page in memory.
 
         Args:
             group: Only of this group; empty for all.
             topic: Only of this topic; empty for all.
         """
-        request = lockmgr_pb.ListRequest(group=group, topic=topic)
+        return tuple([lock async for page in self.lock_pages(group, topic) for lock in page])
 
-        async def ask(limit_s: float) -> lockmgr_pb.ListResponse:
-            return await (await self.directory.lockmgr()).List(request, timeout=limit_s)
+    async def lock_pages(self, group: str = "", topic: str = "") -> AsyncIterator[tuple[Lock, ...]]:
+        """Yield the entries that `list_locks` returns, page by page as the lock manager sends them.
 
-        return tuple(map(lock_from_pb, (await self.ask(ask)).entries))
+        An entry that exists during the whole listing is listed exactly once.
+        """
+
+        def page(page_token: str) -> Awaitable[lockmgr_pb.ListResponse]:
+            request = lockmgr_pb.ListRequest(group=group, topic=topic, page_token=page_token)
+
+            async def ask(limit_s: float) -> lockmgr_pb.ListResponse:
+                return await (await self.directory.lockmgr()).List(request, timeout=limit_s)
+
+            return self.ask(ask)
+
+        async for answer in pages(page):
+            yield tuple(map(lock_from_pb, answer.entries))
 
     async def progress(self, group: str) -> Sequence[offsets_pb.Progress]:
         """What offsets knows of a group, by topic, broker and queue."""

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from batonmq._core.dead_letters import DEAD_LETTER_PREFIX, Criteria, DeadLetter, dead_letter
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range, contains, normalize
 from batonmq._core.records import Message
-from batonmq._core.redriving import PREFIX, Criteria, DeadLetter, dead_letter
 from batonmq._core.retries import dead_letter_topic
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries, StoredMessage
@@ -71,7 +71,11 @@ class DeadLetters:
 
     async def groups(self) -> DeadGroups:
         """The groups that have dead letters, by name."""
-        topics = [one for one in await self._admin.list_topics() if one.name.startswith(PREFIX)]
+        topics = [
+            one
+            for one in await self._admin.list_topics()
+            if one.name.startswith(DEAD_LETTER_PREFIX)
+        ]
         extents, problems = await self._admin.extents(q for one in topics for q in one.queues)
         found = []
         for topic in topics:
@@ -150,7 +154,7 @@ class DeadLetters:
         return Redriving(self._admin, group, order).run(self.read(group, criteria))
 
     async def _group(self, topic: str, kept: Sequence[tuple[QueueRef, Range]]) -> DeadGroup:
-        group = topic.removeprefix(PREFIX)
+        group = topic.removeprefix(DEAD_LETTER_PREFIX)
         redriven = await self.redriven(group)
         count = sum(end - first for _, (first, end) in kept)
         done = sum(

@@ -11,7 +11,7 @@ import grpc.aio
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
-from batonmq._connection.directory import Directory, Surroundings
+from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.security import Security
 from batonmq.errors import BatonError
 
@@ -36,11 +36,11 @@ class EventWatch:
         self,
         nameserver: str,
         take: Callable[[pb.MetricBatch], None],
-        surroundings: Surroundings | None = None,
+        surroundings: ClientEnvironment | None = None,
         *,
         security: Security | None = None,
     ) -> None:
-        outside = (surroundings or Surroundings()).secured(security)
+        outside = (surroundings or ClientEnvironment()).secured(security)
         self._directory = Directory(nameserver, outside.random, outside.connect)
         self._connect, self._take = outside.connect, take
         self.following: set[str] = set()

@@ -137,10 +137,14 @@ class Locks:
         Args:
             group: Only in this group; empty for all.
         """
-        owned = [
-            lock for lock in await self._admin.list_locks(group) if lock.client_id == client_id
-        ]
-        lives = sorted({lock.incarnation_id or 0 for lock in owned})
+        lives = sorted(
+            {
+                lock.incarnation_id or 0
+                async for page in self._admin.lock_pages(group)
+                for lock in page
+                if lock.client_id == client_id
+            }
+        )
         released_count = 0
         kept: list[tuple[str, QueueRef]] = []
         for incarnation_id in lives:

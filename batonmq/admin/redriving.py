@@ -18,12 +18,12 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb
 from batonmq._connection.routes import query_route, writable_queues_of
 from batonmq._consumer.moved_group import raise_if_moved
+from batonmq._core.dead_letters import DeadLetter, copy_of, destination, redrive_producer_id
+from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import of_sorted
 from batonmq._core.records import STORED_PROPERTIES_BYTES_MAX, BatchBuilder, encode_record
-from batonmq._core.redriving import DeadLetter, copy_of, destination, once_id
 from batonmq._core.retries import dead_letter_topic, retry_topic
-from batonmq._core.sending import ONCE_EPOCH
 from batonmq.admin.admin import Admin
 from batonmq.admin.operation import Operation
 from batonmq.admin.reports import queue_to_pb
@@ -171,7 +171,7 @@ class Redriving:
                     f"dead letter {letter.message_id} does not say where it came from"
                 )
             topic = letter.origin.queue.topic
-        once = once_id(operation.op_id, letter.message_id)
+        once = redrive_producer_id(operation.op_id, letter.message_id)
         queue = destination(letter, await self._queues_of(topic), once)
         message = copy_of(
             letter, operation.op_id, operation.by, operation.reason, to_topic=order.to_topic
@@ -182,7 +182,7 @@ class Redriving:
         batch = builder.encode(
             topic=queue.topic,
             queue_id=queue.queue_id,
-            producer=(once, ONCE_EPOCH),
+            producer=(once, ONE_BATCH_EPOCH),
             sequence=0,
             born_unix_ms=letter.born_unix_ms,
         )

@@ -16,8 +16,16 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.aio import only_error
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.queues import QueueRef
+from batonmq._core.reset_targets import (
+    ResetBounds,
+    ResetOffset,
+    ResetTarget,
+    ToEarliest,
+    ToOffset,
+    ToTime,
+    resolve_target,
+)
 from batonmq._core.retries import retry_topic
-from batonmq._core.targets import Place, Standing, Target, ToEarliest, ToOffset, ToTime, place
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
 from batonmq.admin.operation import Operation
@@ -126,7 +134,7 @@ class Resets:
         self._admin = admin
 
     async def plan(
-        self, group: str, target: Target, scope: Scope = Scope(), op_id: str = ""
+        self, group: str, target: ResetTarget, scope: Scope = Scope(), op_id: str = ""
     ) -> Plan:
         """Where `target` is on every queue in `scope`, as far as the queue goes.
 
@@ -144,7 +152,7 @@ class Resets:
         committed = {queue_from_pb(p.queue.queue): p.committed_offset for p in progress}
         queues = queues_in(scope, found, committed, await self._admin.list_topics())
         standings = await self._standings(queues, committed, target)
-        places = {queue: place(target, standing) for queue, standing in standings.items()}
+        places = {queue: resolve_target(target, standing) for queue, standing in standings.items()}
         return _plan(group, places | await self._moved_by(op_id, group, places))
 
     async def plan_offsets(
@@ -163,7 +171,7 @@ class Resets:
         await self._movable(group)
         standings = await self._standings(sorted(offsets), {}, ToEarliest())
         places = {
-            queue: place(ToOffset(offsets[queue]), standing)
+            queue: resolve_target(ToOffset(offsets[queue]), standing)
             for queue, standing in standings.items()
         }
         return _plan(group, places | await self._moved_by(op_id, group, places))
@@ -263,12 +271,12 @@ class Resets:
 
     async def _moved_by(
         self, op_id: str, group: str, queues: Collection[QueueRef]
-    ) -> dict[QueueRef, Place]:
+    ) -> dict[QueueRef, ResetOffset]:
         """Where an operation, if there was one of this id, has put which of the queues."""
         if not op_id:
             return {}
         return {
-            queue: Place(step.to_offset)
+            queue: ResetOffset(step.to_offset)
             for recorded in await self.history(group)
             if recorded.op_id == op_id
             for step in recorded.steps
@@ -283,8 +291,8 @@ class Resets:
         return (await self._admin.ask(ask)).outcomes
 
     async def _standings(
-        self, queues: Sequence[QueueRef], committed: dict[QueueRef, int], target: Target
-    ) -> dict[QueueRef, Standing]:
+        self, queues: Sequence[QueueRef], committed: dict[QueueRef, int], target: ResetTarget
+    ) -> dict[QueueRef, ResetBounds]:
         extents, problems = await self._admin.extents(queues)
         if problems:
             raise Unreachable("; ".join(problems))
@@ -292,7 +300,7 @@ class Resets:
             raise QueueNotFound(f"no broker has {', '.join(missing)}")
         times = await self._offsets_at(queues, target.unix_ms) if isinstance(target, ToTime) else {}
         return {
-            queue: Standing(*extents[queue], committed.get(queue), times.get(queue))
+            queue: ResetBounds(*extents[queue], committed.get(queue), times.get(queue))
             for queue in queues
         }
 
@@ -351,7 +359,7 @@ def queues_in(
     return chosen
 
 
-def _plan(group: str, places: dict[QueueRef, Place]) -> Plan:
+def _plan(group: str, places: dict[QueueRef, ResetOffset]) -> Plan:
     offsets = tuple((q, found.offset) for q, found in places.items() if found.offset is not None)
     notes = tuple(f"{queue}: {found.note}" for queue, found in places.items() if found.note)
     if not offsets:

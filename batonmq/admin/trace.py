@@ -13,8 +13,15 @@ from dataclasses import dataclass, replace
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._consumer.moved_group import raise_if_moved
+from batonmq._core.dead_letters import FORMER_ATTEMPTS, REDRIVE_ID, REDRIVEN_BY, REDRIVEN_FROM
+from batonmq._core.message_trace import (
+    Hold,
+    MessageState,
+    MessageTrace,
+    QueueProgressNow,
+    trace_message,
+)
 from batonmq._core.queues import QueueRef
-from batonmq._core.redriving import FORMER_ATTEMPTS, REDRIVE_ID, REDRIVEN_BY, REDRIVEN_FROM
 from batonmq._core.retries import (
     ATTEMPTS,
     CLIENT,
@@ -22,12 +29,11 @@ from batonmq._core.retries import (
     REASON,
     Origin,
     dead_letter_topic,
-    indexed,
     origin_of,
     retry_topic,
+    with_origin_key,
 )
 from batonmq._core.subscription import parse_filter
-from batonmq._core.tracing import Hold, Standing, State, Stay, stay
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
 from batonmq.admin.query import Queries, StoredMessage
@@ -52,7 +58,7 @@ class Copy:
         attempts: Attempts before, since it was sent or redriven last.
         former_attempts: And before that.
         replay_id: Of the redrive; `redriven_by` who did it.
-        stay: What became of it here; None where nobody handles it, or nobody knows.
+        trace: What became of it here; None where nobody handles it, or nobody knows.
         token: The present token of the queue.
         owner: Who holds the queue now; None for nobody.
     """
@@ -70,7 +76,7 @@ class Copy:
     replay_id: str
     redriven_by: str
     redriven_from: str
-    stay: Stay | None
+    trace: MessageTrace | None
     token: int | None
     owner: str | None
 
@@ -85,7 +91,7 @@ class GroupTrace:
         recorded: Whether deliveries of the group are recorded: its queues are owned.
         copies: In order of time.
         state: acked: handled, as far as anybody can know; in_hand, maybe_in_hand, waiting: see
-            `State`; retry_or_done: acknowledged, and either handled or waiting for its next
+            `MessageState`; retry_or_done: acknowledged, and either handled or waiting for its next
             attempt, which nobody sees before its time; dead; filtered; not_subscribed; local: its
             members keep their own progress; unknown.
     """
@@ -225,7 +231,7 @@ class Tracer:
     ) -> list[StoredMessage]:
         """Copies of a message in a topic: they have its id as a key, if there was room for it."""
         wanted = origin.message_id
-        has_room = indexed(message.keys, origin)[-1:] == (wanted,)
+        has_room = with_origin_key(message.keys, origin)[-1:] == (wanted,)
         key = wanted if has_room else message.keys[0]
         try:
             found = await self._queries.with_key(topic, key, count_max=COPIES_MAX)
@@ -246,7 +252,7 @@ class Tracer:
 
     async def _standings(
         self, groups: Iterable[Group], queues: Sequence[QueueRef]
-    ) -> dict[tuple[str, QueueRef], Standing]:
+    ) -> dict[tuple[str, QueueRef], QueueProgressNow]:
         """Where groups are on queues, of those that have progress there."""
         found = {}
         for group in groups:
@@ -259,7 +265,7 @@ class Tracer:
 
     async def _standing_of(
         self, group: Group, queues: Sequence[QueueRef]
-    ) -> dict[QueueRef, Standing]:
+    ) -> dict[QueueRef, QueueProgressNow]:
         request = pb.QueryRequest(queues=[_key(group.name, queue) for queue in queues])
 
         async def ask(limit_s: float) -> pb.QueryResponse:
@@ -275,7 +281,7 @@ class Tracer:
             if outcome.HasField("progress")
         }
 
-    async def _with_stay(self, copy: Copy, group: Group, standing: Standing | None) -> Copy:
+    async def _with_stay(self, copy: Copy, group: Group, standing: QueueProgressNow | None) -> Copy:
         if standing is None:
             return copy
         request = pb.ListHoldsRequest(queue=_key(group.name, copy.queue))
@@ -291,8 +297,8 @@ class Tracer:
                 raise
             self._problems.append(f"holds of {copy.queue}: {error.reason}: {error.message}")
             holds = []
-        story = stay(holds, standing, copy.offset, copy.store_unix_ms)
-        return replace(copy, stay=story, token=standing.token, owner=standing.client_id)
+        story = trace_message(holds, standing, copy.offset, copy.store_unix_ms)
+        return replace(copy, trace=story, token=standing.token, owner=standing.client_id)
 
 
 def _state(trace: GroupTrace, *, reads_retries: bool) -> str:
@@ -304,11 +310,11 @@ def _state(trace: GroupTrace, *, reads_retries: bool) -> str:
         return "dead"
     if trace.passes is False and (last is None or last.kind == "original"):
         return "filtered"
-    if last is None or last.stay is None:
+    if last is None or last.trace is None:
         return "not_subscribed" if trace.expression is None else "waiting"
-    if last.stay.state is State.ACKED and reads_retries:
+    if last.trace.state is MessageState.ACKED and reads_retries:
         return "retry_or_done"
-    return last.stay.state.value
+    return last.trace.state.value
 
 
 def _copied_from(message: StoredMessage) -> str | None:
@@ -335,7 +341,7 @@ def _copy(kind: str, message: StoredMessage) -> Copy:
         replay_id=told.get(REDRIVE_ID, ""),
         redriven_by=told.get(REDRIVEN_BY, ""),
         redriven_from=told.get(REDRIVEN_FROM, ""),
-        stay=None,
+        trace=None,
         token=None,
         owner=None,
     )
@@ -346,10 +352,10 @@ def _expression(group: Group, origin: Origin) -> str | None:
     return next((each.expression for each in group.subscriptions if each.topic == topic), None)
 
 
-def _standing(progress: pb.Progress, *, owned: bool) -> Standing:
+def _standing(progress: pb.Progress, *, owned: bool) -> QueueProgressNow:
     acked = [(each.first_offset, each.next_offset) for each in progress.acked]
     held = progress.HasField("holder") and not progress.closed
-    return Standing(
+    return QueueProgressNow(
         committed_offset=progress.committed_offset,
         acked=acked,
         acked_complete=progress.acked_range_count <= len(acked),

@@ -67,7 +67,7 @@ _BROKER_COLUMNS: Columns = {
     "LOG-BYTES": lambda item: _extent(item, "first_position", "next_position"),
     "QUEUES": "queue_count",
     "MSG-IN/S": lambda item: _rounded(item["appended_per_s"]),
-    "PARKED-PULLS": "parked_pull_count",
+    "LONG-POLLS": "long_poll_count",
     "SCHEDULED": "scheduled_count",
     "DAMAGED": "damaged_batch_count",
 }

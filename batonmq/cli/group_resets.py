@@ -17,7 +17,7 @@ import click
 from batonmq._common.clock import Clock
 from batonmq._core.delays import parse_duration_ms
 from batonmq._core.queues import QueueRef
-from batonmq._core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
+from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.operation import Operation
 from batonmq.admin.resets import Done, Plan, Resets, Scope
 from batonmq.cli.arguments import group_argument, queue_option, topic_option, parse_queue
@@ -93,7 +93,7 @@ class TargetOptions:
             )
         )
 
-    def target(self, now_unix_ms: int) -> Target:
+    def target(self, now_unix_ms: int) -> ResetTarget:
         """The same as a target; not of a file.
 
         Raises:

@@ -60,8 +60,8 @@ def list_(session: CommandSession, group: str, topic: str) -> None:
 
 async def _list(session: CommandSession, group: str, topic: str) -> None:
     async with session.admin() as admin:
-        locks = await admin.list_locks(group, topic)
-    session.output.items([asdict(lock) for lock in locks], _COLUMNS, _MORE_COLUMNS)
+        pages = ([asdict(lock) for lock in page] async for page in admin.lock_pages(group, topic))
+        await session.output.item_pages(pages, _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command()

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import click
 
+from batonmq._core.dead_letters import DeadLetter
 from batonmq._core.queues import QueueRef
-from batonmq._core.redriving import DeadLetter
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.cli.output import Item, printable, wall_time

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import click
 
+from batonmq._core.message_trace import TraceEvent, TraceEventKind
 from batonmq._core.queues import QueueRef
-from batonmq._core.tracing import Step, What
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.admin.trace import Copy, GroupTrace, Trace, Tracer
 from batonmq.cli.message import body_of, find_queue
@@ -179,24 +179,28 @@ def _copy_events(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
     elif copy.kind == "redriven":
         who = f"by {copy.redriven_by}, replay {copy.replay_id}; {place}"
         yield _event(copy.store_unix_ms, "redriven", who, group)
-    if copy.stay is None:
+    if copy.trace is None:
         return
-    if copy.stay.before and copy.kind != "dead":
+    if copy.trace.before and copy.kind != "dead":
         yield _event(
             copy.store_unix_ms, "acked", "before what is recorded of who held the queue", group
         )
-    for step in copy.stay.steps if copy.kind != "dead" else ():
+    for step in copy.trace.steps if copy.kind != "dead" else ():
         yield _step_event(step, group)
 
 
 def _passed_over(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
     """What is known by offsets alone is no delivery, if the filter keeps the message back."""
-    for step in copy.stay.steps if copy.stay is not None else ():
-        if step.what in (What.DELIVERED, What.MAYBE_DELIVERED, What.KEPT):
+    for step in copy.trace.steps if copy.trace is not None else ():
+        if step.what in (
+            TraceEventKind.DELIVERED,
+            TraceEventKind.MAYBE_DELIVERED,
+            TraceEventKind.KEPT,
+        ):
             yield _step_event(step, group, "passed_over", _PASSED_OVER)
 
 
-def _step_event(step: Step, group: str, event: str = "", told: str = "") -> dict[str, Any]:
+def _step_event(step: TraceEvent, group: str, event: str = "", told: str = "") -> dict[str, Any]:
     detail = (told or _STEPS[step.what.value]).format(client=step.client_id, token=step.token)
     item = _event(step.begin_unix_ms, event or step.what.value, detail, group)
     exact = step.begin_unix_ms == step.end_unix_ms

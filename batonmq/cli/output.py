@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
+from textwrap import indent
 from typing import Any
 
 import click
@@ -45,16 +46,47 @@ class Output:
         if self.form is OutputFormat.JSON:
             print(json.dumps(list(items), indent=2), flush=True)
             return
-        wide = self.form is OutputFormat.WIDE
-        columns = {**columns, **more} if wide else columns
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in columns:
-            table.add_column(heading, overflow="fold")
-        for item in items:
-            table.add_row(*(Text(printable(_cell(item, column))) for column in columns.values()))
+        columns = {**columns, **more} if self.form is OutputFormat.WIDE else columns
+        self._table(_rows(items, columns), list(columns))
+
+    async def item_pages(
+        self, pages: AsyncIterator[Sequence[Item]], columns: Columns, more: Columns = _NONE
+    ) -> None:
+        """Print a list like `items`, each page as it arrives; only one page is kept in memory.
+
+        Columns are as wide as the widest cell so far, so those of a later page may be wider.
+        """
+        if self.form is OutputFormat.JSON:
+            await _json_array(pages)
+            return
+        columns = {**columns, **more} if self.form is OutputFormat.WIDE else columns
+        widths, header = [len(heading) for heading in columns], True
+        async for page in pages:
+            rows = _rows(page, columns)
+            for row in rows:
+                widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
+            self._table(rows, list(columns), widths, header=header)
+            header = False
+        if header:
+            self._table([], list(columns))
+
+    def _table(
+        self,
+        rows: Sequence[Sequence[str]],
+        headings: Sequence[str],
+        widths: Sequence[int] = (),
+        *,
+        header: bool = True,
+    ) -> None:
+        table = Table(box=None, pad_edge=False, header_style="bold", show_header=header)
         # Not a terminal: as wide as it needs to be, so that a program finds one row per line.
-        width = None if sys.stdout.isatty() and not wide else 10_000
-        console = Console(width=width, highlight=False)
+        folds = sys.stdout.isatty() and self.form is not OutputFormat.WIDE
+        for index, heading in enumerate(headings):
+            width = widths[index] if widths and not folds else None
+            table.add_column(heading, overflow="fold", min_width=width)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console = Console(width=None if folds else 10_000, highlight=False)
         with console.capture() as capture:
             console.print(table)
         print("\n".join(map(str.rstrip, capture.get().splitlines())), flush=True)
@@ -156,6 +188,21 @@ def duration(milliseconds: int) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things for people: 1 queue, 2 queues."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+async def _json_array(pages: AsyncIterator[Sequence[Item]]) -> None:
+    """Print what `json.dumps(items, indent=2)` returns, page by page."""
+    lead = "["
+    async for page in pages:
+        for item in page:
+            print(f"{lead}\n{indent(json.dumps(item, indent=2), '  ')}", end="")
+            lead = ","
+    print("[]" if lead == "[" else "\n]", flush=True)
+
+
+def _rows(items: Sequence[Item], columns: Columns) -> list[list[str]]:
+    """Return the cells of a table."""
+    return [[printable(_cell(item, column)) for column in columns.values()] for item in items]
 
 
 def _cell(item: Item, column: str | Callable[[Item], object]) -> str:

@@ -17,7 +17,7 @@ _TIMEOUT_S = 60.0
 
 
 def settings_of(service: str, given: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`settings` and `problems` of a service, as `batonmq._process.explain` has them.
+    """`settings` and `problems` of a service, as `batonmq._process.settings_help` has them.
 
     Args:
         given: The variables it is to see; None for those of this process.

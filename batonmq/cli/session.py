@@ -19,8 +19,8 @@ import click
 from click.exceptions import Exit
 
 from batonmq._common.aio import interruptible
-from batonmq._connection.handshake import refused
 from batonmq._connection.security import Security
+from batonmq._connection.tls_probe import find_tls_failure
 from batonmq.admin.admin import Admin
 from batonmq.cli.output import Output, OutputFormat
 from batonmq.errors import BatonError, Unreachable
@@ -95,7 +95,7 @@ class CommandSession:
         """The error, or what TLS has to do with it."""
         addresses = self.nameserver.split(",") if isinstance(error, Unreachable) else []
         for address in addresses:
-            found = refused(address.strip(), self.security)
+            found = find_tls_failure(address.strip(), self.security)
             if found is not None:
                 return Unreachable(f"{address}: {found.reason}", remedy=found.remedy)
         return error

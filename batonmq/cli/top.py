@@ -17,7 +17,8 @@ from rich.live import Live
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq._core.board import Board, Place, Standing
+from batonmq._core.queues import QueueRef
+from batonmq._core.top_board import Board, GroupQueueStatus
 from batonmq.admin.admin import Admin
 from batonmq.admin.event_watch import EventWatch
 from batonmq.cli.output import OutputFormat
@@ -120,19 +121,19 @@ def _keys(ended: asyncio.Event) -> Iterator[None]:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-async def _standings(admin: Admin) -> tuple[list[Standing], dict[str, int]]:
+async def _standings(admin: Admin) -> tuple[list[GroupQueueStatus], dict[str, int]]:
     """Where the queues of the groups stand, and how many members they have."""
     groups = await admin.list_groups()
-    found: list[Standing] = []
+    found: list[GroupQueueStatus] = []
     for group in groups[:GROUPS_MAX]:
         try:
             progress = await admin.group_progress(group.name)
         except BatonError:
             continue  # deleted meanwhile, or nobody answers: then events tell
         found += [
-            Standing(
+            GroupQueueStatus(
                 group=group.name,
-                place=Place(queue.topic, queue.broker, queue.queue_id),
+                place=QueueRef(queue.topic, queue.broker, queue.queue_id),
                 committed_offset=_or_unknown(queue.committed_offset),
                 next_offset=_or_unknown(queue.log_end_offset),
                 owner=queue.client_id or "",

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from batonmq._core.board import Snapshot
+from batonmq._core.top_board import Snapshot
 from batonmq.cli.output import printable, wall_time
 
 _AROUND = 13

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -133,9 +133,9 @@ class Desk:
         owner = entry.lock.owner
         return entry, owner is not None and not self._members.is_member(key.group, owner)
 
-    def entries(self, group: str, topic: str) -> list[Entry]:
-        """Entries by key; empty filters let all pass."""
-        return list(self._table.entries(group, topic))
+    def entries(self, group: str, topic: str, after: GroupQueue | None) -> Iterator[Entry]:
+        """Yield the entries of a listing; see `LockTable.entries`."""
+        return self._table.entries(group, topic, after)
 
     @property
     def term(self) -> int:

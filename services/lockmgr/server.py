@@ -19,6 +19,7 @@ from batonmq_server.lockmgr import translate
 from batonmq_server.lockmgr.core.locks import Asker
 from batonmq_server.lockmgr.handover import Force, Wish
 from batonmq_server.lockmgr.leader import Leader
+from batonmq_server.runtime.paging import page_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -137,9 +138,14 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         """See the proto."""
         group = check_group(request.group) if request.group else ""
         topic = check_topic(request.topic) if request.topic else ""
+        after = translate.key_from_page_token(request.page_token)
         desk, now_ms = self._leader.desk(), self._clock.monotonic_ms()
-        entries = [translate.entry_to_pb(entry, now_ms) for entry in desk.entries(group, topic)]
-        return pb.ListResponse(entries=entries, term=desk.term)
+        entries = (
+            (str(entry.key), translate.entry_to_pb(entry, now_ms))
+            for entry in desk.entries(group, topic, after)
+        )
+        page, next_page_token = page_of(entries, request.page_size)
+        return pb.ListResponse(entries=page, term=desk.term, next_page_token=next_page_token)
 
     def _wishes(self, request: pb.AcquireRequest) -> list[Wish]:
         """What the request asks for.

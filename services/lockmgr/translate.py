@@ -14,6 +14,7 @@ from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import InvalidArgument, LimitExceeded
 from batonmq_server.lockmgr.core.locks import Denial, Entry, Lock, LockState, Wanted, WantedReason
 from batonmq_server.lockmgr.core.table import HoldState, Report
+from batonmq_server.runtime.paging import key_of_token, malformed_token
 
 Notice = tuple[GroupQueue, int, Wanted | None]
 """A queue with its token, and why it is wanted from its owner; None if it is free instead."""
@@ -52,6 +53,21 @@ def key_to_pb(key: GroupQueue) -> queue_pb2.GroupQueue:
     """Inverse of `key_from_pb`."""
     queue = queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
     return queue_pb2.GroupQueue(group=key.group, queue=queue)
+
+
+def key_from_page_token(page_token: str) -> GroupQueue | None:
+    """Return the key after which a page of a listing starts; None for the first page.
+
+    Raises:
+        InvalidArgument: the token is malformed.
+    """
+    encoded = key_of_token(page_token)
+    if not encoded:
+        return None
+    match encoded.split("/"):
+        case [group, topic, broker, queue_id] if queue_id.isdecimal():
+            return GroupQueue(group, topic, broker, int(queue_id))
+    raise malformed_token(page_token)
 
 
 def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> Incarnation:

@@ -16,28 +16,28 @@ from batonmq_server.nameserver.access import RULES
 from batonmq_server.nameserver.access_server import AccessServicer
 from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
-from batonmq_server.nameserver.electing import Electing
+from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.group_events import GroupEvents
+from batonmq_server.nameserver.group_maintainer import GroupMaintainer
 from batonmq_server.nameserver.group_metrics import GroupMetrics
 from batonmq_server.nameserver.group_store import GroupStore
-from batonmq_server.nameserver.inspector import Inspector
-from batonmq_server.nameserver.lookout import Lookout
-from batonmq_server.nameserver.placing import Placing
-from batonmq_server.nameserver.progress import Progress
-from batonmq_server.nameserver.questions import Brokers, Questions
-from batonmq_server.nameserver.refusals import Refusals
+from batonmq_server.nameserver.inspector import QueueInspector
+from batonmq_server.nameserver.member_sessions import MemberSessions
+from batonmq_server.nameserver.placement_calls import PlacementCalls
+from batonmq_server.nameserver.progress_deleter import ProgressDeleter
+from batonmq_server.nameserver.queue_monitor import QueueMonitor
+from batonmq_server.nameserver.queue_queries import BrokerChannels, QueueQueries
+from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.server import NameserverServicer
-from batonmq_server.nameserver.sessions import Sessions
 from batonmq_server.nameserver.set_metrics import SetMetrics
-from batonmq_server.nameserver.shrinking import Shrinking
-from batonmq_server.nameserver.stuck_calls import StuckCalls
 from batonmq_server.nameserver.system_topics import SystemTopics
-from batonmq_server.nameserver.telemetry import Telemetry
-from batonmq_server.nameserver.tending import Tending
 from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.nameserver.topic_shrinker import TopicShrinker
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.nameserver.turns import Turns
+from batonmq_server.nameserver.unclean_election import UncleanElection
 from batonmq_server.runtime.mirror import all_ready
 from batonmq_server.runtime.peers import Peer, Peers
 from batonmq_server.runtime.places import OFFSETS, Places
@@ -50,9 +50,9 @@ ACCESS = "baton.nameserver.v1.AccessService"
 async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The nameserver's parts; it has nothing to recover, all state is in etcd."""
     catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=settings.watchers_max)
-    telemetry = Telemetry(runtime.registry, runtime.hub, catalog, settings.member_lease_ms)
+    telemetry = GroupEvents(runtime.registry, runtime.hub, catalog, settings.member_lease_ms)
     runtime.registry.register(SetMetrics(catalog))
-    turns = Turns(runtime.random)
+    turns = CompareAndSwap(runtime.random)
     topic_store = TopicStore(runtime.etcd, turns)
     group_store = GroupStore(
         runtime.etcd,
@@ -61,8 +61,10 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         member_lease_ms=settings.member_lease_ms,
         on_change=telemetry.group_changed,
     )
-    tending = Tending(catalog, group_store, runtime.random, sweep_ms=settings.member_lease_ms)
-    sessions = Sessions(
+    tending = GroupMaintainer(
+        catalog, group_store, runtime.random, sweep_ms=settings.member_lease_ms
+    )
+    sessions = MemberSessions(
         runtime.etcd, catalog, group_store, telemetry, grace_ms=settings.session_grace_ms
     )
     offsets = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
@@ -71,9 +73,9 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     def keeper_of(group: str) -> offsets_grpc.OffsetsServiceAsyncStub:
         return offsets.stub(places.set_of(group))
 
-    progress = Progress(offsets.stub, places)
+    progress = ProgressDeleter(offsets.stub, places)
     topics = TopicCalls(settings, catalog, topic_store, progress)
-    refusals = Refusals(runtime.etcd, catalog, lease_ms=settings.member_lease_ms)
+    refusals = RefusedClients(runtime.etcd, catalog, lease_ms=settings.member_lease_ms)
     groups = GroupCalls(
         settings=settings,
         clock=runtime.clock,
@@ -83,14 +85,14 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         sessions=sessions,
         refusals=refusals,
         progress=progress,
-        placing=Placing(runtime.etcd, turns, catalog, places, group_store),
+        placing=PlacementCalls(runtime.etcd, turns, catalog, places, group_store),
         telemetry=telemetry,
     )
     lockmgr = Peer(runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect)
-    brokers = Brokers(lambda: catalog.addresses, runtime.connect)
-    questions = Questions(lockmgr.stub, keeper_of, brokers)
-    inspector = Inspector(catalog, refusals.of, questions, runtime.clock)
-    lookout = Lookout(
+    brokers = BrokerChannels(lambda: catalog.addresses, runtime.connect)
+    questions = QueueQueries(lockmgr.stub, keeper_of, brokers)
+    inspector = QueueInspector(catalog, refusals.of, questions, runtime.clock)
+    lookout = QueueMonitor(
         catalog,
         inspector,
         GroupMetrics(runtime.registry),
@@ -102,13 +104,13 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         catalog,
         topics,
         groups,
-        StuckCalls(groups, topics, inspector),
-        Electing(runtime.etcd),
+        DiagnosisCalls(groups, topics, inspector),
+        UncleanElection(runtime.etcd),
         runtime.guard.may,
     )
     access = AccessServicer(AccessStore(runtime.etcd, turns), runtime.guard)
     name = pb.DESCRIPTOR.services_by_name["NameserverService"].full_name
-    shrinking = Shrinking(
+    shrinking = TopicShrinker(
         catalog,
         topic_store,
         keeper_of,

@@ -12,7 +12,7 @@ from baton.nameserver.v1 import access_service_pb2 as pb
 from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
 from batonmq.errors import InvalidArgument
-from batonmq_server.nameserver.access_store import AccessStore, Held
+from batonmq_server.nameserver.access_store import AccessStore, IdentityAccess
 from batonmq_server.runtime.access import (
     SERVICE_PREFIX,
     Access,
@@ -120,7 +120,7 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
         return pb.RevokeTokenResponse(revoked=identity is not None)
 
 
-def _listed(identity: str, held: Held) -> pb.IdentityAccess:
+def _listed(identity: str, held: IdentityAccess) -> pb.IdentityAccess:
     return pb.IdentityAccess(
         identity=identity,
         grants=map(grant_to_pb, sorted(held.grants, key=lambda g: (g.resource, g.role))),

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import stored_access_pb2 as pb
 from batonmq.errors import LimitExceeded
-from batonmq_server.nameserver.turns import Turns, as_read
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.runtime.access import Grant
 from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
 from batonmq_server.runtime.stored_access import (
@@ -29,7 +29,7 @@ _TOKEN_ID_CHARACTERS = 16
 
 
 @dataclass(slots=True)
-class Held:
+class IdentityAccess:
     """What an identity has; tokens oldest first."""
 
     grants: frozenset[Grant] = frozenset()
@@ -39,7 +39,7 @@ class Held:
 class AccessStore:
     """All methods raise `NoQuorum` if etcd does not answer."""
 
-    def __init__(self, etcd: EtcdSession, turns: Turns) -> None:
+    def __init__(self, etcd: EtcdSession, turns: CompareAndSwap) -> None:
         self._etcd, self._turns = etcd, turns
 
     async def grants_of(self, identity: str) -> frozenset[Grant]:
@@ -86,16 +86,16 @@ class AccessStore:
                 return token.identity
         return None
 
-    async def all(self) -> Mapping[str, Held]:
+    async def all(self) -> Mapping[str, IdentityAccess]:
         """Everybody who has something, ascending."""
         found, _ = await self._etcd.get_prefix(PREFIX)
-        everybody: dict[str, Held] = {}
+        everybody: dict[str, IdentityAccess] = {}
         for stored in found:
             if identity := identity_of(stored.key.removeprefix(PREFIX)):
-                everybody.setdefault(identity, Held()).grants = _grants(stored)
+                everybody.setdefault(identity, IdentityAccess()).grants = _grants(stored)
             else:
                 token = pb.StoredToken.FromString(stored.value)
-                everybody.setdefault(token.identity, Held()).tokens.append(token)
+                everybody.setdefault(token.identity, IdentityAccess()).tokens.append(token)
         for held in everybody.values():
             held.tokens.sort(key=lambda token: (token.create_unix_ms, token.token_id))
         return dict(sorted(everybody.items()))
@@ -119,7 +119,7 @@ class AccessStore:
                     facts={"field": "grants", "limit": GRANTS_MAX, "actual": len(after)},
                 )
             revision = await self._etcd.txn(
-                compare=[as_read(key, stored)],
+                compare=[unchanged(key, stored)],
                 put=[Put(key, grants_to_bytes(after))] if after else (),
                 delete=() if after else [key],
             )

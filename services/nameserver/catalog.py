@@ -18,11 +18,11 @@ from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import NotServing, Overloaded
-from batonmq_server.nameserver.convert_groups import group_from_pb
-from batonmq_server.nameserver.convert_topics import topic_from_bytes
 from batonmq_server.nameserver.core.groups import Group
 from batonmq_server.nameserver.core.topics import Route, Topic, build_route
+from batonmq_server.nameserver.group_proto import group_from_pb
 from batonmq_server.nameserver.group_store import is_owned
+from batonmq_server.nameserver.topic_proto import topic_from_bytes
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.runtime.places import PREFIX as PLACES

@@ -13,21 +13,21 @@ from batonmq._core.names import check_group
 from batonmq.errors import BatonError, ClientIdInUse, SubscriptionConflict
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.config import NameserverSettings
-from batonmq_server.nameserver.convert_groups import (
+from batonmq_server.nameserver.core.group_transaction import ACCEPTED, SubscriptionVerdict
+from batonmq_server.nameserver.core.groups import Group, Heartbeat, hash_of
+from batonmq_server.nameserver.group_events import GroupEvents
+from batonmq_server.nameserver.group_proto import (
     group_to_pb,
     heartbeat_from_pb,
     incarnation_from_pb,
     settings_from_pb,
     verdict_to_pb,
 )
-from batonmq_server.nameserver.core.groups import Group, Heartbeat, hash_of
-from batonmq_server.nameserver.core.ledger import ACCEPTED, Verdict
 from batonmq_server.nameserver.group_store import GroupStore, group_not_found
-from batonmq_server.nameserver.placing import Placing
-from batonmq_server.nameserver.progress import Progress
-from batonmq_server.nameserver.refusals import Refusals
-from batonmq_server.nameserver.sessions import SessionKey, Sessions
-from batonmq_server.nameserver.telemetry import Telemetry
+from batonmq_server.nameserver.member_sessions import MemberSessions, SessionKey
+from batonmq_server.nameserver.placement_calls import PlacementCalls
+from batonmq_server.nameserver.progress_deleter import ProgressDeleter
+from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.runtime.paging import key_of_token, page_of
 
@@ -43,11 +43,11 @@ class GroupCalls:
     catalog: Catalog
     store: GroupStore
     topics: TopicCalls
-    sessions: Sessions
-    refusals: Refusals
-    progress: Progress
-    placing: Placing
-    telemetry: Telemetry
+    sessions: MemberSessions
+    refusals: RefusedClients
+    progress: ProgressDeleter
+    placing: PlacementCalls
+    telemetry: GroupEvents
 
     async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """See the proto."""
@@ -173,7 +173,7 @@ class GroupCalls:
         await self.catalog.caught_up(groups=found[1])
         return found[0]
 
-    async def _stay(self, heartbeat: Heartbeat) -> Verdict | None:
+    async def _stay(self, heartbeat: Heartbeat) -> SubscriptionVerdict | None:
         """The verdict, if the sender is a member on the group's terms and its lease was renewed.
 
         Nothing is written, so this is all that most heartbeats cost.
@@ -191,7 +191,7 @@ class GroupCalls:
             return None
         return ACCEPTED if await self.store.refresh(live) else None
 
-    async def _join(self, heartbeat: Heartbeat) -> Verdict:
+    async def _join(self, heartbeat: Heartbeat) -> SubscriptionVerdict:
         await self._check_topics_exist(heartbeat)
         await self.placing.given_if_possible(heartbeat.group)
         try:

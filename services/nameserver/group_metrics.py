@@ -13,9 +13,9 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from batonmq._core.queues import QueueRef
-from batonmq_server.nameserver.core.evidence import Evidence
-from batonmq_server.nameserver.inspector import Diagnosis
-from batonmq_server.nameserver.questions import Key
+from batonmq_server.nameserver.core.evidence import QueueEvidence
+from batonmq_server.nameserver.inspector import QueueDiagnosis
+from batonmq_server.nameserver.queue_queries import Key
 
 RESET, UNASKED = "reset", "unasked"
 """Why progress went back: an operator wanted it, or made the topic anew; or nobody did."""
@@ -87,7 +87,7 @@ class GroupMetrics:
         self._places: dict[Key, _Place] = {}
         self._moved: set[Labels] = set()
 
-    def show(self, diagnoses: Iterable[Diagnosis], members: Mapping[str, int]) -> None:
+    def show(self, diagnoses: Iterable[QueueDiagnosis], members: Mapping[str, int]) -> None:
         """Show what one look has found, and nothing else.
 
         Args:
@@ -125,7 +125,7 @@ class GroupMetrics:
             self._lag_latency,
         )
 
-    def _add(self, found: dict[Gauge, Values], topic: Labels, e: Evidence) -> None:
+    def _add(self, found: dict[Gauge, Values], topic: Labels, e: QueueEvidence) -> None:
         """Add a queue to the sums of its topic."""
         if e.lag_count >= 0:
             in_flight = e.progress.unacked_count if e.progress else 0
@@ -141,7 +141,7 @@ class GroupMetrics:
             oldest[topic] = max(oldest[topic], e.lag_ms / 1000)
             found[self._lag_latency][topic] = oldest[topic] * 1000
 
-    def _follow(self, places: dict[Key, _Place], topic: Labels, e: Evidence) -> None:
+    def _follow(self, places: dict[Key, _Place], topic: Labels, e: QueueEvidence) -> None:
         """Compare a queue's progress with what it was, and note it in `places`."""
         key = e.group.name, QueueRef(e.topic, e.broker, e.queue_id)
         before = self._places.get(key)

@@ -33,13 +33,22 @@ from batonmq.errors import (
     NoQuorum,
     Overloaded,
 )
-from batonmq_server.nameserver.asks import Ask, GroupChange, Outcome, Written
-from batonmq_server.nameserver.convert_groups import gate_of, group_from_pb, group_to_pb
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, run_concurrently, unchanged
+from batonmq_server.nameserver.core.group_transaction import (
+    GroupSettings,
+    GroupTransaction,
+    verdict_of,
+)
 from batonmq_server.nameserver.core.groups import Group, Heartbeat
-from batonmq_server.nameserver.core.ledger import GroupSettings, Ledger, verdict_of
 from batonmq_server.nameserver.core.topics import Topic
+from batonmq_server.nameserver.group_proto import gate_of, group_from_pb, group_to_pb
+from batonmq_server.nameserver.group_requests import (
+    GroupChange,
+    GroupOutcome,
+    GroupRequest,
+    GroupWrite,
+)
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.nameserver.turns import Turns, as_read, at_once
 from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
 
 BATCH_MAX = 32
@@ -66,7 +75,7 @@ class GroupStore:
     def __init__(
         self,
         etcd: EtcdSession,
-        turns: Turns,
+        turns: CompareAndSwap,
         topics: TopicStore,
         *,
         member_lease_ms: int,
@@ -74,7 +83,7 @@ class GroupStore:
     ) -> None:
         self._etcd, self._turns, self._topics = etcd, turns, topics
         self._member_lease_ms, self._on_change = member_lease_ms, on_change
-        self._waiting: dict[str, list[Ask]] = defaultdict(list)
+        self._waiting: dict[str, list[GroupRequest]] = defaultdict(list)
 
     async def read(self, name: str) -> tuple[Group, int] | None:
         """The group as etcd has it now, and its revision."""
@@ -85,15 +94,15 @@ class GroupStore:
         """Start the lease of a live key anew; False if it has ended."""
         return await self._etcd.attach(live.lease_id).refresh()
 
-    async def join(self, heartbeat: Heartbeat) -> Outcome:
+    async def join(self, heartbeat: Heartbeat) -> GroupOutcome:
         """Make the sender a live member of its group, if the ledger agrees.
 
         If that decides a change of the subscription and no queue has an owner, it is made too.
 
         Raises:
-            ClientIdInUse, SubscriptionConflict, Overloaded: see `Ledger.join`.
+            ClientIdInUse, SubscriptionConflict, Overloaded: see `GroupTransaction.join`.
         """
-        ask = Ask(lambda ledger: ledger.join(heartbeat), heartbeat=heartbeat)
+        ask = GroupRequest(lambda ledger: ledger.join(heartbeat), heartbeat=heartbeat)
         outcome = await self._asked(heartbeat.group, ask)
         if outcome.change is None or not outcome.change.group.draining:
             return outcome
@@ -108,21 +117,23 @@ class GroupStore:
                 )
         return outcome
 
-    async def leave(self, group: str, client_id: str, incarnation_id: int) -> Outcome:
+    async def leave(self, group: str, client_id: str, incarnation_id: int) -> GroupOutcome:
         """Take the process out of the group, if it is in."""
-        return await self._asked(group, Ask(lambda ledger: ledger.leave(client_id, incarnation_id)))
+        return await self._asked(
+            group, GroupRequest(lambda ledger: ledger.leave(client_id, incarnation_id))
+        )
 
-    async def update(self, group: str, settings: GroupSettings) -> Outcome:
+    async def update(self, group: str, settings: GroupSettings) -> GroupOutcome:
         """Change settings of the group, and create it if it does not exist.
 
         Raises:
-            GroupInUse: see `Ledger.update`.
+            GroupInUse: see `GroupTransaction.update`.
         """
-        return await self._asked(group, Ask(lambda ledger: ledger.update(settings)))
+        return await self._asked(group, GroupRequest(lambda ledger: ledger.update(settings)))
 
-    async def tend(self, group: str) -> Outcome:
+    async def tend(self, group: str) -> GroupOutcome:
         """Do what is due: take out the dead, end a drain that is done, deal out queues anew."""
-        return await self._asked(group, Ask(lambda _: None, tends=True))
+        return await self._asked(group, GroupRequest(lambda _: None, tends=True))
 
     async def delete(self, name: str, forget: Callable[[str], Awaitable[int]]) -> tuple[int, int]:
         """Delete a group without members; the revision, and what `forget` returned.
@@ -145,7 +156,7 @@ class GroupStore:
             view.ledger.check_unused("it can't be deleted")
             key = self._etcd.key("groups", name)
             return await self._etcd.txn(
-                compare=[as_read(key, view.stored)], delete=[key, self._etcd.key("gates", name)]
+                compare=[unchanged(key, view.stored)], delete=[key, self._etcd.key("gates", name)]
             )
 
         revision = await self._turns.retried(f"groups/{name}", attempt)
@@ -154,7 +165,7 @@ class GroupStore:
             raise group_not_found(name)
         return revision, count
 
-    async def _asked(self, name: str, ask: Ask) -> Outcome:
+    async def _asked(self, name: str, ask: GroupRequest) -> GroupOutcome:
         """The outcome of `ask`, which may ride in somebody else's turn."""
         waiting = self._waiting[name]
         waiting.append(ask)
@@ -169,7 +180,7 @@ class GroupStore:
         assert ask.outcome is not None
         return ask.outcome
 
-    async def _attempt(self, name: str, mine: Ask) -> bool | None:
+    async def _attempt(self, name: str, mine: GroupRequest) -> bool | None:
         """Settle this call and those that wait; None if the race was lost."""
         if mine.is_settled:
             return True
@@ -186,7 +197,7 @@ class GroupStore:
                 ask.error = error
         return True if done or error else None
 
-    async def _carry_out(self, name: str, batch: list[Ask]) -> bool:
+    async def _carry_out(self, name: str, batch: list[GroupRequest]) -> bool:
         """Decide over the calls in turn and write what becomes of it; False for a lost race."""
         view = await self._read(name)
         ledger = view.ledger
@@ -204,7 +215,7 @@ class GroupStore:
         after = view.group
         if tends or not ledger.is_unchanged():
             after = await _dealt(ledger, await self._topics_of(ledger.settled()))
-        written = Written(after, view.revision)
+        written = GroupWrite(after, view.revision)
         if after is not None and (after is not view.group or ledger.joined):
             accepted = [a.heartbeat.client_id for a in batch if a.heartbeat and not a.error]
             await _let_others_run()
@@ -215,7 +226,7 @@ class GroupStore:
             ask.settle(ledger, written)
         return True
 
-    async def _write(self, view: _View, after: Group, accepted: list[str]) -> Written:
+    async def _write(self, view: _View, after: Group, accepted: list[str]) -> GroupWrite:
         """Write the record, and the keys that change with it, if the record is as it was read."""
         ledger, name, key = view.ledger, view.name, self._etcd.key
         value = group_to_pb(after).SerializeToString()
@@ -230,7 +241,7 @@ class GroupStore:
         gate = gate_of(after)
         if view.group is None or gate != gate_of(view.group):
             put.append(Put(key("gates", name), gate.SerializeToString()))
-        leases = await at_once(
+        leases = await run_concurrently(
             [partial(self._etcd.lease, self._member_lease_ms) for _ in ledger.joined]
         )
         for (client_id, incarnation_id), lease in zip(ledger.joined.items(), leases, strict=True):
@@ -238,14 +249,14 @@ class GroupStore:
         delete = [key("live", name, client_id) for client_id in sorted(ledger.left)]
         delete += [key("refused", name, client_id) for client_id in sorted({*accepted})]
         revision = await self._etcd.txn(
-            compare=[as_read(key("groups", name), view.stored)], put=put, delete=delete
+            compare=[unchanged(key("groups", name), view.stored)], put=put, delete=delete
         )
         if revision is None:
             await self._revoke([lease.lease_id for lease in leases])
-            return Written(view.group, 0)
+            return GroupWrite(view.group, 0)
         gone = sorted(ledger.left & view.live.keys())
         await self._revoke([view.live[client_id].lease_id for client_id in gone])
-        written = Written(after, revision, revision if ledger.joined or gone else 0)
+        written = GroupWrite(after, revision, revision if ledger.joined or gone else 0)
         if after is view.group:
             return written
         change = GroupChange(
@@ -260,11 +271,11 @@ class GroupStore:
         self._on_change(change)
         return replace(written, change=change)
 
-    async def _refreshed(self, view: _View, batch: list[Ask]) -> bool:
+    async def _refreshed(self, view: _View, batch: list[GroupRequest]) -> bool:
         """Renew the leases of senders that are live members; False if one has just ended."""
         staying = {ask.heartbeat.client_id for ask in batch if ask.heartbeat and not ask.error}
         live = [view.live[c] for c in sorted(staying - view.ledger.joined.keys()) if c in view.live]
-        return all(await at_once([partial(self.refresh, stored) for stored in live]))
+        return all(await run_concurrently([partial(self.refresh, stored) for stored in live]))
 
     async def _read(self, name: str) -> _View:
         """The record first, then the live keys: these are at least as new."""
@@ -274,7 +285,7 @@ class GroupStore:
         live, revision = await self._etcd.get_prefix(prefix)
         await _let_others_run()
         by_client = {key.key.removeprefix(prefix): key for key in live}
-        ledger = Ledger(
+        ledger = GroupTransaction(
             name,
             group,
             {client_id: int(key.value) for client_id, key in by_client.items()},
@@ -291,7 +302,7 @@ class GroupStore:
         if group.terms.broadcasting or not group.members:
             return []
         names = [subscription.topic for subscription in group.terms.subscriptions]
-        found = await at_once([partial(self._topics.read, name) for name in names])
+        found = await run_concurrently([partial(self._topics.read, name) for name in names])
         return [topic for topic, _ in filter(None, found)]
 
     async def _has_owner(self, name: str) -> bool:
@@ -302,7 +313,7 @@ class GroupStore:
     async def _revoke(self, lease_ids: list[int]) -> None:
         """End leases nobody needs any more. If that fails they end by themselves."""
         with contextlib.suppress(NoQuorum):
-            await at_once([self._etcd.attach(one).revoke for one in lease_ids if one])
+            await run_concurrently([self._etcd.attach(one).revoke for one in lease_ids if one])
 
 
 async def _let_others_run() -> None:
@@ -310,8 +321,8 @@ async def _let_others_run() -> None:
     await asyncio.sleep(0)
 
 
-async def _dealt(ledger: Ledger, topics: Sequence[Topic]) -> Group | None:
-    """See `Ledger.dealt`. 65,536 queues take 0.3 s, so many are dealt in a thread."""
+async def _dealt(ledger: GroupTransaction, topics: Sequence[Topic]) -> Group | None:
+    """See `GroupTransaction.dealt`. 65,536 queues take 0.3 s, so many are dealt in a thread."""
     count = sum(part.queue_count for topic in topics for part in topic.spread)
     if count <= DEALT_IN_LOOP_MAX:
         return ledger.dealt(topics)
@@ -336,7 +347,7 @@ class _View:
     stored: Stored | None
     group: Group | None
     live: Mapping[str, Stored]
-    ledger: Ledger
+    ledger: GroupTransaction
 
     @property
     def revision(self) -> int:

@@ -20,24 +20,24 @@ from batonmq._common.clock import Clock
 from batonmq._core.queues import QueueRef
 from batonmq.errors import DataLoss
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.convert_diagnoses import refused_from_pb
-from batonmq_server.nameserver.core.dealing import Queue
+from batonmq_server.nameserver.core.assignment import AssignableQueue
 from batonmq_server.nameserver.core.diagnosis import SILENT_MS, Finding, diagnose
 from batonmq_server.nameserver.core.evidence import (
-    Change,
-    Damage,
-    Evidence,
-    GroupState,
-    Head,
-    Lock,
-    Log,
-    Pause,
-    Progress,
-    Refused,
-    Unlike,
+    DamagedMessage,
+    ExcludedClient,
+    GroupEvidence,
+    LockEvidence,
+    LogExtent,
+    OldestMessage,
+    PauseEvidence,
+    ProgressEvidence,
+    QueueEvidence,
+    SubscriptionChangeEvidence,
+    SubscriptionMismatch,
 )
-from batonmq_server.nameserver.core.groups import Group, owners_of
-from batonmq_server.nameserver.questions import Answer, Key, Questions, Stamp
+from batonmq_server.nameserver.core.groups import Group, assigned_members
+from batonmq_server.nameserver.diagnosis_proto import refused_from_pb
+from batonmq_server.nameserver.queue_queries import Key, MessageStamp, QueryResult, QueueQueries
 
 LOOK_AGAIN_MS = 1_000
 """Time between two looks at queues that were never looked at: do they move?"""
@@ -50,7 +50,7 @@ DETAILS_MAX = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class GroupQueues:
     """Queues of one group."""
 
     group: Group
@@ -58,10 +58,10 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class QueueDiagnosis:
     """What is known of a queue, and what follows."""
 
-    evidence: Evidence
+    evidence: QueueEvidence
     finding: Finding
 
     @property
@@ -86,7 +86,7 @@ class _Seen:
     since_ms: int
     looked_ms: int
     moved: bool = False
-    head: Stamp | None = None
+    head: MessageStamp | None = None
     head_ms: int = 0
 
 
@@ -94,12 +94,12 @@ class _Seen:
 class _Survey:
     """What a few questions tell of all queues."""
 
-    locks: Answer[dict[Key, Lock]]
-    progress: Mapping[str, Answer[dict[QueueRef, Progress]]]
-    logs: Mapping[QueueRef, Answer[Log]]
+    locks: QueryResult[dict[Key, LockEvidence]]
+    progress: Mapping[str, QueryResult[dict[QueueRef, ProgressEvidence]]]
+    logs: Mapping[QueueRef, QueryResult[LogExtent]]
 
 
-class Inspector:
+class QueueInspector:
     """Looks at queues.
 
     Args:
@@ -110,7 +110,7 @@ class Inspector:
         self,
         catalog: Catalog,
         refused: Callable[[str], Iterable[pb.RefusedClient]],
-        questions: Questions,
+        questions: QueueQueries,
         clock: Clock,
     ) -> None:
         self._catalog, self._refused = catalog, refused
@@ -130,7 +130,9 @@ class Inspector:
             for queue_id in range(part.queue_count):
                 yield QueueRef(name, part.broker, queue_id)
 
-    async def inspect(self, targets: Sequence[Target], *, patient: bool) -> list[Diagnosis]:
+    async def inspect(
+        self, targets: Sequence[GroupQueues], *, patient: bool
+    ) -> list[QueueDiagnosis]:
         """Why each queue does not move, in the order of the targets.
 
         Args:
@@ -146,9 +148,9 @@ class Inspector:
             await asyncio.sleep(LOOK_AGAIN_MS / 1000)
             found = await self._look(targets)
         detailed = await self._details(found)
-        return [Diagnosis(evidence, diagnose(evidence)) for evidence in detailed]
+        return [QueueDiagnosis(evidence, diagnose(evidence)) for evidence in detailed]
 
-    async def _look(self, targets: Sequence[Target]) -> list[Evidence]:
+    async def _look(self, targets: Sequence[GroupQueues]) -> list[QueueEvidence]:
         """What a few questions tell of all queues."""
         one = targets[0].group.name if len(targets) == 1 else ""
         counted = [t.group.name for t in targets if not t.group.terms.broadcasting]
@@ -160,13 +162,13 @@ class Inspector:
             {name: task.result() for name, task in counting.items()},
             await self._logs({queue for target in targets for queue in target.queues}),
         )
-        found: list[Evidence] = []
+        found: list[QueueEvidence] = []
         for target in targets:
             found += self._evidence(target, survey)
             await asyncio.sleep(0)  # heartbeats do not wait for all groups
         return found
 
-    async def _logs(self, queues: Iterable[QueueRef]) -> dict[QueueRef, Answer[Log]]:
+    async def _logs(self, queues: Iterable[QueueRef]) -> dict[QueueRef, QueryResult[LogExtent]]:
         by_broker: dict[str, list[QueueRef]] = defaultdict(list)
         for queue in sorted(queues):
             by_broker[queue.broker].append(queue)
@@ -177,7 +179,7 @@ class Inspector:
             ]
         return {queue: answer for task in asked for queue, answer in task.result().items()}
 
-    def _evidence(self, target: Target, survey: _Survey) -> Iterator[Evidence]:
+    def _evidence(self, target: GroupQueues, survey: _Survey) -> Iterator[QueueEvidence]:
         """The evidence of one group's queues, but for what has to be asked one by one."""
         group, owned = target.group, is_owned(target.group)
         state = state_of(
@@ -186,23 +188,23 @@ class Inspector:
             len(self._catalog.owned.get(group.name, ())),
             self._clock.unix_ms(),
         )
-        dealt = owners_of(group)
+        dealt = assigned_members(group)
         filters = {s.topic: s.expression for s in group.terms.subscriptions}
         locks = survey.locks.value or {}
-        counted = survey.progress.get(group.name, Answer({}))
+        counted = survey.progress.get(group.name, QueryResult({}))
         for queue in target.queues:
             topic = self._catalog.topics.get(queue.topic)
             progress = (counted.value or {}).get(queue)
             topic_id = topic.topic_id if topic else 0
             seen = self._saw((group.name, queue), topic_id, progress) if progress else None
-            yield Evidence(
+            yield QueueEvidence(
                 group=state,
                 topic=queue.topic,
                 broker=queue.broker,
                 queue_id=queue.queue_id,
                 permission=topic.permission if topic else "READ_WRITE",
                 expression=filters.get(queue.topic),
-                assigned=dealt.get(Queue(queue.topic, queue.broker, queue.queue_id), ""),
+                assigned=dealt.get(AssignableQueue(queue.topic, queue.broker, queue.queue_id), ""),
                 lock=locks.get((group.name, queue)) if owned else None,
                 lock_error=survey.locks.error if owned else "",
                 progress=progress,
@@ -213,7 +215,7 @@ class Inspector:
                 moved=seen.moved if seen else False,
             )
 
-    def _saw(self, key: Key, topic_id: int, progress: Progress) -> _Seen:
+    def _saw(self, key: Key, topic_id: int, progress: ProgressEvidence) -> _Seen:
         """Remember the progress of a queue, and say how it went on."""
         now_ms, committed_offset = self._clock.monotonic_ms(), progress.committed_offset
         seen = self._seen.get(key)
@@ -229,7 +231,7 @@ class Inspector:
         oldest_ms = self._clock.monotonic_ms() - FORGET_MS
         self._seen = {key: s for key, s in self._seen.items() if s.looked_ms >= oldest_ms}
 
-    async def _details(self, found: list[Evidence]) -> list[Evidence]:
+    async def _details(self, found: list[QueueEvidence]) -> list[QueueEvidence]:
         """`found` with what has to be asked queue by queue."""
         lagging = [i for i, e in enumerate(found) if e.lag_count > 0 and "READ" in e.permission]
         lagging.sort(key=lambda i: -found[i].lag_count)
@@ -237,7 +239,7 @@ class Inspector:
             asked = {i: tasks.create_task(self._detailed(found[i])) for i in lagging[:DETAILS_MAX]}
         return [asked[i].result() if i in asked else e for i, e in enumerate(found)]
 
-    async def _detailed(self, e: Evidence) -> Evidence:
+    async def _detailed(self, e: QueueEvidence) -> QueueEvidence:
         queue = _key(e)[1]
         e = await self._with_head(e, queue)
         if _lock_matters(e):
@@ -249,7 +251,7 @@ class Inspector:
             e = replace(e, filtered=scan)
         return e
 
-    async def _with_head(self, e: Evidence, queue: QueueRef) -> Evidence:
+    async def _with_head(self, e: QueueEvidence, queue: QueueRef) -> QueueEvidence:
         """With the oldest message that is not handled.
 
         It is at least as old as our knowledge of it, whatever the wall clock of its broker says.
@@ -261,7 +263,7 @@ class Inspector:
             if isinstance(answer.failure, DataLoss):
                 at = answer.failure.detail.position
                 position = "unknown" if at is None else str(at)
-                return replace(e, damage=Damage(position, answer.error))
+                return replace(e, damage=DamagedMessage(position, answer.error))
             stamp = answer.value
             if seen is not None:
                 seen.head, seen.head_ms = stamp, self._clock.monotonic_ms()
@@ -269,7 +271,7 @@ class Inspector:
             return e
         known_ms = self._clock.monotonic_ms() - seen.head_ms if seen is not None else 0
         age_ms = max(known_ms, self._clock.unix_ms() - stamp.store_unix_ms)
-        return replace(e, head=Head(stamp.offset, stamp.message_id, age_ms))
+        return replace(e, head=OldestMessage(stamp.offset, stamp.message_id, age_ms))
 
 
 def is_owned(group: Group) -> bool:
@@ -278,8 +280,8 @@ def is_owned(group: Group) -> bool:
 
 
 def state_of(
-    group: Group, refused: Iterable[Refused], open_grants: int, now_unix_ms: int
-) -> GroupState:
+    group: Group, refused: Iterable[ExcludedClient], open_grants: int, now_unix_ms: int
+) -> GroupEvidence:
     """What a diagnosis has to know of a group.
 
     Args:
@@ -287,29 +289,29 @@ def state_of(
         open_grants: Queues that have an owner.
     """
     pause, staged = group.pause, group.staged
-    return GroupState(
+    return GroupEvidence(
         name=group.name,
         generation=group.generation,
         member_count=len(group.members),
         from_first=group.terms.consume_from == "FIRST",
         owned=is_owned(group),
         broadcasting=group.terms.broadcasting,
-        paused=Pause(pause.by, pause.reason, max(0, now_unix_ms - pause.since_unix_ms))
+        paused=PauseEvidence(pause.by, pause.reason, max(0, now_unix_ms - pause.since_unix_ms))
         if pause
         else None,
-        change=Change(max(0, now_unix_ms - staged.since_unix_ms), open_grants)
+        change=SubscriptionChangeEvidence(max(0, now_unix_ms - staged.since_unix_ms), open_grants)
         if staged and staged.draining
         else None,
         refused=(*refused, *_waiting(group)),
     )
 
 
-def _waiting(group: Group) -> Iterator[Refused]:
+def _waiting(group: Group) -> Iterator[ExcludedClient]:
     """Members that ask for another subscription than the group has."""
     wants = {s.topic: s.expression for s in group.staged.subscriptions} if group.staged else {}
     has = {s.topic: s.expression for s in group.terms.subscriptions}
     unlike = tuple(
-        Unlike(topic, wants.get(topic, ""), has.get(topic, ""))
+        SubscriptionMismatch(topic, wants.get(topic, ""), has.get(topic, ""))
         for topic in sorted(wants.keys() | has.keys())
         if wants and wants.get(topic) != has.get(topic)
     )
@@ -317,10 +319,10 @@ def _waiting(group: Group) -> Iterator[Refused]:
     agrees = next(agreeing, "")
     for member in group.members:
         if member.differs:
-            yield Refused(member.client_id, agrees, unlike, waits=True)
+            yield ExcludedClient(member.client_id, agrees, unlike, waits=True)
 
 
-def _lock_matters(e: Evidence) -> bool:
+def _lock_matters(e: QueueEvidence) -> bool:
     """Whether more has to be known of the lock."""
     if not e.group.owned or e.lock_error or not e.assigned:
         return False
@@ -330,5 +332,5 @@ def _lock_matters(e: Evidence) -> bool:
     return phantom or e.lock.lease_age_ms >= SILENT_MS
 
 
-def _key(e: Evidence) -> Key:
+def _key(e: QueueEvidence) -> Key:
     return e.group.name, QueueRef(e.topic, e.broker, e.queue_id)

@@ -11,10 +11,10 @@ import grpc.aio
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.electing import Electing
+from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.group_calls import GroupCalls
-from batonmq_server.nameserver.stuck_calls import StuckCalls
 from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.nameserver.unclean_election import UncleanElection
 from batonmq_server.runtime.access import Need, join, use
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -35,8 +35,8 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         catalog: Catalog,
         topics: TopicCalls,
         groups: GroupCalls,
-        stuck: StuckCalls,
-        electing: Electing,
+        stuck: DiagnosisCalls,
+        electing: UncleanElection,
         may: Callable[[Context, Need], bool] = lambda _context, _need: True,
     ) -> None:
         self._catalog, self._electing = catalog, electing

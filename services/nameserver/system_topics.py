@@ -10,8 +10,8 @@ from dataclasses import replace
 from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.core.topics import Topic, housed
-from batonmq_server.nameserver.spread import resized
+from batonmq_server.nameserver.core.topic_resize import resized_spread
+from batonmq_server.nameserver.core.topics import Topic, with_rooms
 from batonmq_server.nameserver.topic_store import Forget, TopicStore
 
 log = logging.getLogger(__name__)
@@ -72,4 +72,4 @@ def _without(topic: Topic, brokers: Mapping[str, str]) -> set[str]:
 def _widened(topic: Topic, brokers: Mapping[str, str]) -> Topic:
     """The topic with a queue more for each broker that has none."""
     count = sum(part.writable_count for part in topic.spread) + len(_without(topic, brokers))
-    return replace(topic, spread=housed(resized(topic, count, brokers), brokers))
+    return replace(topic, spread=with_rooms(resized_spread(topic, count, brokers), brokers))

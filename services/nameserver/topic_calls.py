@@ -11,10 +11,16 @@ from batonmq._core.names import check_topic, check_user_topic
 from batonmq.errors import LimitExceeded, TopicExists, TopicNotFound
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.config import NameserverSettings
-from batonmq_server.nameserver.convert_topics import permission_from_pb, route_to_pb, topic_to_pb
-from batonmq_server.nameserver.core.topics import QUEUES_DEFAULT, QUEUES_MAX, Route, Topic, housed
-from batonmq_server.nameserver.progress import Progress
-from batonmq_server.nameserver.spread import resized
+from batonmq_server.nameserver.core.topic_resize import resized_spread
+from batonmq_server.nameserver.core.topics import (
+    QUEUES_DEFAULT,
+    QUEUES_MAX,
+    Route,
+    Topic,
+    with_rooms,
+)
+from batonmq_server.nameserver.progress_deleter import ProgressDeleter
+from batonmq_server.nameserver.topic_proto import permission_from_pb, route_to_pb, topic_to_pb
 from batonmq_server.nameserver.topic_store import CreatedTopic, TopicStore, topic_not_found
 from batonmq_server.runtime.paging import key_of_token, page_of
 
@@ -29,7 +35,7 @@ class TopicCalls:
         settings: NameserverSettings,
         catalog: Catalog,
         store: TopicStore,
-        progress: Progress,
+        progress: ProgressDeleter,
     ) -> None:
         self._settings, self._catalog = settings, catalog
         self._store, self._progress = store, progress
@@ -52,8 +58,8 @@ class TopicCalls:
         def change(topic: Topic) -> Topic:
             spread = topic.spread
             if request.queue_count:
-                spread = resized(topic, request.queue_count, self._catalog.rooms)
-            spread = housed(spread, self._catalog.rooms)
+                spread = resized_spread(topic, request.queue_count, self._catalog.rooms)
+            spread = with_rooms(spread, self._catalog.rooms)
             return replace(
                 topic,
                 spread=spread,

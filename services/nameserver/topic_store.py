@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from batonmq.errors import TopicExists, TopicNotFound, TopicNotFoundDetail
-from batonmq_server.nameserver.convert_topics import topic_from_bytes, topic_to_pb
-from batonmq_server.nameserver.core.topics import Topic, housed, spread_queues
-from batonmq_server.nameserver.turns import Turns, as_read
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
+from batonmq_server.nameserver.core.topics import Topic, spread_queues, with_rooms
+from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_pb
 from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
 
 _TOPIC_ID = "counters/topic_id"
@@ -34,7 +34,7 @@ class TopicStore:
     All methods raise `NoQuorum` if etcd does not answer, and `Overloaded` if every try lost.
     """
 
-    def __init__(self, etcd: EtcdSession, turns: Turns) -> None:
+    def __init__(self, etcd: EtcdSession, turns: CompareAndSwap) -> None:
         self._etcd, self._turns = etcd, turns
 
     async def read(self, name: str) -> tuple[Topic, int] | None:
@@ -73,14 +73,14 @@ class TopicStore:
             topic = Topic(
                 name=name,
                 topic_id=topic_id,
-                spread=housed(spread_queues(queue_count, brokers, first=topic_id), brokers),
+                spread=with_rooms(spread_queues(queue_count, brokers, first=topic_id), brokers),
                 create_unix_ms=self._etcd.clock.unix_ms(),
                 permission=permission,
             )
             await forget(name, topic_id)
             key = self._etcd.key("topics", name)
             revision = await self._etcd.txn(
-                compare=[Compare(key, mod_revision=0), as_read(_TOPIC_ID, counter)],
+                compare=[Compare(key, mod_revision=0), unchanged(_TOPIC_ID, counter)],
                 put=[
                     Put(_TOPIC_ID, str(topic_id).encode()),
                     Put(key, topic_to_pb(topic).SerializeToString()),
@@ -110,7 +110,7 @@ class TopicStore:
             if after == before:
                 return before, stored.mod_revision
             revision = await self._etcd.txn(
-                compare=[as_read(key, stored)],
+                compare=[unchanged(key, stored)],
                 put=[Put(key, topic_to_pb(after).SerializeToString())],
             )
             return (after, revision) if revision else None
@@ -138,7 +138,7 @@ class TopicStore:
             stored = await self._etcd.get(key)
             if stored is None:
                 raise topic_not_found(name)
-            return await self._etcd.txn(compare=[as_read(key, stored)], delete=[key])
+            return await self._etcd.txn(compare=[unchanged(key, stored)], delete=[key])
 
         return await self._turns.retried(key, attempt)
 

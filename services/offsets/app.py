@@ -1,4 +1,4 @@
-"""The offsets service put together: alone, or as a node of a replica set."""
+"""The offsets service put together: a standalone node, or a node of a replica set."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import cast
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
 from batonmq_server.offsets.access import RULES
-from batonmq_server.offsets.arriving import Origin
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.disk import Disk, set_aside_damage
-from batonmq_server.offsets.following import Following, ReplicationPeer
+from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, leader_epoch, standalone_epoch
+from batonmq_server.offsets.event_publisher import EventPublisher
+from batonmq_server.offsets.follower import Follower, ReplicationPeer
+from batonmq_server.offsets.group_importer import PlacementDirectory
 from batonmq_server.offsets.leadership import Leadership
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.offsets.persistence import Stored, read_changes
+from batonmq_server.offsets.persistence import ProgressStore, read_change_log
 from batonmq_server.offsets.replication_server import ReplicationServicer
 from batonmq_server.offsets.role import Role
-from batonmq_server.offsets.serving import Offsets, Surroundings, alone, elected
-from batonmq_server.offsets.stream import OffsetsStream
 from batonmq_server.runtime.gates import PREFIX as GATES
 from batonmq_server.runtime.mirror import Mirror, all_ready
 from batonmq_server.runtime.peers import Peer, Peers
@@ -54,8 +54,8 @@ async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[Ap
 async def served(
     settings: OffsetsSettings,
     runtime: Runtime,
-    disk: Stored,
-    opened: Callable[[Offsets], None] = lambda _: None,
+    disk: ProgressStore,
+    opened: Callable[[OffsetsEpoch], None] = lambda _: None,
 ) -> AsyncIterator[App]:
     """The app that serves what `disk` has; nobody else uses it.
 
@@ -68,13 +68,13 @@ async def served(
     places = Mirror(runtime.etcd, PLACES)
     metrics = OffsetsMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
-    around = Surroundings(
+    context = EpochContext(
         limits=settings.limits,
         clock=runtime.clock,
         metrics=metrics,
-        stream=OffsetsStream(runtime.hub),
+        events=EventPublisher(runtime.hub),
         gates=Mirror(runtime.etcd, GATES),
-        origin=Origin(settings.replica_set, runtime.etcd, places, others.stub),
+        directory=PlacementDirectory(settings.replica_set, runtime.etcd, places, others.stub),
     )
     peer: ReplicationPeer = Peer(
         runtime.nodes,
@@ -85,12 +85,12 @@ async def served(
     )
     try:
         if len(settings.members) <= 1:
-            yield _alone(settings, disk, around, opened)
+            yield _alone(settings, disk, context, opened)
         else:
-            changes = read_changes(disk, kept_bytes_max=settings.replica_kept_bytes_max)
-            stuck = Stuck(around.metrics.stuck)
-            following = Following(disk, changes, peer, settings, runtime, stuck)
-            yield _replicated(settings, runtime, following, around, opened)
+            changes = read_change_log(disk, kept_bytes_max=settings.replica_kept_bytes_max)
+            stuck = Stuck(context.metrics.stuck)
+            following = Follower(disk, changes, peer, settings, runtime, stuck)
+            yield _replicated(settings, runtime, following, context, opened)
     finally:
         await peer.close()
         await others.close()
@@ -98,25 +98,25 @@ async def served(
 
 def _alone(
     settings: OffsetsSettings,
-    disk: Stored,
-    around: Surroundings,
-    opened: Callable[[Offsets], None],
+    disk: ProgressStore,
+    context: EpochContext,
+    opened: Callable[[OffsetsEpoch], None],
 ) -> App:
     """A node without followers: it serves from its start to its end."""
-    offsets = alone(disk, around)
+    offsets = standalone_epoch(disk, context)
     opened(offsets)
     return App(
-        servicers={SERVICE: offsets.add},
+        servicers={SERVICE: offsets.add_to},
         rules=RULES,
         loops=[
             offsets.commits.run,
-            offsets.arriving.run,
-            around.gates.run,
-            around.origin.places.run,
+            offsets.importer.run,
+            context.gates.run,
+            context.directory.places.run,
         ],
         epoch=offsets.table.epoch,
         replica_set=settings.replica_set,
-        caught_up=partial(all_ready, around.gates, around.origin.places),
+        caught_up=partial(all_ready, context.gates, context.directory.places),
         drain=offsets.commits.drain,
     )
 
@@ -124,21 +124,21 @@ def _alone(
 def _replicated(
     settings: OffsetsSettings,
     runtime: Runtime,
-    following: Following,
-    around: Surroundings,
-    opened: Callable[[Offsets], None],
+    following: Follower,
+    context: EpochContext,
+    opened: Callable[[OffsetsEpoch], None],
 ) -> App:
     """A node that is leader at times, and follower at others."""
     disk = following.disk
 
-    async def serve_epoch(leadership: Leadership) -> Offsets:
-        offsets = await elected(
-            disk, leadership.epoch, leadership.write, leadership.keeper.check_room, around
+    async def serve_epoch(leadership: Leadership) -> OffsetsEpoch:
+        offsets = await leader_epoch(
+            disk, leadership.epoch, leadership.write, leadership.keeper.check_room, context
         )
         opened(offsets)
         return offsets
 
-    role = Role(settings, runtime, following, serve_epoch, around.metrics)
+    role = Role(settings, runtime, following, serve_epoch, context.metrics)
     front = cast(pb_grpc.OffsetsServiceServicer, WhileLeader(role, lambda: role.offsets.servicer))
     return App(
         servicers={
@@ -153,8 +153,8 @@ def _replicated(
             role.run,
             role.member.registration.run,
             following.run,
-            around.gates.run,
-            around.origin.places.run,
+            context.gates.run,
+            context.directory.places.run,
         ],
         held=frozenset({"Fetch"}),
         leader=False,

@@ -17,12 +17,18 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import stored_progress_pb2
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import DataLoss
-from batonmq_server.offsets.core.calls import Grant, Moved, Place, Source, Tombstone
-from batonmq_server.offsets.core.holds import Ended, Handover, HoldEnd, Reach
-from batonmq_server.offsets.core.homes import Home, HomeState
+from batonmq_server.offsets.core.holds import DeliveryReach, EndedToken, HoldEnd, TokenChange
+from batonmq_server.offsets.core.local_placements import LocalPlacement, PlacementState
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import RangeSet
-from batonmq_server.offsets.core.resets import Operation, Order, Step
+from batonmq_server.offsets.core.resets import RecordedReset, ResetOrder, ResetStep
+from batonmq_server.offsets.core.values import (
+    AckState,
+    FenceGrant,
+    ProgressSource,
+    ResetEffect,
+    Tombstone,
+)
 
 META = b"\0"
 """First byte of keys that are not of queues."""
@@ -134,7 +140,7 @@ def decode_progress(key: GroupQueue, stored: bytes) -> Progress | Tombstone:
 def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
     grant = None
     if read.attempt and not read.superseded:
-        grant = Grant(
+        grant = FenceGrant(
             read.token,
             read.fenced_committed_offset,
             RangeSet.decode(read.fenced_acked),
@@ -143,7 +149,7 @@ def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
         )
     reach = None
     if read.closed_delivered_max:
-        reach = Reach(read.closed_delivered, read.closed_delivered_max)
+        reach = DeliveryReach(read.closed_delivered, read.closed_delivered_max)
     return Progress(
         token=read.token,
         holder=_decode_holder(read),
@@ -161,13 +167,13 @@ def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
         forced_by=read.forced_by,
         forced_reason=read.forced_reason,
         subscription_generation=read.subscription_generation,
-        source=Source(read.source),
+        source=ProgressSource(read.source),
         access_monotonic_ms=0,
         update_unix_ms=read.update_unix_ms,
     )
 
 
-def encode_handover(handover: Handover) -> bytes:
+def encode_token_change(handover: TokenChange) -> bytes:
     """A change of a token, all of it."""
     token, end, reach = handover.ended
     return stored_progress_pb2.StoredHandover(
@@ -183,28 +189,28 @@ def encode_handover(handover: Handover) -> bytes:
     ).SerializeToString()
 
 
-def decode_handover(stored: bytes) -> Handover:
-    """Inverse of `encode_handover`.
+def decode_token_change(stored: bytes) -> TokenChange:
+    """Inverse of `encode_token_change`.
 
     Raises:
         DataLoss: these bytes are not a handover.
     """
     try:
         read = stored_progress_pb2.StoredHandover.FromString(stored)
-        reach = Reach(read.ended_delivered, read.ended_delivered_max)
-        return Handover(
+        reach = DeliveryReach(read.ended_delivered, read.ended_delivered_max)
+        return TokenChange(
             read.token,
             _decode_holder(read),
             read.unix_ms,
             read.committed_offset,
             RangeSet.decode(read.acked),
-            Ended(read.ended_token, HoldEnd(read.end), reach),
+            EndedToken(read.ended_token, HoldEnd(read.end), reach),
         )
     except (DecodeError, ValueError) as error:
         raise DataLoss(f"a stored handover can't be read: {error}") from error
 
 
-def encode_operation(operation: Operation) -> bytes:
+def encode_reset(operation: RecordedReset) -> bytes:
     """A reset or clone, all of it."""
     order = operation.order
     return stored_progress_pb2.StoredReset(
@@ -220,19 +226,19 @@ def encode_operation(operation: Operation) -> bytes:
     ).SerializeToString()
 
 
-def decode_operation(stored: bytes) -> Operation:
-    """Inverse of `encode_operation`.
+def decode_reset(stored: bytes) -> RecordedReset:
+    """Inverse of `encode_reset`.
 
     Raises:
         DataLoss: these bytes are not an operation.
     """
     try:
         read = stored_progress_pb2.StoredReset.FromString(stored)
-        return Operation(
+        return RecordedReset(
             number=read.number,
-            order=Order(
+            order=ResetOrder(
                 read.op_id,
-                Source(read.kind),
+                ProgressSource(read.kind),
                 read.by,
                 read.reason,
                 read.undone_op_id,
@@ -245,7 +251,7 @@ def decode_operation(stored: bytes) -> Operation:
         raise DataLoss(f"a stored operation can't be read: {error}") from error
 
 
-def encode_home(home: Home) -> bytes:
+def encode_placement(home: LocalPlacement) -> bytes:
     """What became of a group, on the disk."""
     return stored_progress_pb2.StoredHome(
         move=home.move,
@@ -255,20 +261,22 @@ def encode_home(home: Home) -> bytes:
     ).SerializeToString(deterministic=True)
 
 
-def decode_home(stored: bytes) -> Home:
-    """Inverse of `encode_home`.
+def decode_placement(stored: bytes) -> LocalPlacement:
+    """Inverse of `encode_placement`.
 
     Raises:
         DataLoss: these bytes are no entry of a group.
     """
     try:
         read = stored_progress_pb2.StoredHome.FromString(stored)
-        return Home(read.move, HomeState(read.state), read.gone_to, dict(read.topic_ids))
+        return LocalPlacement(
+            read.move, PlacementState(read.state), read.gone_to, dict(read.topic_ids)
+        )
     except (DecodeError, ValueError) as error:
         raise DataLoss(f"the stored home of a group can't be read: {error}") from error
 
 
-def _encode_step(step: Step) -> stored_progress_pb2.StoredResetStep:
+def _encode_step(step: ResetStep) -> stored_progress_pb2.StoredResetStep:
     key, moved = step.key, step.moved
     queue = queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
     return stored_progress_pb2.StoredResetStep(
@@ -283,13 +291,13 @@ def _encode_step(step: Step) -> stored_progress_pb2.StoredResetStep:
     )
 
 
-def _decode_step(read: stored_progress_pb2.StoredResetStep) -> Step:
+def _decode_step(read: stored_progress_pb2.StoredResetStep) -> ResetStep:
     queue = read.queue.queue
-    before = Place(read.from_offset, RangeSet.decode(read.from_acked))
-    return Step(
+    before = AckState(read.from_offset, RangeSet.decode(read.from_acked))
+    return ResetStep(
         GroupQueue(read.queue.group, queue.topic, queue.broker, queue.queue_id),
         read.to_offset,
-        Moved(before, read.replayed_count, read.skipped_count, read.reset_epoch, read.token),
+        ResetEffect(before, read.replayed_count, read.skipped_count, read.reset_epoch, read.token),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from batonmq_server.offsets.core.calls import Limits
+from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import FREE_BYTES_MIN
 from batonmq_server.runtime.keeper import ReplicaPolicy
 from batonmq_server.runtime.settings import ServiceSettings
@@ -57,9 +57,9 @@ class OffsetsSettings(ServiceSettings):
         )
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> QueueLimits:
         """Bounds on the state of one queue."""
-        return Limits(
+        return QueueLimits(
             span_max=self.span_max,
             ack_ranges_max=self.ack_ranges_max,
             ack_bytes_max=self.ack_bytes_max,

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Entry = tuple[bytes, bytes | None]
 """Key and value to be written; None takes the key away."""
-Found = tuple[bytes, bytes]
+StoredEntry = tuple[bytes, bytes]
 """Key and value as they stand."""
 
 MAP_BYTES_MIN = 1 << 30
@@ -83,11 +83,11 @@ class Disk:
         self._free_bytes_min = free_bytes_min
         self._free_bytes = partial(free_bytes, folder)
 
-    def read(self, but: bytes = b"") -> Iterator[Found]:
+    def read(self, skip: bytes = b"") -> Iterator[StoredEntry]:
         """All entries by key, ascending, as of the moment of the first.
 
         Args:
-            but: Leave out those whose keys begin so, if given.
+            skip: Leave out those whose keys begin so, if given.
 
         Raises:
             DataLoss: the file is damaged.
@@ -98,23 +98,23 @@ class Disk:
                 more = cursor.first()
                 while more:
                     key = cursor.key()
-                    if but and key.startswith(but):
-                        more = cursor.set_range(but[:-1] + bytes([but[-1] + 1]))
+                    if skip and key.startswith(skip):
+                        more = cursor.set_range(skip[:-1] + bytes([skip[-1] + 1]))
                         continue
                     yield key, cursor.value()
                     more = cursor.next()
         except lmdb.Error as error:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
-    async def find(self, prefix: bytes) -> list[Found]:
+    async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
         """The entries whose keys begin with `prefix`, by key, ascending.
 
         Raises:
             DataLoss: the file is damaged.
         """
-        return await asyncio.to_thread(self._find, prefix)
+        return await asyncio.to_thread(self._read_prefix, prefix)
 
-    def _find(self, prefix: bytes) -> list[Found]:
+    def _read_prefix(self, prefix: bytes) -> list[StoredEntry]:
         try:
             with self._access, self._environment.begin(buffers=False) as transaction:
                 cursor = transaction.cursor()
@@ -123,17 +123,17 @@ class Disk:
         except lmdb.Error as error:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
-    async def snapshot(self, but: bytes = b"") -> list[Found]:
+    async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
         """`read`, whole, without keeping others waiting.
 
         Raises:
             DataLoss: the file is damaged.
         """
-        return await asyncio.to_thread(self._snapshot, but)
+        return await asyncio.to_thread(self._snapshot, skip)
 
-    def _snapshot(self, but: bytes) -> list[Found]:
+    def _snapshot(self, skip: bytes) -> list[StoredEntry]:
         with self._access:
-            return list(self.read(but))
+            return list(self.read(skip))
 
     async def write(self, entries: Sequence[Entry]) -> None:
         """Write all entries or none, and return when they are durable.
@@ -144,7 +144,7 @@ class Disk:
         """
         await self._in_thread(partial(self._write_with_room, entries))
 
-    async def replace(self, entries: Sequence[Found]) -> None:
+    async def replace(self, entries: Sequence[StoredEntry]) -> None:
         """Write these in place of everything, or nothing, and return when they are durable.
 
         Raises:
@@ -153,7 +153,7 @@ class Disk:
         """
         await self._in_thread(partial(self._write_with_room, entries, anew=True))
 
-    async def settled(self) -> None:
+    async def wait_idle(self) -> None:
         """Return when no write is under way, one whose caller was cancelled included."""
         while self._under_way:
             await asyncio.wait(self._under_way)
@@ -184,9 +184,9 @@ class Disk:
 
     def _write_with_room(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
         self.check_room()
-        self.write_now(entries, anew=anew)
+        self.write_blocking(entries, anew=anew)
 
-    def write_now(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
+    def write_blocking(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
         """`write`, or `replace`, for a caller that may be blocked, whatever is free."""
         with self._access:
             if self._closed:

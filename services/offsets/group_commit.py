@@ -75,13 +75,13 @@ class GroupCommit(Generic[Key]):
         if self.full is not None:
             raise DiskFull(self.full.message, retry_after_ms=RETRY_MS, facts=self.full.facts)
 
-    def changed(self, key: Key) -> None:
+    def mark_changed(self, key: Key) -> None:
         """Note that the state of `key` has changed in memory."""
         self._gathering.keys[key] = None
         self._pending[key] = self._gathering
         self._arrived.set()
 
-    async def settled(self, keys: Iterable[Key]) -> None:
+    async def wait_durable(self, keys: Iterable[Key]) -> None:
         """Return when every change of `keys` up to this call is durable.
 
         Raises:
@@ -91,15 +91,18 @@ class GroupCommit(Generic[Key]):
         for batch in filter(None, batches):
             await batch.settled()
 
-    async def settled_all(self) -> None:
-        """As `settled`, for all keys."""
+    async def wait_all_durable(self) -> None:
+        """As `wait_durable`, for all keys."""
         for batch in dict.fromkeys(self._pending.values()):
             await batch.settled()
 
     async def drain(self) -> None:
-        """`settled_all`, unless the disk is full: what is not durable was answered to nobody."""
+        """Wait until all changes are durable; return at once while the disk is full.
+
+        No caller has an answer for a change that is not durable.
+        """
         if self.full is None:
-            await self.settled_all()
+            await self.wait_all_durable()
 
     async def run(self) -> None:
         """Write for ever; to be run as one task."""

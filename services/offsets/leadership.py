@@ -1,7 +1,7 @@
-"""What the leader of a replica set does for its followers: number the changes, hand them out, wait.
+"""The leader's side of replication: number the changes, send them, wait for the followers.
 
-A change is answered for once every member of the in-sync set has it durably. A follower says how
-far it has come by asking for what follows (protocol section 12).
+A change is confirmed once every member of the in-sync set has it durably. A follower reports its
+position by requesting the changes after it (protocol section 12).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
-from batonmq_server.offsets.core.changes import Change, ChangeLog, Entry
-from batonmq_server.offsets.persistence import Stored, first_change, next_change
+from batonmq_server.offsets.core.change_log import ChangeLog, Entry, StoreChange
+from batonmq_server.offsets.persistence import ProgressStore, first_change, next_change
 from batonmq_server.runtime.keeper import Keeper
 from batonmq_server.runtime.position import Position
 
@@ -27,7 +27,9 @@ class Leadership:
         changes: Of this node; nobody else writes to `disk` meanwhile.
     """
 
-    def __init__(self, keeper: Keeper, changes: ChangeLog, disk: Stored, clock: Clock) -> None:
+    def __init__(
+        self, keeper: Keeper, changes: ChangeLog, disk: ProgressStore, clock: Clock
+    ) -> None:
         self.keeper, self._changes, self._disk, self._clock = keeper, changes, disk, clock
         self._grown = asyncio.Event()
 
@@ -45,7 +47,7 @@ class Leadership:
         """Write the first change of the epoch; with it the in-sync set has all that was before.
 
         Raises:
-            As `Stored.write`.
+            As `ProgressStore.write`.
         """
         version = await self._write(first_change(self._changes, self.epoch))
         await self.keeper.begun(version)
@@ -55,23 +57,23 @@ class Leadership:
         """Make a change, and return when the in-sync set has it durably.
 
         Raises:
-            As `Stored.write`; then nothing was written.
+            As `ProgressStore.write`; then nothing was written.
         """
         version = await self._write(next_change(self._changes, self.epoch, entries))
         await self.keeper.confirmed(version)
 
-    async def _write(self, change: Change) -> int:
+    async def _write(self, change: StoreChange) -> int:
         await self._disk.write(change.entries)
-        self._changes.keep(change)
+        self._changes.append(change)
         version = change.position.version
         self.keeper.books.wrote(version)
         grown, self._grown = self._grown, asyncio.Event()
         grown.set()
         return version
 
-    async def fetch(self, name: str, position: Position, hold_ms: int) -> list[Change] | None:
+    async def fetch(self, name: str, position: Position, hold_ms: int) -> list[StoreChange] | None:
         """What follows `position`, which follower `name` has; None if it has to begin anew."""
-        if not self._changes.holds(position):
+        if not self._changes.contains(position):
             self.keeper.books.forget(name)
             return None
         self.keeper.books.heard(name, position.version, self._clock.monotonic_ms())

@@ -9,9 +9,9 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from batonmq.errors import BatonError, Fenced
-from batonmq_server.offsets.core.calls import Committed, Condition, Grant
-from batonmq_server.offsets.core.resets import Order, Outcome
-from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.core.progress_table import ProgressTable
+from batonmq_server.offsets.core.resets import ResetOrder, ResetOutcome
+from batonmq_server.offsets.core.values import CommitResult, FenceCondition, FenceGrant
 from batonmq_server.runtime.keeper import Keeper
 
 CUT_OFF = "CUT_OFF"
@@ -50,7 +50,7 @@ class OffsetsMetrics:
             ("cause",),
             registry=registry,
         )
-        for cause in (*(each.value for each in Condition), CUT_OFF, "RESET", "CLONE"):
+        for cause in (*(each.value for each in FenceCondition), CUT_OFF, "RESET", "CLONE"):
             self._duplicates.labels(cause)
         self._moves = Counter(
             "baton_offsets_moves",
@@ -153,14 +153,14 @@ class OffsetsMetrics:
         self._capped.set_function(lambda: len(table.capped))
         self._full.set_function(disk_full)
         self._queues.set_function(lambda: len(table))
-        self._arriving.set_function(lambda: table.homes.counts()[0])
-        self._gone.set_function(lambda: table.homes.counts()[1])
+        self._arriving.set_function(lambda: table.placements.counts()[0])
+        self._gone.set_function(lambda: table.placements.counts()[1])
 
     def fenced(self, op: str, error: Fenced) -> None:
         """Count an item whose token is not in force."""
         self._fenced.labels(op, error.detail.why.value).inc()
 
-    def committed(self, op: str, results: Iterable[Committed | BatonError]) -> None:
+    def committed(self, op: str, results: Iterable[CommitResult | BatonError]) -> None:
         """Count commits or closes: whether they changed something, or why they were refused."""
         outcomes = Tally(
             result.reason
@@ -171,7 +171,7 @@ class OffsetsMetrics:
         for outcome, count in outcomes.items():
             self._commits.labels(op, outcome).inc(count)
 
-    def fence(self, condition: Condition, result: Grant | BatonError) -> None:
+    def fence(self, condition: FenceCondition, result: FenceGrant | BatonError) -> None:
         """Count a fence."""
         if isinstance(result, BatonError):
             outcome = result.reason
@@ -183,7 +183,7 @@ class OffsetsMetrics:
         """Count messages that come again."""
         self._duplicates.labels(cause).inc(count)
 
-    def moved(self, order: Order, outcome: Outcome) -> None:
+    def moved(self, order: ResetOrder, outcome: ResetOutcome) -> None:
         """Count the queues of a reset, an undo or a clone."""
         op = "undo" if order.undone_op_id else order.kind.name.lower()
         fresh = {step.key for step in outcome.fresh}

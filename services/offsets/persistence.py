@@ -12,60 +12,63 @@ from batonmq._core.queues import GroupQueue
 from batonmq.errors import DataLoss
 from batonmq_server.offsets.codec import (
     META,
-    decode_handover,
-    decode_home,
     decode_key,
-    decode_operation,
+    decode_placement,
     decode_progress,
-    encode_handover,
-    encode_home,
+    decode_reset,
+    decode_token_change,
     encode_key,
-    encode_operation,
+    encode_placement,
     encode_progress,
+    encode_reset,
+    encode_token_change,
     seal,
     unseal,
 )
-from batonmq_server.offsets.core.calls import Instant, Limits, Tombstone
-from batonmq_server.offsets.core.changes import (
+from batonmq_server.offsets.core.change_log import (
     HISTORY,
     POSITION,
-    Change,
     ChangeLog,
     Entry,
-    read_log,
+    StoreChange,
+    decode_change_log,
 )
-from batonmq_server.offsets.core.holds import HOLDS_MAX, Handover
-from batonmq_server.offsets.core.homes import Home
-from batonmq_server.offsets.core.resets import RecordKey, Records
-from batonmq_server.offsets.core.table import ProgressTable
-from batonmq_server.offsets.disk import Found
+from batonmq_server.offsets.core.holds import HOLDS_MAX, TokenChange
+from batonmq_server.offsets.core.local_placements import LocalPlacement
+from batonmq_server.offsets.core.progress_table import ProgressTable
+from batonmq_server.offsets.core.resets import ResetHistory, ResetSlot
+from batonmq_server.offsets.core.values import Instant, QueueLimits, Tombstone
+from batonmq_server.offsets.disk import StoredEntry
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HandedOver:
+class TokenChangeKey:
     """A change of a queue's token: a fact, so it is its own state and equal to itself alone."""
 
     key: GroupQueue
-    handover: Handover
+    token_change: TokenChange
 
 
 @dataclass(frozen=True, slots=True)
-class HomeKey:
+class PlacementKey:
     """What became of a group that has come here, or left."""
 
     group: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """Entries as they are, of a group that arrives or is forgotten: a fact, like `HandedOver`."""
+class RawEntries:
+    """Entries to write or delete as they are, of a group that is imported or forgotten.
+
+    Equal to itself alone, like `TokenChangeKey`.
+    """
 
     entries: Sequence[Entry]
 
 
-DurableKey = GroupQueue | HandedOver | RecordKey | HomeKey | Written | str | None
+DurableKey = GroupQueue | TokenChangeKey | ResetSlot | PlacementKey | RawEntries | str | None
 """What can change: a queue, who holds it, a recorded operation, where a group is, what arrives of
 it, by its name for which id a topic was deleted, or, as None, the term of the lock manager."""
 
@@ -77,7 +80,7 @@ RESET = META + b"reset\0"
 """Followed by `group NUL slot`."""
 HOLDS = META + b"hold\0"
 """Followed by `queue NUL slot`. Not in memory: read when somebody asks."""
-HOME = META + b"home\0"
+PLACEMENT = META + b"home\0"
 """Followed by the name of a group."""
 _FORMAT_VERSION = b"3"
 
@@ -85,18 +88,18 @@ _FORMAT_VERSION = b"3"
 RECOVERED_AT_ONCE = 2_048
 
 
-class Stored(Protocol):
+class ProgressStore(Protocol):
     """What the service asks of its disk; see `disk.Disk`."""
 
-    def read(self, but: bytes = b"") -> Iterator[Found]:
-        """All entries by key, ascending, as of one moment; without those that begin with `but`."""
+    def read(self, skip: bytes = b"") -> Iterator[StoredEntry]:
+        """All entries by key, ascending, as of one moment; without those that begin with `skip`."""
         ...
 
-    async def find(self, prefix: bytes) -> list[Found]:
+    async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
         """The entries whose keys begin with `prefix`."""
         ...
 
-    async def snapshot(self, but: bytes = b"") -> list[Found]:
+    async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
         """`read`, whole, without keeping others waiting."""
         ...
 
@@ -104,15 +107,15 @@ class Stored(Protocol):
         """Write all entries or none, and return when they are durable."""
         ...
 
-    def write_now(self, entries: Sequence[Entry]) -> None:
+    def write_blocking(self, entries: Sequence[Entry]) -> None:
         """`write` for a caller that may be blocked."""
         ...
 
-    async def replace(self, entries: Sequence[Found]) -> None:
+    async def replace(self, entries: Sequence[StoredEntry]) -> None:
         """Write these in place of everything, or nothing, and return when they are durable."""
         ...
 
-    async def settled(self) -> None:
+    async def wait_idle(self) -> None:
         """Return when no write is under way, one whose caller was cancelled included."""
         ...
 
@@ -121,7 +124,7 @@ class Stored(Protocol):
         ...
 
 
-def read_changes(disk: Stored, *, kept_bytes_max: int) -> ChangeLog:
+def read_change_log(disk: ProgressStore, *, kept_bytes_max: int) -> ChangeLog:
     """Where the disk stands.
 
     Raises:
@@ -129,13 +132,13 @@ def read_changes(disk: Stored, *, kept_bytes_max: int) -> ChangeLog:
     """
     own = {
         key: value
-        for key, value in disk.read(but=HOLDS)
+        for key, value in disk.read(skip=HOLDS)
         if key in (META + POSITION, META + HISTORY)
     }
-    return log_of(own, kept_bytes_max=kept_bytes_max)
+    return change_log_of(own, kept_bytes_max=kept_bytes_max)
 
 
-def log_of(entries: Mapping[bytes, bytes], *, kept_bytes_max: int) -> ChangeLog:
+def change_log_of(entries: Mapping[bytes, bytes], *, kept_bytes_max: int) -> ChangeLog:
     """Where a disk with these entries stands.
 
     Raises:
@@ -146,59 +149,59 @@ def log_of(entries: Mapping[bytes, bytes], *, kept_bytes_max: int) -> ChangeLog:
         for name in (POSITION, HISTORY)
         if META + name in entries
     }
-    return read_log(own, kept_bytes_max=kept_bytes_max)
+    return decode_change_log(own, kept_bytes_max=kept_bytes_max)
 
 
-def next_change(log: ChangeLog, epoch: int, entries: Iterable[Entry]) -> Change:
+def next_change(log: ChangeLog, epoch: int, entries: Iterable[Entry]) -> StoreChange:
     """The change that writes `entries` next, with where it leads to."""
     at, own = log.next(epoch)
     sealed = [(META + name, seal(META + name, value)) for name, value in own]
-    return Change(at, [*entries, *sealed])
+    return StoreChange(at, [*entries, *sealed])
 
 
-def first_change(log: ChangeLog, epoch: int) -> Change:
+def first_change(log: ChangeLog, epoch: int) -> StoreChange:
     """The change by which an epoch begins."""
     return next_change(log, epoch, [(FORMAT, _FORMAT_VERSION)])
 
 
-def begin_life(
-    disk: Stored, limits: Limits, now: Instant
-) -> tuple[ChangeLog, ProgressTable, Records]:
+def recover_standalone(
+    disk: ProgressStore, limits: QueueLimits, now: Instant
+) -> tuple[ChangeLog, ProgressTable, ResetHistory]:
     """What a node without followers begins with: an epoch of its own, durable already.
 
     Raises:
         DataLoss: something stored can't be read or contradicts itself.
     """
-    changes = read_changes(disk, kept_bytes_max=0)
+    changes = read_change_log(disk, kept_bytes_max=0)
     table, records = recover(disk, limits, changes.position.epoch + 1, now)
     first = first_change(changes, table.epoch)
-    disk.write_now(first.entries)
-    changes.keep(first)
+    disk.write_blocking(first.entries)
+    changes.append(first)
     return changes, table, records
 
 
 def recover(
-    disk: Stored, limits: Limits, epoch: int, now: Instant
-) -> tuple[ProgressTable, Records]:
+    disk: ProgressStore, limits: QueueLimits, epoch: int, now: Instant
+) -> tuple[ProgressTable, ResetHistory]:
     """The table as the last life left it, in a new epoch. Blocks, as long as it takes.
 
     Raises:
         DataLoss: something stored can't be read or contradicts itself.
     """
-    table, records, queues = _recovered_meta(disk.read(but=HOLDS), limits, epoch, now)
+    table, records, queues = _recovered_meta(disk.read(skip=HOLDS), limits, epoch, now)
     _restore_queues(table, queues)
     return table, records
 
 
-async def recover_meanwhile(
-    disk: Stored, limits: Limits, epoch: int, now: Instant
-) -> tuple[ProgressTable, Records]:
+async def recover_in_steps(
+    disk: ProgressStore, limits: QueueLimits, epoch: int, now: Instant
+) -> tuple[ProgressTable, ResetHistory]:
     """`recover` for a leader, which has a lease to keep: lets others go on now and then.
 
     Raises:
         DataLoss: something stored can't be read or contradicts itself.
     """
-    found = await disk.snapshot(but=HOLDS)
+    found = await disk.snapshot(skip=HOLDS)
     table, records, queues = _recovered_meta(found, limits, epoch, now)
     for begin in range(0, len(queues), RECOVERED_AT_ONCE):
         _restore_queues(table, queues[begin : begin + RECOVERED_AT_ONCE])
@@ -207,11 +210,11 @@ async def recover_meanwhile(
 
 
 def _recovered_meta(
-    found: Iterable[Found], limits: Limits, epoch: int, now: Instant
-) -> tuple[ProgressTable, Records, list[Found]]:
+    found: Iterable[StoredEntry], limits: QueueLimits, epoch: int, now: Instant
+) -> tuple[ProgressTable, ResetHistory, list[StoredEntry]]:
     """A table without queues, and the queues as they are stored."""
     meta: dict[bytes, bytes] = {}
-    queues: list[Found] = []
+    queues: list[StoredEntry] = []
     stored = dict(found)
     version = stored.pop(FORMAT, _FORMAT_VERSION)
     if version != _FORMAT_VERSION:
@@ -224,34 +227,36 @@ def _recovered_meta(
     if queues and META + POSITION not in meta:
         raise DataLoss("the stored progress has queues, but no position")
     table = ProgressTable(limits, epoch, _number(meta, TERM), now)
-    records = Records()
+    records = ResetHistory()
     _restore_meta(table, records, meta)
     log.info("recovers queues=%d epoch=%d term=%d", len(queues), table.epoch, table.term)
     return table, records, queues
 
 
-def _restore_queues(table: ProgressTable, queues: Sequence[Found]) -> None:
+def _restore_queues(table: ProgressTable, queues: Sequence[StoredEntry]) -> None:
     for key, sealed in queues:
         value, queue = unseal(key, sealed), decode_key(key)
-        if table.homes.keeps(queue.group):
+        if table.placements.keeps(queue.group):
             table.restore(queue, decode_progress(queue, value))
 
 
-def _restore_meta(table: ProgressTable, records: Records, meta: dict[bytes, bytes]) -> None:
+def _restore_meta(table: ProgressTable, records: ResetHistory, meta: dict[bytes, bytes]) -> None:
     """Homes first: of a group that is not here nothing else counts."""
     for key, value in meta.items():
-        if key.startswith(HOME):
-            table.homes.put(key.removeprefix(HOME).decode(), decode_home(value))
+        if key.startswith(PLACEMENT):
+            table.placements.put(key.removeprefix(PLACEMENT).decode(), decode_placement(value))
     for key, value in meta.items():
         if key.startswith(TOPIC):
             table.restore_topic(key.removeprefix(TOPIC).decode(), _number(meta, key))
         elif key.startswith(RESET):
             group = key.removeprefix(RESET).partition(b"\0")[0].decode()
-            if table.homes.keeps(group):
-                records.put(group, decode_operation(value))
+            if table.placements.keeps(group):
+                records.put(group, decode_reset(value))
 
 
-def entries_of(table: ProgressTable, records: Records) -> Callable[[DurableKey], Sequence[Entry]]:
+def entries_of(
+    table: ProgressTable, records: ResetHistory
+) -> Callable[[DurableKey], Sequence[Entry]]:
     """How the present state of a key stands on the disk."""
 
     def entries(key: DurableKey) -> Sequence[Entry]:
@@ -259,18 +264,21 @@ def entries_of(table: ProgressTable, records: Records) -> Callable[[DurableKey],
             case None:
                 found = TERM, b"%d" % table.term
             case str():
-                found = TOPIC + key.encode(), b"%d" % table.deleted_for(key)
-            case RecordKey():
+                found = TOPIC + key.encode(), b"%d" % table.deleted_topic_id(key)
+            case ResetSlot():
                 at = RESET + key.group.encode() + b"\0%d" % key.slot
-                found = at, encode_operation(records.at(key))
-            case HomeKey():
-                home = table.homes.get(key.group)
+                found = at, encode_reset(records.at(key))
+            case PlacementKey():
+                home = table.placements.get(key.group)
                 assert home is not None
-                found = home_entry(key.group, home)
-            case Written():
+                found = placement_entry(key.group, home)
+            case RawEntries():
                 return key.entries
-            case HandedOver():
-                found = _hold_key(key.key, key.handover.slot), encode_handover(key.handover)
+            case TokenChangeKey():
+                found = (
+                    _hold_key(key.key, key.token_change.slot),
+                    encode_token_change(key.token_change),
+                )
             case GroupQueue():
                 state = table.state(key)
                 if isinstance(state, Tombstone):
@@ -281,9 +289,9 @@ def entries_of(table: ProgressTable, records: Records) -> Callable[[DurableKey],
     return entries
 
 
-def home_entry(group: str, home: Home) -> tuple[bytes, bytes]:
+def placement_entry(group: str, home: LocalPlacement) -> tuple[bytes, bytes]:
     """How it stands on the disk what became of a group; not sealed yet."""
-    return HOME + group.encode(), encode_home(home)
+    return PLACEMENT + group.encode(), encode_placement(home)
 
 
 def tombstone_entries(key: GroupQueue, tombstone: Tombstone) -> list[Entry]:
@@ -293,21 +301,21 @@ def tombstone_entries(key: GroupQueue, tombstone: Tombstone) -> list[Entry]:
     return [(at, seal(at, encode_progress(tombstone))), *forgotten]
 
 
-async def entries_of_group(disk: Stored, group: str) -> list[Found]:
+async def entries_of_group(disk: ProgressStore, group: str) -> list[StoredEntry]:
     """All that is kept of a group, by key, but what became of it."""
     begin = group.encode() + b"\0"
-    parts = [await disk.find(prefix + begin) for prefix in (HOLDS, RESET, b"")]
+    parts = [await disk.read_prefix(prefix + begin) for prefix in (HOLDS, RESET, b"")]
     return [found for part in parts for found in part]
 
 
-async def find_handovers(disk: Stored, key: GroupQueue) -> list[Handover]:
+async def find_token_changes(disk: ProgressStore, key: GroupQueue) -> list[TokenChange]:
     """The recorded changes of a queue's token, in no order.
 
     Raises:
         DataLoss: one can't be read.
     """
-    stored = await disk.find(HOLDS + encode_key(key) + b"\0")
-    return [decode_handover(unseal(*each)) for each in stored]
+    stored = await disk.read_prefix(HOLDS + encode_key(key) + b"\0")
+    return [decode_token_change(unseal(*each)) for each in stored]
 
 
 def _hold_key(key: GroupQueue, slot: int) -> bytes:

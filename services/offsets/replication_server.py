@@ -10,9 +10,9 @@ import grpc.aio
 from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch, OldEpochDetail
-from batonmq_server.offsets.core.changes import Change
-from batonmq_server.offsets.following import digest_of
-from batonmq_server.offsets.persistence import Stored, log_of
+from batonmq_server.offsets.core.change_log import StoreChange
+from batonmq_server.offsets.follower import digest_of
+from batonmq_server.offsets.persistence import ProgressStore, change_log_of
 from batonmq_server.offsets.role import Role
 from batonmq_server.runtime.position import Position
 from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
@@ -25,7 +25,7 @@ PART_ENTRIES = 4_096
 class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     """See replication_service.proto."""
 
-    def __init__(self, role: Role, disk: Stored) -> None:
+    def __init__(self, role: Role, disk: ProgressStore) -> None:
         self._role, self._disk = role, disk
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
@@ -86,7 +86,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
 
     async def _state(self) -> tuple[list[tuple[bytes, bytes]], pb.Position]:
         entries = await self._disk.snapshot()
-        at = log_of(dict(entries), kept_bytes_max=0).position
+        at = change_log_of(dict(entries), kept_bytes_max=0).position
         return entries, pb.Position(epoch=at.epoch, version=at.version)
 
     def _check(self, name: str, seen_epoch: int) -> None:
@@ -105,7 +105,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
             )
 
 
-def _change_pb(change: Change) -> pb.Change:
+def _change_pb(change: StoreChange) -> pb.Change:
     at = change.position
     return pb.Change(
         position=pb.Position(epoch=at.epoch, version=at.version),

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 
 from batonmq.errors import DiskFull, NotServing
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.following import Following
+from batonmq_server.offsets.epoch import OffsetsEpoch
+from batonmq_server.offsets.follower import Follower
 from batonmq_server.offsets.leadership import Leadership
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.offsets.serving import Offsets
 from batonmq_server.runtime import role
 from batonmq_server.runtime.keeper import Keeper
 from batonmq_server.runtime.member import Member
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
 
-Serve = Callable[[Leadership], Awaitable[Offsets]]
+Serve = Callable[[Leadership], Awaitable[OffsetsEpoch]]
 
 
 class Role(role.Role[Leadership]):
@@ -40,7 +40,7 @@ class Role(role.Role[Leadership]):
         self,
         settings: OffsetsSettings,
         runtime: Runtime,
-        following: Following,
+        following: Follower,
         serve: Serve,
         metrics: OffsetsMetrics,
     ) -> None:
@@ -57,7 +57,7 @@ class Role(role.Role[Leadership]):
         )
         # Without room a leader could begin nothing, and would keep from it those that can.
         self.member.standing_back = lambda: not following.has_room()
-        self._offsets: Offsets | None = None
+        self._offsets: OffsetsEpoch | None = None
 
     @property
     def replica_set(self) -> str:
@@ -65,7 +65,7 @@ class Role(role.Role[Leadership]):
         return self._settings.replica_set
 
     @property
-    def offsets(self) -> Offsets:
+    def offsets(self) -> OffsetsEpoch:
         """What clients ask.
 
         Raises:
@@ -83,7 +83,7 @@ class Role(role.Role[Leadership]):
 
     async def _lead(self, revision: int) -> None:
         async with self._following.writing:
-            await self._following.disk.settled()
+            await self._following.disk.wait_idle()
             changes = self._following.changes
             keeper = self.member.keeper(
                 revision, changes.position.version, self._settings.replica_policy
@@ -102,7 +102,7 @@ class Role(role.Role[Leadership]):
                     await leadership.begin()
                     self._following.stuck.passed()
                     self._offsets = await self._serve(leadership)
-                    tasks.create_task(self._offsets.arriving.run())
+                    tasks.create_task(self._offsets.importer.run())
                     tasks.create_task(self._watch(self._offsets, keeper))
                     await self._offsets.commits.run()
             except* DiskFull as errors:
@@ -113,7 +113,7 @@ class Role(role.Role[Leadership]):
                 self._metrics.follow()
                 await self._following.reload()
 
-    async def _watch(self, offsets: Offsets, keeper: Keeper) -> None:
+    async def _watch(self, offsets: OffsetsEpoch, keeper: Keeper) -> None:
         """Step back once the disk has been full for a while and another member could go on.
 
         If none could, this one stays: what it has is read meanwhile.

@@ -22,39 +22,45 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_group, check_offsets_set, check_topic
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Fenced, GroupMoved, GroupsApart
-from batonmq_server.offsets.answers import (
+from batonmq_server.offsets.core.holds import TokenChange, link_holds
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.progress_table import ProgressTable
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.resets import ResetExecutor, ResetOutcome, ResetStep
+from batonmq_server.offsets.core.values import (
+    Acks,
+    CommitResult,
+    DeliveryRange,
+    DeliveryResult,
+    FenceGrant,
+    Instant,
+    ProgressSource,
+)
+from batonmq_server.offsets.core.values import FenceAttempt as Wish
+from batonmq_server.offsets.group_commit import GroupCommit
+from batonmq_server.offsets.group_exporter import GroupExporter
+from batonmq_server.offsets.group_modes import GroupModes, group_in_use
+from batonmq_server.offsets.persistence import DurableKey, TokenChangeKey
+from batonmq_server.offsets.placement_resolver import PlacementResolver
+from batonmq_server.offsets.request_reader import (
+    RequestReader,
+    check_single,
+    number,
+    outcomes_of,
+    topic_or_all,
+)
+from batonmq_server.offsets.responses import (
     committed_pb,
     fenced_pb,
     hold_pb,
-    operation_pb,
     progress_pb,
     ranges_pb,
+    recorded_reset_pb,
     reset_outcome_pb,
-    step_pb,
+    reset_step_pb,
     token_pb,
 )
-from batonmq_server.offsets.core.calls import (
-    Acks,
-    Committed,
-    Delivered,
-    Delivery,
-    Grant,
-    Instant,
-    Source,
-)
-from batonmq_server.offsets.core.calls import Fence as Wish
-from batonmq_server.offsets.core.holds import Handover, holds
-from batonmq_server.offsets.core.progress import Progress
-from batonmq_server.offsets.core.ranges import RangeSet
-from batonmq_server.offsets.core.resets import Outcome, Resets, Step
-from batonmq_server.offsets.core.table import ProgressTable
-from batonmq_server.offsets.group_commit import GroupCommit
-from batonmq_server.offsets.here import Here
-from batonmq_server.offsets.leaving import Leaving
-from batonmq_server.offsets.modes import Modes, group_in_use
-from batonmq_server.offsets.persistence import DurableKey, HandedOver
-from batonmq_server.offsets.telemetry import Telemetry
-from batonmq_server.offsets.wire import Reader, check_single, number, outcomes_of, topic_or_all
+from batonmq_server.offsets.telemetry import OffsetsTelemetry
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +76,15 @@ class Parts:
     """What the servicer works with."""
 
     table: ProgressTable
-    resets: Resets
+    resets: ResetExecutor
     commits: GroupCommit[DurableKey]
     clock: Clock
-    modes: Modes
-    telemetry: Telemetry
-    handovers: Callable[[GroupQueue], Awaitable[list[Handover]]]
-    here: Here
-    leaving: Leaving
-    moving: asyncio.Lock
+    modes: GroupModes
+    telemetry: OffsetsTelemetry
+    token_changes: Callable[[GroupQueue], Awaitable[list[TokenChange]]]
+    resolver: PlacementResolver
+    exporter: GroupExporter
+    placement_lock: asyncio.Lock
 
 
 class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
@@ -87,20 +93,24 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     def __init__(self, parts: Parts) -> None:
         self._table, self._commits, self._clock = parts.table, parts.commits, parts.clock
         self._resets, self._modes, self._telemetry = parts.resets, parts.modes, parts.telemetry
-        self._handovers, self._here, self._leaving = parts.handovers, parts.here, parts.leaving
-        self._moving = parts.moving
-        self._read = Reader(parts.table, parts.table.limits.ack_ranges_max)
+        self._token_changes, self._resolver, self._exporter = (
+            parts.token_changes,
+            parts.resolver,
+            parts.exporter,
+        )
+        self._placement_lock = parts.placement_lock
+        self._read = RequestReader(parts.table, parts.table.limits.ack_ranges_max)
 
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
         after = check_group(request.after_group) if request.after_group else ""
         if self._table.announce(number(request.term, "term", 1)):
-            self._commits.changed(None)
+            self._commits.mark_changed(None)
             log.info("lock manager announced term=%d", request.term)
-        found, more = self._table.after(after, ANNOUNCED_MAX)
+        found, more = self._table.groups_after(after, ANNOUNCED_MAX)
         queues = [token_pb(key, progress) for key, progress in found]
-        await self._commits.settled_all()
+        await self._commits.wait_all_durable()
         return pb.AnnounceResponse(offsets_epoch=self._table.epoch, queues=queues, more=more)
 
     async def Fence(self, request: pb.FenceRequest, context: Context) -> pb.FenceResponse:
@@ -120,7 +130,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             if grant.changed:
                 self._handed_over(key)
             outcomes.append(pb.FenceOutcome(fenced=fenced_pb(grant)))
-        await self._commits.settled([None, *(key for key, _ in wishes)])
+        await self._commits.wait_durable([None, *(key for key, _ in wishes)])
         return pb.FenceResponse(
             offsets_epoch=self._table.epoch,
             outcomes=outcomes_of(outcomes, malformed, pb.FenceOutcome),
@@ -134,7 +144,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         items, malformed = self._read.shared_items(request.items, self._read.delivery)
         now = self._now()
         results = [self._deliver(*item, now) for item in items]
-        await self._commits.settled(item[0] for item in items)
+        await self._commits.wait_durable(item[0] for item in items)
         acked = [(item[:2], each[1]) for item, each in zip(items, results, strict=True) if each[1]]
         self._telemetry.commits("pull", [one[0] for one in acked], [one[1] for one in acked])
         return pb.RecordDeliveredResponse(
@@ -153,7 +163,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
                 self._refused("touch", key, token, error) if isinstance(error, BatonError) else None
             )
             outcomes.append(pb.TouchOutcome(error=refused))
-        await self._commits.settled(key for key, _ in touches)
+        await self._commits.wait_durable(key for key, _ in touches)
         return pb.TouchResponse(
             offsets_epoch=self._table.epoch,
             outcomes=outcomes_of(outcomes, malformed, pb.TouchOutcome),
@@ -168,14 +178,14 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         unowned = (key for key, token, _ in items if not token)
         await self._find(key for key in unowned if self._modes.knows(key.group))
         now, outcomes = self._now(), []
-        results = [_attempt(self._commit, *item, now, Source.COMMIT) for item in items]
+        results = [_attempt(self._commit, *item, now, ProgressSource.COMMIT) for item in items]
         for item, result in zip(items, results, strict=True):
             if isinstance(result, BatonError):
                 refused = self._refused("commit", item[0], item[1], result)
                 outcomes.append(pb.CommitOutcome(error=refused))
             else:
                 outcomes.append(pb.CommitOutcome(committed=committed_pb(result)))
-        await self._commits.settled(item[0] for item in items)
+        await self._commits.wait_durable(item[0] for item in items)
         self._telemetry.commits("commit", [item[:2] for item in items], results)
         self._telemetry.stream.commit_took(begin_s, (item[0].topic for item in items))
         return pb.CommitResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
@@ -194,7 +204,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             else:
                 outcomes.append(pb.CloseOutcome(closed=committed_pb(result)))
                 self._telemetry.cut_off(item[3].count if result.changed else 0)
-        await self._commits.settled(item[0] for item in items)
+        await self._commits.wait_durable(item[0] for item in items)
         self._telemetry.commits("close", [item[:2] for item in items], results)
         return pb.CloseResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
@@ -211,7 +221,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             else:
                 found = progress_pb(key, progress, self._table.limits, now)
                 outcomes.append(pb.QueryOutcome(progress=found))
-        await self._commits.settled(keys)
+        await self._commits.wait_durable(keys)
         return pb.QueryResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
     async def QueryGroup(
@@ -222,7 +232,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         keys, now = self._table.group(request.group), self._now()
         limits = self._table.limits
         queues = [progress_pb(key, self._table.query(key), limits, now) for key in keys]
-        await self._commits.settled(keys)
+        await self._commits.wait_durable(keys)
         return pb.QueryGroupResponse(offsets_epoch=self._table.epoch, queues=queues)
 
     async def DeleteTopic(
@@ -231,15 +241,15 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         """See the proto."""
         self._check_change(request.offsets_epoch)
         topic, topic_id = check_topic(request.topic), number(request.topic_id, "topic_id", 1)
-        async with self._moving:  # what is about to be here is, and what is sealed is gone
+        async with self._placement_lock:  # what is about to be here is, and what is sealed is gone
             ended = self._table.delete_topic(topic, topic_id, self._now())
             if ended is not None:
                 # All in one step, so in one write: whoever waits for the name waits for the queues.
-                self._commits.changed(topic)
+                self._commits.mark_changed(topic)
                 for key in ended:
-                    self._commits.changed(key)
+                    self._commits.mark_changed(key)
                 log.info("progress deleted topic=%s queues=%d", topic, len(ended))
-        await self._commits.settled([topic])
+        await self._commits.wait_durable([topic])
         return pb.DeleteTopicResponse(offsets_epoch=self._table.epoch, queue_count=len(ended or ()))
 
     async def DeleteGroup(
@@ -253,18 +263,18 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self._check_change(request.offsets_epoch)
         group, topic = check_group(request.group), topic_or_all(request.topic)
         await self._check_here(group)
-        before = self._table.standing(group)
+        before = self._table.fingerprint(group)
         await self._modes.check_deleted(group)
         self._check_change(request.offsets_epoch)
-        self._here.check(group)
-        if self._table.standing(group) != before:
+        self._resolver.check(group)
+        if self._table.fingerprint(group) != before:
             raise group_in_use(group)
         ended = self._table.delete_group(group, topic, self._now())
         for key in ended:
-            self._commits.changed(key)
+            self._commits.mark_changed(key)
         if ended:
             log.info("progress deleted group=%s topic=%s queues=%d", group, topic, len(ended))
-        await self._commits.settled_all()
+        await self._commits.wait_all_durable()
         return pb.DeleteGroupResponse(offsets_epoch=self._table.epoch, queue_count=len(ended))
 
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
@@ -290,13 +300,13 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         to_group, order, topic = self._read.clone(request)
         await self._check_here(to_group)
         await self._check_beside(order.from_group, to_group)
-        self._here.check(to_group)  # it may have left meanwhile
+        self._resolver.check(to_group)  # it may have left meanwhile
         now, dry_run = self._now(), request.dry_run
         outcome = self._resets.clone(to_group, order, topic, now, dry_run=dry_run)
         await self._carried_out(outcome)
         if not dry_run:
             self._telemetry.moved(to_group, order, outcome)
-        steps = [step_pb(step) for step in outcome.results if isinstance(step, Step)]
+        steps = [reset_step_pb(step) for step in outcome.results if isinstance(step, ResetStep)]
         return pb.CloneResponse(offsets_epoch=self._table.epoch, steps=steps)
 
     async def ListResets(
@@ -305,9 +315,9 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         """See the proto."""
         await self._check_here(check_group(request.group))
         found = self._resets.records.newest_first(request.group)
-        await self._commits.settled_all()
+        await self._commits.wait_all_durable()
         return pb.ListResetsResponse(
-            offsets_epoch=self._table.epoch, resets=map(operation_pb, found)
+            offsets_epoch=self._table.epoch, resets=map(recorded_reset_pb, found)
         )
 
     async def ListHolds(
@@ -320,17 +330,17 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         if key in self._table:
             progress = self._table.query(key)
             token, reach = progress.token, progress.reach
-            await self._commits.settled([key])
-            handovers = await self._handovers(key)
-            self._here.check(key.group)  # or it has left, and they are forgotten
-            found = holds(handovers, token, reach)
+            await self._commits.wait_durable([key])
+            changes = await self._token_changes(key)
+            self._resolver.check(key.group)  # or it has left, and they are forgotten
+            found = link_holds(changes, token, reach)
             answer.holds.extend(map(hold_pb, found))
         return answer
 
     async def HandOver(self, request: pb.HandOverRequest, context: Context) -> pb.HandOverResponse:
         """See the proto."""
         self._check_change(0)
-        return await self._leaving.hand_over(
+        return await self._exporter.hand_over(
             check_group(request.group),
             number(request.move, "move", 1),
             check_offsets_set(request.to_set),
@@ -342,7 +352,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     ) -> pb.ForgetGroupResponse:
         """See the proto."""
         self._check_change(0)
-        await self._leaving.forget(check_group(request.group), number(request.move, "move", 1))
+        await self._exporter.forget(check_group(request.group), number(request.move, "move", 1))
         return pb.ForgetGroupResponse(offsets_epoch=self._table.epoch)
 
     # ---- one item
@@ -351,17 +361,17 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self,
         key: GroupQueue,
         token: int,
-        delivery: Delivery,
+        delivery: DeliveryRange,
         acks: Acks | None,
         now: Instant,
-    ) -> tuple[pb.DeliveryOutcome, Committed | BatonError | None]:
+    ) -> tuple[pb.DeliveryOutcome, CommitResult | BatonError | None]:
         """The outcome, and what became of acks that rode along.
 
         Acks come first: they may open the window that the delivery needs (protocol 6.6).
         """
-        committed: Committed | BatonError | None = None
+        committed: CommitResult | BatonError | None = None
         if acks is not None:
-            committed = _attempt(self._commit, key, token, acks, now, Source.PULL)
+            committed = _attempt(self._commit, key, token, acks, now, ProgressSource.PULL)
         if isinstance(committed, BatonError):
             refused = self._refused("pull", key, token, committed)
             return pb.DeliveryOutcome(error=refused), committed
@@ -375,8 +385,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         )
         return pb.DeliveryOutcome(delivered=answer), committed
 
-    def _fence(self, key: GroupQueue, term: int, wish: Wish, now: Instant) -> Grant:
-        self._here.check(key.group)
+    def _fence(self, key: GroupQueue, term: int, wish: Wish, now: Instant) -> FenceGrant:
+        self._resolver.check(key.group)
         return self._table.fence(key, term, wish, now)
 
     def _open_span(self, key: GroupQueue) -> tuple[int, int]:
@@ -387,52 +397,54 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         return progress.committed_offset, progress.delivered_offset
 
     def _touch(self, key: GroupQueue, token: int, now: Instant) -> None:
-        self._here.check(key.group)
+        self._resolver.check(key.group)
         self._table.touch(key, token, now)
 
     def _query(self, key: GroupQueue) -> Progress:
-        self._here.check(key.group)
+        self._resolver.check(key.group)
         return self._table.query(key)
 
-    def _record(self, key: GroupQueue, token: int, delivery: Delivery, now: Instant) -> Delivered:
-        self._here.check(key.group)
+    def _record(
+        self, key: GroupQueue, token: int, delivery: DeliveryRange, now: Instant
+    ) -> DeliveryResult:
+        self._resolver.check(key.group)
         self._modes.check(key.group, token)
         delivered = self._table.record_delivered(key, token, delivery, now)
         if delivered.changed:
-            self._commits.changed(key)
+            self._commits.mark_changed(key)
         return delivered
 
     def _commit(
-        self, key: GroupQueue, token: int, acks: Acks, now: Instant, source: Source
-    ) -> Committed:
+        self, key: GroupQueue, token: int, acks: Acks, now: Instant, source: ProgressSource
+    ) -> CommitResult:
         self._modes.check(key.group, token)
-        self._here.check(key.group)
+        self._resolver.check(key.group)
         if token:
             committed = self._table.commit(key, token, acks, now, source)
         else:
             committed = self._table.commit_unowned(key, acks, now)
         if committed.changed:
-            self._commits.changed(key)
+            self._commits.mark_changed(key)
         return committed
 
     def _close(
         self, key: GroupQueue, token: int, acks: Acks, unfinished: RangeSet, now: Instant
-    ) -> Committed:
-        self._here.check(key.group)
+    ) -> CommitResult:
+        self._resolver.check(key.group)
         self._modes.check(key.group, token)
         committed = self._table.close(key, token, acks, unfinished, now)
         if committed.changed:
-            self._commits.changed(key)
+            self._commits.mark_changed(key)
         return committed
 
     # ---- around them
 
     def _handed_over(self, key: GroupQueue) -> None:
         """Note that the token of a queue has changed, and who had which: all in one write."""
-        self._commits.changed(key)
-        handover = self._table.query(key).handover
-        assert handover is not None
-        self._commits.changed(HandedOver(key, handover))
+        self._commits.mark_changed(key)
+        change = self._table.query(key).token_change
+        assert change is not None
+        self._commits.mark_changed(TokenChangeKey(key, change))
 
     def _now(self) -> Instant:
         return Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
@@ -442,12 +454,12 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
 
         Not for calls under a token: it was given to nobody if there is no progress here.
         """
-        await self._here.find({key.group for key in keys})
+        await self._resolver.find({key.group for key in keys})
 
     async def _check_here(self, group: str) -> None:
         """Refuse a call about a group that this set does not keep."""
-        await self._here.find([group])
-        self._here.check(group)
+        await self._resolver.find([group])
+        self._resolver.check(group)
 
     async def _check_beside(self, from_group: str, to_group: str) -> None:
         """Refuse to clone what another set keeps.
@@ -479,7 +491,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             self._telemetry.fenced(op, key, token, error)
         return error_to_pb(error)
 
-    async def _carried_out(self, outcome: Outcome) -> None:
+    async def _carried_out(self, outcome: ResetOutcome) -> None:
         """Return when a reset or clone is durable.
 
         There was no await since it was applied: the queues and the record go into one write.
@@ -487,8 +499,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         for step in outcome.fresh:
             self._handed_over(step.key)
         if outcome.record is not None:
-            self._commits.changed(outcome.record)
-        await self._commits.settled_all()
+            self._commits.mark_changed(outcome.record)
+        await self._commits.wait_all_durable()
 
 
 def _attempt(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result | BatonError:

@@ -8,21 +8,26 @@ from collections.abc import Sequence
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Fenced
-from batonmq_server.offsets.answers import queue_pb
-from batonmq_server.offsets.core.calls import Committed, Condition, Fence, Grant
-from batonmq_server.offsets.core.resets import Order, Outcome
-from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.core.progress_table import ProgressTable
+from batonmq_server.offsets.core.resets import ResetOrder, ResetOutcome
+from batonmq_server.offsets.core.values import (
+    CommitResult,
+    FenceAttempt,
+    FenceCondition,
+    FenceGrant,
+)
+from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import CUT_OFF, OffsetsMetrics
-from batonmq_server.offsets.stream import OffsetsStream
+from batonmq_server.offsets.responses import queue_pb
 
 log = logging.getLogger(__name__)
 
 
-class Telemetry:
+class OffsetsTelemetry:
     """Called with what has happened; of acks and moves once they are durable."""
 
     def __init__(
-        self, metrics: OffsetsMetrics, stream: OffsetsStream, table: ProgressTable
+        self, metrics: OffsetsMetrics, stream: EventPublisher, table: ProgressTable
     ) -> None:
         self._metrics, self.stream, self._table = metrics, stream, table
 
@@ -33,7 +38,11 @@ class Telemetry:
             self.stream.fenced(op, key, token, error)
 
     def fence(
-        self, key: GroupQueue, wish: Fence, result: Grant | BatonError, span: tuple[int, int]
+        self,
+        key: GroupQueue,
+        wish: FenceAttempt,
+        result: FenceGrant | BatonError,
+        span: tuple[int, int],
     ) -> None:
         """A queue was passed on, or was not.
 
@@ -46,7 +55,7 @@ class Telemetry:
         self._metrics.duplicated(wish.condition.value, result.maybe_seen.between(*span).count)
         holder = wish.holder.client_id if wish.holder else "nobody"
         self.stream.granted(key, result.token, wish.holder.client_id if wish.holder else "")
-        if wish.condition is Condition.FORCED:
+        if wish.condition is FenceCondition.FORCED:
             log.warning(
                 "queue taken by force queue=%s token=%d holder=%s by=%s reason=%s",
                 key,
@@ -68,21 +77,21 @@ class Telemetry:
         self,
         op: str,
         items: Sequence[tuple[GroupQueue, int]],
-        results: Sequence[Committed | BatonError],
+        results: Sequence[CommitResult | BatonError],
     ) -> None:
         """Acks of queues, under tokens, were taken or refused."""
         self._metrics.committed(op, results)
         if not self.stream.hub.watched:
             return
         for (key, token), result in zip(items, results, strict=True):
-            if isinstance(result, Committed) and result.changed and key in self._table:
+            if isinstance(result, CommitResult) and result.changed and key in self._table:
                 self.stream.committed(key, token, self._table.query(key), closed=op == "close")
 
     def cut_off(self, count: int) -> None:
         """Messages were given back whose handlers had not ended."""
         self._metrics.duplicated(CUT_OFF, count)
 
-    def moved(self, group: str, order: Order, outcome: Outcome) -> None:
+    def moved(self, group: str, order: ResetOrder, outcome: ResetOutcome) -> None:
         """A reset or a clone was carried out, or repeated."""
         self._metrics.moved(order, outcome)
         if not outcome.fresh:

@@ -52,7 +52,12 @@ def key_of_token(page_token: str) -> str:
             return decoded[1:].decode()
     except (binascii.Error, UnicodeError):
         pass
-    raise InvalidArgument(
+    raise malformed_token(page_token)
+
+
+def malformed_token(page_token: str) -> InvalidArgument:
+    """Return the error for a page token that no page of this list has given."""
+    return InvalidArgument(
         f"page_token {page_token[:100]!r} is not a page token",
         remedy="Use the next_page_token of the previous page, or leave it empty to start anew.",
         facts={"field": "page_token"},

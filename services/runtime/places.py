@@ -1,7 +1,7 @@
 """Which offsets replica set keeps which group: a live copy of the places in etcd.
 
 A place says where a group is to be. Whether a set has it, and so may answer, only the set itself
-knows (`batonmq_server.offsets.homes`): so nobody does harm with a place that is out of date.
+knows (`batonmq_server.offsets.core.local_placements`): so a place that is out of date does no harm.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect, connector
 from batonmq._process import logs
 from batonmq._process.config import ConfigError, load
-from batonmq._process.explain import explain
+from batonmq._process.settings_help import settings_help
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import NoQuorum
 from batonmq_server.runtime.etcd import EtcdSession, Lease
@@ -275,7 +275,7 @@ def run(
         print(usage)
         sys.exit(0)
     if "--explain-config" in sys.argv[1:]:
-        explained, problems = explain(kind, prefix)
+        explained, problems = settings_help(kind, prefix)
         told = {"settings": list(map(asdict, explained)), "problems": list(map(asdict, problems))}
         print(json.dumps(told, indent=2))
         sys.exit(0)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.common.v1 import replicas_pb2
-from batonmq._process.config import ConfigError, Problem
+from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq.errors import NoQuorum, NotLeader
 from batonmq_server.runtime.election import Candidacy, Election
 from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
@@ -98,7 +98,7 @@ async def check_alone(session: EtcdSession, service: str, name: str, node_id: st
     if others:
         setting = f"BATON_{service.upper()}_REPLICAS"
         raise ConfigError(
-            Problem(
+            ConfigProblem(
                 setting,
                 f"{node_id} belongs to the replica set {name}, in which {', '.join(others)} may "
                 f"be elected, so it must not run without {setting}; name the set there, or, if "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq._connection.directory import Surroundings
+from batonmq._connection.directory import ClientEnvironment
 from batonmq._producer.producer import Producer
 from batonmq._telemetry.publishing import PRODUCER, Encode, Publisher, as_protobuf
 from batonmq_server.runtime.mirror import Mirror
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def publisher_of(runtime: Runtime) -> Publisher:
     """The publisher of what the process tells."""
-    outside = Surroundings(clock=runtime.clock, random=runtime.random, connect=runtime.connect)
+    outside = ClientEnvironment(clock=runtime.clock, random=runtime.random, connect=runtime.connect)
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Producer]:

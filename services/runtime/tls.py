@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, Gauge
 
-from batonmq._connection.security import Papers, Pems, Security
-from batonmq._process.config import ConfigError, Problem
+from batonmq._connection.security import CredentialFiles, Pems, Security
+from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq.errors import InvalidArgument
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.validity import expiry_unix_s
@@ -31,10 +31,10 @@ def check_files(settings: ServiceSettings) -> None:
     ):
         if security is not None:
             try:
-                Papers(security)
+                CredentialFiles(security)
             except InvalidArgument as error:
                 text = f"{error.message}. {error.remedy}"
-                raise ConfigError(Problem(name, text)) from error
+                raise ConfigError(ConfigProblem(name, text)) from error
 
 
 def show_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> None:
@@ -53,14 +53,14 @@ def show_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> None:
     ):
         if security is None:
             continue
-        papers = Papers(security)
+        papers = CredentialFiles(security)
         if security.cert_file:
             gauge.labels(own).set_function(partial(_expiry, papers, "cert"))
         if security.ca_file:
             gauge.labels(authority).set_function(partial(_expiry, papers, "ca"))
 
 
-def _expiry(papers: Papers, name: str) -> float:
+def _expiry(papers: CredentialFiles, name: str) -> float:
     papers.renew()
     found = expiry_unix_s(getattr(papers.pems, name))
     return math.nan if found is None else found
@@ -97,7 +97,7 @@ def server_credentials(
     Raises:
         InvalidArgument: a file can't be used.
     """
-    papers = Papers(security)
+    papers = CredentialFiles(security)
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         """Called at each handshake, in a thread of gRPC, which takes None for no change."""

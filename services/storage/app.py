@@ -24,23 +24,27 @@ from batonmq_server.runtime.process import App, Runtime
 from batonmq_server.runtime.replicas import check_alone
 from batonmq_server.runtime.stuck import Stuck
 from batonmq_server.storage.access import RULES
+from batonmq_server.storage.components import (
+    StorageComponents,
+    StorageEnvironment,
+    build_components,
+)
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.copies import Copy
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.recovery import RecoveryReport
-from batonmq_server.storage.deliveries import Deliveries
-from batonmq_server.storage.delivery_sets import DeliverySets
+from batonmq_server.storage.delivery_recorder import DeliveryRecorder
+from batonmq_server.storage.delivery_router import DeliveryRouter
 from batonmq_server.storage.disk import RealDisk, locked
-from batonmq_server.storage.flush import InThread, in_thread
-from batonmq_server.storage.following import Following
-from batonmq_server.storage.guarantee import Alone
+from batonmq_server.storage.flusher import InThread, in_thread
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.log_follower import LogFollower
+from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import Node, opened, recovered
-from batonmq_server.storage.replication_server import Front, ReplicationServicer
+from batonmq_server.storage.node import StorageNode, opened, recovered
+from batonmq_server.storage.node_role import StandaloneRole
+from batonmq_server.storage.replication_server import CurrentServicer, ReplicationServicer
 from batonmq_server.storage.role import Role
-from batonmq_server.storage.serving import Serving, Surroundings, serve
-from batonmq_server.storage.stream import StorageStream
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.topic_cache import TopicCache
 
 log = logging.getLogger(__name__)
 
@@ -77,29 +81,29 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
 
 @asynccontextmanager
 async def served(
-    settings: StorageSettings, runtime: Runtime, node: Node, in_thread: InThread = in_thread
+    settings: StorageSettings, runtime: Runtime, node: StorageNode, in_thread: InThread = in_thread
 ) -> AsyncIterator[App]:
     """The app that serves `node`, which has no replicas.
 
     Args:
         in_thread: Calls what blocks away from the event loop.
     """
-    async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
-        serving = serve(node, around, Alone(node.store))
-        mirrors.wake(serving)
+    async with _environment(settings, runtime, in_thread) as (environment, mirrors):
+        components = build_components(node, environment, StandaloneRole(node.store))
+        mirrors.wake(components)
 
         async def drain() -> None:
-            await serving.drain()
+            await components.drain()
             log.info("log closed position=%d", node.store.log.next_position)
 
         yield App(
             servicers={
-                SERVICE: partial(pb_grpc.add_StorageServiceServicer_to_server, serving.servicer),
+                SERVICE: partial(pb_grpc.add_StorageServiceServicer_to_server, components.servicer),
                 QUERY_SERVICE: partial(
-                    query_grpc.add_QueryServiceServicer_to_server, serving.queries
+                    query_grpc.add_QueryServiceServicer_to_server, components.queries
                 ),
                 SCHEDULE_SERVICE: partial(
-                    schedule_grpc.add_ScheduleServiceServicer_to_server, serving.scheduling
+                    schedule_grpc.add_ScheduleServiceServicer_to_server, components.scheduling
                 ),
             },
             rules=RULES,
@@ -107,9 +111,9 @@ async def served(
                 mirrors.topics.run,
                 mirrors.gates.run,
                 mirrors.places.run,
-                around.deliveries.run,
-                *serving.loops,
-                serving.due.run,
+                environment.deliveries.run,
+                *components.loops,
+                components.due.run,
             ),
             held=frozenset({"Pull"}),
             epoch=node.store.epoch,
@@ -126,7 +130,7 @@ async def replicated(
     runtime: Runtime,
     disk: Disk,
     in_thread: InThread = in_thread,
-    on_open: Callable[[Node], None] = lambda _: None,
+    on_open: Callable[[StorageNode], None] = lambda _: None,
 ) -> AsyncIterator[App]:
     """The app of a node that is leader at times, and follower at others.
 
@@ -142,15 +146,15 @@ async def replicated(
         runtime.connect,
         replica_set=settings.broker_name,
     )
-    async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
-        role = Role(settings, runtime, around.metrics, around.stream, in_thread)
+    async with _environment(settings, runtime, in_thread) as (environment, mirrors):
+        role = Role(settings, runtime, environment.metrics, environment.stream, in_thread)
 
-        def on(node: Node) -> Serving:
+        def on(node: StorageNode) -> StorageComponents:
             _log_report(node.report)
             on_open(node)
-            serving = serve(node, around, role, role.followed)
-            mirrors.wake(serving)
-            return serving
+            components = build_components(node, environment, role, role.leader_first_position)
+            mirrors.wake(components)
+            return components
 
         opening = partial(
             recovered,
@@ -160,8 +164,8 @@ async def replicated(
             accept_loss=settings.accept_loss,
             replicated=True,
         )
-        copy = Copy(disk, opening, on, in_thread)
-        following = Following(copy, peer, settings, runtime, Stuck(around.metrics.stuck))
+        copy = LogCopy(disk, opening, on, in_thread)
+        following = LogFollower(copy, peer, settings, runtime, Stuck(environment.metrics.stuck))
         role.begin(copy, following)
         try:
             await copy.open()
@@ -171,7 +175,7 @@ async def replicated(
                         pb_grpc.add_StorageServiceServicer_to_server,
                         cast(
                             pb_grpc.StorageServiceServicer,
-                            Front(
+                            CurrentServicer(
                                 role,
                                 lambda one: one.servicer,
                                 anywhere=frozenset({"Describe", "Pull"}),
@@ -182,14 +186,14 @@ async def replicated(
                         query_grpc.add_QueryServiceServicer_to_server,
                         cast(
                             query_grpc.QueryServiceServicer,
-                            Front(role, lambda one: one.queries, anywhere=_QUERIES),
+                            CurrentServicer(role, lambda one: one.queries, anywhere=_QUERIES),
                         ),
                     ),
                     SCHEDULE_SERVICE: partial(
                         schedule_grpc.add_ScheduleServiceServicer_to_server,
                         cast(
                             schedule_grpc.ScheduleServiceServicer,
-                            Front(role, lambda one: one.scheduling),
+                            CurrentServicer(role, lambda one: one.scheduling),
                         ),
                     ),
                     REPLICATION_SERVICE: partial(
@@ -202,7 +206,7 @@ async def replicated(
                     mirrors.topics.run,
                     mirrors.gates.run,
                     mirrors.places.run,
-                    around.deliveries.run,
+                    environment.deliveries.run,
                     copy.run,
                     role.run,
                     role.member.registration.run,
@@ -226,27 +230,27 @@ class _Mirrors:
 
     def __init__(self, topics: Mirror, gates: Mirror, places: Mirror) -> None:
         self.topics, self.gates, self.places = topics, gates, places
-        self._serving: Serving | None = None
+        self._components: StorageComponents | None = None
         self.topics.on_change.append(self._topics_changed)
         self.gates.on_change.append(self._gates_changed)
 
-    def wake(self, serving: Serving) -> None:
+    def wake(self, components: StorageComponents) -> None:
         """From now on the pulls of `serving`."""
-        self._serving = serving
+        self._components = components
 
     def _topics_changed(self, names: frozenset[str]) -> None:
-        if self._serving is not None:
-            self._serving.pulls.wake_topics(names)
+        if self._components is not None:
+            self._components.pulls.wake_topics(names)
 
     def _gates_changed(self, names: frozenset[str]) -> None:
-        if self._serving is not None:
-            self._serving.pulls.wake_groups(names)
+        if self._components is not None:
+            self._components.pulls.wake_groups(names)
 
 
 @asynccontextmanager
-async def _surroundings(
+async def _environment(
     settings: StorageSettings, runtime: Runtime, in_thread: InThread
-) -> AsyncIterator[tuple[Surroundings, _Mirrors]]:
+) -> AsyncIterator[tuple[StorageEnvironment, _Mirrors]]:
     peers = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
     topics_mirror, gates_mirror, places_mirror = (
         Mirror(runtime.etcd, "topics/"),
@@ -254,15 +258,15 @@ async def _surroundings(
         Mirror(runtime.etcd, PLACES_PREFIX),
     )
 
-    def deliveries(offsets_set: str) -> Deliveries:
-        return Deliveries(
+    def deliveries(offsets_set: str) -> DeliveryRecorder:
+        return DeliveryRecorder(
             partial(peers.stub, offsets_set),
             runtime.clock,
-            age_ms_max=settings.verdict_age_ms_max,
+            age_ms_max=settings.record_age_ms_max,
             offsets_set=offsets_set,
         )
 
-    topics = Topics(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
+    topics = TopicCache(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
     mirrors = _Mirrors(topics_mirror, gates_mirror, places_mirror)
     gates, metrics = Gates(gates_mirror), StorageMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
@@ -273,18 +277,18 @@ async def _surroundings(
     gates_mirror.on_change.append(
         lambda _: traffic.keep_groups(lambda name: gates.get(name) is not None)
     )
-    around = Surroundings(
+    environment = StorageEnvironment(
         settings=settings,
         runtime=runtime,
         metrics=metrics,
-        stream=StorageStream(runtime.hub, settings.broker_name),
+        stream=StorageMetricStream(runtime.hub, settings.broker_name),
         topics=topics,
         gates=gates,
-        deliveries=DeliverySets(Places(places_mirror, runtime.nodes), deliveries),
+        deliveries=DeliveryRouter(Places(places_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
     )
     try:
-        yield around, mirrors
+        yield environment, mirrors
     finally:
         await peers.close()
 

@@ -17,13 +17,13 @@ from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
 from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core import checkpoint, floors
-from batonmq_server.storage.core.commitlog import Range
-from batonmq_server.storage.core.epochs import History, common_point
-from batonmq_server.storage.core.shipping import read_whole
-from batonmq_server.storage.flush import InThread
-from batonmq_server.storage.serving import Serving
-from batonmq_server.storage.stream import REPLICATION, StorageStream
+from batonmq_server.storage.core.commitlog import PositionRange
+from batonmq_server.storage.core.epochs import EpochHistory, common_point
+from batonmq_server.storage.core.log_transfer import read_whole_batches
+from batonmq_server.storage.flusher import InThread
+from batonmq_server.storage.metric_stream import REPLICATION, StorageMetricStream
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ PRODUCER_QUEUES_MAX = 50_000
 
 
 @dataclass(frozen=True, slots=True)
-class Shipment:
+class FetchResult:
     """What a follower gets.
 
     Attributes:
@@ -44,7 +44,7 @@ class Shipment:
 
     position: int
     data: bytes
-    segment: Range
+    segment: PositionRange
     floors: bytes | None = None
     producers: bytes = b""
 
@@ -56,15 +56,19 @@ class Leadership:
     up to this epoch: so even of an empty log it shows who has heard of the epoch.
 
     Args:
-        serving: What works on this node's copy; nobody else writes to it meanwhile.
+        components: What works on this node's copy; nobody else writes to it meanwhile.
     """
 
     def __init__(
-        self, keeper: Keeper, serving: Serving, clock: Clock, stream: StorageStream
+        self,
+        keeper: Keeper,
+        components: StorageComponents,
+        clock: Clock,
+        stream: StorageMetricStream,
     ) -> None:
-        self.keeper, self.serving, self._clock = keeper, serving, clock
+        self.keeper, self.components, self._clock = keeper, components, clock
         self._stream, self._synced_s = stream, deque[tuple[int, float]]()
-        self._node, self._log = serving.node, serving.node.store.log
+        self._node, self._log = components.node, components.node.store.log
         self._grown = asyncio.Event()
         self._over = False
 
@@ -74,7 +78,7 @@ class Leadership:
         return self.keeper.epoch
 
     @property
-    def history(self) -> History:
+    def history(self) -> EpochHistory:
         """Of the log."""
         return self._node.history
 
@@ -90,7 +94,7 @@ class Leadership:
     async def settled(self) -> None:
         """Return once the in-sync set has the epoch, and all that was before, and etcd knows."""
         self.keeper.on_news.append(self._tell)
-        self.serving.flusher.on_sync.append(self._synced)
+        self.components.flusher.on_sync.append(self._synced)
         self._synced(self._log.next_position)
         await self.keeper.begun(self._log.next_position + 1)
         await self.keeper.serve()
@@ -99,12 +103,14 @@ class Leadership:
         """The leadership is over: nothing is confirmed by it any more, nor handed out."""
         self._over = True
         self._grown.set()
-        flusher = self.serving.flusher
+        flusher = self.components.flusher
         if self._synced in flusher.on_sync:
             flusher.on_sync.remove(self._synced)
         self.keeper.on_news.clear()
 
-    async def fetch(self, name: str, end: int, theirs: History, wish: Wish) -> Shipment:
+    async def fetch(
+        self, name: str, end: int, theirs: EpochHistory, wish: FetchLimits
+    ) -> FetchResult:
         """What follower `name` is to do next, whose log with that history ends at `end`.
 
         Raises:
@@ -118,7 +124,7 @@ class Leadership:
             return self._beginning()
         if point < end:
             self.keeper.books.forget(name)
-            return Shipment(point, b"", (0, 0))
+            return FetchResult(point, b"", (0, 0))
         has_epoch = theirs.epoch == self.epoch
         self.keeper.books.heard(name, end + has_epoch, self._clock.monotonic_ms())
         self.keeper.looked_at()
@@ -128,17 +134,17 @@ class Leadership:
             if self._over:  # and somebody else may be at work on the log
                 raise NotLeader("this node is not the leader any more", retry_after_ms=200)
         try:
-            data = read_whole(log_, self.history, end, wish.bytes_max)
+            data = read_whole_batches(log_, self.history, end, wish.bytes_max)
         except DataLoss as error:
-            self.serving.damage.met(error)
+            self.components.damage.report_error(error)
             raise
-        return Shipment(end, data, self._segment(end))
+        return FetchResult(end, data, self._segment(end))
 
-    def _beginning(self) -> Shipment:
+    def _beginning(self) -> FetchResult:
         store = self._node.store
         position = store.log.first_position
         known = store.producers.below(position, PRODUCER_QUEUES_MAX)
-        return Shipment(
+        return FetchResult(
             position,
             b"",
             self._segment(position),
@@ -146,7 +152,7 @@ class Leadership:
             checkpoint.of_producers(position, known),
         )
 
-    def _segment(self, position: int) -> Range:
+    def _segment(self, position: int) -> PositionRange:
         if position >= self._log.end_position:
             return position, self._log.segment_end(position)
         return self._log.segment_of(position)[1:]
@@ -161,14 +167,14 @@ class Leadership:
 
     def _tell(self) -> None:
         safe = max(self.keeper.safe - 1, 0)
-        self.serving.flusher.confirmed(safe)
+        self.components.flusher.confirmed(safe)
         while self._synced_s and self._synced_s[0][0] <= safe:
-            self._stream.took(REPLICATION, self._synced_s.popleft()[1])
+            self._stream.observe_since(REPLICATION, self._synced_s.popleft()[1])
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """How a follower wants to be answered: how long held if there is nothing, how much at most."""
+class FetchLimits:
+    """Limits of one fetch: time to wait for new bytes, in ms, and the maximum answer size."""
 
     hold_ms: int
     bytes_max: int

@@ -1,139 +1,235 @@
-"""What a storage node counts for Prometheus."""
+"""The Prometheus metrics of a storage node."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from batonmq_server.storage.traffic import Traffic
+from batonmq._core.dead_letters import DEAD_LETTER_PREFIX
 
+_TOPIC, _GROUP = "topic", "consumer_group"
 _LATENESS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 60, 3_600)
 _FSYNC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
 class StorageMetrics:
-    """Every series has the prefix `baton_storage_`, but for some of `traffic`."""
+    """All metrics of a node; `traffic` holds those by topic and group.
+
+    Every name begins with `baton_storage_`, except for the RocketMQ names in `traffic`.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.traffic = Traffic(registry)
+        self.traffic = TrafficMetrics(registry)
         self.appended_messages = Counter(
             "baton_storage_appended_messages", "Messages written to the log.", registry=registry
         )
         self.appended_bytes = Counter(
-            "baton_storage_appended_bytes", "Bytes of batches written.", registry=registry
+            "baton_storage_appended_bytes",
+            "Bytes of batches written to the log.",
+            registry=registry,
         )
         self.duplicate_batches = Counter(
             "baton_storage_duplicate_batches",
-            "Batches that had been stored by an earlier try.",
+            "Batches that an earlier attempt had stored already.",
             registry=registry,
         )
         self.refused_batches = Counter(
             "baton_storage_refused_batches",
-            "Batches that were refused, by reason.",
+            "Batches that were rejected, by reason.",
             ("reason",),
             registry=registry,
         )
         self.fsync_seconds = Histogram(
             "baton_storage_fsync_seconds",
-            "Time of one sync of the log.",
+            "Duration of one sync of the log.",
             buckets=_FSYNC_BUCKETS,
             registry=registry,
         )
         self.parked_pulls = Gauge(
-            "baton_storage_parked_pulls", "Pulls that are held.", registry=registry
+            "baton_storage_parked_pulls",
+            "Long polls: pulls that wait for messages.",
+            registry=registry,
         )
         self.delivered_messages = Counter(
             "baton_storage_delivered_messages",
-            "Messages that passed the filter and left.",
+            "Messages delivered: those that passed the filter.",
             registry=registry,
         )
         self.filtered_messages = Counter(
             "baton_storage_filtered_messages",
-            "Messages the filter dropped from deliveries.",
+            "Messages that were not delivered because they did not pass the filter.",
             registry=registry,
         )
         self.unrecorded_deliveries = Counter(
             "baton_storage_unrecorded_deliveries",
-            "Pulls that offsets refused or did not answer, by reason.",
+            "Pulls whose delivery offsets did not record (rejected or no answer), by reason.",
             ("reason",),
             registry=registry,
         )
         self.removed_segments = Counter(
             "baton_storage_removed_segments",
-            "Segments of the log that retention removed.",
+            "Log segments removed by retention.",
             registry=registry,
         )
         self.disk_used_ratio = Gauge(
             "baton_storage_disk_used_ratio",
-            "Space in use on the file system of the log, 0 to 1.",
+            "Used share of the file system of the log, 0 to 1.",
             registry=registry,
         )
         self.disk_free_bytes = Gauge(
             "baton_storage_disk_free_bytes",
-            "Space free on the file system of the log.",
+            "Free bytes on the file system of the log.",
             registry=registry,
         )
         self.disk_seconds_until_full = Gauge(
             "baton_storage_disk_seconds_until_full",
-            "Time until writes are refused, at the rate of the last minutes; infinite if that is "
-            "not in sight.",
+            "Estimated time until writes are rejected, at the growth rate of the last 5 minutes; "
+            "infinite if the disk does not fill.",
             registry=registry,
         )
         self.disk_state = Gauge(
             "baton_storage_disk_state",
-            "1 ok, 2 warn, 3 clean, 4 clean forcibly, 5 full: writes are refused.",
+            "Disk state: 1 ok, 2 warn, 3 clean, 4 clean forcibly, 5 full (writes are rejected).",
             registry=registry,
         )
         self.scheduled_batches = Gauge(
             "baton_storage_scheduled_batches",
-            "Batches that wait for their time.",
+            "Scheduled batches that are not due yet.",
             registry=registry,
         )
         self.scheduled_lateness_seconds = Histogram(
             "baton_storage_scheduled_lateness_seconds",
-            "Time from when a scheduled batch was due until consumers could see it.",
+            "Time between the delivery time of a scheduled batch and its visibility to consumers.",
             buckets=_LATENESS_BUCKETS,
             registry=registry,
         )
         self.undeliverable_batches = Counter(
             "baton_storage_undeliverable_batches",
-            "Scheduled batches that went nowhere when they were due, by reason.",
+            "Scheduled batches that could not be delivered when they were due, by reason.",
             ("reason",),
             registry=registry,
         )
         self.leader = Gauge(
             "baton_storage_leader",
-            "1 on the leader of a replica set that serves, 0 on its followers.",
+            "1 if this node is the serving leader of its replica set, 0 if it is a follower.",
             registry=registry,
         )
         self.replicas = Gauge(
             "baton_storage_replicas",
-            "Members of the replica set, by its settings.",
+            "Configured members of the replica set.",
             registry=registry,
         )
         self.in_sync_replicas = Gauge(
             "baton_storage_in_sync_replicas",
-            "Members of the in-sync set, the leader among them; 0 on followers.",
+            "Members of the in-sync set, including the leader; 0 on followers.",
             registry=registry,
         )
         self.replica_lag_bytes = Gauge(
             "baton_storage_replica_lag_bytes",
-            "How much of the log a follower lacks, as its leader knows.",
+            "Bytes of the log that a follower lacks, reported by the leader.",
             ("replica",),
             registry=registry,
         )
         self.replica_lag_seconds = Gauge(
             "baton_storage_replica_lag_seconds",
-            "For how long a follower has not had all of the log, as its leader knows.",
+            "Time since a follower last had the whole log, reported by the leader.",
             ("replica",),
             registry=registry,
         )
         self.stuck = Gauge(
             "baton_storage_replica_stuck",
-            "1 while this node can't follow its leader for a reason that does not pass by itself.",
+            "1 if this node can't follow its leader because of a fault that needs an operator.",
             registry=registry,
         )
         self.damaged_batches = Counter(
             "baton_storage_damaged_batches",
-            "Batches that failed their checksum or can't be read, and damaged indexes, each once.",
+            "Damaged batches (bad checksum or unreadable) and damaged indexes, each counted once.",
             registry=registry,
         )
+
+
+class TrafficMetrics:
+    """Messages stored and delivered, by topic and group.
+
+    Most names are those of RocketMQ. Series of deleted topics and groups are removed.
+
+    Source: RocketMQ BrokerMetricsConstant, the names and the labels `topic` and `consumer_group`;
+    cluster, node_type and node_id are labels of the target.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._messages_in = Counter(
+            "rocketmq_messages_in", "Messages stored.", (_TOPIC,), registry=registry
+        )
+        self._bytes_in = Counter(
+            "rocketmq_throughput_in", "Bytes of batches stored.", (_TOPIC,), registry=registry
+        )
+        self._messages_out = Counter(
+            "rocketmq_messages_out",
+            "Messages delivered, redeliveries included.",
+            (_TOPIC, _GROUP),
+            registry=registry,
+        )
+        self._bytes_out = Counter(
+            "rocketmq_throughput_out",
+            "Bytes of batches delivered.",
+            (_TOPIC, _GROUP),
+            registry=registry,
+        )
+        self._dead = Counter(
+            "rocketmq_send_to_dlq_messages",
+            "Messages sent to the dead-letter topic of a group.",
+            (_GROUP,),
+            registry=registry,
+        )
+        self._lost = Counter(
+            "baton_storage_lost_messages",
+            "Messages that retention removed before the group read them.",
+            ("group", _TOPIC),
+            registry=registry,
+        )
+        self._topics: set[str] = set()
+        self._groups: set[str] = set()
+
+    def stored(self, topic: str, count: int, size: int) -> None:
+        """Count `count` messages that were appended, in batches of `size` bytes."""
+        self._topics.add(topic)
+        self._messages_in.labels(topic).inc(count)
+        self._bytes_in.labels(topic).inc(size)
+        if topic.startswith(DEAD_LETTER_PREFIX):
+            group = topic.removeprefix(DEAD_LETTER_PREFIX)
+            self._groups.add(group)
+            self._dead.labels(group).inc(count)
+
+    def delivered(self, topic: str, group: str, count: int, size: int) -> None:
+        """Count `count` messages that were delivered to a group, in batches of `size` bytes."""
+        self._topics.add(topic)
+        self._groups.add(group)
+        self._messages_out.labels(topic, group).inc(count)
+        self._bytes_out.labels(topic, group).inc(size)
+
+    def lost(self, topic: str, group: str, count: int) -> None:
+        """Count messages that retention removed before the group read them."""
+        self._topics.add(topic)
+        self._groups.add(group)
+        self._lost.labels(group, topic).inc(count)
+
+    def keep_topics(self, exists: Callable[[str], bool]) -> None:
+        """Remove the series of topics that no longer exist."""
+        gone = {topic for topic in self._topics if not exists(topic)}
+        self._topics -= gone
+        for topic in gone:
+            for counter in (self._messages_in, self._bytes_in):
+                counter.remove(topic)
+            for counter in (self._messages_out, self._bytes_out, self._lost):
+                counter.remove_by_labels({_TOPIC: topic})
+
+    def keep_groups(self, exists: Callable[[str], bool]) -> None:
+        """Remove the series of groups that no longer exist."""
+        gone = {group for group in self._groups if not exists(group)}
+        self._groups -= gone
+        for group in gone:
+            for counter in (self._messages_out, self._bytes_out, self._dead):
+                counter.remove_by_labels({_GROUP: group})
+            self._lost.remove_by_labels({"group": group})

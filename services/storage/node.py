@@ -23,11 +23,16 @@ from pathlib import Path
 from batonmq.errors import DataLoss
 from batonmq_server.runtime.position import Position
 from batonmq_server.storage.core import checkpoint, epochs, floors
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.commitlog import FOLDER as LOG
-from batonmq_server.storage.core.commitlog import CommitLog, Range, Unsynced, segment_path
+from batonmq_server.storage.core.commitlog import (
+    CommitLog,
+    PositionRange,
+    UnsyncedFiles,
+    segment_path,
+)
 from batonmq_server.storage.core.consumequeue import FOLDER as CONSUMEQUEUE
-from batonmq_server.storage.core.epochs import History
+from batonmq_server.storage.core.epochs import EpochHistory
 from batonmq_server.storage.core.files import Disk, FileCache
 from batonmq_server.storage.core.keyindex import FOLDER as KEYINDEX
 from batonmq_server.storage.core.keyindex import KeyIndex
@@ -49,7 +54,7 @@ _LAST_EPOCH = "epoch"
 """What folders had before there was a history: the epoch of the last start, decimal."""
 
 
-class Node:
+class StorageNode:
     """An open data directory. All blocking: `sync` is for a worker thread.
 
     Attributes:
@@ -61,11 +66,11 @@ class Node:
     """
 
     def __init__(
-        self, disk: Disk, recovery: Recovery, report: RecoveryReport, history: History
+        self, disk: Disk, recovery: Recovery, report: RecoveryReport, history: EpochHistory
     ) -> None:
         self.disk, self.store, self.report = disk, recovery.store, report
         self.recovery, self.history = recovery, history
-        self.checkpointing = Checkpointing(disk, self.store, report.checkpoint_position)
+        self.checkpointing = CheckpointWriter(disk, self.store, report.checkpoint_position)
         self._synced = disk.open(SYNCED, create=True)
 
     @property
@@ -73,7 +78,7 @@ class Node:
         """How far this copy has come."""
         return self.history.position(self.store.log.next_position)
 
-    def sync(self, unsynced: Unsynced) -> None:
+    def sync(self, unsynced: UnsyncedFiles) -> None:
         """Make the log safe up to `unsynced.position`, and note that it is.
 
         Raises:
@@ -88,11 +93,11 @@ class Node:
 
         What was elected has everything that counts, so nothing is missing any more.
         """
-        history = self.history.began(epoch, self.store.log.next_position)
+        history = self.history.with_epoch(epoch, self.store.log.next_position)
         self.keep(replace(history, damaged=False))
         self.store.epoch = epoch
 
-    def keep(self, history: History) -> None:
+    def keep(self, history: EpochHistory) -> None:
         """Make `history` that of the log, durably."""
         if history != self.history:
             self.disk.replace(epochs.PATH, epochs.encode(history))
@@ -111,7 +116,7 @@ class Node:
             self.disk.remove(checkpoint.PATH)
         self.disk.replace(SYNCED, encode_synced(position))
         self.store.log.truncate(position)
-        self.keep(self.history.until(position))
+        self.keep(self.history.truncated(position))
 
     def close(self) -> None:
         """Give the files back. What is not synced stays to the operating system."""
@@ -120,7 +125,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class LogStart:
     """Where a copy begins that has nothing yet: at position 0 if nothing else is said.
 
     Attributes:
@@ -130,18 +135,18 @@ class Beginning:
     """
 
     floors: bytes = b""
-    segment: Range = (0, 0)
-    history: History = field(default_factory=History)
+    segment: PositionRange = (0, 0)
+    history: EpochHistory = field(default_factory=EpochHistory)
 
 
-def begin_anew(disk: Disk, beginning: Beginning) -> None:
+def reset_disk(disk: Disk, start: LogStart) -> None:
     """Give up all that `disk` has, and make it a copy that begins there; nobody has it open."""
     _wipe(disk)
-    begin, end = beginning.segment
+    begin, end = start.segment
     if begin < end:
-        disk.replace(floors.PATH, beginning.floors)
+        disk.replace(floors.PATH, start.floors)
         disk.create(segment_path(begin), end - begin).close()
-    disk.replace(epochs.PATH, epochs.encode(replace(beginning.history, damaged=True)))
+    disk.replace(epochs.PATH, epochs.encode(replace(start.history, damaged=True)))
 
 
 @contextmanager
@@ -151,7 +156,7 @@ def opened(
     segment_bytes: int,
     monotonic_ms: Callable[[], int],
     accept_loss: bool = False,
-) -> Iterator[Node]:
+) -> Iterator[StorageNode]:
     """Own `folder`, recover what is in it, and close it in the end.
 
     Raises:
@@ -175,7 +180,7 @@ def recovered(
     monotonic_ms: Callable[[], int],
     accept_loss: bool = False,
     replicated: bool = False,
-) -> Iterator[Node]:
+) -> Iterator[StorageNode]:
     """Recover what is on `disk`, which nobody else uses, and close it in the end.
 
     A node without replicas begins an epoch. One with replicas does so when it is elected; what of
@@ -195,12 +200,12 @@ def recovered(
             epoch = history.epoch + 1
             attempt.run(epoch, accept_loss=accept_loss)
             end = attempt.report.next_position
-            history = replace(history.until(end).began(epoch, end), damaged=False)
+            history = replace(history.truncated(end).with_epoch(epoch, end), damaged=False)
         _keep_history(disk, history)
-        node = Node(disk, attempt.recovery, attempt.report, history)
+        node = StorageNode(disk, attempt.recovery, attempt.report, history)
         if replicated:
             node.store.confirmed(attempt.report.checkpoint_position)
-        node.checkpointing.remove_later(attempt.recovery.doomed)
+        node.checkpointing.remove_later(attempt.recovery.obsolete_paths)
         unsynced = node.store.log.unsynced()
         node.sync(unsynced)
         node.store.synced(unsynced.position)
@@ -256,7 +261,7 @@ class _Attempt:
             self._log = None
 
 
-def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> History:
+def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
     """Recover what of a copy is good; its history.
 
     That something is missing is made durable before it is cut off: such a node must not be leader.
@@ -275,18 +280,18 @@ def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> History:
     except DataLoss as error:
         log.error("this copy can't be used, all of it is fetched anew error=%s", error)
         attempt.wipe()
-        history = History(damaged=True)
+        history = EpochHistory(damaged=True)
         attempt.run(0, accept_loss=True)
     end = attempt.report.next_position
-    kept = history.until(end)
+    kept = history.truncated(end)
     if accept_loss and history.starts:  # what was lost counts no more: it may be leader
-        kept = kept if kept.epoch == history.epoch else kept.began(history.epoch, end)
+        kept = kept if kept.epoch == history.epoch else kept.with_epoch(history.epoch, end)
         return replace(kept, damaged=False)
     return kept if kept.starts else replace(kept, damaged=True)
 
 
 def _wipe(disk: Disk) -> None:
-    disk.replace(epochs.PATH, epochs.encode(History(damaged=True)))
+    disk.replace(epochs.PATH, epochs.encode(EpochHistory(damaged=True)))
     for path in (checkpoint.PATH, CONSUMEQUEUE, KEYINDEX, floors.PATH, SYNCED, LOG):
         disk.remove(path)
 
@@ -303,7 +308,7 @@ def _synced_position(disk: Disk) -> int:
     return max(known, vouched)
 
 
-def _keep_history(disk: Disk, history: History) -> None:
+def _keep_history(disk: Disk, history: EpochHistory) -> None:
     content = epochs.encode(history)
     if disk.load(epochs.PATH) != content:
         disk.replace(epochs.PATH, content)
@@ -311,7 +316,7 @@ def _keep_history(disk: Disk, history: History) -> None:
         disk.remove(_LAST_EPOCH)
 
 
-def _history(disk: Disk) -> History:
+def _history(disk: Disk) -> EpochHistory:
     """What is known of the epochs; of a folder that has no history, that one wrote everything.
 
     Raises:
@@ -326,4 +331,4 @@ def _history(disk: Disk) -> History:
             remedy="Write a number into the file that is larger than any epoch before; "
             f"{REPORT} has the one of the last start.",
         )
-    return History(((int(last), 0),)) if last else History()
+    return EpochHistory(((int(last), 0),)) if last else EpochHistory()

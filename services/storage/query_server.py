@@ -25,12 +25,18 @@ from batonmq.errors import (
 )
 from batonmq_server.runtime.access import consume
 from batonmq_server.runtime.guard import Require
-from batonmq_server.storage import requests
+from batonmq_server.storage import validation
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.query import Match, Matches, Queries, Window
-from batonmq_server.storage.core.store import Reading, Store, Wanted, check_queue, check_readable
-from batonmq_server.storage.damage import Damage
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.core.query import KeyMatches, MessageMatch, MessageQueries, TimeWindow
+from batonmq_server.storage.core.store import (
+    ReadResult,
+    ReadSpec,
+    Store,
+    check_queue,
+    check_readable,
+)
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.topic_cache import TopicCache
 
 FOUND_MAX = 1_000
 FOUND_DEFAULT = 64
@@ -83,14 +89,14 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         self,
         broker: str,
         store: Store,
-        topics: Topics,
-        damage: Damage,
+        topics: TopicCache,
+        damage: DamageTracker,
         is_follower: Callable[[], bool] = lambda: False,
         require: Require | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._is_follower, self._require = is_follower, require
-        self._queries = Queries(store)
+        self._queries = MessageQueries(store)
 
     async def SearchOffset(
         self, request: pb.SearchOffsetRequest, context: Context
@@ -100,15 +106,15 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         try:
             offset = self._queries.search_offset(key, request.unix_ms)
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
         return pb.SearchOffsetResponse(offset=offset)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadResponse:
         """See the proto."""
-        wanted = requests.wanted(request)
+        spec = validation.parse_read(request)
         key = await self._queue(request, readable=True)
-        reading = self._read(key, wanted)
+        reading = self._read(key, spec)
         held = self._store.offsets(key)
         return pb.ReadResponse(
             batches=reading.batches if reading else (),
@@ -123,9 +129,9 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         """See the proto."""
         check_topic(request.topic)
         _check_key(request.key)
-        requests.limit("messages_max", request.messages_max, FOUND_MAX)
+        validation.check_limit("messages_max", request.messages_max, FOUND_MAX)
         topic = await self._topics.find(request.topic)
-        window = Window(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
+        window = TimeWindow(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
         found = self._find(topic.topic_id, request.key, window, request.messages_max)
         return pb.FindByKeyResponse(messages=map(_message, found.messages), more=found.more)
 
@@ -133,16 +139,16 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         self, request: pb.GetMessageRequest, context: Context
     ) -> pb.GetMessageResponse:
         """See the proto."""
-        wanted = MessageId.parse(request.message_id)
-        if wanted.broker != self._broker:
+        spec = MessageId.parse(request.message_id)
+        if spec.broker != self._broker:
             raise WrongBroker(
-                f"this is broker {self._broker}, not {wanted.broker}",
-                facts={"asked": wanted.broker, "actual": self._broker},
+                f"this is broker {self._broker}, not {spec.broker}",
+                facts={"asked": spec.broker, "actual": self._broker},
             )
         try:
-            found = self._queries.message(wanted.position, wanted.index)
+            found = self._queries.message(spec.position, spec.index)
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
         header = read_header(found.batch)
         if self._require is not None:
@@ -162,15 +168,15 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
     ) -> QueueKey:
         if not request.HasField("queue"):
             raise InvalidArgument("a request names a queue", facts={"field": "queue"})
-        queue = requests.check_queue_name(request.queue, self._broker)
+        queue = validation.check_queue_name(request.queue, self._broker)
         topic = await self._topics.find(queue.topic)
         if readable:
             check_readable(queue.topic, topic)
         return check_queue(queue.topic, topic, queue.queue_id)
 
-    def _read(self, key: QueueKey, wanted: Wanted) -> Reading | None:
+    def _read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
         try:
-            return self._store.read(key, wanted)
+            return self._store.read(key, spec)
         except OffsetAheadOfLog as error:
             if self._is_follower():
                 raise NotLeader(
@@ -178,10 +184,10 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
                 ) from error
             raise OffsetOutOfRange(error.message, facts=error.facts) from error
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
 
-    def _find(self, topic_id: int, key: str, window: Window, messages_max: int) -> Matches:
+    def _find(self, topic_id: int, key: str, window: TimeWindow, messages_max: int) -> KeyMatches:
         try:
             return self._queries.find(
                 topic_id,
@@ -191,11 +197,11 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
                 bytes_max=FOUND_BYTES_MAX,
             )
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
 
 
-def _message(match: Match) -> pb.StoredMessage:
+def _message(match: MessageMatch) -> pb.StoredMessage:
     return pb.StoredMessage(batch=match.batch, index=match.index)
 
 

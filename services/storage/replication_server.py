@@ -19,10 +19,10 @@ from batonmq.errors import (
 )
 from batonmq_server.runtime.role import WhileLeader
 from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
-from batonmq_server.storage.core.epochs import History, read_history
-from batonmq_server.storage.leadership import Wish
+from batonmq_server.storage.components import StorageComponents
+from batonmq_server.storage.core.epochs import EpochHistory, read_history
+from batonmq_server.storage.leadership import FetchLimits
 from batonmq_server.storage.role import Role
-from batonmq_server.storage.serving import Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
@@ -39,7 +39,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """See the proto."""
         leadership = self._role.leadership
-        wish = Wish(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
+        wish = FetchLimits(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
         history = self._checked(request, wish)
         if history.epoch > leadership.epoch:
             raise OldEpoch(
@@ -49,7 +49,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await leadership.fetch(request.node_id, request.position, history, wish)
         self._role.check_still(leadership)
-        store = leadership.serving.node.store
+        store = leadership.components.node.store
         return pb.FetchResponse(
             epoch=leadership.epoch,
             history=[pb.EpochStart(epoch=e, position=at) for e, at in leadership.history.starts],
@@ -76,12 +76,12 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         return pb.DescribeReplicasResponse(
             broker=self._role.broker,
             epoch=leadership.epoch,
-            confirmed_position=leadership.serving.node.store.readable_position,
+            confirmed_position=leadership.components.node.store.readable_position,
             min_in_sync=keeper.policy.min_in_sync,
             replicas=replicas,
         )
 
-    def _checked(self, request: pb.FetchRequest, wish: Wish) -> History:
+    def _checked(self, request: pb.FetchRequest, wish: FetchLimits) -> EpochHistory:
         """The follower's history, after a look at everything else.
 
         Raises:
@@ -112,7 +112,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
             raise InvalidArgument(error.message, facts={"field": "history"}) from error
 
 
-class Front:
+class CurrentServicer:
     """Stands where a servicer is expected: each call goes to the one on the copy that is open now.
 
     Args:
@@ -120,7 +120,10 @@ class Front:
     """
 
     def __init__(
-        self, role: Role, pick: Callable[[Serving], Any], anywhere: frozenset[str] = frozenset()
+        self,
+        role: Role,
+        pick: Callable[[StorageComponents], Any],
+        anywhere: frozenset[str] = frozenset(),
     ) -> None:
         self._role, self._pick, self._anywhere = role, pick, anywhere
         self._at_leader = WhileLeader(role, lambda: pick(role.acting))
@@ -131,6 +134,6 @@ class Front:
             return at_leader
 
         async def call(request: Any, context: Context) -> Any:
-            return await getattr(self._pick(self._role.copy.serving), method)(request, context)
+            return await getattr(self._pick(self._role.copy.components), method)(request, context)
 
         return call

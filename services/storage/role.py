@@ -1,7 +1,7 @@
-"""A node of a storage replica set: follows the leader, and is one itself when it is elected.
+"""A node of a storage replica set: follows the leader, and leads once it is elected.
 
-What is in memory follows the log whoever writes it, so a follower that is elected has all of it:
-the queues, the keys, what waits for its time, and the sequences of producers.
+A follower derives the same in-memory state from the log as the leader: queues, keys, scheduled
+batches and producer sequences. So it has all of it when it is elected.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from batonmq.errors import BatonError, NotEnoughReplicas, NotServing
 from batonmq_server.runtime import role
 from batonmq_server.runtime.member import Member
 from batonmq_server.runtime.process import Runtime
+from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.copies import Copy
-from batonmq_server.storage.flush import InThread
-from batonmq_server.storage.following import Following
-from batonmq_server.storage.guarantee import Guarantee
+from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.leadership import Leadership
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.log_follower import LogFollower
+from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.serving import Serving
-from batonmq_server.storage.stream import StorageStream
+from batonmq_server.storage.node_role import NodeRole
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ WATCH_INTERVAL_S = 0.5
 _BEGINS = "the new leader waits for its followers"
 
 
-class Role(role.Role[Leadership], Guarantee):
+class Role(role.Role[Leadership], NodeRole):
     """This node's part in its replica set; call `begin` first.
 
     Attributes:
@@ -38,14 +38,14 @@ class Role(role.Role[Leadership], Guarantee):
     """
 
     replicated = True
-    copy: Copy
+    copy: LogCopy
 
     def __init__(
         self,
         settings: StorageSettings,
         runtime: Runtime,
         metrics: StorageMetrics,
-        stream: StorageStream,
+        stream: StorageMetricStream,
         in_thread: InThread,
     ) -> None:
         self._settings, self._runtime, self._in_thread = settings, runtime, in_thread
@@ -62,43 +62,43 @@ class Role(role.Role[Leadership], Guarantee):
             )
         )
         self.member.standing_back = lambda: self.copy.failed
-        self._following: Following | None = None
+        self._following: LogFollower | None = None
         self._acting = False
 
-    def begin(self, copy: Copy, following: Following) -> None:
+    def begin(self, copy: LogCopy, following: LogFollower) -> None:
         """The copy, and what keeps it like the leader's while that is another node."""
         self.copy, self._following = copy, following
         copy.on_failure.append(lambda: self.member.step_back("its disk has failed"))
 
     @property
-    def acting(self) -> Serving:
+    def acting(self) -> StorageComponents:
         """What clients ask.
 
         Raises:
             NotLeader: this node is not the leader.
             NotServing: it has just been elected.
         """
-        serving = self.leadership.serving
+        components = self.leadership.components
         if not self._acting:
             raise NotServing(_BEGINS, retry_after_ms=100)
-        return serving
+        return components
 
     @property
     def is_follower(self) -> bool:
-        """See Guarantee."""
+        """See NodeRole."""
         return not (self._acting and self.member.election.valid())
 
-    def next_reader(self, behind_bytes: int) -> str:
-        """See Guarantee."""
+    def next_read_node(self, behind_bytes: int) -> str:
+        """See NodeRole."""
         far = behind_bytes > self._settings.memory_window
         if self.is_follower or self._leadership is None:
-            leader_is_there = self._following is not None and self._following.hears()
+            leader_is_there = self._following is not None and self._following.is_connected()
             return self._settings.node_id if far or not leader_is_there else ""
         followers = self._leadership.keeper.books.in_sync - {self._settings.node_id}
         return min(followers, default="") if far else ""
 
     def refusal(self, members_min: int = 1) -> BatonError | None:
-        """See Guarantee."""
+        """See NodeRole."""
         leadership = self.leadership
         if not self._acting:
             raise NotServing(_BEGINS, retry_after_ms=100)
@@ -116,10 +116,10 @@ class Role(role.Role[Leadership], Guarantee):
             )
         return None
 
-    def reached(self, next_position: int) -> pb.Durability.ValueType:
-        """See Guarantee."""
+    def durability_of(self, next_position: int) -> pb.Durability.ValueType:
+        """See NodeRole."""
         leadership = self.leadership
-        store = leadership.serving.node.store
+        store = leadership.components.node.store
         if next_position > store.log.synced_position:
             return pb.DURABILITY_MEMORY
         replicated = (
@@ -128,7 +128,7 @@ class Role(role.Role[Leadership], Guarantee):
         )
         return pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_FSYNCED
 
-    def followed(self) -> int | None:
+    def leader_first_position(self) -> int | None:
         """First position of the leader's log; None if this node is the leader."""
         if self._acting or self._following is None:
             return None
@@ -147,7 +147,7 @@ class Role(role.Role[Leadership], Guarantee):
                 return
             if leadership is None:
                 return
-            keeper, serving = leadership.keeper, leadership.serving
+            keeper, components = leadership.keeper, leadership.components
             self._leadership = leadership
             self.member.registration.leads(keeper.epoch)
             log.info("leader epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
@@ -158,13 +158,13 @@ class Role(role.Role[Leadership], Guarantee):
                     self._acting = True
                     self._metrics.leader.set(1)
                     tasks.create_task(self._watch(leadership))
-                    await serving.due.run()
+                    await components.due.run()
             except* OSError as errors:
                 self.copy.fail(errors.exceptions[0])
             finally:
                 leadership.end()
                 self._leadership, self._acting = None, False
-                serving.interrupt("this node is not the leader any more")
+                components.fail_waiting_calls("this node is not the leader any more")
                 self._metrics.leader.set(0)
                 self._metrics.in_sync_replicas.set(0)
                 self._metrics.replica_lag_bytes.clear()
@@ -177,19 +177,19 @@ class Role(role.Role[Leadership], Guarantee):
         Raises:
             OSError, BatonError: the disk has failed, or has no room.
         """
-        serving = self.copy.serving
-        await serving.flusher.sync()
-        position = serving.node.store.log.next_position + 1
+        components = self.copy.components
+        await components.flusher.sync()
+        position = components.node.store.log.next_position + 1
         keeper = self.member.keeper(revision, position, self._settings.replica_policy)
         if self.member.lacks(keeper):
             return None
-        leadership = Leadership(keeper, serving, self._runtime.clock, self._stream)
+        leadership = Leadership(keeper, components, self._runtime.clock, self._stream)
         await leadership.begin(self._in_thread)
         return leadership
 
     async def _watch(self, leadership: Leadership) -> None:
-        """Show how the followers do; resign once the log has rotted and another member has all."""
-        serving, books = leadership.serving, leadership.keeper.books
+        """Update the gauges; resign if the log is damaged and another member has all of it."""
+        components, books = leadership.components, leadership.keeper.books
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             self._metrics.leader.set(not self.is_follower)
@@ -199,8 +199,12 @@ class Role(role.Role[Leadership], Guarantee):
                 self._metrics.replica_lag_bytes.labels(name).set(books.lag(name))
                 lag_ms = books.lag_ms(name, now_ms)
                 self._metrics.replica_lag_seconds.labels(name).set(lag_ms / 1000)
-            others = books.holders(serving.node.store.readable_position + 1) > 1
-            rotten = serving.damage.rotten
-            if rotten is not None and rotten >= serving.node.store.log.first_position and others:
-                self.member.step_back(f"its log is damaged at position {rotten}")
+            others = books.holders(components.node.store.readable_position + 1) > 1
+            damaged_from = components.damage.first_damaged_position
+            if (
+                damaged_from is not None
+                and damaged_from >= components.node.store.log.first_position
+                and others
+            ):
+                self.member.step_back(f"its log is damaged at position {damaged_from}")
                 return

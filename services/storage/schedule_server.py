@@ -17,19 +17,25 @@ from batonmq._core.records import read_header, read_topic
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
 from batonmq_server.runtime.access import produce
 from batonmq_server.runtime.guard import Require
-from batonmq_server.storage import requests
-from batonmq_server.storage.appending import Appender
+from batonmq_server.storage import validation
+from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core import schedule
-from batonmq_server.storage.core.delay import Key
-from batonmq_server.storage.core.producers import QueueKey, Receipt
+from batonmq_server.storage.core.delay_queue import DelayKey
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.schedule import (
     FIRST,
-    Scheduled,
+    ScheduledBatch,
     encode_scheduled,
     encode_withdrawn,
 )
-from batonmq_server.storage.core.store import Checked, TopicQueues, check, check_queue, check_takes
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.core.store import (
+    CheckedBatch,
+    TopicQueues,
+    check,
+    check_queue,
+    check_takes,
+)
+from batonmq_server.storage.topic_cache import TopicCache
 
 SYSTEM_TOPICS: Mapping[str, TopicQueues | BatonError] = {
     schedule.TOPIC: TopicQueues(schedule.TOPIC_ID, 2)
@@ -53,18 +59,18 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
     def __init__(
         self,
         appender: Appender,
-        topics: Topics,
+        topics: TopicCache,
         changed: Callable[[], None],
         require: Require | None = None,
     ) -> None:
         self._appender, self._topics, self._changed = appender, topics, changed
         self._require = require
         self._store = appender.store
-        self._withdrawing: dict[Key, int] = {}
+        self._withdrawing: dict[DelayKey, int] = {}
 
     async def Schedule(self, request: pb.ScheduleRequest, context: Context) -> pb.ScheduleResponse:
         """See the proto."""
-        requests.check_batches([item.batch for item in request.items])
+        validation.check_batches([item.batch for item in request.items])
         self._appender.flusher.check()
         now_unix_ms = self._appender.clock.unix_ms()
         items = [_checked(item, now_unix_ms) for item in request.items]
@@ -73,7 +79,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         outcomes = self._schedule(items, self._topics.as_of_now(topics))
         if stored := [one.receipt for one in outcomes if isinstance(one, _Stored)]:
             self._changed()
-            await self._appender.flusher.reached(max(one.next_position for one in stored))
+            await self._appender.flusher.wait_until_safe(max(one.next_position for one in stored))
         return pb.ScheduleResponse(outcomes=[self._outcome(one) for one in outcomes])
 
     async def CancelScheduled(
@@ -84,7 +90,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         position = self._store.schedule.waiting.position(key)
         if self._require is not None and position is not None:
             self._require(context, produce(self._topic(position)))
-        await self._appender.flusher.reached(self._withdraw(key, request.schedule_id))
+        await self._appender.flusher.wait_until_safe(self._withdraw(key, request.schedule_id))
         return pb.CancelScheduledResponse()
 
     def _topic(self, position: int) -> str:
@@ -98,7 +104,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
             raise found
         return read_topic(found.batch)
 
-    def _withdraw(self, key: Key, schedule_id: str) -> int:
+    def _withdraw(self, key: DelayKey, schedule_id: str) -> int:
         """Take an entry back, unless somebody just does; what is below the answer has to be safe.
 
         Raises:
@@ -147,11 +153,11 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
     def _write(self, run: _Run) -> dict[int, _Stored | BatonError]:
         results = self._appender.append([batch for _, _, batch in run.admitted], SYSTEM_TOPICS)
         return {
-            index: _Stored(one, deliver_unix_ms) if isinstance(one, Receipt) else one
+            index: _Stored(one, deliver_unix_ms) if isinstance(one, StoreReceipt) else one
             for (index, deliver_unix_ms, _), one in zip(run.admitted, results, strict=True)
         }
 
-    def _time(self, receipt: Receipt, asked_unix_ms: int) -> int:
+    def _time(self, receipt: StoreReceipt, asked_unix_ms: int) -> int:
         """When what an earlier try has stored is delivered.
 
         It is what is asked for now, unless the producer has changed its mind in between.
@@ -182,13 +188,13 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         )
 
 
-def encode_id(key: Key, broker: str) -> str:
+def encode_id(key: DelayKey, broker: str) -> str:
     """The schedule id of an entry: broker, and delivery time and position as one number in hex."""
     deliver_unix_ms, schedule_id = key
     return f"{broker}-{deliver_unix_ms << _POSITION_BITS | schedule_id:x}"
 
 
-def decode_id(schedule_id: str, broker: str) -> Key:
+def decode_id(schedule_id: str, broker: str) -> DelayKey:
     """Inverse of `encode_id`.
 
     Raises:
@@ -210,20 +216,20 @@ def decode_id(schedule_id: str, broker: str) -> Key:
     return number >> _POSITION_BITS, number & (1 << _POSITION_BITS) - 1
 
 
-def checked(batch: bytes) -> Checked:
+def checked(batch: bytes) -> CheckedBatch:
     """A batch of the system topic, made here."""
-    return Checked(read_header(batch), batch)
+    return CheckedBatch(read_header(batch), batch)
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
     deliver_unix_ms: int
-    checked: Checked
+    checked: CheckedBatch
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    receipt: Receipt
+    receipt: StoreReceipt
     deliver_unix_ms: int
 
 
@@ -231,11 +237,11 @@ class _Stored:
 class _Run:
     """What is written together: index, time and batch; at most one batch of each producer."""
 
-    admitted: list[tuple[int, int, Checked]] = field(default_factory=list)
+    admitted: list[tuple[int, int, CheckedBatch]] = field(default_factory=list)
     producers: set[int] = field(default_factory=set)
 
     def add(self, index: int, item: _Item, queue: QueueKey) -> None:
-        scheduled = Scheduled(item.deliver_unix_ms, queue[0], FIRST, item.checked.batch)
+        scheduled = ScheduledBatch(item.deliver_unix_ms, queue[0], FIRST, item.checked.batch)
         batch = checked(encode_scheduled(scheduled))
         self.admitted.append((index, item.deliver_unix_ms, batch))
         if item.checked.header.producer_id:

@@ -13,34 +13,34 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
+from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
-from batonmq._core.route import TOPICS_REVISION
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.runtime.gates import Gates
-from batonmq_server.storage import requests
-from batonmq_server.storage.appending import Appender
-from batonmq_server.storage.core.producers import QueueKey, Receipt
+from batonmq_server.storage import validation
+from batonmq_server.storage.appender import Appender
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.core.store import (
-    Checked,
-    Reading,
+    CheckedBatch,
+    ReadResult,
     Store,
     TopicQueues,
     check,
     check_queue,
     check_readable,
 )
-from batonmq_server.storage.damage import Damage
-from batonmq_server.storage.deliveries import Delivery, Verdict
-from batonmq_server.storage.delivery_sets import DeliverySets
-from batonmq_server.storage.flush import Flusher
-from batonmq_server.storage.guarantee import Guarantee
-from batonmq_server.storage.losses import Losses
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.delivery_recorder import PendingDelivery, RecordedDelivery
+from batonmq_server.storage.delivery_router import DeliveryRouter
+from batonmq_server.storage.flusher import Flusher
+from batonmq_server.storage.long_polls import LongPolls
+from batonmq_server.storage.metric_stream import APPEND, PULL, StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.pulls import ParkedPulls
-from batonmq_server.storage.stream import APPEND, PULL, StorageStream
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.node_role import NodeRole
+from batonmq_server.storage.retention_losses import RetentionLosses
+from batonmq_server.storage.topic_cache import TopicCache
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """A disk that is full later than in ten years is not in sight of being full."""
@@ -49,7 +49,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ServicerParts:
     """What the servicer works with.
 
     Attributes:
@@ -63,79 +63,79 @@ class Parts:
     syncs_at_once: bool
     store: Store
     appender: Appender
-    topics: Topics
+    topics: TopicCache
     gates: Gates
     flusher: Flusher
-    pulls: ParkedPulls
-    deliveries: DeliverySets
+    pulls: LongPolls
+    deliveries: DeliveryRouter
     retention: Retention
-    guarantee: Guarantee
-    losses: Losses
-    damage: Damage
+    role: NodeRole
+    losses: RetentionLosses
+    damage: DamageTracker
     scrubbed: Callable[[], int]
     metrics: StorageMetrics
-    stream: StorageStream
+    stream: StorageMetricStream
     clock: Clock
 
 
 class StorageServicer(pb_grpc.StorageServiceServicer):
     """See the proto."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ServicerParts) -> None:
         self._parts, self._store, self._appender = parts, parts.store, parts.appender
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
         """See the proto."""
-        guarantee, begin_s = self._parts.guarantee, self._parts.stream.now_s()
-        batches = requests.append_batches(request, replicated=guarantee.replicated)
+        role, begin_s = self._parts.role, self._parts.stream.now_s()
+        batches = validation.parse_batches(request, replicated=role.replicated)
         self._parts.flusher.check()
         checked = [_checked(batch) for batch in batches]
-        good = [one for one in checked if isinstance(one, Checked)]
+        good = [one for one in checked if isinstance(one, CheckedBatch)]
         topics = await self._parts.topics.find_all({one.header.topic for one in good})
         members_min = 2 if request.durability == pb.DURABILITY_REPLICATED else 1
         results = iter(self._append(good, topics, members_min))
-        outcomes = [next(results) if isinstance(one, Checked) else one for one in checked]
-        stored = [one for one in outcomes if isinstance(one, Receipt)]
-        waits = self._parts.syncs_at_once or guarantee.replicated
+        outcomes = [next(results) if isinstance(one, CheckedBatch) else one for one in checked]
+        stored = [one for one in outcomes if isinstance(one, StoreReceipt)]
+        waits = self._parts.syncs_at_once or role.replicated
         wanted = request.durability or (pb.DURABILITY_FSYNCED if waits else pb.DURABILITY_MEMORY)
         if stored and wanted != pb.DURABILITY_MEMORY:
-            await self._parts.flusher.reached(max(one.next_position for one in stored))
+            await self._parts.flusher.wait_until_safe(max(one.next_position for one in stored))
         if topics.keys() - {METRICS_TOPIC}:
-            self._parts.stream.took(APPEND, begin_s)
+            self._parts.stream.observe_since(APPEND, begin_s)
         return pb.AppendResponse(outcomes=[self._outcome(one) for one in outcomes])
 
     async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullResponse:
         """See the proto."""
-        pull = requests.pull(request, self._parts.broker)
-        clock, guarantee, stream = self._parts.clock, self._parts.guarantee, self._parts.stream
+        pull = validation.parse_pull(request, self._parts.broker)
+        clock, role, stream = self._parts.clock, self._parts.role, self._parts.stream
         begin_s = stream.now_s()
         end_ms = clock.monotonic_ms() + pull.hold_ms
         while True:
-            if guarantee.is_follower:
+            if role.is_follower:
                 pull = replace(pull, progress=None)  # protocol 6.6
-            key = await self._find_readable(pull.holder.topic, pull.holder.queue_id)
+            key = await self._find_readable(pull.owner.topic, pull.owner.queue_id)
             self._check_group(pull)
             reading = self._read(key, pull)
             if reading is not None:
                 break
             hold_ms = end_ms - clock.monotonic_ms()
-            go_elsewhere = guarantee.is_follower and not guarantee.next_reader(0)
+            go_elsewhere = role.is_follower and not role.next_read_node(0)
             if hold_ms <= 0 or go_elsewhere:
                 return self._answer(request.pull_id, key, pull, None, None)
-            await self._parts.pulls.wait(key, pull.holder, hold_ms)
+            await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()
             pull = replace(pull, progress=None)  # by now it is old: section 6.6
-        verdict = await self._record(pull, reading) if pull.holder.token else None
-        self._tell_delivered(pull, key, reading, verdict)
-        if stream.hub.watched and pull.holder.topic != METRICS_TOPIC:
-            stream.took(PULL, begin_s)
+        verdict = await self._record(pull, reading) if pull.owner.token else None
+        self._count_delivered(pull, key, reading, verdict)
+        if stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
+            stream.observe_since(PULL, begin_s)
         return self._answer(request.pull_id, key, pull, reading, verdict)
 
     async def QueryOffsets(
         self, request: pb.QueryOffsetsRequest, context: Context
     ) -> pb.QueryOffsetsResponse:
         """See the proto."""
-        queues = requests.queried_queues(request)
+        queues = validation.parse_queues(request)
         revision = min(self._parts.topics.revision(name) for name in {q.topic for q in queues})
         outcomes = [await self._offsets(queue) for queue in queues]
         context.set_trailing_metadata(((TOPICS_REVISION, str(revision)),))
@@ -150,7 +150,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             next_position=store.log.next_position,
             synced_position=store.log.synced_position,
             queue_count=store.queue_count,
-            parked_pull_count=len(self._parts.pulls),
+            long_poll_count=len(self._parts.pulls),
             appended_count=store.appended_count,
             scheduled_count=len(store.schedule.waiting),
             disk_state=pb.DiskState.Value(f"DISK_STATE_{retention.state.name}"),
@@ -170,29 +170,29 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
 
     def _append(
         self,
-        batches: Sequence[Checked],
+        batches: Sequence[CheckedBatch],
         topics: dict[str, TopicQueues | BatonError],
         members_min: int,
-    ) -> list[Receipt | BatonError]:
+    ) -> list[StoreReceipt | BatonError]:
         # As of now: between finding one topic and another, the first may have changed.
         present = self._parts.topics.as_of_now(topics)
         outcomes = self._appender.append(batches, present, members_min)
-        self._appender.tell(batches, outcomes)
+        self._appender.count_appended(batches, outcomes)
         return outcomes
 
-    def _check_group(self, pull: requests.Pull) -> None:
+    def _check_group(self, pull: validation.ParsedPull) -> None:
         """Whether the group may have messages in this way: fail closed (protocol 6.1, 15)."""
-        gates, group = self._parts.gates, pull.holder.group
-        if pull.holder.token:
+        gates, group = self._parts.gates, pull.owner.group
+        if pull.owner.token:
             gates.check_owned(group)
         else:
             gates.check_unowned(group)
         gates.check_running(group)
 
-    async def _record(self, pull: requests.Pull, reading: Reading) -> Verdict:
-        delivery = Delivery(
-            pull.holder,
-            pull.wanted.offset,
+    async def _record(self, pull: validation.ParsedPull, reading: ReadResult) -> RecordedDelivery:
+        delivery = PendingDelivery(
+            pull.owner,
+            pull.spec.offset,
             reading.next_offset,
             pull.offsets_epoch,
             pull.subscription_generation,
@@ -205,24 +205,24 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             self._parts.metrics.unrecorded_deliveries.labels(error.reason).inc()
             raise
 
-    def _read(self, key: QueueKey, pull: requests.Pull) -> Reading | None:
+    def _read(self, key: QueueKey, pull: validation.ParsedPull) -> ReadResult | None:
         try:
-            return self._store.pull(key, pull.wanted)
+            return self._store.pull(key, pull.spec)
         except DataLoss as error:
-            self._parts.damage.met(error)
+            self._parts.damage.report_error(error)
             raise
         except OffsetAheadOfLog as error:
-            if not self._parts.guarantee.is_follower:
+            if not self._parts.role.is_follower:
                 raise
             raise NotLeader(f"this follower lags: {error.message}", retry_after_ms=100) from error
 
     async def _offsets(self, queue: queue_pb2.QueueRef) -> pb.QueryOffsetsOutcome:
         try:
-            requests.check_queue_name(queue, self._parts.broker)
+            validation.check_queue_name(queue, self._parts.broker)
             topic = await self._parts.topics.find(queue.topic)
             key = check_queue(queue.topic, topic, queue.queue_id)
             if not topic.takes(queue.queue_id):  # then the answer is final: see TOPICS_REVISION
-                await self._parts.flusher.reached(self._store.log.next_position)
+                await self._parts.flusher.wait_until_safe(self._store.log.next_position)
             held = self._store.offsets(key)
         except BatonError as error:
             return pb.QueryOffsetsOutcome(error=error_to_pb(error))
@@ -232,7 +232,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             )
         )
 
-    def _outcome(self, outcome: Receipt | BatonError) -> pb.AppendOutcome:
+    def _outcome(self, outcome: StoreReceipt | BatonError) -> pb.AppendOutcome:
         if isinstance(outcome, BatonError):
             self._parts.metrics.refused_batches.labels(outcome.reason).inc()
             return pb.AppendOutcome(error=error_to_pb(outcome))
@@ -241,7 +241,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
                 first_offset=outcome.first_offset,
                 position=outcome.position,
                 store_unix_ms=outcome.store_unix_ms,
-                durability=self._parts.guarantee.reached(outcome.next_position),
+                durability=self._parts.role.durability_of(outcome.next_position),
                 duplicate=outcome.duplicate,
             )
         )
@@ -250,15 +250,15 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self,
         pull_id: int,
         key: QueueKey,
-        pull: requests.Pull,
-        reading: Reading | None,
-        verdict: Verdict | None,
+        pull: validation.ParsedPull,
+        reading: ReadResult | None,
+        verdict: RecordedDelivery | None,
     ) -> pb.PullResponse:
         held = self._store.offsets(key)
         return pb.PullResponse(
             pull_id=pull_id,
             batches=reading.batches if reading else (),
-            next_offset=reading.next_offset if reading else pull.wanted.offset,
+            next_offset=reading.next_offset if reading else pull.spec.offset,
             queue_first_offset=held.first_offset,
             queue_next_offset=held.next_offset,
             redelivered=verdict.redelivered if verdict else (),
@@ -267,30 +267,34 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             filtered_count=reading.filtered_count if reading else 0,
             lost_count=reading.lost_count if reading else 0,
             progress_taken=verdict is not None and pull.progress is not None,
-            next_node_id=self._parts.guarantee.next_reader(self._behind_bytes(reading)),
+            next_node_id=self._parts.role.next_read_node(self._behind_bytes(reading)),
         )
 
-    def _behind_bytes(self, reading: Reading | None) -> int:
+    def _behind_bytes(self, reading: ReadResult | None) -> int:
         """How much of the log is newer than what is delivered."""
         if reading is None or not reading.batches:
             return 0
         return self._store.readable_position - read_header(reading.batches[-1]).position
 
-    def _tell_delivered(
-        self, pull: requests.Pull, key: QueueKey, reading: Reading, verdict: Verdict | None
+    def _count_delivered(
+        self,
+        pull: validation.ParsedPull,
+        key: QueueKey,
+        reading: ReadResult,
+        verdict: RecordedDelivery | None,
     ) -> None:
-        offset = pull.wanted.offset
-        self._parts.losses.note(pull.holder, key, offset, offset + reading.lost_count)
+        offset = pull.spec.offset
+        self._parts.losses.note(pull.owner, key, offset, offset + reading.lost_count)
         self._parts.metrics.delivered_messages.inc(reading.message_count)
         self._parts.metrics.filtered_messages.inc(reading.filtered_count)
-        if self._parts.gates.get(pull.holder.group) is not None:
+        if self._parts.gates.get(pull.owner.group) is not None:
             size = sum(map(len, reading.batches))
             self._parts.metrics.traffic.delivered(
-                pull.holder.topic, pull.holder.group, reading.message_count, size
+                pull.owner.topic, pull.owner.group, reading.message_count, size
             )
-        if self._parts.stream.hub.watched and pull.holder.topic != METRICS_TOPIC:
+        if self._parts.stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
             redelivered = verdict.redelivered if verdict else ()
-            self._parts.stream.delivered(pull.holder, pull.client_id, offset, reading, redelivered)
+            self._parts.stream.delivered(pull.owner, pull.client_id, offset, reading, redelivered)
 
 
 def _in_sight(seconds: float) -> int:
@@ -298,7 +302,7 @@ def _in_sight(seconds: float) -> int:
     return int(seconds) if seconds < SECONDS_MAX else 0
 
 
-def _checked(batch: bytes) -> Checked | BatonError:
+def _checked(batch: bytes) -> CheckedBatch | BatonError:
     try:
         return check(batch)
     except BatonError as error:

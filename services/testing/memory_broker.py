@@ -13,7 +13,7 @@ import grpc.aio
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq._connection.directory import CALL_TIMEOUT_S, Surroundings
+from batonmq._connection.directory import CALL_TIMEOUT_S, ClientEnvironment
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
@@ -24,7 +24,7 @@ from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import CreatedTopic
 from batonmq.errors import BatonError, InvalidArgument, Retry
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing import services
 from batonmq_server.testing.memory_etcd import NAME as ETCD
 from batonmq_server.testing.memory_network import Faults
@@ -121,7 +121,7 @@ class MemoryBroker:
     # ---- clients
 
     @property
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> ClientEnvironment:
         """For clients that the code under test makes, with the address `nameserver`."""
         return self._own.surroundings()
 
@@ -375,10 +375,10 @@ class _BrokerEnvironment(MemoryEnvironment):
 
     def __init__(self, seed: str) -> None:
         super().__init__(seed)
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, StorageNode] = {}
         self.errors: list[BaseException] = []
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         """See MemoryEnvironment."""
         self.nodes[node_id] = node
 

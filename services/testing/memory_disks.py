@@ -13,9 +13,9 @@ from random import Random
 from typing import Any
 
 from batonmq.errors import DiskFull
-from batonmq_server.offsets.disk import Entry, Found
+from batonmq_server.offsets.disk import Entry, StoredEntry
 from batonmq_server.storage.core.files import Disk, File
-from batonmq_server.storage.flush import InThread
+from batonmq_server.storage.flusher import InThread
 
 
 class MemoryFile(File):
@@ -198,42 +198,42 @@ class MemoryOffsetsDisk:
         self.entries: dict[bytes, bytes] = {}
         self.on_write: list[Callable[[Sequence[Entry]], None]] = []
 
-    def read(self, but: bytes = b"") -> Iterator[Found]:
-        """See Stored."""
+    def read(self, skip: bytes = b"") -> Iterator[StoredEntry]:
+        """See ProgressStore."""
         entries = sorted(self.entries.items())
-        return (found for found in entries if not but or not found[0].startswith(but))
+        return (found for found in entries if not skip or not found[0].startswith(skip))
 
-    async def find(self, prefix: bytes) -> list[Found]:
-        """See Stored."""
+    async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
+        """See ProgressStore."""
         await asyncio.sleep(self._write_s(self._random) / 2)
         return [found for found in self.read() if found[0].startswith(prefix)]
 
-    async def snapshot(self, but: bytes = b"") -> list[Found]:
-        """See Stored."""
+    async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
+        """See ProgressStore."""
         await asyncio.sleep(self._write_s(self._random) / 2)
-        return list(self.read(but))
+        return list(self.read(skip))
 
-    async def replace(self, entries: Sequence[Found]) -> None:
-        """See Stored."""
+    async def replace(self, entries: Sequence[StoredEntry]) -> None:
+        """See ProgressStore."""
         await asyncio.sleep(self._write_s(self._random) / 2)
         gone = self.entries.keys() - {key for key, _ in entries}
-        self.write_now([*((key, None) for key in gone), *entries])
+        self.write_blocking([*((key, None) for key in gone), *entries])
         await asyncio.sleep(self._write_s(self._random) / 2)
 
-    async def settled(self) -> None:
-        """See Stored: a write whose caller is cancelled has happened by then, or never will."""
+    async def wait_idle(self) -> None:
+        """See ProgressStore: a write whose caller was cancelled has been applied, or never is."""
 
     def check_room(self) -> None:
-        """See Stored: there is always room."""
+        """See ProgressStore: there is always room."""
 
     async def write(self, entries: Sequence[Entry]) -> None:
-        """See Stored."""
+        """See ProgressStore."""
         await asyncio.sleep(self._write_s(self._random) / 2)
-        self.write_now(entries)
+        self.write_blocking(entries)
         await asyncio.sleep(self._write_s(self._random) / 2)
 
-    def write_now(self, entries: Sequence[Entry]) -> None:
-        """See Stored."""
+    def write_blocking(self, entries: Sequence[Entry]) -> None:
+        """See ProgressStore."""
         for key, value in entries:
             if value is None:
                 self.entries.pop(key, None)

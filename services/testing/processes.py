@@ -12,15 +12,15 @@ from typing import Any
 
 from batonmq._common.aio import only_error
 from batonmq._common.clock import Clock
-from batonmq._connection.directory import Surroundings
+from batonmq._connection.directory import ClientEnvironment
 from batonmq.errors import NoQuorum
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.events import watchable
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.process import App, Runtime
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.streaming import publisher_of
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
 from batonmq_server.testing.memory_etcd import MemoryEtcd, MemoryEtcdSession
 from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector
@@ -103,10 +103,10 @@ class MemoryEnvironment(NetworkObserver):
 
     # ---- what happens to processes
 
-    def offsets_opened(self, offsets: Offsets) -> None:
+    def offsets_opened(self, offsets: OffsetsEpoch) -> None:
         """A life of offsets, or a leadership, begins to serve what is on its disk."""
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         """A life of storage has; or a replica has opened its copy, again if it was cut."""
 
     def thawed(self) -> None:
@@ -196,9 +196,9 @@ class SimulatedProcess:
             self.world.thawed()
             self.host.thaw()
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> ClientEnvironment:
         """What its clients take from outside."""
-        return Surroundings(
+        return ClientEnvironment(
             clock=self.clock,
             random=self.random,
             connect=memory_connector(self.world.network, self.host),

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from batonmq._process.config import ConfigError, Problem
+from batonmq._process.config import ConfigError, ConfigProblem
 
 Severity = Literal["info", "warning", "critical"]
 
@@ -161,14 +161,14 @@ def load(path: Path | None) -> RuleBook:
     try:
         told = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(Problem(str(path), f"{path}: {error}")) from error
+        raise ConfigError(ConfigProblem(str(path), f"{path}: {error}")) from error
     try:
         return RuleBook.model_validate(told)
     except ValidationError as error:
         problems = []
         for wrong in error.errors():
             place = ".".join(map(str, wrong["loc"]))
-            problems.append(Problem(f"{path}: {place}", f"{path}: {place}: {wrong['msg']}"))
+            problems.append(ConfigProblem(f"{path}: {place}", f"{path}: {place}: {wrong['msg']}"))
         raise ConfigError(*problems) from error
 
 

@@ -27,11 +27,11 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb
 from batonmq._connection.routes import query_route, writable_queues_of
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
+from batonmq._core.keyed_queues import KeyedQueues
+from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message, encode_record
-from batonmq._core.route import KeyedQueues
-from batonmq._core.sending import ONCE_EPOCH
 from batonmq.admin.admin import Admin
 from batonmq.errors import DuplicateSequence, NotWritable
 from batonspark.cluster import Cluster
@@ -169,7 +169,7 @@ def _batches(
     options: WriteOptions, name: str, queues: tuple[QueueRef, ...], messages: Iterable[Message]
 ) -> Iterator[_Batch]:
     """Batches of messages; those with the same first key come into the same queue, in order."""
-    packing = Packing(Compression[options.compression.upper()])
+    packing = RecordCompressor(Compression[options.compression.upper()])
     keyed, opened = KeyedQueues(queues), dict[QueueRef | None, _Opened]()
     count = 0
     for message in messages:
@@ -195,7 +195,7 @@ def _encoded(batch: _Opened, queue: QueueRef | None, queues: tuple[QueueRef, ...
     encoded = batch.builder.encode(
         topic=chosen.topic,
         queue_id=chosen.queue_id,
-        producer=(once, ONCE_EPOCH),
+        producer=(once, ONE_BATCH_EPOCH),
         born_unix_ms=Clock().unix_ms(),
     )
     return _Batch(chosen, batch.builder.count, encoded)

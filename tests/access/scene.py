@@ -22,7 +22,7 @@ from batonmq.errors import Unauthenticated
 from batonmq_server.lockmgr.access import RULES as LOCKMGR
 from batonmq_server.nameserver.access import RULES as NAMESERVER
 from batonmq_server.nameserver.access_store import AccessStore
-from batonmq_server.nameserver.turns import Turns
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.offsets.access import RULES as OFFSETS
 from batonmq_server.runtime.access import Grant, Role
 from batonmq_server.runtime.etcd import EtcdSession
@@ -152,7 +152,7 @@ async def scene(
     registry = CollectorRegistry()
     guard = Guard(etcd, registry, on=True, admins=["root"], certificates=certificates)
     guard.govern(rules)
-    made = Scene(guard, AccessStore(etcd, Turns(etcd.random)), registry)
+    made = Scene(guard, AccessStore(etcd, CompareAndSwap(etcd.random)), registry)
     edge = EdgeInterceptor(Clock(), registry, frozenset(held), guard)
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
     noted: Any = _Noting(server, made.read)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 
 from batonmq._core.queues import QueueRef
-from batonmq._core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
+from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.resets import Done, Step
 from batonmq.cli.change_options import operation
 from batonmq.cli.group_resets import TargetOptions, parse_offsets, planned
@@ -120,7 +120,7 @@ def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:
         (TargetOptions(to_latest=True), ToLatest()),
     ],
 )
-def test_what_is_typed_is_one_target(wanted: TargetOptions, target: Target) -> None:
+def test_what_is_typed_is_one_target(wanted: TargetOptions, target: ResetTarget) -> None:
     assert wanted.count == 1
     assert wanted.target(NOW) == target
 

@@ -16,8 +16,8 @@ import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+from batonmq._connection.directory import ClientEnvironment as Around
 from batonmq._connection.directory import Directory
-from batonmq._connection.directory import Surroundings as Around
 from batonmq.admin.admin import Admin
 
 INSIDE = ["offsets-0.offsets.baton.svc:10912", "storage-a-0.storage.baton.svc:10911"]

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import pytest
 
 from batonmq._common.clock import Clock
+from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Message
-from batonmq._core.route import KeyedQueues
 from batonmq._producer.placing import ProducerClosed
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Pending, Receipt

@@ -28,7 +28,7 @@ from batonmq.admin.group_reports import (
 )
 from batonmq.admin.reports import lock_from_pb
 from batonmq.errors import Difference, SubscriptionConflict
-from batonmq_server.nameserver.core.diagnosis import Reason
+from batonmq_server.nameserver.core.diagnosis import StuckReason
 
 GROUP = Group(
     name="g",
@@ -202,8 +202,8 @@ def test_diagnosis_has_none_for_what_is_not_known() -> None:
     assert (known.reason, known.stuck) == ("NO_MEMBER", True)
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_what_is_stuck_is_what_the_nameserver_counts_as_stuck(reason: Reason) -> None:
+@pytest.mark.parametrize("reason", StuckReason)
+def test_what_is_stuck_is_what_the_nameserver_counts_as_stuck(reason: StuckReason) -> None:
     found = pb.Diagnosis(
         queue=pb_queue(0), reason=pb.StuckReason.Value(f"STUCK_REASON_{reason.value}")
     )

@@ -17,7 +17,7 @@ import pytest
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._core.queues import QueueRef
-from batonmq._core.targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
+from batonmq._core.reset_targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group, group_from_pb
 from batonmq.admin.operation import Operation

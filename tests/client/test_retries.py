@@ -15,19 +15,19 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_results import SUCCESS, RetryLater, Suspend, failure_of
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import (
-    LADDER_MS,
     RETRIES_MAX,
-    DeadLetter,
-    Decision,
-    Failure,
-    HandleAgain,
+    RETRY_DELAYS_MS,
+    FailureAction,
+    HandlingFailure,
     Origin,
+    RetryInPlace,
     SendBack,
-    Stop,
-    once_id,
+    SendToDeadLetters,
+    StopConsumer,
     origin_of,
     properties_of,
-    target,
+    retry_producer_id,
+    retry_queue,
 )
 from batonmq.errors import InvalidArgument
 
@@ -35,19 +35,19 @@ QUEUE = QueueRef("orders", "broker-a", 3)
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
 
-def decide(attempts: int, asked_ms: int | None = None, **settings: Any) -> Decision:
+def decide(attempts: int, asked_ms: int | None = None, **settings: Any) -> FailureAction:
     return ConsumerSettings(**settings).policy.decide(attempts, asked_ms)
 
 
 def test_ladder_is_that_of_rocketmq() -> None:
     minutes = [minute * MINUTE for minute in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30)]
-    assert [10 * SECOND, 30 * SECOND, *minutes, HOUR, 2 * HOUR] == list(LADDER_MS)
-    assert sum(LADDER_MS) == 17_140 * SECOND
+    assert [10 * SECOND, 30 * SECOND, *minutes, HOUR, 2 * HOUR] == list(RETRY_DELAYS_MS)
+    assert sum(RETRY_DELAYS_MS) == 17_140 * SECOND
 
 
 def test_seventeenth_failure_is_the_last_by_default() -> None:
     made = [decide(attempts) for attempts in range(1, RETRIES_MAX + 2)]
-    assert made == [*map(SendBack, LADDER_MS), DeadLetter()]
+    assert made == [*map(SendBack, RETRY_DELAYS_MS), SendToDeadLetters()]
 
 
 @pytest.mark.parametrize(
@@ -55,23 +55,23 @@ def test_seventeenth_failure_is_the_last_by_default() -> None:
     [
         ({}, 1, 5, SendBack(5)),
         ({}, 1, 0, SendBack(0)),
-        ({}, 17, 5, DeadLetter()),
-        ({"retries_max": 0}, 1, None, DeadLetter()),
+        ({}, 17, 5, SendToDeadLetters()),
+        ({"retries_max": 0}, 1, None, SendToDeadLetters()),
         ({"retries_max": 20}, 20, None, SendBack(2 * HOUR)),
-        ({"retries_max": 2, "exhausted": "stop"}, 3, None, Stop()),
-        ({"send_back": False}, 17, None, HandleAgain(30 * SECOND)),
-        ({"orderly": True}, 1, None, HandleAgain(SECOND)),
-        ({"orderly": True}, 5, None, HandleAgain(16 * SECOND)),
-        ({"orderly": True}, 6, None, HandleAgain(30 * SECOND)),
-        ({"orderly": True}, 10**6, None, HandleAgain(30 * SECOND)),
-        ({"orderly": True}, 1, 7, HandleAgain(7)),
-        ({"orderly": True, "retries_max": 3}, 3, None, HandleAgain(4 * SECOND)),
-        ({"orderly": True, "retries_max": 3}, 4, None, DeadLetter()),
-        ({"orderly": True, "retries_max": 3, "exhausted": "stop"}, 4, 7, Stop()),
+        ({"retries_max": 2, "exhausted": "stop"}, 3, None, StopConsumer()),
+        ({"send_back": False}, 17, None, RetryInPlace(30 * SECOND)),
+        ({"orderly": True}, 1, None, RetryInPlace(SECOND)),
+        ({"orderly": True}, 5, None, RetryInPlace(16 * SECOND)),
+        ({"orderly": True}, 6, None, RetryInPlace(30 * SECOND)),
+        ({"orderly": True}, 10**6, None, RetryInPlace(30 * SECOND)),
+        ({"orderly": True}, 1, 7, RetryInPlace(7)),
+        ({"orderly": True, "retries_max": 3}, 3, None, RetryInPlace(4 * SECOND)),
+        ({"orderly": True, "retries_max": 3}, 4, None, SendToDeadLetters()),
+        ({"orderly": True, "retries_max": 3, "exhausted": "stop"}, 4, 7, StopConsumer()),
     ],
 )
 def test_decision_follows_attempts_and_settings(
-    settings: dict[str, Any], attempts: int, asked_ms: int | None, expected: Decision
+    settings: dict[str, Any], attempts: int, asked_ms: int | None, expected: FailureAction
 ) -> None:
     assert decide(attempts, asked_ms, **settings) == expected
 
@@ -87,18 +87,20 @@ def test_sending_back_does_not_go_with_order() -> None:
         (None, None),
         (SUCCESS, None),
         ("anything", None),
-        (RetryLater(), Failure("asked")),
-        (RetryLater(5, "no stock"), Failure("asked", "no stock", 5)),
-        (Suspend(7), Failure("asked", "suspended", 7)),
+        (RetryLater(), HandlingFailure("asked")),
+        (RetryLater(5, "no stock"), HandlingFailure("asked", "no stock", 5)),
+        (Suspend(7), HandlingFailure("asked", "suspended", 7)),
     ],
 )
-def test_result_says_whether_a_message_is_handled(result: object, expected: Failure | None) -> None:
+def test_result_says_whether_a_message_is_handled(
+    result: object, expected: HandlingFailure | None
+) -> None:
     assert failure_of(result) == expected
 
 
 def test_what_travels_with_a_message_comes_back() -> None:
     origin = Origin(QUEUE, 42, "broker-a-ff-0")
-    properties = properties_of(origin, 3, Failure("failed", "ValueError: bad"), "c")
+    properties = properties_of(origin, 3, HandlingFailure("failed", "ValueError: bad"), "c")
     assert origin_of(properties) == (origin, 3)
     assert properties["baton.origin"] == "orders/broker-a/3/42"
     assert properties["baton.reason"] == "failed"
@@ -107,7 +109,9 @@ def test_what_travels_with_a_message_comes_back() -> None:
 
 def test_error_text_is_cut_and_made_printable() -> None:
     error = "a\x01b\x02c\ud800" + "x" * 2_000
-    shown = properties_of(Origin(QUEUE, 0, "m"), 1, Failure("failed", error), "c")["baton.error"]
+    shown = properties_of(Origin(QUEUE, 0, "m"), 1, HandlingFailure("failed", error), "c")[
+        "baton.error"
+    ]
     assert shown.startswith("a b c x")
     assert len(shown.encode()) == 1_000
 
@@ -116,20 +120,20 @@ def test_error_text_is_cut_and_made_printable() -> None:
     "changed", [{"baton.origin": "orders/broker-a/3"}, {"baton.attempts": "many"}]
 )
 def test_properties_that_are_not_ours_name_no_origin(changed: dict[str, str]) -> None:
-    properties = properties_of(Origin(QUEUE, 42, "m"), 3, Failure("asked"), "c")
+    properties = properties_of(Origin(QUEUE, 42, "m"), 3, HandlingFailure("asked"), "c")
     assert origin_of({**properties, **changed}) is None
     assert origin_of({}) is None
 
 
 def test_id_names_one_message_of_one_topic_between_two_resets() -> None:
-    once = once_id(QUEUE, 7, 42, 0)
-    assert once == once_id(QUEUE, 7, 42, 0)
+    once = retry_producer_id(QUEUE, 7, 42, 0)
+    assert once == retry_producer_id(QUEUE, 7, 42, 0)
     others = {
-        once_id(QUEUE, 7, 43, 0),
-        once_id(QUEUE, 8, 42, 0),
-        once_id(QUEUE, 7, 42, 1),
-        once_id(QueueRef("orders", "broker-a", 4), 7, 42, 0),
-        once_id(QueueRef("orders", "broker-b", 3), 7, 42, 0),
+        retry_producer_id(QUEUE, 7, 43, 0),
+        retry_producer_id(QUEUE, 8, 42, 0),
+        retry_producer_id(QUEUE, 7, 42, 1),
+        retry_producer_id(QueueRef("orders", "broker-a", 4), 7, 42, 0),
+        retry_producer_id(QueueRef("orders", "broker-b", 3), 7, 42, 0),
     }
     assert len(others | {once}) == 6
     assert all(0 < one < 1 << 63 for one in others | {once})
@@ -137,5 +141,5 @@ def test_id_names_one_message_of_one_topic_between_two_resets() -> None:
 
 def test_message_goes_back_to_its_own_broker_if_that_has_a_queue() -> None:
     queues = [QueueRef("r", broker, 0) for broker in ("broker-a", "broker-b")]
-    assert target(queues, "broker-b", 1) == queues[1]
-    assert {target(queues, "broker-c", once) for once in range(9)} == set(queues)
+    assert retry_queue(queues, "broker-b", 1) == queues[1]
+    assert {retry_queue(queues, "broker-c", once) for once in range(9)} == set(queues)

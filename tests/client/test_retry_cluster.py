@@ -20,7 +20,7 @@ import pytest
 
 from baton.common.v1 import queue_pb2
 from batonmq._common.clock import Clock
-from batonmq._connection.directory import Directory, Surroundings
+from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_adapters import Handler
@@ -28,7 +28,7 @@ from batonmq._consumer.handler_results import MessageFailed, RetryLater, Suspend
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import Session
-from batonmq._core.retries import Failure, dead_letter_topic
+from batonmq._core.retries import HandlingFailure, dead_letter_topic
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from tests.client.group import QUICK, Scene, scene
@@ -265,7 +265,7 @@ class Sender:
     """What two members of a group have of the send-back, without the rest of a consumer."""
 
     def __init__(self, at: Scene, client_id: str, tasks: asyncio.TaskGroup) -> None:
-        outside = Surroundings()
+        outside = ClientEnvironment()
         self.session = Session(
             group=at.group,
             incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
@@ -281,7 +281,7 @@ class Sender:
         )
 
     async def send(self, message: ReceivedMessage, delay_ms: int | None) -> bool:
-        failure = Failure("failed", "on purpose")
+        failure = HandlingFailure("failed", "on purpose")
         return await self._returns.send(RetryRequest(message, 0, failure, delay_ms, lambda: True))
 
     async def close(self) -> None:

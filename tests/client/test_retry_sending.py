@@ -39,7 +39,7 @@ from batonmq._core.records import (
     encode_record,
     read_header,
 )
-from batonmq._core.retries import Failure
+from batonmq._core.retries import HandlingFailure
 from batonmq.errors import BatonError, DiskFull, NotServing, QueueNotFound
 from tests.client.twins import BROKER, NameserverTwin
 from tests.support.serving import serving_at
@@ -122,7 +122,7 @@ def message(
 def back(one: ReceivedMessage, delay_ms: int | None = 10_000, lives: int = 100) -> RetryRequest:
     """To be sent back, if it is asked for at most `lives` times whether it still counts."""
     left = [True] * lives
-    failure = Failure("failed", "ValueError")
+    failure = HandlingFailure("failed", "ValueError")
     return RetryRequest(one, 0, failure, delay_ms, lambda: bool(left) and left.pop())
 
 

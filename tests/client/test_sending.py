@@ -17,9 +17,9 @@ import pytest
 
 from batonmq._blocking import BlockingProducer
 from batonmq._core.compression import Compression
+from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import KeyedQueues
 from batonmq._producer.losses import LOG_INTERVAL_MS, Losses
 from batonmq._producer.placing import ProducerClosed
 from batonmq._producer.producer import Producer

@@ -13,8 +13,8 @@ from collections import Counter
 import pytest
 
 from batonmq._common.clock import Clock
-from batonmq._connection.directory import Surroundings
-from batonmq._core.brokers import FAILED_MS
+from batonmq._connection.directory import ClientEnvironment
+from batonmq._core.broker_health import FAILED_MS
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.broker import NotSent
@@ -95,7 +95,7 @@ async def test_broker_with_too_few_replicas_counts_as_one_that_has_not_stored_it
 
 async def test_broker_that_was_avoided_is_probed_and_used_again() -> None:
     clock = StillClock()
-    outside = Surroundings(clock=clock)
+    outside = ClientEnvironment(clock=clock)
     async with (
         two_brokers(orders=2) as at,
         Producer(at.address, ONE_EACH, surroundings=outside) as producer,
@@ -113,7 +113,7 @@ async def test_broker_that_was_avoided_is_probed_and_used_again() -> None:
 
 async def test_probe_that_fails_costs_nothing_but_a_try() -> None:
     clock = StillClock()
-    outside = Surroundings(clock=clock)
+    outside = ClientEnvironment(clock=clock)
     async with (
         two_brokers(orders=2) as at,
         Producer(at.address, ONE_EACH, surroundings=outside) as producer,
@@ -204,7 +204,7 @@ async def test_if_all_are_in_trouble_messages_are_repeated_till_one_takes_them()
 async def test_messages_that_wait_are_a_probe_too() -> None:
     """Nobody sends anything new, and only the broker that they do not wait for comes back."""
     clock = StillClock()
-    outside = Surroundings(clock=clock)
+    outside = ClientEnvironment(clock=clock)
     async with (
         two_brokers(orders=1) as at,
         Producer(at.address, ONE_EACH, surroundings=outside) as producer,

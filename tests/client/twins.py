@@ -22,7 +22,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import Header, check_batch, decode_records
 from batonmq.errors import BatonError, LimitExceeded, TopicNotFound
-from batonmq_server.storage.core.producers import ProducerTable, Receipt
+from batonmq_server.storage.core.producers import ProducerTable, StoreReceipt
 from tests.support.serving import serving_at
 
 BROKER, OTHER_BROKER = "broker-a", "broker-b"
@@ -173,7 +173,7 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
             )
         )
 
-    def _store(self, batch: bytes) -> Receipt:
+    def _store(self, batch: bytes) -> StoreReceipt:
         header = check_batch(batch, stamped=False)
         refusal = self.refusal(header)
         if refusal is not None:
@@ -183,7 +183,7 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
         if earlier is not None:
             return earlier
         queue = self.queues[header.topic, header.queue_id]
-        receipt = Receipt(len(queue), 4_096 * len(self.headers), 0, 1_700_000_000_000)
+        receipt = StoreReceipt(len(queue), 4_096 * len(self.headers), 0, 1_700_000_000_000)
         self._table.record(header, key, receipt)
         found = bodies(batch)
         queue += found

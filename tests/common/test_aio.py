@@ -12,7 +12,7 @@ import gc
 
 import pytest
 
-from batonmq._common.aio import Lines, only_error, unless, wait_until
+from batonmq._common.aio import KeyedLocks, only_error, unless, wait_until
 from batonmq.errors import Held
 
 
@@ -136,7 +136,7 @@ async def test_wait_until_is_cancelled_like_anything_else() -> None:
 
 
 async def test_those_in_a_line_go_on_in_the_order_in_which_they_came() -> None:
-    lines, gone = Lines(), list[str]()
+    lines, gone = KeyedLocks(), list[str]()
 
     async def wait(line: str, name: str) -> None:
         async with lines.turn(line):
@@ -157,7 +157,7 @@ async def test_those_in_a_line_go_on_in_the_order_in_which_they_came() -> None:
 
 
 async def test_lines_do_not_wait_for_each_other() -> None:
-    lines = Lines()
+    lines = KeyedLocks()
     async with lines.turn("a"), asyncio.timeout(10), lines.turn("b"):
         assert "a" in lines
 

@@ -1,4 +1,4 @@
-"""Goal: a failed call is the error that its caller can act upon.
+"""Goal: a failed call is converted to an error that its caller can act upon.
 
 Method: errors as gRPC makes them.
 """
@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from batonmq._common.rpc import from_rpc_error
+from batonmq._common.rpc import STATUS_TRAILER, from_rpc_error
 from batonmq.errors import Retry
 
 
@@ -23,7 +23,7 @@ from batonmq.errors import Retry
         (grpc.StatusCode.UNKNOWN, "INTERNAL"),
     ],
 )
-def test_a_status_without_details_says_whether_to_try_again(
+def test_status_without_details_is_retried_only_if_transient(
     code: grpc.StatusCode, reason: str
 ) -> None:
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="gone")
@@ -33,7 +33,16 @@ def test_a_status_without_details_says_whether_to_try_again(
     assert found.message == f"{code.name}: gone"
 
 
-def test_who_does_not_know_the_call_is_at_another_address() -> None:
+@pytest.mark.parametrize("trailer", [b"\xff", "no bytes"])
+def test_malformed_status_trailer_is_ignored(trailer: bytes | str) -> None:
+    trailers = grpc.aio.Metadata((STATUS_TRAILER, trailer))
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailers, details="gone"
+    )
+    assert from_rpc_error(error).reason == "UNREACHABLE"
+
+
+def test_server_that_does_not_know_the_call_is_another_service() -> None:
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(
         grpc.StatusCode.UNIMPLEMENTED, nothing, nothing, details="Method not found!"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from batonmq._connection.security import Papers, Security, from_json, to_json
+from batonmq._connection.security import CredentialFiles, Security, from_json, to_json
 from batonmq.errors import InvalidArgument
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 
@@ -42,7 +42,7 @@ def test_replaced_certificate_is_there_once_its_key_is(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    papers = Papers(carol)
+    papers = CredentialFiles(carol)
     before = papers.pems
     assert not papers.renew()
     other = CertificateAuthority(tmp_path / "other")
@@ -60,7 +60,7 @@ def test_replaced_certificate_is_there_once_its_key_is(
 
 
 def test_file_that_is_written_anew_with_the_same_content_changes_nothing(carol: Security) -> None:
-    papers = Papers(carol)
+    papers = CredentialFiles(carol)
     before = papers.pems
     os.utime(carol.cert_file)
     assert not papers.renew()
@@ -78,7 +78,7 @@ def test_links_that_are_swapped_are_followed(
             (authority.folder / name).replace(tmp_path / version / name)
     link = tmp_path / "data"
     link.symlink_to(tmp_path / "1")
-    papers = Papers(Security(cert_file=f"{link}/carol.pem", key_file=f"{link}/carol.key"))
+    papers = CredentialFiles(Security(cert_file=f"{link}/carol.pem", key_file=f"{link}/carol.key"))
     swapped = tmp_path / "new"
     swapped.symlink_to(tmp_path / "2")
     swapped.replace(link)
@@ -89,7 +89,7 @@ def test_links_that_are_swapped_are_followed(
 def test_token_is_read_again(carol: Security, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("first\n")
-    papers = Papers(replace(carol, token_file=str(file)))
+    papers = CredentialFiles(replace(carol, token_file=str(file)))
     assert papers.token == "first"
     file.write_text("second\n")
     assert not papers.renew(), "a token needs no other connection"
@@ -107,7 +107,7 @@ def test_token_that_can_not_be_sent_is_refused_without_being_shown(
         replace(carol, token=SecretStr(token)),
     ):
         with pytest.raises(InvalidArgument) as refused:
-            Papers(security)
+            CredentialFiles(security)
         assert not token or token not in str(refused.value)
 
 
@@ -130,7 +130,7 @@ def empty_authority(carol: Security) -> str:
 def test_file_that_is_of_no_use_is_named(carol: Security, spoil: Callable[[Security], str]) -> None:
     path = spoil(carol)
     with pytest.raises(InvalidArgument) as refused:
-        Papers(carol)
+        CredentialFiles(carol)
     assert path in refused.value.message
     assert "a certificate and its own key" in refused.value.remedy
 
@@ -138,7 +138,7 @@ def test_file_that_is_of_no_use_is_named(carol: Security, spoil: Callable[[Secur
 def test_file_of_a_token_that_is_not_there_is_named_as_that(tmp_path: Path) -> None:
     missing = str(tmp_path / "token")
     with pytest.raises(InvalidArgument) as refused:
-        Papers(Security(token_file=missing))
+        CredentialFiles(Security(token_file=missing))
     assert missing in refused.value.message
     assert "nothing but the token" in refused.value.remedy
 
@@ -152,7 +152,7 @@ def test_certificate_and_key_go_together_and_there_is_one_token() -> None:
 
 def test_neither_token_nor_key_is_shown_and_the_token_travels(carol: Security) -> None:
     security = replace(carol, token=SecretStr(SECRET))
-    shown = f"{security!r} {security} {Papers(security).__dict__.get('pems')!r}"
+    shown = f"{security!r} {security} {CredentialFiles(security).__dict__.get('pems')!r}"
     assert SECRET not in shown
     assert "PRIVATE KEY" not in shown
     assert from_json(to_json(security)) == security

@@ -18,7 +18,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.records import (
     BATCH_BYTES_MAX,
     BODY_BYTES_MAX,
@@ -65,7 +65,7 @@ GOLDEN = {
 }  # fmt: skip
 
 
-def encode(packing: Packing, *messages: Message) -> bytes:
+def encode(packing: RecordCompressor, *messages: Message) -> bytes:
     builder = BatchBuilder(packing)
     for message in messages:
         builder.add(message, encode_record(message))
@@ -104,7 +104,10 @@ def pack(compression: Compression, records: bytes) -> bytes:
 @given(messages=MESSAGES)
 def test_messages_come_back_as_they_were(compression: Compression, messages: list[Message]) -> None:
     messages = messages * 5  # enough for it to be worth while
-    plain, packed = encode(Packing(), *messages), encode(Packing(compression), *messages)
+    plain, packed = (
+        encode(RecordCompressor(), *messages),
+        encode(RecordCompressor(compression), *messages),
+    )
     assert contents(packed) == contents(plain)
     assert len(packed) <= len(plain)
 
@@ -114,7 +117,7 @@ def test_the_format_is_this_byte_for_byte(compression: Compression) -> None:
     golden = GOLDEN[compression]
     assert read_header(golden).compression is compression
     assert contents(golden) == [(m.body, m.tag, m.keys, {}) for m in GOLDEN_MESSAGES]
-    encoded = encode(Packing(compression), *GOLDEN_MESSAGES)
+    encoded = encode(RecordCompressor(compression), *GOLDEN_MESSAGES)
     assert encoded[:8] == golden[:8], "another release of the library may pack in another way"
     assert encoded[BODY_FROM : HEADER_BYTES + 33] == golden[BODY_FROM : HEADER_BYTES + 33]
 
@@ -122,7 +125,10 @@ def test_the_format_is_this_byte_for_byte(compression: Compression) -> None:
 @PACKED
 def test_columns_are_those_of_the_batch_without_compression(compression: Compression) -> None:
     messages = [Message(b"x" * 200, tag=f"t{n}", keys=(f"k{n}", "b")) for n in range(50)]
-    plain, packed = encode(Packing(), *messages), encode(Packing(compression), *messages)
+    plain, packed = (
+        encode(RecordCompressor(), *messages),
+        encode(RecordCompressor(compression), *messages),
+    )
     heads = read_header(plain), read_header(packed)
     assert [head.compression for head in heads] == [Compression.NONE, compression]
     assert len(packed) < len(plain) / 2
@@ -139,15 +145,15 @@ def test_batch_that_would_not_get_smaller_or_is_small_stays_as_it_is(
     compression: Compression,
 ) -> None:
     short = Message(b"abc")
-    assert encode(Packing(compression), short) == encode(Packing(), short)
+    assert encode(RecordCompressor(compression), short) == encode(RecordCompressor(), short)
     long = Message(b"x" * 1_000)
-    assert encode(Packing(compression, 1_009), long) == encode(Packing(), long)
-    assert len(encode(Packing(compression, 1_008), long)) < 300
+    assert encode(RecordCompressor(compression, 1_009), long) == encode(RecordCompressor(), long)
+    assert len(encode(RecordCompressor(compression, 1_008), long)) < 300
 
 
 @pytest.mark.parametrize("flags", [3, 15, 16, 17, 0x8000])
 def test_flags_of_a_later_version_are_refused(flags: int) -> None:
-    batch = bytearray(encode(Packing(), Message(b"hello")))
+    batch = bytearray(encode(RecordCompressor(), Message(b"hello")))
     struct.pack_into(">H", batch, 94, flags)
     with pytest.raises(BadBatch, match="unknown flags") as refused:
         read_header(bytes(batch))
@@ -160,7 +166,7 @@ def test_records_that_are_not_those_of_the_lengths_are_refused(
     compression: Compression, count: int
 ) -> None:
     message = Message(b"x" * 100)
-    batch = encode(Packing(compression), *[message] * count)
+    batch = encode(RecordCompressor(compression), *[message] * count)
     records = encode_record(message) * count
     packed = pack(compression, records)
     wrong = [
@@ -207,7 +213,7 @@ def test_limits_hold_for_what_is_inside(
     error: type[BatonError],
     field: str,
 ) -> None:
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for record in (RECORD.pack(*head) + bytes(body), *[RECORD.pack(0, 0, 0)] * (count - 1)):
         builder.add(Message(b""), record)
     batch = builder.encode(topic="t", queue_id=0)
@@ -219,7 +225,7 @@ def test_limits_hold_for_what_is_inside(
 @PACKED
 @FEW_AND_MANY
 def test_record_shorter_than_its_head_is_refused(compression: Compression, count: int) -> None:
-    batch = encode(Packing(compression), *[Message(b"x" * 100)] * count)
+    batch = encode(RecordCompressor(compression), *[Message(b"x" * 100)] * count)
     records = encode_record(Message(b"x" * 100)) * (count - 1) + b"\0" * 7
     bad = repacked(batch, pack(compression, records), [108] * (count - 1) + [7])
     with pytest.raises(BadBatch) as refused:
@@ -231,7 +237,7 @@ def test_record_shorter_than_its_head_is_refused(compression: Compression, count
 def test_batch_longer_than_allowed_once_it_is_unpacked_is_refused_by_its_lengths(
     compression: Compression,
 ) -> None:
-    batch = encode(Packing(compression), *[Message(bytes(1_000))] * 2)
+    batch = encode(RecordCompressor(compression), *[Message(bytes(1_000))] * 2)
     columns_bytes = HEADER_BYTES + len("TopicTest") + 24
     fits = BATCH_BYTES_MAX - columns_bytes - BODY_BYTES_MAX
     bad = repacked(batch, b"garbage", [BODY_BYTES_MAX, fits + 1])
@@ -246,7 +252,7 @@ def test_batch_longer_than_allowed_once_it_is_unpacked_is_refused_by_its_lengths
 def test_records_that_unpack_to_more_than_the_lengths_take_no_memory(
     compression: Compression,
 ) -> None:
-    batch = encode(Packing(compression), Message(bytes(10_000)))
+    batch = encode(RecordCompressor(compression), Message(bytes(10_000)))
     bomb = repacked(batch, pack(compression, bytes(200_000_000)))
     tracemalloc.start()
     try:
@@ -260,7 +266,7 @@ def test_records_that_unpack_to_more_than_the_lengths_take_no_memory(
 @PACKED
 def test_encoder_holds_to_the_limit_of_what_is_inside(compression: Compression) -> None:
     message = Message(bytes(BODY_BYTES_MAX))
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for _ in range(2):
         builder.add(message, encode_record(message))
     with pytest.raises(LimitExceeded):
@@ -280,7 +286,7 @@ def test_no_flipped_byte_and_no_truncation_passes(compression: Compression) -> N
 
 @PACKED
 def test_no_packed_bytes_do_anything_but_pass_or_be_refused(compression: Compression) -> None:
-    batch = encode(Packing(compression), Message(b"x" * 100))
+    batch = encode(RecordCompressor(compression), Message(b"x" * 100))
 
     @given(st.binary(min_size=1, max_size=200))
     def judged(junk: bytes) -> None:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from batonmq._common.rpc import ERROR_OF
-from batonmq_server.nameserver.core.diagnosis import Reason
+from batonmq_server.nameserver.core.diagnosis import StuckReason
 from tools.dashboards.promql import METRICS, matchers, result_labels, rules, selectors
 from tools.docs.pages import ROOT
 
@@ -43,7 +43,7 @@ def problems(rule: dict[str, Any]) -> list[str]:
             found.append(f"no metric {selector.name}")
             continue
         for label, values in matchers(selector):
-            known = set(Reason) if selector.name == "baton_queue_stuck" else set(ERROR_OF)
+            known = set(StuckReason) if selector.name == "baton_queue_stuck" else set(ERROR_OF)
             if label not in METRICS[selector.name]:
                 found.append(f"{selector.name} has no label {label}")
             elif label == "reason":
@@ -76,7 +76,7 @@ def test_every_reason_for_which_a_queue_is_stuck_raises_an_alert() -> None:
         for _, values in matchers(selector)
         for value in values
     }
-    assert told == {reason for reason in Reason if reason.stuck}
+    assert told == {reason for reason in StuckReason if reason.stuck}
 
 
 def test_names_of_rules_are_unique() -> None:

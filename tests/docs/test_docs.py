@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-from batonmq._process.explain import meanings
+from batonmq._process.settings_help import meanings
 from batonmq.cli import app
 from tools.docs import tables
 from tools.docs.metric_families import families

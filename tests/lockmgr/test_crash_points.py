@@ -3,7 +3,8 @@ lost or repeated unflagged: every row of the protocol's table of crash points (s
 
 Method: a lock manager with real etcd and offsets; the test plays owner, newcomer and storage, and
 lets calls, answers and leaders die exactly between the two steps the row names. One row is tested
-where the process lives that dies: offsets (tests/offsets/test_rules.py, `test_s12_restart_...`).
+where the process lives that dies: offsets (tests/offsets/test_protocol_rules.py,
+`test_s12_restart_...`).
 """
 
 from __future__ import annotations

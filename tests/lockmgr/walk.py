@@ -17,10 +17,10 @@ from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, Fenced, OldEpoch, Superseded, TokenMismatch
 from batonmq_server.lockmgr.core import locks, table
 from batonmq_server.lockmgr.core.access import Condition, Deny, Free, Grant, decide_clear
-from batonmq_server.offsets.core import calls
+from batonmq_server.offsets.core import values
 from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import RangeSet
-from batonmq_server.offsets.core.table import ProgressTable
 
 KEY = GroupQueue("g", "t", "b", 0)
 OFFSETS_KEY = GroupQueue("g", "t", "b", 0)
@@ -129,12 +129,12 @@ class World:
     paused: Client | None = None
 
     def __post_init__(self) -> None:
-        self.offsets = ProgressTable(calls.Limits(), 1, 0, self.instant())
+        self.offsets = ProgressTable(values.QueueLimits(), 1, 0, self.instant())
         self.clients = [Client("a"), Client("b"), Client("c")]
         self.take_over()
 
-    def instant(self) -> calls.Instant:
-        return calls.Instant(self.now_ms, 0)
+    def instant(self) -> values.Instant:
+        return values.Instant(self.now_ms, 0)
 
     # One move
 
@@ -316,7 +316,7 @@ class World:
     def drop(self, client: Client) -> None:
         client.in_hand = client.finished = NONE
 
-    def granted(self, ask: Ask, token: int, start: calls.Grant) -> None:
+    def granted(self, ask: Ask, token: int, start: values.FenceGrant) -> None:
         """The answer of an Acquire arrives."""
         client = ask.client
         if not client.asking or client.seq != ask.asker.acquire_seq:
@@ -338,7 +338,7 @@ class World:
 
         def record() -> None:
             try:
-                run = calls.Delivery(first, next_)
+                run = values.DeliveryRange(first, next_)
                 done = self.offsets.record_delivered(OFFSETS_KEY, token, run, self.instant())
             except BatonError as error:
                 if isinstance(error, Fenced):
@@ -390,7 +390,7 @@ class World:
 
         def apply() -> None:
             try:
-                wish = calls.Acks(0, 0, ranges_of(acks))
+                wish = values.Acks(0, 0, ranges_of(acks))
                 self.offsets.commit(OFFSETS_KEY, token, wish, self.instant())
             except Fenced:
                 self.send(lambda: self.fenced(client, token), to=client)
@@ -412,7 +412,7 @@ class World:
 
         def apply() -> None:
             try:
-                wish = calls.Acks(0, 0, ranges_of(acks))
+                wish = values.Acks(0, 0, ranges_of(acks))
                 self.offsets.close(OFFSETS_KEY, token, wish, RangeSet(), self.instant())
             except Fenced:
                 self.send(lambda: self.fenced(client, token), to=client)
@@ -544,7 +544,7 @@ class World:
         if ask is not None:
             self.send(lambda: self.arrived(ask))
 
-    def persist(self, hand_over: HandOver, start: calls.Grant) -> None:
+    def persist(self, hand_over: HandOver, start: values.FenceGrant) -> None:
         """The transaction reaches etcd, whoever leads by now."""
         if hand_over.term != self.term:
             self.seen["late persist"] += 1
@@ -574,7 +574,7 @@ class World:
         self.seen["granted"] += 1
         self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
 
-    def lock(self, hand_over: HandOver, start: calls.Grant) -> locks.Lock:
+    def lock(self, hand_over: HandOver, start: values.FenceGrant) -> locks.Lock:
         if hand_over.ask is None:
             return replace(self.stored.freed(), token=start.token)
         asker = hand_over.ask.asker
@@ -621,11 +621,11 @@ class World:
 
     def wish(
         self, ask: Ask | None, condition: Condition, expected: int, attempt: str
-    ) -> calls.Fence:
-        return calls.Fence(
+    ) -> values.FenceAttempt:
+        return values.FenceAttempt(
             attempt=attempt,
             expected_token=expected,
-            condition=calls.Condition(condition.value),
+            condition=values.FenceCondition(condition.value),
             holder=Incarnation(*ask.asker.incarnation) if ask else None,
             resume=ranges_of(ask.resume if ask else ()),
             idle_ms=POLICY.lease_ms if condition is Condition.IDLE else 0,

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from batonmq._common.clock import Clock
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import Direct, Replica, offsets_service, register_broker, replica
 
@@ -29,14 +29,14 @@ async def session(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession
 
 
 @pytest_asyncio.fixture
-async def offsets(session: EtcdSession, tmp_path: Path) -> AsyncIterator[Offsets]:
+async def offsets(session: EtcdSession, tmp_path: Path) -> AsyncIterator[OffsetsEpoch]:
     """The offsets service of the cluster, registered."""
     async with offsets_service(session, tmp_path / "offsets") as running:
         yield running
 
 
 @pytest_asyncio.fixture
-async def etcd(session: EtcdSession, offsets: Offsets) -> EtcdSession:
+async def etcd(session: EtcdSession, offsets: OffsetsEpoch) -> EtcdSession:
     """The cluster's keys, with one broker registered beside offsets."""
     await register_broker(session, "broker-a")
     return session

@@ -25,29 +25,29 @@ from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.__main__ import build
 from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_store import GroupStore
-from batonmq_server.nameserver.placing import Placing
-from batonmq_server.nameserver.progress import Progress
-from batonmq_server.nameserver.refusals import Refusals
-from batonmq_server.nameserver.sessions import Sessions
-from batonmq_server.nameserver.telemetry import Telemetry
+from batonmq_server.nameserver.member_sessions import MemberSessions
+from batonmq_server.nameserver.placement_calls import PlacementCalls
+from batonmq_server.nameserver.progress_deleter import ProgressDeleter
+from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.nameserver.turns import Turns
-from batonmq_server.offsets.core.calls import Limits
+from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, standalone_epoch
+from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.offsets.serving import Offsets, Surroundings, alone
-from batonmq_server.offsets.stream import OffsetsStream
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.gates import PREFIX as GATES_PREFIX
 from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.runtime.peers import Peers
 from batonmq_server.runtime.places import OFFSETS, Places
 from batonmq_server.runtime.process import Runtime
-from tests.offsets.service import only_set
+from tests.offsets.service_calls import only_set
 from tests.support.serving import serving_at
 
 CALL_TIMEOUT_S = 20
@@ -134,15 +134,15 @@ class Direct:
         settings, etcd = runtime.settings, runtime.etcd
         assert isinstance(settings, NameserverSettings)
         self.catalog = Catalog(etcd, runtime.nodes, watchers_max=1)
-        telemetry = Telemetry(CollectorRegistry(), runtime.hub, self.catalog, 30_000)
-        turns = Turns(runtime.random)
+        telemetry = GroupEvents(CollectorRegistry(), runtime.hub, self.catalog, 30_000)
+        turns = CompareAndSwap(runtime.random)
         topic_store = TopicStore(etcd, turns)
         store = GroupStore(
             etcd, turns, topic_store, member_lease_ms=30_000, on_change=telemetry.group_changed
         )
         self.offsets = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub)
         places = Places(self.catalog.places, runtime.nodes)
-        progress = Progress(self.offsets.stub, places)
+        progress = ProgressDeleter(self.offsets.stub, places)
         self.topics = TopicCalls(settings, self.catalog, topic_store, progress)
         self.groups = GroupCalls(
             settings=settings,
@@ -150,10 +150,10 @@ class Direct:
             catalog=self.catalog,
             store=store,
             topics=self.topics,
-            sessions=Sessions(etcd, self.catalog, store, telemetry, grace_ms=1_000),
-            refusals=Refusals(etcd, self.catalog, lease_ms=30_000),
+            sessions=MemberSessions(etcd, self.catalog, store, telemetry, grace_ms=1_000),
+            refusals=RefusedClients(etcd, self.catalog, lease_ms=30_000),
             progress=progress,
-            placing=Placing(etcd, turns, self.catalog, places, store),
+            placing=PlacementCalls(etcd, turns, self.catalog, places, store),
             telemetry=telemetry,
         )
         self._tasks = tasks
@@ -205,24 +205,24 @@ async def _serves(stub: pb_grpc.NameserverServiceAsyncStub) -> None:
 
 
 @asynccontextmanager
-async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offsets]:
+async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[OffsetsEpoch]:
     """The real offsets service, registered; it keeps in `folder` what outlives the block."""
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     with Disk(folder) as disk:
         gates = Mirror(etcd, GATES_PREFIX)
-        offsets = alone(
+        offsets = standalone_epoch(
             disk,
-            Surroundings(
-                limits=Limits(),
+            EpochContext(
+                limits=QueueLimits(),
                 clock=clock,
                 metrics=OffsetsMetrics(registry),
-                stream=OffsetsStream(hub),
+                events=EventPublisher(hub),
                 gates=gates,
-                origin=only_set(etcd),
+                directory=only_set(etcd),
             ),
         )
-        async with asyncio.TaskGroup() as tasks, serving_at(offsets.add) as address:
+        async with asyncio.TaskGroup() as tasks, serving_at(offsets.add_to) as address:
             running = [tasks.create_task(run()) for run in (offsets.commits.run, gates.run)]
             await register_offsets(etcd, address, offsets.table.epoch)
             yield offsets

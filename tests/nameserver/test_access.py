@@ -24,7 +24,7 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import InvalidArgument, InvalidName, LimitExceeded
 from batonmq_server.nameserver import access_store
 from batonmq_server.nameserver.access_store import AccessStore
-from batonmq_server.nameserver.turns import Turns
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.runtime import stored_access
 from batonmq_server.runtime.access import Grant as StoredGrant
 from batonmq_server.runtime.access import Role as StoredRole
@@ -141,7 +141,7 @@ async def test_only_a_whole_token_id_names_a_token(control: AccessControl, token
 
 
 async def test_grants_that_are_made_at_once_are_all_kept(etcd: EtcdSession) -> None:
-    stores = [AccessStore(etcd, Turns(etcd.random)) for _ in range(2)]
+    stores = [AccessStore(etcd, CompareAndSwap(etcd.random)) for _ in range(2)]
     wanted = [StoredGrant(StoredRole.CONSUME, f"topic:t-{number}") for number in range(10)]
     async with asyncio.TaskGroup() as tasks:
         for number, grant in enumerate(wanted):
@@ -153,7 +153,7 @@ async def test_an_identity_has_a_bounded_number_of_grants(
     etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(access_store, "GRANTS_MAX", 2)
-    store = AccessStore(etcd, Turns(etcd.random))
+    store = AccessStore(etcd, CompareAndSwap(etcd.random))
     grants = [StoredGrant(StoredRole.CONSUME, f"topic:{name}") for name in "abc"]
     for grant in grants[:2]:
         await store.grant("app", grant)

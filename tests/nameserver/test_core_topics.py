@@ -15,8 +15,8 @@ from batonmq_server.nameserver.core.topics import (
     QueueSpread,
     Topic,
     build_route,
-    housed,
     spread_queues,
+    with_rooms,
 )
 
 
@@ -32,7 +32,7 @@ def test_queues_are_spread_evenly_and_start_where_told() -> None:
 
 def test_rooms_are_where_brokers_are_and_stay_when_one_is_away() -> None:
     spread = (QueueSpread("a", 1, room="north"), QueueSpread("b", 2, 1, room="south"))
-    assert housed(spread, {"b": "east", "c": "west"}) == (
+    assert with_rooms(spread, {"b": "east", "c": "west"}) == (
         QueueSpread("a", 1, room="north"),
         QueueSpread("b", 2, 1, room="east"),
     )

@@ -14,32 +14,40 @@ from pathlib import Path
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq_server.nameserver.core.diagnosis import LATELY_MS, SILENT_MS, Reason, diagnose, span
+from batonmq_server.nameserver.core.diagnosis import (
+    LATELY_MS,
+    SILENT_MS,
+    StuckReason,
+    diagnose,
+    span,
+)
 from batonmq_server.nameserver.core.evidence import (
-    Change,
-    Damage,
-    Evidence,
-    GroupState,
-    Head,
-    Lock,
-    Log,
-    Pause,
-    Progress,
-    Refused,
-    Scan,
-    Unlike,
+    DamagedMessage,
+    ExcludedClient,
+    FilterScan,
+    GroupEvidence,
+    LockEvidence,
+    LogExtent,
+    OldestMessage,
+    PauseEvidence,
+    ProgressEvidence,
+    QueueEvidence,
+    SubscriptionChangeEvidence,
+    SubscriptionMismatch,
 )
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/ownership.md"
 PROTO = ROOT / "protos/baton/nameserver/v1/nameserver_service.proto"
 
-GROUP = GroupState(name="planners", generation=7, member_count=2)
-LOCK = Lock(owner="c1", token=5, held_ms=60_000, lease_age_ms=1_000)
-IN_HAND = Progress(token=5, committed_offset=2_101, unacked_count=1, acked_count=99, idle_ms=800)
-NOTHING_IN_HAND = Progress(token=5, committed_offset=2_101, idle_ms=9_000)
-HEAD = Head(2_101, "broker-a-1f40-3", 83_000)
-STUCK = Evidence(
+GROUP = GroupEvidence(name="planners", generation=7, member_count=2)
+LOCK = LockEvidence(owner="c1", token=5, held_ms=60_000, lease_age_ms=1_000)
+IN_HAND = ProgressEvidence(
+    token=5, committed_offset=2_101, unacked_count=1, acked_count=99, idle_ms=800
+)
+NOTHING_IN_HAND = ProgressEvidence(token=5, committed_offset=2_101, idle_ms=9_000)
+HEAD = OldestMessage(2_101, "broker-a-1f40-3", 83_000)
+STUCK = QueueEvidence(
     group=GROUP,
     topic="flights",
     broker="broker-a",
@@ -48,48 +56,63 @@ STUCK = Evidence(
     assigned="c1",
     lock=LOCK,
     progress=IN_HAND,
-    log=Log(100, 2_201),
+    log=LogExtent(100, 2_201),
     head=HEAD,
     unmoved_ms=80_000,
 )
-REFUSED = Refused("c3", "c1", (Unlike("flights", "EWR", "JFK||LGA"), Unlike("orderly", "1", "0")))
+REFUSED = ExcludedClient(
+    "c3",
+    "c1",
+    (SubscriptionMismatch("flights", "EWR", "JFK||LGA"), SubscriptionMismatch("orderly", "1", "0")),
+)
 DEALT_TO_NOBODY = replace(STUCK, assigned="", lock=None)
-FREE = Lock(token=5, refusal="UNACKED: 1 message is not acked")
+FREE = LockEvidence(token=5, refusal="UNACKED: 1 message is not acked")
 OF_SILENT_OWNER = replace(LOCK, lease_age_ms=SILENT_MS, lease_left_ms=18_000)
 
-ROWS: dict[Reason, Evidence] = {
-    Reason.OFFSETS_UNREACHABLE: replace(STUCK, progress=None, progress_error="UNREACHABLE: no"),
-    Reason.STORAGE_UNREACHABLE: replace(STUCK, log=None, log_error="UNREACHABLE: away"),
-    Reason.OFFSET_AHEAD_OF_LOG: replace(STUCK, log=Log(100, 2_100)),
-    Reason.IDLE: replace(STUCK, log=Log(100, 2_101), head=None),
-    Reason.NOT_READABLE: replace(STUCK, permission="WRITE"),
-    Reason.PAUSED: replace(STUCK, group=replace(GROUP, paused=Pause("ops", "deploy", 90_000))),
-    Reason.SUBSCRIPTION_DRAINING: replace(
-        DEALT_TO_NOBODY, group=replace(GROUP, change=Change(4_000, 3), refused=(REFUSED,))
+ROWS: dict[StuckReason, QueueEvidence] = {
+    StuckReason.OFFSETS_UNREACHABLE: replace(
+        STUCK, progress=None, progress_error="UNREACHABLE: no"
     ),
-    Reason.REFUSED_SUBSCRIPTION: replace(DEALT_TO_NOBODY, group=replace(GROUP, refused=(REFUSED,))),
-    Reason.NO_MEMBER: replace(DEALT_TO_NOBODY, group=replace(GROUP, member_count=0)),
-    Reason.NOT_ASSIGNED: DEALT_TO_NOBODY,
-    Reason.DATA_LOSS: replace(STUCK, head=None, damage=Damage("8000", "DATA_LOSS: bad checksum")),
-    Reason.MOVING: replace(STUCK, moved=True, unmoved_ms=LATELY_MS),
-    Reason.LOCKMGR_UNREACHABLE: replace(STUCK, lock=None, lock_error="NOT_LEADER: nobody leads"),
-    Reason.HANDOVER_PENDING: replace(STUCK, lock=replace(LOCK, step="persist", attempt="9-1")),
-    Reason.NOT_ACQUIRED: replace(STUCK, lock=FREE),
-    Reason.OWNER_SILENT: replace(
+    StuckReason.STORAGE_UNREACHABLE: replace(STUCK, log=None, log_error="UNREACHABLE: away"),
+    StuckReason.OFFSET_AHEAD_OF_LOG: replace(STUCK, log=LogExtent(100, 2_100)),
+    StuckReason.IDLE: replace(STUCK, log=LogExtent(100, 2_101), head=None),
+    StuckReason.NOT_READABLE: replace(STUCK, permission="WRITE"),
+    StuckReason.PAUSED: replace(
+        STUCK, group=replace(GROUP, paused=PauseEvidence("ops", "deploy", 90_000))
+    ),
+    StuckReason.SUBSCRIPTION_DRAINING: replace(
+        DEALT_TO_NOBODY,
+        group=replace(GROUP, change=SubscriptionChangeEvidence(4_000, 3), refused=(REFUSED,)),
+    ),
+    StuckReason.REFUSED_SUBSCRIPTION: replace(
+        DEALT_TO_NOBODY, group=replace(GROUP, refused=(REFUSED,))
+    ),
+    StuckReason.NO_MEMBER: replace(DEALT_TO_NOBODY, group=replace(GROUP, member_count=0)),
+    StuckReason.NOT_ASSIGNED: DEALT_TO_NOBODY,
+    StuckReason.DATA_LOSS: replace(
+        STUCK, head=None, damage=DamagedMessage("8000", "DATA_LOSS: bad checksum")
+    ),
+    StuckReason.MOVING: replace(STUCK, moved=True, unmoved_ms=LATELY_MS),
+    StuckReason.LOCKMGR_UNREACHABLE: replace(
+        STUCK, lock=None, lock_error="NOT_LEADER: nobody leads"
+    ),
+    StuckReason.HANDOVER_PENDING: replace(STUCK, lock=replace(LOCK, step="persist", attempt="9-1")),
+    StuckReason.NOT_ACQUIRED: replace(STUCK, lock=FREE),
+    StuckReason.OWNER_SILENT: replace(
         STUCK, lock=OF_SILENT_OWNER, progress=replace(IN_HAND, idle_ms=SILENT_MS)
     ),
-    Reason.PHANTOM_TOKEN: replace(STUCK, progress=replace(IN_HAND, token=6)),
-    Reason.HELD: replace(STUCK, assigned="c2", lock=replace(LOCK, waiters=("c2",))),
-    Reason.ACK_CAP: replace(
+    StuckReason.PHANTOM_TOKEN: replace(STUCK, progress=replace(IN_HAND, token=6)),
+    StuckReason.HELD: replace(STUCK, assigned="c2", lock=replace(LOCK, waiters=("c2",))),
+    StuckReason.ACK_CAP: replace(
         STUCK, progress=replace(IN_HAND, capped=True, acked_range_count=100_000)
     ),
-    Reason.HEAD_OF_LINE: STUCK,
-    Reason.FILTERED: replace(STUCK, progress=NOTHING_IN_HAND, filtered=Scan(100)),
-    Reason.NOT_PULLING: replace(STUCK, progress=NOTHING_IN_HAND),
+    StuckReason.HEAD_OF_LINE: STUCK,
+    StuckReason.FILTERED: replace(STUCK, progress=NOTHING_IN_HAND, filtered=FilterScan(100)),
+    StuckReason.NOT_PULLING: replace(STUCK, progress=NOTHING_IN_HAND),
 }
 
 
-def promised(reason: Reason) -> set[str]:
+def promised(reason: StuckReason) -> set[str]:
     """Names of the values that the contract lists for a reason."""
     comment = re.search(
         rf"((?:\s*//[^\n]*\n)+)\s*STUCK_REASON_{reason.value} = ", PROTO.read_text()
@@ -98,7 +121,7 @@ def promised(reason: Reason) -> set[str]:
     text = " ".join(comment[1].replace("//", "").split())
     named = set(re.findall(r"`(\w+)`", text.partition("Evidence:")[2]))
     if "as HEAD_OF_LINE" in text:
-        named |= promised(Reason.HEAD_OF_LINE)
+        named |= promised(StuckReason.HEAD_OF_LINE)
     return named
 
 
@@ -106,7 +129,7 @@ def test_reasons_are_those_of_the_contract() -> None:
     names = {
         name.removeprefix("STUCK_REASON_") for name in pb.StuckReason.DESCRIPTOR.values_by_name
     }
-    assert set(Reason) == names - {"UNSPECIFIED"} == set(ROWS)
+    assert set(StuckReason) == names - {"UNSPECIFIED"} == set(ROWS)
 
 
 def test_the_page_on_ownership_lists_the_reasons_in_the_order_of_these_rows() -> None:
@@ -114,18 +137,18 @@ def test_the_page_on_ownership_lists_the_reasons_in_the_order_of_these_rows() ->
     assert re.findall(r"^\| `([A-Z_]+)` \|", section, re.MULTILINE) == list(ROWS)
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_each_reason_is_found(reason: Reason) -> None:
+@pytest.mark.parametrize("reason", StuckReason)
+def test_each_reason_is_found(reason: StuckReason) -> None:
     assert diagnose(ROWS[reason]).reason is reason
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_the_values_are_those_that_the_contract_lists(reason: Reason) -> None:
+@pytest.mark.parametrize("reason", StuckReason)
+def test_the_values_are_those_that_the_contract_lists(reason: StuckReason) -> None:
     assert promised(reason) <= set(diagnose(ROWS[reason]).values)
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_what_is_stuck_has_a_remedy_and_what_is_not_has_none(reason: Reason) -> None:
+@pytest.mark.parametrize("reason", StuckReason)
+def test_what_is_stuck_has_a_remedy_and_what_is_not_has_none(reason: StuckReason) -> None:
     finding = diagnose(ROWS[reason])
     assert finding.message
     assert bool(finding.remedy) == reason.stuck
@@ -135,7 +158,7 @@ def test_what_is_stuck_has_a_remedy_and_what_is_not_has_none(reason: Reason) -> 
     ("reason", "values"),
     [
         (
-            Reason.HEAD_OF_LINE,
+            StuckReason.HEAD_OF_LINE,
             {
                 "owner": "c1",
                 "unacked": 1,
@@ -144,9 +167,9 @@ def test_what_is_stuck_has_a_remedy_and_what_is_not_has_none(reason: Reason) -> 
                 "age_ms": 83_000,
             },
         ),
-        (Reason.HELD, {"owner": "c1", "held_ms": 60_000, "token": 5, "waiters": "c2"}),
+        (StuckReason.HELD, {"owner": "c1", "held_ms": 60_000, "token": 5, "waiters": "c2"}),
         (
-            Reason.REFUSED_SUBSCRIPTION,
+            StuckReason.REFUSED_SUBSCRIPTION,
             {
                 "client_id": "c3",
                 "member_client_id": "c1",
@@ -158,11 +181,13 @@ def test_what_is_stuck_has_a_remedy_and_what_is_not_has_none(reason: Reason) -> 
                 "has_2": "0",
             },
         ),
-        (Reason.FILTERED, {"expression": "JFK||LGA", "scanned": 100}),
-        (Reason.NO_MEMBER, {"generation": 7}),
+        (StuckReason.FILTERED, {"expression": "JFK||LGA", "scanned": 100}),
+        (StuckReason.NO_MEMBER, {"generation": 7}),
     ],
 )
-def test_the_values_are_those_of_the_evidence(reason: Reason, values: dict[str, object]) -> None:
+def test_the_values_are_those_of_the_evidence(
+    reason: StuckReason, values: dict[str, object]
+) -> None:
     assert diagnose(ROWS[reason]).values == values
 
 
@@ -176,112 +201,124 @@ def test_a_sentence_names_the_owner_the_message_and_its_age() -> None:
 # ---- what is mended first
 
 
-SILENT = ROWS[Reason.OWNER_SILENT]
-PENDING_FREE = Lock(token=5, step="fence", attempt="9-1")
-TWO_AT_ONCE: list[tuple[Reason, Evidence]] = [
-    (Reason.IDLE, replace(ROWS[Reason.IDLE], permission="WRITE")),
-    (Reason.NOT_READABLE, replace(ROWS[Reason.PAUSED], permission="WRITE")),
+SILENT = ROWS[StuckReason.OWNER_SILENT]
+PENDING_FREE = LockEvidence(token=5, step="fence", attempt="9-1")
+TWO_AT_ONCE: list[tuple[StuckReason, QueueEvidence]] = [
+    (StuckReason.IDLE, replace(ROWS[StuckReason.IDLE], permission="WRITE")),
+    (StuckReason.NOT_READABLE, replace(ROWS[StuckReason.PAUSED], permission="WRITE")),
     (
-        Reason.PAUSED,
+        StuckReason.PAUSED,
         replace(
             DEALT_TO_NOBODY,
-            group=replace(GROUP, paused=Pause("ops", "", 1), change=Change(4_000, 3)),
+            group=replace(
+                GROUP,
+                paused=PauseEvidence("ops", "", 1),
+                change=SubscriptionChangeEvidence(4_000, 3),
+            ),
         ),
     ),
     (
-        Reason.REFUSED_SUBSCRIPTION,
+        StuckReason.REFUSED_SUBSCRIPTION,
         replace(DEALT_TO_NOBODY, group=replace(GROUP, member_count=0, refused=(REFUSED,))),
     ),
-    (Reason.NOT_ASSIGNED, replace(ROWS[Reason.DATA_LOSS], assigned="")),
-    (Reason.DATA_LOSS, replace(ROWS[Reason.DATA_LOSS], moved=True, unmoved_ms=0)),
-    (Reason.HANDOVER_PENDING, replace(STUCK, lock=PENDING_FREE)),
-    (Reason.OWNER_SILENT, replace(SILENT, lock=replace(OF_SILENT_OWNER, token=4))),
-    (Reason.PHANTOM_TOKEN, replace(ROWS[Reason.PHANTOM_TOKEN], assigned="c2")),
-    (Reason.HELD, replace(ROWS[Reason.ACK_CAP], assigned="c2")),
+    (StuckReason.NOT_ASSIGNED, replace(ROWS[StuckReason.DATA_LOSS], assigned="")),
+    (StuckReason.DATA_LOSS, replace(ROWS[StuckReason.DATA_LOSS], moved=True, unmoved_ms=0)),
+    (StuckReason.HANDOVER_PENDING, replace(STUCK, lock=PENDING_FREE)),
+    (StuckReason.OWNER_SILENT, replace(SILENT, lock=replace(OF_SILENT_OWNER, token=4))),
+    (StuckReason.PHANTOM_TOKEN, replace(ROWS[StuckReason.PHANTOM_TOKEN], assigned="c2")),
+    (StuckReason.HELD, replace(ROWS[StuckReason.ACK_CAP], assigned="c2")),
 ]
 
 
 @pytest.mark.parametrize(("first", "evidence"), TWO_AT_ONCE)
 def test_of_two_reasons_the_one_to_be_mended_first_is_told(
-    first: Reason, evidence: Evidence
+    first: StuckReason, evidence: QueueEvidence
 ) -> None:
     assert diagnose(evidence).reason is first
 
 
 def test_a_queue_without_lag_is_idle_whatever_else_is_wrong() -> None:
-    nobody = replace(ROWS[Reason.NO_MEMBER], log=Log(100, 2_101), head=None)
-    assert diagnose(nobody).reason is Reason.IDLE
-    paused = replace(ROWS[Reason.PAUSED], log=Log(100, 2_101), head=None)
-    assert diagnose(paused).reason is Reason.IDLE
+    nobody = replace(ROWS[StuckReason.NO_MEMBER], log=LogExtent(100, 2_101), head=None)
+    assert diagnose(nobody).reason is StuckReason.IDLE
+    paused = replace(ROWS[StuckReason.PAUSED], log=LogExtent(100, 2_101), head=None)
+    assert diagnose(paused).reason is StuckReason.IDLE
 
 
 def test_an_unreachable_service_comes_before_what_it_would_have_told() -> None:
-    both = replace(ROWS[Reason.STORAGE_UNREACHABLE], progress=None, progress_error="UNREACHABLE: x")
-    assert diagnose(both).reason is Reason.OFFSETS_UNREACHABLE
+    both = replace(
+        ROWS[StuckReason.STORAGE_UNREACHABLE], progress=None, progress_error="UNREACHABLE: x"
+    )
+    assert diagnose(both).reason is StuckReason.OFFSETS_UNREACHABLE
 
 
 def test_messages_that_move_need_no_lock_manager() -> None:
-    moving = replace(ROWS[Reason.LOCKMGR_UNREACHABLE], moved=True, unmoved_ms=0)
-    assert diagnose(moving).reason is Reason.MOVING
+    moving = replace(ROWS[StuckReason.LOCKMGR_UNREACHABLE], moved=True, unmoved_ms=0)
+    assert diagnose(moving).reason is StuckReason.MOVING
 
 
 def test_a_committed_offset_that_was_only_seen_once_does_not_count_as_moving() -> None:
-    assert diagnose(replace(STUCK, moved=False, unmoved_ms=0)).reason is Reason.HEAD_OF_LINE
+    assert diagnose(replace(STUCK, moved=False, unmoved_ms=0)).reason is StuckReason.HEAD_OF_LINE
 
 
 def test_a_queue_that_moved_too_long_ago_is_not_moving() -> None:
     late = replace(STUCK, moved=True, unmoved_ms=LATELY_MS + 1)
-    assert diagnose(late).reason is Reason.HEAD_OF_LINE
+    assert diagnose(late).reason is StuckReason.HEAD_OF_LINE
 
 
 def test_a_message_that_has_just_come_is_no_trouble() -> None:
     young = replace(STUCK, head=replace(HEAD, age_ms=LATELY_MS - 1))
-    assert diagnose(young).reason is Reason.MOVING
+    assert diagnose(young).reason is StuckReason.MOVING
 
 
 def test_a_paused_group_is_told_even_if_handlers_still_finish_messages() -> None:
-    assert diagnose(replace(ROWS[Reason.PAUSED], moved=True, unmoved_ms=0)).reason is Reason.PAUSED
+    assert (
+        diagnose(replace(ROWS[StuckReason.PAUSED], moved=True, unmoved_ms=0)).reason
+        is StuckReason.PAUSED
+    )
 
 
 def test_an_owner_that_pulls_is_not_silent_although_the_lock_manager_does_not_hear_it() -> None:
-    heard = replace(ROWS[Reason.OWNER_SILENT], progress=IN_HAND)
-    assert diagnose(heard).reason is Reason.HEAD_OF_LINE
+    heard = replace(ROWS[StuckReason.OWNER_SILENT], progress=IN_HAND)
+    assert diagnose(heard).reason is StuckReason.HEAD_OF_LINE
 
 
 def test_a_silent_owner_comes_before_the_member_that_waits_for_it() -> None:
-    waited_for = replace(ROWS[Reason.OWNER_SILENT], assigned="c2")
-    assert diagnose(waited_for).reason is Reason.OWNER_SILENT
+    waited_for = replace(ROWS[StuckReason.OWNER_SILENT], assigned="c2")
+    assert diagnose(waited_for).reason is StuckReason.OWNER_SILENT
 
 
 def test_messages_that_no_filter_passes_do_not_excuse_an_owner_that_is_idle() -> None:
     idle = replace(NOTHING_IN_HAND, idle_ms=SILENT_MS)
-    assert diagnose(replace(ROWS[Reason.FILTERED], progress=idle)).reason is Reason.NOT_PULLING
+    assert (
+        diagnose(replace(ROWS[StuckReason.FILTERED], progress=idle)).reason
+        is StuckReason.NOT_PULLING
+    )
 
 
 def test_a_member_that_waits_for_its_subscription_is_told_as_such() -> None:
     waits = replace(GROUP, refused=(replace(REFUSED, waits=True),))
     finding = diagnose(replace(DEALT_TO_NOBODY, group=waits))
-    assert finding.reason is Reason.REFUSED_SUBSCRIPTION
+    assert finding.reason is StuckReason.REFUSED_SUBSCRIPTION
     assert "waits for its subscription" in finding.message
 
 
 def test_a_refused_client_is_not_the_reason_while_somebody_has_the_queue() -> None:
     refused = replace(STUCK, group=replace(GROUP, refused=(REFUSED,)))
-    assert diagnose(refused).reason is Reason.HEAD_OF_LINE
+    assert diagnose(refused).reason is StuckReason.HEAD_OF_LINE
 
 
 def test_of_several_refused_clients_the_one_that_wants_the_topic_is_told() -> None:
-    other = Refused("c2", "c1", (Unlike("orders", "*", ""),))
+    other = ExcludedClient("c2", "c1", (SubscriptionMismatch("orders", "*", ""),))
     evidence = replace(DEALT_TO_NOBODY, group=replace(GROUP, refused=(other, REFUSED)))
     assert diagnose(evidence).values["client_id"] == "c3"
     assert diagnose(replace(evidence, topic="orders")).values["client_id"] == "c2"
     nobody_wants = replace(evidence, topic="payments", expression=None)
-    assert diagnose(nobody_wants).reason is Reason.NOT_ASSIGNED
+    assert diagnose(nobody_wants).reason is StuckReason.NOT_ASSIGNED
 
 
 def test_a_topic_that_the_group_does_not_subscribe_to_is_told_as_such() -> None:
     finding = diagnose(replace(DEALT_TO_NOBODY, expression=None))
-    assert finding.reason is Reason.NOT_ASSIGNED
+    assert finding.reason is StuckReason.NOT_ASSIGNED
     assert finding.message == "group planners does not subscribe to flights"
 
 
@@ -289,25 +326,28 @@ def test_a_topic_that_the_group_does_not_subscribe_to_is_told_as_such() -> None:
 
 
 def test_without_ownership_the_lock_manager_is_not_needed() -> None:
-    unowned = replace(ROWS[Reason.LOCKMGR_UNREACHABLE], group=replace(GROUP, owned=False))
+    unowned = replace(ROWS[StuckReason.LOCKMGR_UNREACHABLE], group=replace(GROUP, owned=False))
     finding = diagnose(unowned)
-    assert finding.reason is Reason.HEAD_OF_LINE
+    assert finding.reason is StuckReason.HEAD_OF_LINE
     assert finding.values["owner"] == "c1"
 
 
 def test_without_ownership_what_is_acked_out_of_order_shows_the_head_of_the_line() -> None:
     unowned = replace(STUCK, group=replace(GROUP, owned=False), lock=None)
     acked = replace(unowned, progress=replace(NOTHING_IN_HAND, acked_count=5))
-    assert diagnose(acked).reason is Reason.HEAD_OF_LINE
+    assert diagnose(acked).reason is StuckReason.HEAD_OF_LINE
     nothing = replace(unowned, progress=NOTHING_IN_HAND)
-    assert diagnose(nothing).reason is Reason.NOT_PULLING
+    assert diagnose(nothing).reason is StuckReason.NOT_PULLING
 
 
 def test_nothing_keeps_the_members_of_a_broadcasting_group_from_reading() -> None:
     group = replace(GROUP, owned=False, broadcasting=True)
     each = replace(STUCK, group=group, assigned="", lock=None, progress=None, head=None)
-    assert diagnose(each).reason is Reason.MOVING
-    assert diagnose(replace(each, group=replace(group, member_count=0))).reason is Reason.NO_MEMBER
+    assert diagnose(each).reason is StuckReason.MOVING
+    assert (
+        diagnose(replace(each, group=replace(group, member_count=0))).reason
+        is StuckReason.NO_MEMBER
+    )
 
 
 # ---- lag
@@ -317,24 +357,24 @@ def test_nothing_keeps_the_members_of_a_broadcasting_group_from_reading() -> Non
     ("evidence", "lag_count", "head_offset"),
     [
         (STUCK, 100, 2_101),
-        (replace(STUCK, log=Log(2_150, 2_201)), 51, 2_150),  # retention was faster
-        (replace(STUCK, log=Log(100, 2_101)), 0, -1),
+        (replace(STUCK, log=LogExtent(2_150, 2_201)), 51, 2_150),  # retention was faster
+        (replace(STUCK, log=LogExtent(100, 2_101)), 0, -1),
         (replace(STUCK, log=None, log_error="away"), -1, -1),
         (replace(STUCK, progress=None, progress_error="away"), -1, -1),
         (replace(STUCK, progress=None, group=replace(GROUP, from_first=True)), 2_101, 100),
         (replace(STUCK, progress=None), -1, -1),  # it starts after the last, wherever that is then
-        (replace(STUCK, progress=None, log=Log(0, 0)), 0, -1),
+        (replace(STUCK, progress=None, log=LogExtent(0, 0)), 0, -1),
     ],
 )
 def test_lag_is_what_is_kept_and_not_handled(
-    evidence: Evidence, lag_count: int, head_offset: int
+    evidence: QueueEvidence, lag_count: int, head_offset: int
 ) -> None:
     assert (evidence.lag_count, evidence.head_offset) == (lag_count, head_offset)
 
 
 def test_lag_in_time_is_the_age_of_the_head() -> None:
     assert STUCK.lag_ms == 83_000
-    assert ROWS[Reason.IDLE].lag_ms == 0
+    assert ROWS[StuckReason.IDLE].lag_ms == 0
     assert replace(STUCK, head=None).lag_ms == -1
 
 

@@ -19,8 +19,8 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import GroupInUse
-from batonmq_server.offsets.core.calls import Instant, Place, Source
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.core.values import AckState, Instant, ProgressSource
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import (
     Direct,
@@ -198,7 +198,7 @@ async def forgetting(
 
 
 async def test_deleting_a_group_ends_its_progress_once_nobody_can_join_it(
-    nameserver: Replica, offsets: Offsets, etcd: EtcdSession
+    nameserver: Replica, offsets: OffsetsEpoch, etcd: EtcdSession
 ) -> None:
     async def gone() -> None:
         assert await etcd.get(etcd.key("groups", "g")) is None
@@ -210,10 +210,10 @@ async def test_deleting_a_group_ends_its_progress_once_nobody_can_join_it(
 
 
 async def test_group_that_is_joined_during_its_deletion_keeps_its_progress(
-    nameserver: Replica, offsets: Offsets, direct: Direct
+    nameserver: Replica, offsets: OffsetsEpoch, direct: Direct
 ) -> None:
     key = GroupQueue("g", "flights", "broker-a", 0)
-    offsets.table.move(key, Place(5), Source.RESET, Instant(0, 0), dry_run=False)
+    offsets.table.reset(key, AckState(5), ProgressSource.RESET, Instant(0, 0), dry_run=False)
 
     async def forget_late(group: str) -> int:
         await nameserver.join(group, "c1")
@@ -229,7 +229,7 @@ async def test_group_that_is_joined_during_its_deletion_keeps_its_progress(
 
 
 async def test_deletion_that_offsets_did_not_confirm_is_finished_by_repeating_it(
-    nameserver: Replica, offsets: Offsets, etcd: EtcdSession
+    nameserver: Replica, offsets: OffsetsEpoch, etcd: EtcdSession
 ) -> None:
     async def nothing() -> None:
         return

@@ -22,13 +22,19 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import DataLoss, DataLossDetail, Held, NotLeader, SubscriptionConflict
-from batonmq_server.nameserver.core.diagnosis import Reason
-from batonmq_server.nameserver.core.groups import Group, Pause, Staged, Subscription
+from batonmq_server.nameserver.core.diagnosis import StuckReason
+from batonmq_server.nameserver.core.groups import Group, Pause, StagedSubscription, Subscription
 from batonmq_server.nameserver.group_metrics import GroupMetrics
-from batonmq_server.nameserver.inspector import FRESH_MS, LOOK_AGAIN_MS, Diagnosis, Target, state_of
-from batonmq_server.nameserver.lookout import Lookout
+from batonmq_server.nameserver.inspector import (
+    FRESH_MS,
+    LOOK_AGAIN_MS,
+    GroupQueues,
+    QueueDiagnosis,
+    state_of,
+)
+from batonmq_server.nameserver.queue_monitor import QueueMonitor
 from batonmq_server.runtime.etcd import Stored
-from tests.nameserver.asked import TIMEOUT_S, Scene, queue_to_pb, scene
+from tests.nameserver.service_twins import TIMEOUT_S, Scene, queue_to_pb, scene
 
 
 @pytest.fixture
@@ -39,12 +45,12 @@ async def asked() -> AsyncIterator[Scene]:
         yield made
 
 
-async def why(asked: Scene, *groups: Group, patient: bool = False) -> list[Diagnosis]:
-    targets = [Target(group, asked.inspector.queues_of(group)) for group in groups]
+async def why(asked: Scene, *groups: Group, patient: bool = False) -> list[QueueDiagnosis]:
+    targets = [GroupQueues(group, asked.inspector.queues_of(group)) for group in groups]
     return await asked.inspector.inspect(targets, patient=patient)
 
 
-def reasons(found: Sequence[Diagnosis]) -> list[Reason]:
+def reasons(found: Sequence[QueueDiagnosis]) -> list[StuckReason]:
     return [diagnosis.finding.reason for diagnosis in found]
 
 
@@ -55,7 +61,7 @@ async def test_queues_without_lag_cost_one_question_per_service(asked: Scene) ->
     group = asked.group("g", "c1", "c2")
     asked.progress(group, 20)
     found = await why(asked, group)
-    assert reasons(found) == [Reason.IDLE] * 4
+    assert reasons(found) == [StuckReason.IDLE] * 4
     assert asked.calls() == {"List": 1, "QueryGroup": 1, "QueryOffsets": 2}
 
 
@@ -63,7 +69,7 @@ async def test_many_groups_cost_one_list_and_one_question_per_broker(asked: Scen
     groups = [asked.group(f"g{index}", "c1") for index in range(10)]
     for group in groups:
         asked.progress(group, 20)
-    assert reasons(await why(asked, *groups)) == [Reason.IDLE] * 40
+    assert reasons(await why(asked, *groups)) == [StuckReason.IDLE] * 40
     assert asked.calls() == {"List": 1, "QueryGroup": 10, "QueryOffsets": 2}
 
 
@@ -73,7 +79,7 @@ async def test_a_message_that_is_stuck_is_read_once(asked: Scene) -> None:
     asked.progress(group, 13, unacked_count=1)
     first = await why(asked, group)
     again = await why(asked, group)
-    assert reasons(first) == reasons(again) == [Reason.HEAD_OF_LINE] * 4
+    assert reasons(first) == reasons(again) == [StuckReason.HEAD_OF_LINE] * 4
     assert asked.calls() == {"List": 2, "QueryGroup": 2, "QueryOffsets": 4, "Read": 4}
 
 
@@ -116,7 +122,7 @@ async def test_what_waits_and_passes_no_filter_is_told_as_filtered(asked: Scene)
     asked.own(group, "c1")
     asked.progress(group, 0)
     finding = (await why(asked, group))[0].finding
-    assert finding.reason is Reason.FILTERED
+    assert finding.reason is StuckReason.FILTERED
     assert finding.values == {"expression": "JFK", "scanned": 20}
 
 
@@ -126,7 +132,7 @@ async def test_one_message_that_passes_is_enough_not_to_be_filtered(asked: Scene
     asked.own(group, "c1")
     asked.progress(group, 0)
     found = reasons(await why(asked, group))
-    assert found == [Reason.NOT_PULLING, *[Reason.FILTERED] * 3]
+    assert found == [StuckReason.NOT_PULLING, *[StuckReason.FILTERED] * 3]
 
 
 async def test_a_queue_that_nobody_acquired_tells_the_last_refusal(asked: Scene) -> None:
@@ -138,7 +144,7 @@ async def test_a_queue_that_nobody_acquired_tells_the_last_refusal(asked: Scene)
             denials=[lockmgr_pb.Denial(client_id="c1", error=refusal)],
         )
     finding = (await why(asked, group))[0].finding
-    assert finding.reason is Reason.NOT_ACQUIRED
+    assert finding.reason is StuckReason.NOT_ACQUIRED
     assert finding.message.endswith("the last refusal: HELD: c0 owns it")
 
 
@@ -151,7 +157,7 @@ async def test_a_silent_owner_is_told_with_the_rest_of_its_lease(asked: Scene) -
             entry=entry, lease_left_ms=10_000
         )
     finding = (await why(asked, group))[0].finding
-    assert finding.reason is Reason.OWNER_SILENT
+    assert finding.reason is StuckReason.OWNER_SILENT
     assert finding.values == {"owner": "dead", "lease_left_ms": 10_000}
 
 
@@ -163,7 +169,7 @@ async def test_a_token_that_only_seems_to_differ_is_looked_at_again(asked: Scene
     for progress in asked.offsets.queues:
         progress.token = 2
     found = await why(asked, group)
-    assert reasons(found) == [Reason.PHANTOM_TOKEN] * 4
+    assert reasons(found) == [StuckReason.PHANTOM_TOKEN] * 4
     for entry in asked.lockmgr.entries:
         granted = lockmgr_pb.LockEntry()
         granted.CopyFrom(entry)
@@ -171,7 +177,7 @@ async def test_a_token_that_only_seems_to_differ_is_looked_at_again(asked: Scene
         asked.lockmgr.described[str(entry.queue.queue.queue_id)] = lockmgr_pb.DescribeResponse(
             entry=granted
         )
-    assert reasons(await why(asked, group)) == [Reason.HEAD_OF_LINE] * 4
+    assert reasons(await why(asked, group)) == [StuckReason.HEAD_OF_LINE] * 4
 
 
 async def test_damage_is_told_with_its_position(asked: Scene) -> None:
@@ -182,7 +188,7 @@ async def test_damage_is_told_with_its_position(asked: Scene) -> None:
         "checksum does not match", detail=DataLossDetail(position=4096)
     )
     found = await why(asked, group)
-    assert reasons(found) == [*[Reason.DATA_LOSS] * 2, *[Reason.NOT_PULLING] * 2]
+    assert reasons(found) == [*[StuckReason.DATA_LOSS] * 2, *[StuckReason.NOT_PULLING] * 2]
     assert found[0].finding.values["position"] == "4096"
 
 
@@ -207,9 +213,9 @@ async def test_a_refused_client_is_told_with_what_it_wants(asked: Scene) -> None
     asked.refused.append(
         pb.RefusedClient(incarnation=queue_pb2.Incarnation(client_id="c2"), error=conflict)
     )
-    target = Target(group, tuple(asked.inspector.queues_of_topic("orders")))
+    target = GroupQueues(group, tuple(asked.inspector.queues_of_topic("orders")))
     found = await asked.inspector.inspect([target], patient=False)
-    assert reasons(found) == [Reason.REFUSED_SUBSCRIPTION] * 2
+    assert reasons(found) == [StuckReason.REFUSED_SUBSCRIPTION] * 2
     assert found[0].finding.values == {
         "client_id": "c2",
         "member_client_id": "c1",
@@ -221,7 +227,7 @@ async def test_a_refused_client_is_told_with_what_it_wants(asked: Scene) -> None
 
 async def test_a_broadcasting_group_costs_no_question_to_offsets(asked: Scene) -> None:
     group = asked.group("g", "c1", model="BROADCASTING")
-    assert reasons(await why(asked, group)) == [Reason.MOVING] * 4
+    assert reasons(await why(asked, group)) == [StuckReason.MOVING] * 4
     assert asked.calls()["QueryGroup"] == 0
 
 
@@ -235,7 +241,7 @@ async def test_what_is_committed_while_it_looks_is_not_taken_for_loss(asked: Sce
         asked.progress(group, 30)
 
     asked.offsets.on_query = goes_on
-    assert reasons(await why(asked, group)) == [Reason.IDLE] * 4
+    assert reasons(await why(asked, group)) == [StuckReason.IDLE] * 4
 
 
 # ---- services that do not answer
@@ -245,7 +251,7 @@ async def test_what_is_committed_while_it_looks_is_not_taken_for_loss(asked: Sce
 async def test_offsets_that_do_not_answer_are_the_reason(asked: Scene, mute: bool) -> None:
     asked.offsets.mute, asked.offsets.refusal = mute, NotLeader("no leader", facts={})
     found = await why(asked, asked.group("g", "c1"))
-    assert reasons(found) == [Reason.OFFSETS_UNREACHABLE] * 4
+    assert reasons(found) == [StuckReason.OFFSETS_UNREACHABLE] * 4
     said = "DEADLINE_EXCEEDED" if mute else "NOT_LEADER: no leader"
     assert said in str(found[0].finding.values["error"])
 
@@ -255,7 +261,7 @@ async def test_a_lock_manager_that_does_not_answer_is_the_reason(asked: Scene, m
     asked.lockmgr.mute, asked.lockmgr.refusal = mute, NotLeader("no leader", facts={})
     group = asked.group("g", "c1")
     asked.progress(group, 13)
-    assert reasons(await why(asked, group)) == [Reason.LOCKMGR_UNREACHABLE] * 4
+    assert reasons(await why(asked, group)) == [StuckReason.LOCKMGR_UNREACHABLE] * 4
 
 
 async def test_a_broker_that_does_not_answer_is_the_reason_for_its_queues(asked: Scene) -> None:
@@ -263,7 +269,7 @@ async def test_a_broker_that_does_not_answer_is_the_reason_for_its_queues(asked:
     group = asked.group("g", "c1")
     asked.progress(group, 20)
     found = reasons(await why(asked, group))
-    assert found == [*[Reason.IDLE] * 2, *[Reason.STORAGE_UNREACHABLE] * 2]
+    assert found == [*[StuckReason.IDLE] * 2, *[StuckReason.STORAGE_UNREACHABLE] * 2]
 
 
 async def test_a_broker_that_is_not_registered_is_the_reason_for_its_queues(asked: Scene) -> None:
@@ -273,7 +279,7 @@ async def test_a_broker_that_is_not_registered_is_the_reason_for_its_queues(aske
     group = asked.group("g", "c1")
     asked.progress(group, 20)
     found = await why(asked, group)
-    assert reasons(found) == [*[Reason.IDLE] * 2, *[Reason.STORAGE_UNREACHABLE] * 2]
+    assert reasons(found) == [*[StuckReason.IDLE] * 2, *[StuckReason.STORAGE_UNREACHABLE] * 2]
     assert "not registered" in found[3].finding.message
 
 
@@ -282,7 +288,7 @@ async def test_everything_mute_costs_no_more_than_a_few_deadlines(asked: Scene) 
         twin.mute = True
     begin_ms = asked.clock.monotonic_ms()
     found = await why(asked, asked.group("g", "c1"), patient=True)
-    assert reasons(found) == [Reason.OFFSETS_UNREACHABLE] * 4
+    assert reasons(found) == [StuckReason.OFFSETS_UNREACHABLE] * 4
     assert asked.clock.monotonic_ms() - begin_ms < 3 * TIMEOUT_S * 1000
 
 
@@ -293,10 +299,10 @@ async def test_a_queue_that_moves_between_two_looks_is_moving(asked: Scene) -> N
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 12, unacked_count=1)
-    assert reasons(await why(asked, group)) == [Reason.HEAD_OF_LINE] * 4
+    assert reasons(await why(asked, group)) == [StuckReason.HEAD_OF_LINE] * 4
     asked.progress(group, 13, unacked_count=1)
     found = await why(asked, group)
-    assert reasons(found) == [Reason.MOVING] * 4
+    assert reasons(found) == [StuckReason.MOVING] * 4
     assert found[0].evidence.unmoved_ms == 0
 
 
@@ -306,7 +312,7 @@ async def test_a_patient_look_sees_whether_a_queue_moves(asked: Scene) -> None:
     asked.progress(group, 10, unacked_count=1)
     committed = iter(range(11, 20))
     asked.offsets.on_query = lambda: asked.progress(group, next(committed), unacked_count=1)
-    assert reasons(await why(asked, group, patient=True)) == [Reason.MOVING] * 4
+    assert reasons(await why(asked, group, patient=True)) == [StuckReason.MOVING] * 4
     assert asked.calls()["QueryGroup"] == 2
 
 
@@ -318,7 +324,7 @@ async def test_a_queue_that_was_looked_at_is_not_waited_for_again(asked: Scene) 
     before = asked.calls()["QueryGroup"]
     found = await why(asked, group, patient=True)
     assert asked.calls()["QueryGroup"] == before + 1, "who waits asks again"
-    assert reasons(found) == [Reason.HEAD_OF_LINE] * 4
+    assert reasons(found) == [StuckReason.HEAD_OF_LINE] * 4
     assert found[0].evidence.unmoved_ms >= LOOK_AGAIN_MS
 
 
@@ -332,7 +338,7 @@ async def test_a_queue_that_moved_at_some_time_since_an_old_look_is_not_moving_n
     asked.progress(group, 13, unacked_count=1)
     later_ms = asked.clock.monotonic_ms() + FRESH_MS + 1
     monkeypatch.setattr(asked.clock, "monotonic_ms", lambda: later_ms)
-    assert reasons(await why(asked, group, patient=True)) == [Reason.HEAD_OF_LINE] * 4
+    assert reasons(await why(asked, group, patient=True)) == [StuckReason.HEAD_OF_LINE] * 4
     assert asked.calls()["QueryGroup"] == 3
 
 
@@ -343,11 +349,11 @@ async def test_a_message_from_a_clock_that_is_ahead_does_not_stay_new(
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 5, unacked_count=1)
-    assert reasons(await why(asked, group)) == [Reason.MOVING] * 2
+    assert reasons(await why(asked, group)) == [StuckReason.MOVING] * 2
     later_ms = asked.clock.monotonic_ms() + 20_000
     monkeypatch.setattr(asked.clock, "monotonic_ms", lambda: later_ms)
     found = await why(asked, group)
-    assert reasons(found) == [Reason.HEAD_OF_LINE] * 2
+    assert reasons(found) == [StuckReason.HEAD_OF_LINE] * 2
     assert 20_000 <= found[0].evidence.lag_ms < 60_000
 
 
@@ -362,7 +368,7 @@ def test_a_paused_group_is_told_with_who_and_since_when() -> None:
 
 
 def test_a_draining_group_is_told_with_its_open_grants() -> None:
-    staged = Staged((Subscription("t", "b"),), draining=True, since_unix_ms=1_000)
+    staged = StagedSubscription((Subscription("t", "b"),), draining=True, since_unix_ms=1_000)
     change = state_of(Group(name="g", staged=staged), (), 3, 5_000).change
     assert change is not None
     assert (change.open_grants, change.since_ms) == (3, 4_000)
@@ -373,7 +379,7 @@ def test_a_draining_group_is_told_with_its_open_grants() -> None:
 async def test_a_member_that_differs_waits_with_what_it_wants(asked: Scene) -> None:
     group = asked.group("g", "c1", "c2")
     differing = replace(group.members[1], differs=True)
-    staged = Staged((Subscription("t", "b"),), draining=False, since_unix_ms=0)
+    staged = StagedSubscription((Subscription("t", "b"),), draining=False, since_unix_ms=0)
     group = replace(group, members=(group.members[0], differing), staged=staged)
     (refused,) = state_of(group, (), 0, 0).refused
     assert (refused.client_id, refused.member_client_id, refused.waits) == ("c2", "c1", True)
@@ -401,7 +407,7 @@ class Watch:
 
     def __init__(self, asked: Scene) -> None:
         self.registry, self.hub = CollectorRegistry(), Published(asked)
-        self.lookout = Lookout(
+        self.lookout = QueueMonitor(
             asked.catalog,
             asked.inspector,
             GroupMetrics(self.registry),

@@ -18,8 +18,8 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import Retry, TopicNotFound
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.offsets.core.calls import Condition, Fence, Instant
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.core.values import FenceAttempt, FenceCondition, Instant
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.mirror import Mirror
 from tests.nameserver.replica import (
@@ -104,7 +104,7 @@ async def test_topic_created_anew_shares_nothing_with_the_deleted_one(nameserver
 
 
 async def test_progress_is_forgotten_when_a_topic_is_created_and_not_before(
-    nameserver: Replica, offsets: Offsets
+    nameserver: Replica, offsets: OffsetsEpoch
 ) -> None:
     await nameserver.create("orders", 3)
     keys = [GroupQueue("g", topic, "broker-a", 0) for topic in ("orders", "flights")]
@@ -116,15 +116,15 @@ async def test_progress_is_forgotten_when_a_topic_is_created_and_not_before(
     assert offsets.table.query(keys[0]).token == 1
     created = (await nameserver.create("orders", 3)).topic
     assert offsets.table.group("g") == [keys[1]]
-    assert offsets.table.deleted_for("orders") == created.topic_id
+    assert offsets.table.deleted_topic_id("orders") == created.topic_id
 
 
-def hold(offsets: Offsets, key: GroupQueue) -> None:
+def hold(offsets: OffsetsEpoch, key: GroupQueue) -> None:
     """Give the queue to a consumer; it is not durable, and no matter here."""
-    wish = Fence(
+    wish = FenceAttempt(
         attempt=str(key)[-64:],
         expected_token=0,
-        condition=Condition.CLOSED_OR_DRAINED,
+        condition=FenceCondition.CLOSED_OR_DRAINED,
         holder=Incarnation("c1", 1),
     )
     offsets.table.fence(key, offsets.table.term, wish, Instant(0, 0))

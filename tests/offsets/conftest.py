@@ -16,15 +16,15 @@ from prometheus_client import CollectorRegistry
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._telemetry.events import EventHub
-from batonmq_server.offsets.core.calls import Limits
+from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
+from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.offsets.serving import Surroundings, alone
-from batonmq_server.offsets.stream import OffsetsStream
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.gates import PREFIX
 from batonmq_server.runtime.mirror import Mirror
-from tests.offsets.service import Service, only_set
+from tests.offsets.service_calls import Service, only_set
 from tests.support.serving import serving
 
 
@@ -39,22 +39,22 @@ async def etcd(etcd_endpoint: str) -> AsyncIterator[EtcdSession]:
 async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
-    limits = Limits(ack_ranges_max=1_000)
+    limits = QueueLimits(ack_ranges_max=1_000)
     gates = Mirror(etcd, PREFIX)
     with Disk(tmp_path) as disk:
-        offsets = alone(
+        offsets = standalone_epoch(
             disk,
-            Surroundings(
+            EpochContext(
                 limits=limits,
                 clock=clock,
                 metrics=OffsetsMetrics(registry),
-                stream=OffsetsStream(hub),
+                events=EventPublisher(hub),
                 gates=gates,
-                origin=only_set(etcd),
+                directory=only_set(etcd),
             ),
         )
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(offsets.commits.run())
-            async with serving(offsets.add) as channel:
+            async with serving(offsets.add_to) as channel:
                 yield Service(pb_grpc.OffsetsServiceStub(channel), offsets, hub, registry)
             writer.cancel()

@@ -22,7 +22,7 @@ from batonmq.errors import BatonError
 from batonmq_server.offsets.codec import encode_key
 from batonmq_server.offsets.persistence import HOLDS, RESET
 from batonmq_server.runtime.etcd import EtcdSession, Stored
-from tests.offsets.service import TERM, Service, call, queue, reasons, refusal, run, wish
+from tests.offsets.service_calls import TERM, Service, call, queue, reasons, refusal, run, wish
 from tests.support.waiting import until
 
 

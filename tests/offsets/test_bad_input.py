@@ -15,8 +15,8 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb
 from batonmq.errors import BatonError
-from batonmq_server.offsets.wire import ITEMS_MAX, NUMBER_MAX
-from tests.offsets.service import (
+from batonmq_server.offsets.request_reader import ITEMS_MAX, NUMBER_MAX
+from tests.offsets.service_calls import (
     GOOD,
     TERM,
     Service,

@@ -23,9 +23,9 @@ from batonmq_server.offsets.codec import (
     seal,
     unseal,
 )
-from batonmq_server.offsets.core.calls import Instant, Limits, Tombstone
-from batonmq_server.offsets.core.resets import RecordKey
-from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.core.progress_table import ProgressTable
+from batonmq_server.offsets.core.resets import ResetSlot
+from batonmq_server.offsets.core.values import Instant, QueueLimits, Tombstone
 from batonmq_server.offsets.disk import DataDirInUse, Disk
 from batonmq_server.offsets.persistence import (
     FORMAT,
@@ -33,10 +33,10 @@ from batonmq_server.offsets.persistence import (
     TERM,
     TOPIC,
     DurableKey,
-    begin_life,
     entries_of,
+    recover_standalone,
 )
-from tests.offsets.scene import FORCED, KEY, A, B, Scene, offsets
+from tests.offsets.rules_scene import FORCED, KEY, A, B, Scene, offsets
 
 HISTORY = META + b"history"
 NOW = Instant(5, 6)
@@ -45,7 +45,7 @@ NOW = Instant(5, 6)
 def life(folder: Path) -> ProgressTable:
     """The table of a life that ends at once."""
     with Disk(folder) as disk:
-        return begin_life(disk, Limits(), NOW)[1]
+        return recover_standalone(disk, QueueLimits(), NOW)[1]
 
 
 def busy() -> Scene:
@@ -103,7 +103,7 @@ def test_each_life_has_an_epoch_of_its_own(tmp_path: Path) -> None:
 async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> None:
     scene = busy()
     with Disk(tmp_path) as disk:
-        begin_life(disk, Limits(), NOW)
+        recover_standalone(disk, QueueLimits(), NOW)
         entries = entries_of(scene.table, scene.resets.records)
         await disk.write([*entries(KEY), *entries(None)])
     table = life(tmp_path)
@@ -118,12 +118,16 @@ async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> No
 async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
     scene = busy()
     with Disk(tmp_path) as disk:
-        begin_life(disk, Limits(), NOW)
+        recover_standalone(disk, QueueLimits(), NOW)
         scene.delete(4)
         entries = entries_of(scene.table, scene.resets.records)
         await disk.write([*entries(KEY.topic), *entries(KEY)])
     table = life(tmp_path)
-    assert (len(table), table.deleted_for(KEY.topic), table.deleted_for("other")) == (0, 4, 0)
+    assert (len(table), table.deleted_topic_id(KEY.topic), table.deleted_topic_id("other")) == (
+        0,
+        4,
+        0,
+    )
     assert table.state(KEY) == scene.table.state(KEY) == Tombstone(10, 1, scene.now.unix_ms)
 
 
@@ -183,9 +187,9 @@ def test_a_folder_that_contradicts_itself_is_refused(
     tmp_path: Path, entries: list[tuple[bytes, bytes]]
 ) -> None:
     with Disk(tmp_path) as disk:
-        disk.write_now(entries)
+        disk.write_blocking(entries)
         with pytest.raises(DataLoss):
-            begin_life(disk, Limits(), NOW)
+            recover_standalone(disk, QueueLimits(), NOW)
 
 
 def test_a_flipped_bit_anywhere_is_data_loss() -> None:
@@ -202,11 +206,11 @@ def test_a_flipped_bit_anywhere_is_data_loss() -> None:
 
 def test_a_start_on_a_flipped_bit_is_refused(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
-        begin_life(disk, Limits(), NOW)
+        recover_standalone(disk, QueueLimits(), NOW)
         scene = busy()
         ((key, value),) = entries_of(scene.table, scene.resets.records)(KEY)
         assert value is not None
-        disk.write_now([(key, value[:-1] + bytes([value[-1] ^ 1]))])
+        disk.write_blocking([(key, value[:-1] + bytes([value[-1] ^ 1]))])
     with pytest.raises(DataLoss, match="checksum"):
         life(tmp_path)
 
@@ -216,15 +220,15 @@ async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) 
     scene.reset(2, "first")
     scene.undo("first")
     with Disk(tmp_path) as disk:
-        begin_life(disk, Limits(), NOW)
+        recover_standalone(disk, QueueLimits(), NOW)
         records = scene.resets.records
         entries = entries_of(scene.table, records)
         slots = [operation.number for operation in records.newest_first(KEY.group)]
         assert slots == [2, 1]
-        keys: list[DurableKey] = [KEY, *(RecordKey(KEY.group, slot) for slot in slots)]
+        keys: list[DurableKey] = [KEY, *(ResetSlot(KEY.group, slot) for slot in slots)]
         await disk.write([entry for key in keys for entry in entries(key)])
     with Disk(tmp_path) as disk:
-        found = begin_life(disk, Limits(), NOW)[2]
+        found = recover_standalone(disk, QueueLimits(), NOW)[2]
     kept = found.newest_first(KEY.group)
     assert kept == records.newest_first(KEY.group)
     assert kept[0].order.undone_op_id == "first"

@@ -11,7 +11,7 @@ import pytest
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from tests.offsets.service import TERM, Service, call, queue, run, wish
+from tests.offsets.service_calls import TERM, Service, call, queue, run, wish
 from tests.support.waiting import until
 
 OTHER = queue_pb2.Incarnation(client_id="client-b", incarnation_id=1)

@@ -23,14 +23,14 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import DiskFull
 from batonmq_server.offsets import group_commit
-from batonmq_server.offsets.core.calls import Limits
+from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import FREE_BYTES_MIN, Disk
+from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
+from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.offsets.serving import Surroundings, alone
-from batonmq_server.offsets.stream import OffsetsStream
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.mirror import Mirror
-from tests.offsets.service import TERM, Service, call, only_set, queue
+from tests.offsets.service_calls import TERM, Service, call, only_set, queue
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -51,20 +51,20 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
     etcd = EtcdSession("127.0.0.1:1", "unused", clock)
     gates = Mirror(etcd, "gates/")
     with Disk(folder, free_bytes=room) as disk:
-        offsets = alone(
+        offsets = standalone_epoch(
             disk,
-            Surroundings(
-                limits=Limits(),
+            EpochContext(
+                limits=QueueLimits(),
                 clock=clock,
                 metrics=OffsetsMetrics(registry),
-                stream=OffsetsStream(hub),
+                events=EventPublisher(hub),
                 gates=gates,
-                origin=only_set(etcd, "readers"),
+                directory=only_set(etcd, "readers"),
             ),
         )
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(offsets.commits.run())
-            async with serving(offsets.add) as channel:
+            async with serving(offsets.add_to) as channel:
                 yield Service(pb_grpc.OffsetsServiceStub(channel), offsets, hub, registry)
             writer.cancel()
 

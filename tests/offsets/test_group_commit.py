@@ -38,7 +38,7 @@ class Scene:
 
     def change(self, key: str) -> None:
         self.state[key] += 1
-        self.commits.changed(key)
+        self.commits.mark_changed(key)
 
 
 @asynccontextmanager
@@ -52,14 +52,14 @@ async def running(scene: Scene) -> AsyncIterator[asyncio.TaskGroup]:
 async def test_a_key_without_pending_change_does_not_wait() -> None:
     scene = Scene()
     scene.change("a")
-    await scene.commits.settled(["b", "c"])
+    await scene.commits.wait_durable(["b", "c"])
 
 
 async def test_a_change_is_settled_when_its_write_has_ended() -> None:
     scene = Scene()
     async with running(scene) as tasks:
         scene.change("a")
-        waiting = tasks.create_task(scene.commits.settled(["a"]))
+        waiting = tasks.create_task(scene.commits.wait_durable(["a"]))
         assert await scene.begun.get() == [(b"a", b"1")]
         assert not waiting.done()
         scene.end()
@@ -71,9 +71,9 @@ async def test_a_reader_waits_for_a_change_it_did_not_make() -> None:
     async with running(scene) as tasks:
         scene.change("a")
         await scene.begun.get()
-        reader = tasks.create_task(scene.commits.settled(["a", "b"]))
-        everything = tasks.create_task(scene.commits.settled_all())
-        await scene.commits.settled(["b"])
+        reader = tasks.create_task(scene.commits.wait_durable(["a", "b"]))
+        everything = tasks.create_task(scene.commits.wait_all_durable())
+        await scene.commits.wait_durable(["b"])
         assert not reader.done()
         assert not everything.done()
         scene.end()
@@ -90,13 +90,13 @@ async def test_what_changes_during_a_write_goes_into_the_next_all_together() -> 
         scene.change("a")
         scene.change("c")
         scene.change("a")
-        late = tasks.create_task(scene.commits.settled(["a"]))
+        late = tasks.create_task(scene.commits.wait_durable(["a"]))
         scene.end()
         assert sorted(await scene.begun.get()) == [(b"a", b"3"), (b"b", b"1"), (b"c", b"1")]
         assert not late.done()
         scene.end()
         await late
-        await scene.commits.settled_all()
+        await scene.commits.wait_all_durable()
         assert scene.begun.empty()
 
 
@@ -106,7 +106,7 @@ async def test_a_failed_write_ends_the_writer_and_answers_nobody() -> None:
 
     async def ask() -> None:
         nonlocal answered
-        await scene.commits.settled(["a"])
+        await scene.commits.wait_durable(["a"])
         answered = True
 
     with pytest.raises(ExceptionGroup) as raised:
@@ -139,7 +139,7 @@ async def test_who_waits_when_the_writing_is_ended_is_told_that_nothing_is_known
 
 async def refusal(scene: Scene, key: str) -> str:
     with pytest.raises(Unreachable) as refused:
-        await scene.commits.settled([key])
+        await scene.commits.wait_durable([key])
     return refused.value.reason
 
 
@@ -150,7 +150,7 @@ async def test_a_write_refused_for_want_of_room_is_tried_again_as_it_was(
     scene = Scene()
     async with running(scene) as tasks:
         scene.change("a")
-        waiting = tasks.create_task(scene.commits.settled(["a"]))
+        waiting = tasks.create_task(scene.commits.wait_durable(["a"]))
         assert await scene.begun.get() == [(b"a", b"1")]
         scene.change("a")
         scene.change("b")
@@ -165,4 +165,4 @@ async def test_a_write_refused_for_want_of_room_is_tried_again_as_it_was(
         await waiting
         scene.commits.check_room()
         scene.end()
-        await scene.commits.settled_all()
+        await scene.commits.wait_all_durable()

@@ -9,26 +9,26 @@ from pathlib import Path
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from batonmq_server.offsets.codec import decode_handover, encode_handover
-from batonmq_server.offsets.core.calls import Instant, Limits
+from batonmq_server.offsets.codec import decode_token_change, encode_token_change
 from batonmq_server.offsets.core.holds import (
     ACKED_RANGES_MAX,
     HOLDS_MAX,
-    Ended,
-    Handover,
+    DeliveryReach,
+    EndedToken,
     HoldEnd,
-    Reach,
-    holds,
+    TokenChange,
+    link_holds,
 )
+from batonmq_server.offsets.core.values import Instant, QueueLimits
 from batonmq_server.offsets.disk import Disk
 from batonmq_server.offsets.persistence import (
     HOLDS,
-    HandedOver,
-    begin_life,
+    TokenChangeKey,
     entries_of,
-    find_handovers,
+    find_token_changes,
+    recover_standalone,
 )
-from tests.offsets.scene import (
+from tests.offsets.rules_scene import (
     FORCED,
     IDLE,
     KEY,
@@ -39,14 +39,14 @@ from tests.offsets.scene import (
     Scene,
     offsets,
 )
-from tests.offsets.service import TERM, Service, call, deletion, queue, run, wish
+from tests.offsets.service_calls import TERM, Service, call, deletion, queue, run, wish
 
 NOW = Instant(1, 1)
 
 
-def told(scene: Scene, records: list[Handover]) -> list[tuple[int, HoldEnd, Reach]]:
+def told(scene: Scene, records: list[TokenChange]) -> list[tuple[int, HoldEnd, DeliveryReach]]:
     """Token, end and reach of each hold, newest first."""
-    found = holds(records, scene.queue.token, scene.queue.reach)
+    found = link_holds(records, scene.queue.token, scene.queue.reach)
     return [(hold.began.token, hold.end, hold.reach) for hold in found]
 
 
@@ -55,14 +55,14 @@ class Log:
 
     def __init__(self) -> None:
         self.scene = Scene()
-        self.records: list[Handover] = []
+        self.records: list[TokenChange] = []
 
     def note(self) -> None:
-        handover = self.scene.queue.handover
+        handover = self.scene.queue.token_change
         assert handover is not None
         self.records.append(handover)
 
-    def told(self) -> list[tuple[int, HoldEnd, Reach]]:
+    def told(self) -> list[tuple[int, HoldEnd, DeliveryReach]]:
         return told(self.scene, self.records)
 
 
@@ -89,12 +89,12 @@ def test_each_way_to_end_a_token_is_told_with_what_was_delivered_under_it() -> N
     scene.reset(0)
     log.note()
     assert log.told() == [
-        (6, HoldEnd.NOTHING, Reach(0, 0)),
-        (5, HoldEnd.RESET, Reach(11, 11)),
-        (4, HoldEnd.FORCED, Reach(12, 12)),
-        (3, HoldEnd.TIMED_OUT, Reach(20, 20)),
-        (2, HoldEnd.RENEWED, Reach(14, 14)),
-        (1, HoldEnd.PASSED, Reach(10, 10)),
+        (6, HoldEnd.NOTHING, DeliveryReach(0, 0)),
+        (5, HoldEnd.RESET, DeliveryReach(11, 11)),
+        (4, HoldEnd.FORCED, DeliveryReach(12, 12)),
+        (3, HoldEnd.TIMED_OUT, DeliveryReach(20, 20)),
+        (2, HoldEnd.RENEWED, DeliveryReach(14, 14)),
+        (1, HoldEnd.PASSED, DeliveryReach(10, 10)),
     ]
 
 
@@ -104,14 +104,14 @@ def test_a_close_does_not_take_back_what_was_delivered() -> None:
     log.note()
     log.scene.record(1, 0, 10)
     log.scene.close(1, 4, unfinished=offsets((6, 7)))
-    assert log.told() == [(1, HoldEnd.NOTHING, Reach(10, 10))]
+    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))]
     log.scene.restart()
-    assert log.told() == [(1, HoldEnd.NOTHING, Reach(10, 10))], "nor does a restart"
+    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))], "nor does a restart"
     log.scene.fence(B, 1)
     log.note()
     assert log.told() == [
-        (2, HoldEnd.NOTHING, Reach(4, 4)),
-        (1, HoldEnd.PASSED, Reach(10, 10)),
+        (2, HoldEnd.NOTHING, DeliveryReach(4, 4)),
+        (1, HoldEnd.PASSED, DeliveryReach(10, 10)),
     ]
 
 
@@ -122,9 +122,9 @@ def test_after_a_restart_what_was_delivered_is_known_only_within_bounds() -> Non
     log.scene.record(1, 0, 10)
     log.scene.commit(1, 3)
     log.scene.restart()
-    assert log.told() == [(1, HoldEnd.NOTHING, Reach(3, 2_010))]
+    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(3, 2_010))]
     log.scene.record(1, 8, 12)
-    assert log.told() == [(1, HoldEnd.NOTHING, Reach(12, 2_010))]
+    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(12, 2_010))]
 
 
 def test_the_end_of_a_hold_is_the_begin_of_the_next() -> None:
@@ -134,7 +134,7 @@ def test_the_end_of_a_hold_is_the_begin_of_the_next() -> None:
     log.scene.now_ms += 500
     log.scene.fence(B, 1)
     log.note()
-    newest, oldest = holds(log.records, 2, log.scene.queue.reach)
+    newest, oldest = link_holds(log.records, 2, log.scene.queue.reach)
     assert (newest.began.holder, oldest.began.holder) == (B, A)
     assert newest.end_unix_ms == 0
     assert oldest.end_unix_ms == newest.began.unix_ms == oldest.began.unix_ms + 500
@@ -147,8 +147,8 @@ def test_what_was_acked_before_the_issue_is_told_up_to_a_bound() -> None:
     acked = offsets(*((first, first + 1) for first in range(1, 201, 2)))
     scene.commit(1, 0, acked)
     scene.fence(B, 1, FORCED)
-    assert scene.queue.handover is not None
-    assert scene.queue.handover.acked.runs == acked.runs[:ACKED_RANGES_MAX]
+    assert scene.queue.token_change is not None
+    assert scene.queue.token_change.acked.runs == acked.runs[:ACKED_RANGES_MAX]
 
 
 def test_holds_end_where_a_record_is_missing() -> None:
@@ -171,10 +171,10 @@ def test_progress_that_begins_anew_does_not_go_on_from_what_was_deleted() -> Non
 
 
 def test_a_stored_handover_keeps_every_field() -> None:
-    ended = Ended(8, HoldEnd.TIMED_OUT, Reach(70, 2_070))
+    ended = EndedToken(8, HoldEnd.TIMED_OUT, DeliveryReach(70, 2_070))
     for holder in (A, None):
-        handover = Handover(9, holder, 1_700_000_000_000, 50, offsets((52, 60), (62, 63)), ended)
-        assert decode_handover(encode_handover(handover)) == handover
+        handover = TokenChange(9, holder, 1_700_000_000_000, 50, offsets((52, 60), (62, 63)), ended)
+        assert decode_token_change(encode_token_change(handover)) == handover
 
 
 # ---- over the channel
@@ -265,15 +265,15 @@ async def test_a_commit_writes_nothing_of_holds(service: Service) -> None:
 async def test_a_life_begins_without_reading_holds_and_still_has_them(tmp_path: Path) -> None:
     scene = Scene()
     scene.fence(A, 0)
-    handover = scene.queue.handover
+    handover = scene.queue.token_change
     assert handover is not None
     with Disk(tmp_path) as disk:
-        begin_life(disk, Limits(), NOW)
+        recover_standalone(disk, QueueLimits(), NOW)
         entries = entries_of(scene.table, scene.resets.records)
-        await disk.write([*entries(KEY), *entries(HandedOver(KEY, handover))])
+        await disk.write([*entries(KEY), *entries(TokenChangeKey(KEY, handover))])
     with Disk(tmp_path) as disk:
-        _, table, _ = begin_life(disk, Limits(), NOW)
+        _, table, _ = recover_standalone(disk, QueueLimits(), NOW)
         assert len(table) == 1
-        assert not [key for key, _ in disk.read(but=HOLDS) if key.startswith(HOLDS)]
-        assert await find_handovers(disk, KEY) == [handover]
-        assert await find_handovers(disk, KEY._replace(queue_id=31)) == []
+        assert not [key for key, _ in disk.read(skip=HOLDS) if key.startswith(HOLDS)]
+        assert await find_token_changes(disk, KEY) == [handover]
+        assert await find_token_changes(disk, KEY._replace(queue_id=31)) == []

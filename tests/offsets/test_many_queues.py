@@ -13,11 +13,11 @@ import pytest
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets import persistence, server
-from batonmq_server.offsets.core.calls import Acks, Instant, Limits
 from batonmq_server.offsets.core.ranges import EMPTY
-from batonmq_server.offsets.persistence import begin_life, recover_meanwhile
+from batonmq_server.offsets.core.values import Acks, Instant, QueueLimits
+from batonmq_server.offsets.persistence import recover_in_steps, recover_standalone
 from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
-from tests.offsets.service import TERM, Service, call, deletion, queue, wish
+from tests.offsets.service_calls import TERM, Service, call, deletion, queue, wish
 
 GROUPS = [f"group-{number}" for number in range(7)]
 NOW = Instant(0, 0)
@@ -91,15 +91,15 @@ async def test_a_leader_lets_others_go_on_while_it_reads_what_it_has(
             await asyncio.sleep(0)
 
     disk = MemoryOffsetsDisk(Random(1), lambda _: 0.0)
-    _, table, records = begin_life(disk, Limits(), NOW)
+    _, table, records = recover_standalone(disk, QueueLimits(), NOW)
     entries_of = persistence.entries_of(table, records)
     keys = [GroupQueue("readers", "news", "broker-a", number) for number in range(200)]
     for key in keys:
         table.commit_unowned(key, Acks(0, 5, EMPTY), NOW)
-    disk.write_now([entry for key in keys for entry in entries_of(key)])
+    disk.write_blocking([entry for key in keys for entry in entries_of(key)])
     async with asyncio.TaskGroup() as tasks:
         counting = tasks.create_task(count())
-        found, _ = await recover_meanwhile(disk, Limits(), 3, NOW)
+        found, _ = await recover_in_steps(disk, QueueLimits(), 3, NOW)
         counting.cancel()
     assert sorted(key for key, _ in found.items()) == keys
     assert {found.query(key).committed_offset for key in keys} == {5}

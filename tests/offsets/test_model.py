@@ -22,28 +22,35 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, UnknownQueue
 from batonmq_server.offsets.codec import (
-    decode_operation,
     decode_progress,
-    encode_operation,
+    decode_reset,
     encode_progress,
+    encode_reset,
 )
-from batonmq_server.offsets.core.calls import (
-    Acks,
-    Committed,
-    Condition,
-    Delivered,
-    Delivery,
-    Fence,
-    Grant,
-    Instant,
-    Place,
-    Source,
-)
+from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import RangeSet
-from batonmq_server.offsets.core.resets import Order, Outcome, Records, Resets, Step, Target
-from batonmq_server.offsets.core.table import ProgressTable
-from tests.offsets.naive import LIMITS, RANGES_MAX, Move, Naive, Refused, members
-from tests.offsets.scene import KEY, A, B, C
+from batonmq_server.offsets.core.resets import (
+    ResetExecutor,
+    ResetHistory,
+    ResetOrder,
+    ResetOutcome,
+    ResetStep,
+    ResetTarget,
+)
+from batonmq_server.offsets.core.values import (
+    Acks,
+    AckState,
+    CommitResult,
+    DeliveryRange,
+    DeliveryResult,
+    FenceAttempt,
+    FenceCondition,
+    FenceGrant,
+    Instant,
+    ProgressSource,
+)
+from tests.offsets.naive_model import LIMITS, RANGES_MAX, Move, Naive, Refused, members
+from tests.offsets.rules_scene import KEY, A, B, C
 
 LEASE_MS = 100
 Call = tuple[str, Any]
@@ -53,22 +60,22 @@ def ranges_of(offsets: frozenset[int] | set[int]) -> RangeSet:
     return RangeSet.merged((offset, offset + 1) for offset in sorted(offsets))
 
 
-def answer_of(step: Step) -> tuple[int, ...]:
+def answer_of(step: ResetStep) -> tuple[int, ...]:
     moved, to = step.moved, step.to_offset
     counts = moved.replayed_count, moved.skipped_count
     return (moved.before.committed_offset, to, *counts, moved.reset_epoch, moved.token)
 
 
-def granted(grant: Grant) -> tuple[object, bool]:
+def granted(grant: FenceGrant) -> tuple[object, bool]:
     acked, maybe_seen = members(grant.acked), members(grant.maybe_seen)
     return (grant.token, grant.committed_offset, acked, maybe_seen), grant.changed
 
 
-def recorded(delivered: Delivered) -> tuple[object, bool]:
+def recorded(delivered: DeliveryResult) -> tuple[object, bool]:
     return members(delivered.maybe_seen), delivered.changed
 
 
-def committed(done: Committed) -> tuple[object, bool]:
+def committed(done: CommitResult) -> tuple[object, bool]:
     return tuple(done), done.changed
 
 
@@ -84,7 +91,7 @@ RESET_AGE = st.sampled_from([0] * 8 + [1, -1])
 AGE = st.sampled_from([0] * 12 + [1, 2, -1])
 """How far a caller's token is behind the current one."""
 PLACES = st.builds(
-    lambda committed, acked: Place(committed, acked.at_or_above(committed + 1)),
+    lambda committed, acked: AckState(committed, acked.at_or_above(committed + 1)),
     st.integers(0, 14),
     st.one_of(st.just(RangeSet()), RUNS),
 )
@@ -102,7 +109,7 @@ class Machine(RuleBasedStateMachine):
         self.stored: bytes | None = None
         self.stored_topic_id = 0
         self.stored_moves: dict[int, bytes] = {}
-        self.resets = Resets(self.table, Records())
+        self.resets = ResetExecutor(self.table, ResetHistory())
         self.calls: list[Call] = []
         self.attempts = 0
         self.tokens_issued: set[int] = set()
@@ -122,7 +129,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         holder=HOLDERS,
-        condition=st.sampled_from(Condition),
+        condition=st.sampled_from(FenceCondition),
         age=AGE,
         resume=st.one_of(st.just(RangeSet()), RUNS),
         reset_age=RESET_AGE,
@@ -136,7 +143,7 @@ class Machine(RuleBasedStateMachine):
         attempt, expected = f"attempt-{self.attempts}", max(0, self.model.token - age)
         if wish["holder"] is None:
             wish["resume"] = RangeSet()
-        call = Fence(
+        call = FenceAttempt(
             attempt=attempt,
             expected_token=expected,
             idle_ms=LEASE_MS,
@@ -155,7 +162,7 @@ class Machine(RuleBasedStateMachine):
     def record(self, age: int, back: int, size: int, generation: int | None, survives: int) -> None:
         first = max(0, min(self.model.delivered, 30) - back)
         filtered_by = self.model.generation if generation is None else generation
-        delivery = Delivery(first, first + size, filtered_by)
+        delivery = DeliveryRange(first, first + size, filtered_by)
         self.call(("record", (self.model.token - age, delivery)), bool(survives))
 
     @rule(age=AGE)
@@ -180,7 +187,7 @@ class Machine(RuleBasedStateMachine):
         survives: int,
     ) -> None:
         acks = self.acks(reset_age, committed, offsets, inside)
-        source = Source.PULL if survives % 2 else Source.COMMIT
+        source = ProgressSource.PULL if survives % 2 else ProgressSource.COMMIT
         self.call(("commit", (self.model.token - age, acks, source)), bool(survives))
 
     @rule(
@@ -197,12 +204,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         to=PLACES,
-        kind=st.sampled_from([Source.RESET, Source.CLONE]),
+        kind=st.sampled_from([ProgressSource.RESET, ProgressSource.CLONE]),
         dry_run=st.booleans(),
         survives=st.integers(0, 9),
     )
-    def reset(self, to: Place, kind: Source, dry_run: bool, survives: int) -> None:
-        to = to if kind is Source.CLONE else Place(to.committed_offset)
+    def reset(self, to: AckState, kind: ProgressSource, dry_run: bool, survives: int) -> None:
+        to = to if kind is ProgressSource.CLONE else AckState(to.committed_offset)
         move = Move(f"op-{len(self.calls)}", to, kind, dry_run=dry_run)
         self.call(("reset", move), bool(survives))
 
@@ -210,21 +217,21 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), survives=st.integers(0, 9))
     def undo(self, data: st.DataObject, survives: int) -> None:
         undone = data.draw(st.sampled_from(sorted(self.model.moves)))
-        move = Move(f"op-{len(self.calls)}", Place(0), undone=undone)
+        move = Move(f"op-{len(self.calls)}", AckState(0), undone=undone)
         self.call(("reset", move), bool(survives))
 
     @precondition(lambda self: self.model.moves)
     @rule(data=st.data(), to=PLACES)
-    def an_operation_id_is_used_again(self, data: st.DataObject, to: Place) -> None:
+    def an_operation_id_is_used_again(self, data: st.DataObject, to: AckState) -> None:
         used = data.draw(st.sampled_from(sorted(self.model.moves)))
-        self.call(("reset", Move(used, Place(to.committed_offset))), True)
+        self.call(("reset", Move(used, AckState(to.committed_offset))), True)
 
     @precondition(lambda self: self.model.in_flight and not self.model.closed)
     @rule(data=st.data())
     def commit_in_flight(self, data: st.DataObject) -> None:
         done = data.draw(st.sets(st.sampled_from(sorted(self.model.in_flight))))
         acks = Acks(self.model.reset_epoch, 0, ranges_of(done))
-        self.call(("commit", (self.model.token, acks, Source.COMMIT)), True)
+        self.call(("commit", (self.model.token, acks, ProgressSource.COMMIT)), True)
 
     @precondition(lambda self: self.model.in_flight and not self.model.closed)
     @rule(data=st.data())
@@ -289,10 +296,10 @@ class Machine(RuleBasedStateMachine):
             self.table.restore(KEY, decode_progress(KEY, self.stored))
             self.model.delivered = self.model.reserved  # both 0 where the topic was deleted
             self.model.ever_delivered |= set(range(self.model.delivered))
-        records = Records()
+        records = ResetHistory()
         for stored in self.stored_moves.values():
-            records.put(KEY.group, decode_operation(stored))
-        self.resets = Resets(self.table, records)
+            records.put(KEY.group, decode_reset(stored))
+        self.resets = ResetExecutor(self.table, records)
 
     # ---- both sides
 
@@ -309,8 +316,8 @@ class Machine(RuleBasedStateMachine):
             known = KEY in self.table or model.token > 0
             self.stored = encode_progress(self.table.state(KEY)) if known else None
             for done in self.resets.records.newest_first(KEY.group):
-                self.stored_moves[done.number] = encode_operation(done)
-            self.stored_topic_id = self.table.deleted_for(KEY.topic)
+                self.stored_moves[done.number] = encode_reset(done)
+            self.stored_topic_id = self.table.deleted_topic_id(KEY.topic)
         self.check_acceptance(call, answer, model)
         if not isinstance(answer, str):
             self.note_started(call, model)
@@ -367,13 +374,13 @@ class Machine(RuleBasedStateMachine):
         return None, False
 
     def move_table(self, move: Move, before: object) -> tuple[object, bool]:
-        order = Order(move.op_id, move.kind, "admin", "", undone_op_id=move.undone)
+        order = ResetOrder(move.op_id, move.kind, "admin", "", undone_op_id=move.undone)
         dry = {"dry_run": move.dry_run}
-        outcome: Outcome
+        outcome: ResetOutcome
         if move.undone:
             outcome = self.resets.undo(KEY.group, order, self.now, **dry)
         else:
-            target = Target(KEY, move.to)
+            target = ResetTarget(KEY, move.to)
             outcome = self.resets.reset(KEY.group, order, [target], self.now, **dry)
         (result,) = outcome.results
         if not outcome.fresh:

@@ -1,5 +1,7 @@
-"""Goal: what the process has answered outlives it. Method: `python -m batonmq_server.offsets` with
-a real etcd, killed in the middle of commits, and asked again in its next life.
+"""Goal: what the process has answered survives its death.
+
+Method: `python -m batonmq_server.offsets` with a real etcd, killed in the middle of commits,
+restarted and queried.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from batonmq._connection.channels import connect
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.ports import HOST, keep_ports
 from batonmq_server.offsets.core.ranges import RangeSet
-from tests.offsets.service import TERM, TIMEOUT_S, queue, run, wish
+from tests.offsets.service_calls import TERM, TIMEOUT_S, queue, run, wish
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 QUEUES = 6

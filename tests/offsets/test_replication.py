@@ -1,9 +1,10 @@
 """A replica set of offsets, its leader dead, cut off, slow or back again.
 
-Goal: what was answered is never lost and never goes back, whoever is leader (P4); nobody answers
-who may not be the leader any more; who lacks something is never elected; copies are alike.
-Method: three real nodes in one process (tests/offsets/replicas.py). What a test waits for is a
-state, never a time.
+Goal: answered progress is never lost and never goes back, whichever node is the leader; a node
+whose lease may have expired does not answer; a node that lacks a confirmed change is never elected;
+all copies are equal.
+Method: three real nodes in one process (tests/offsets/replica_cluster.py). A test waits for a
+state, never for a time.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from baton.offsets.v1 import replication_service_pb2 as pb2
 from batonmq._common.rpc import from_rpc_error
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Unreachable
-from batonmq_server.offsets import following
+from batonmq_server.offsets import follower as following
 from batonmq_server.offsets.codec import encode_key
 from batonmq_server.offsets.disk import Entry
-from tests.offsets.replicas import (
+from tests.offsets.replica_cluster import (
     LAG_MS_MAX,
     TIMEOUT_S,
     Replica,
@@ -70,10 +71,10 @@ async def test_a_set_begins_only_when_all_its_members_are_up(scene: ReplicaSet) 
         return len(found) == 2
 
     await until(both_listed)
-    assert (await scene.standing()).epoch == 0
+    assert (await scene.fingerprint()).epoch == 0
     await scene.start("c")
     leader = await scene.leader()
-    assert (await scene.standing()).leader == leader.name
+    assert (await scene.fingerprint()).leader == leader.name
 
 
 async def test_followers_hold_the_same_bytes_as_their_leader(scene: ReplicaSet) -> None:
@@ -91,11 +92,11 @@ async def test_what_was_answered_is_there_after_the_leader_died_and_a_follower_w
     first = await three(scene)
     await hold(first, 0)
     await commit(first, 42, (60, 70))
-    before = await scene.standing()
+    before = await scene.fingerprint()
     await first.crash()
     second = await scene.leader()
     assert second is not first
-    assert (await scene.standing()).epoch == before.epoch + 1
+    assert (await scene.fingerprint()).epoch == before.epoch + 1
     answer = await second.stub.QueryGroup(pb.QueryGroupRequest(group="readers"), timeout=20)
     (progress,) = answer.queues
     assert (progress.committed_offset, progress.acked_count, progress.token) == (42, 10, 1)
@@ -168,14 +169,14 @@ async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refus
         await scene.nodes[name].stop()
     await scene.in_sync(first.name)
     before = first.stored()
-    begun, over, write_now = threading.Event(), threading.Event(), first.disk.write_now
+    begun, over, write_blocking = threading.Event(), threading.Event(), first.disk.write_blocking
 
     def slow(entries: Sequence[Entry], *, anew: bool = False) -> None:
         begun.set()
         over.wait(TIMEOUT_S)  # in a thread, as a disk that stands still: who waits may be cancelled
-        write_now(entries, anew=anew)
+        write_blocking(entries, anew=anew)
 
-    monkeypatch.setattr(first.disk, "write_now", slow)
+    monkeypatch.setattr(first.disk, "write_blocking", slow)
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(refusal(first, 20))
         await until(begun.is_set)
@@ -206,7 +207,7 @@ async def test_a_slow_follower_falls_out_of_the_set_before_anything_is_answered_
     slow, quick = others(scene, leader)
     leader.gate.shut.add(slow)
     await commit(leader, 10)
-    assert (await scene.standing()).in_sync == {leader.name, quick}
+    assert (await scene.fingerprint()).in_sync == {leader.name, quick}
     ready = [name for name, node in scene.nodes.items() if await node.caught_up()]
     assert sorted(ready) == sorted((leader.name, quick)), "a follower that lags is not ready"
     assert scene.nodes[quick].stored() == leader.stored()
@@ -221,7 +222,7 @@ async def test_who_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:
     await hold(leader, 0)
     leader.gate.shut |= {"a", "b", "c"}
     await commit(leader, 10)
-    assert (await scene.standing()).in_sync == {leader.name}
+    assert (await scene.fingerprint()).in_sync == {leader.name}
     await leader.crash()
     session = scene.nodes[others(scene, leader)[0]].session
 
@@ -247,7 +248,7 @@ async def test_who_has_lost_its_disk_is_not_elected_and_gets_everything_again(
         node.session.cut = True  # nobody can let the others out
     for node in list(scene.nodes.values()):
         await node.crash()
-    assert (await scene.standing()).in_sync == {"a", "b", "c"}
+    assert (await scene.fingerprint()).in_sync == {"a", "b", "c"}
     shutil.rmtree(tmp_path / lost)
     await scene.start(lost, kept)
     again = await scene.leader()
@@ -330,5 +331,5 @@ async def test_a_follower_that_holds_something_else_finds_out_and_begins_anew(
     await scene.alike("a", "b", "c")
     follower = scene.nodes[others(scene, leader)[0]]
     key = encode_key(GroupQueue("readers", "news", "broker-a", 0))
-    follower.disk.write_now([(key, b"rotten"), (b"weed", b"nobody wrote that")])
+    follower.disk.write_blocking([(key, b"rotten"), (b"weed", b"nobody wrote that")])
     await scene.alike("a", "b", "c")

@@ -16,10 +16,17 @@ from batonmq.errors import (
     Superseded,
     UnknownQueue,
 )
-from batonmq_server.offsets.core.calls import Acks, Instant, Place, Source
 from batonmq_server.offsets.core.ranges import EMPTY
-from batonmq_server.offsets.core.resets import RECORDS_MAX, Operation, Order, Records, Step, Target
-from tests.offsets.scene import FORCED, IDLE, KEY, A, B, Scene, offsets
+from batonmq_server.offsets.core.resets import (
+    RECORDS_MAX,
+    RecordedReset,
+    ResetHistory,
+    ResetOrder,
+    ResetStep,
+    ResetTarget,
+)
+from batonmq_server.offsets.core.values import Acks, AckState, Instant, ProgressSource
+from tests.offsets.rules_scene import FORCED, IDLE, KEY, A, B, Scene, offsets
 
 OTHER = "cloners"
 
@@ -38,8 +45,8 @@ def handled(committed: int) -> Acks:
     return Acks(0, committed, EMPTY)
 
 
-def step(result: Step | BatonError) -> Step:
-    assert isinstance(result, Step), result
+def step(result: ResetStep | BatonError) -> ResetStep:
+    assert isinstance(result, ResetStep), result
     return result
 
 
@@ -53,9 +60,9 @@ def test_s13_reset_is_one_step_of_token_epoch_place_and_holder() -> None:
     assert (queue.token, queue.reset_epoch, queue.closed, queue.holder) == (2, 1, True, None)
     assert (queue.committed_offset, queue.delivered_offset, queue.acked) == (4, 4, EMPTY)
     assert queue.delivered_reserved == 4
-    assert queue.source is Source.RESET
+    assert queue.source is ProgressSource.RESET
     assert (moved.moved.reset_epoch, moved.moved.token) == (1, 2)
-    assert (moved.moved.before, moved.to_offset) == (Place(10, offsets((12, 13))), 4)
+    assert (moved.moved.before, moved.to_offset) == (AckState(10, offsets((12, 13))), 4)
 
 
 def test_s13_what_was_started_before_is_maybe_seen_afterwards() -> None:
@@ -89,7 +96,7 @@ def test_s13_forward_reset_is_a_recorded_skip() -> None:
     assert (moved.replayed_count, moved.skipped_count) == (0, 39)
     assert (scene.queue.committed_offset, scene.queue.maybe_seen) == (50, EMPTY)
     (recorded,) = scene.resets.records.newest_first(KEY.group)
-    assert recorded.order == Order("op", Source.RESET, "admin", "replay")
+    assert recorded.order == ResetOrder("op", ProgressSource.RESET, "admin", "replay")
     assert recorded.steps[0].moved == moved
     scene.reset(0, "back")
     assert scene.queue.maybe_seen == offsets((0, 50)), "nothing that was started is forgotten"
@@ -124,7 +131,7 @@ def test_s13_dry_run_leaves_a_queue_without_progress_unknown() -> None:
 def test_s13_queue_without_progress_begins_where_it_is_reset_to() -> None:
     scene = Scene()
     moved = step(scene.reset(4)).moved
-    assert (moved.before, moved.replayed_count, moved.skipped_count) == (Place(4), 0, 0)
+    assert (moved.before, moved.replayed_count, moved.skipped_count) == (AckState(4), 0, 0)
     assert scene.fence(A, 1, initial_offset=90).committed_offset == 4
 
 
@@ -194,16 +201,16 @@ def test_s13_op_id_that_moved_the_queue_elsewhere_is_refused() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Order("op", Source.RESET, "somebody else", "replay"),
-        Order("op", Source.RESET, "admin", "another reason"),
-        Order("op", Source.RESET, "admin", "replay", undone_op_id="x"),
-        Order("op", Source.CLONE, "admin", "replay", from_group=OTHER),
+        ResetOrder("op", ProgressSource.RESET, "somebody else", "replay"),
+        ResetOrder("op", ProgressSource.RESET, "admin", "another reason"),
+        ResetOrder("op", ProgressSource.RESET, "admin", "replay", undone_op_id="x"),
+        ResetOrder("op", ProgressSource.CLONE, "admin", "replay", from_group=OTHER),
     ],
 )
-def test_s13_op_id_of_another_order_is_refused(other: Order) -> None:
+def test_s13_op_id_of_another_order_is_refused(other: ResetOrder) -> None:
     scene = held()
     scene.reset(4)
-    target = Target(KEY._replace(queue_id=9), Place(4))
+    target = ResetTarget(KEY._replace(queue_id=9), AckState(4))
     outcome = scene.resets.reset(KEY.group, other, [target], scene.now, dry_run=False)
     assert [type(result) for result in outcome.results] == [OperationExists]
     assert (outcome.fresh, len(scene.table)) == ([], 1)
@@ -211,9 +218,9 @@ def test_s13_op_id_of_another_order_is_refused(other: Order) -> None:
 
 def test_s13_one_operation_may_take_several_calls() -> None:
     scene = Scene()
-    order = Order("op", Source.RESET, "admin", "replay")
+    order = ResetOrder("op", ProgressSource.RESET, "admin", "replay")
     keys = [KEY._replace(queue_id=queue_id) for queue_id in range(4)]
-    targets = [Target(key, Place(7)) for key in keys]
+    targets = [ResetTarget(key, AckState(7)) for key in keys]
     for some in (targets[2:], targets[:3]):
         scene.now_ms += 1
         scene.resets.reset(KEY.group, order, some, scene.now, dry_run=False)
@@ -224,11 +231,11 @@ def test_s13_one_operation_may_take_several_calls() -> None:
 
 
 def test_s13_records_are_kept_newest_first_and_the_oldest_is_forgotten() -> None:
-    records = Records()
+    records = ResetHistory()
     for number in range(1, RECORDS_MAX + 3):
         assert records.next_number("g") == number
-        order = Order(f"op-{number}", Source.RESET, "admin", "")
-        key = records.put("g", Operation(number=number, order=order, unix_ms=1, steps=()))
+        order = ResetOrder(f"op-{number}", ProgressSource.RESET, "admin", "")
+        key = records.put("g", RecordedReset(number=number, order=order, unix_ms=1, steps=()))
         assert records.at(key).number == number
     kept = [operation.number for operation in records.newest_first("g")]
     assert kept == list(range(RECORDS_MAX + 2, 2, -1))
@@ -296,7 +303,7 @@ def test_s13_undo_is_answered_from_its_record_when_the_undone_one_is_forgotten()
     scene.reset(4)
     first = scene.undo("op")
     undo = scene.resets.records.newest_first(KEY.group)[0]
-    scene.resets.records = Records()
+    scene.resets.records = ResetHistory()
     scene.resets.records.put(KEY.group, undo)
     assert scene.undo("op") == first
 
@@ -323,8 +330,8 @@ def test_s13_undo_does_not_touch_what_was_created_again(deletion: str, anew: boo
 
 def cloned(
     scene: Scene, *, topic: str = "", dry_run: bool = False, by: str = "admin"
-) -> list[Step]:
-    order = Order("copy", Source.CLONE, by, "a new reader", from_group=KEY.group)
+) -> list[ResetStep]:
+    order = ResetOrder("copy", ProgressSource.CLONE, by, "a new reader", from_group=KEY.group)
     outcome = scene.resets.clone(OTHER, order, topic, scene.now, dry_run=dry_run)
     return [step(result) for result in outcome.results]
 
@@ -338,7 +345,7 @@ def test_s13_clone_takes_over_committed_and_acked() -> None:
     (moved,) = cloned(scene)
     queue = scene.table.query(theirs())
     assert (queue.committed_offset, queue.acked) == (10, offsets((12, 13)))
-    assert (queue.token, queue.reset_epoch, queue.source) == (1, 1, Source.CLONE)
+    assert (queue.token, queue.reset_epoch, queue.source) == (1, 1, ProgressSource.CLONE)
     assert (moved.key, moved.to_offset) == (theirs(), 10)
     assert (scene.queue.token, scene.queue.holder) == (1, A), "the source is left alone"
 
@@ -388,7 +395,7 @@ def test_s13_clone_can_be_undone() -> None:
     scene = held()
     scene.table.commit_unowned(theirs(), handled(3), scene.now)
     cloned(scene)
-    order = Order("undo", Source.RESET, "admin", "a mistake", undone_op_id="copy")
+    order = ResetOrder("undo", ProgressSource.RESET, "admin", "a mistake", undone_op_id="copy")
     scene.resets.undo(OTHER, order, scene.now, dry_run=False)
     queue = scene.table.query(theirs())
     assert (queue.committed_offset, queue.acked) == (3, EMPTY)

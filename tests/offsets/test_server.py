@@ -17,7 +17,7 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets.codec import encode_key, unseal
 from batonmq_server.offsets.persistence import TOPIC
-from tests.offsets.service import (
+from tests.offsets.service_calls import (
     GOOD,
     TERM,
     Service,

@@ -18,7 +18,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.rpc import code_pb2, error_details_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
@@ -96,6 +98,7 @@ class Scene:
     registry: CollectorRegistry
     servicer: Servicer
     channel: grpc.aio.Channel
+    address: str
     stub: pb_grpc.NameserverServiceAsyncStub = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +131,7 @@ async def edge(*held: str) -> AsyncIterator[Scene]:
     await server.start()
     try:
         async with connect(f"127.0.0.1:{port}") as channel:
-            yield Scene(interceptor, registry, servicer, channel)
+            yield Scene(interceptor, registry, servicer, channel, f"127.0.0.1:{port}")
     finally:
         await server.stop(None)
 
@@ -150,6 +153,25 @@ async def test_deliberate_error_crosses_as_status_and_detail() -> None:
     assert type(error) is TopicNotFound
     assert (error.message, error.remedy) == ("there is none", TopicNotFound.remedy)
     assert (error.retry_after_ms, error.facts) == (250, {"topic": "refused"})
+
+
+async def test_generic_client_reads_reason_facts_and_retry_delay_of_an_error() -> None:
+    """A channel without BatonMQ's options, and grpcio-status to decode the trailer."""
+    async with edge() as scene, grpc.aio.insecure_channel(scene.address) as channel:
+        call = pb_grpc.NameserverServiceStub(channel).QueryRoute(
+            pb.QueryRouteRequest(topic="refused"), timeout=10
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
+    assert status is not None
+    assert (status.code, status.message) == (code_pb2.NOT_FOUND, "there is none")
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert status.details[1].Unpack(info)
+    assert (info.reason, info.domain) == ("TOPIC_NOT_FOUND", "batonmq")
+    assert dict(info.metadata) == {"topic": "refused"}
+    assert status.details[2].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == 250
 
 
 async def test_largest_conflict_of_subscriptions_crosses_whole() -> None:

@@ -20,11 +20,11 @@ import pytest
 from pydantic import SecretStr
 
 from batonmq._common.rpc import from_rpc_error
-from batonmq._connection import handshake
+from batonmq._connection import tls_probe as handshake
 from batonmq._connection.channels import OPTIONS, connector
-from batonmq._connection.handshake import refused
 from batonmq._connection.secure_channel import LOOK_INTERVAL_S, SecureChannel
 from batonmq._connection.security import Security
+from batonmq._connection.tls_probe import find_tls_failure
 from batonmq._process.config import ConfigError, load
 from batonmq.errors import Unreachable
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
@@ -166,11 +166,11 @@ async def test_who_is_refused_is_told_why_and_what_to_do(
             assert isinstance(error, Unreachable), reason
             assert error.message.startswith(f"{address}: it "), reason
             assert error.remedy != Unreachable.remedy, reason
-            found = await asyncio.to_thread(refused, address, security)
+            found = await asyncio.to_thread(find_tls_failure, address, security)
             assert found is not None, reason
             assert reason in found.reason
             assert found.remedy
-        assert await asyncio.to_thread(refused, address, carol) is None
+        assert await asyncio.to_thread(find_tls_failure, address, carol) is None
 
 
 async def test_servers_that_can_not_prove_themselves_are_told_apart(
@@ -185,15 +185,15 @@ async def test_servers_that_can_not_prove_themselves_are_told_apart(
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await answer(address, carol)
             assert reason in from_rpc_error(failed.value).message
-            found = await asyncio.to_thread(refused, address, carol)
+            found = await asyncio.to_thread(find_tls_failure, address, carol)
             assert found is not None
             assert reason in found.reason
 
 
 async def test_where_there_is_no_tls_it_is_not_the_reason() -> None:
     async with serving(None) as (address, _):
-        assert await asyncio.to_thread(refused, address, None) is None
-    assert await asyncio.to_thread(refused, address, None) is None
+        assert await asyncio.to_thread(find_tls_failure, address, None) is None
+    assert await asyncio.to_thread(find_tls_failure, address, None) is None
 
 
 async def test_new_files_lose_no_call_and_are_used(

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from baton.common.v1 import queue_pb2
 from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
-from batonmq._core.retries import once_id, retry_topic
+from batonmq._core.retries import retry_producer_id, retry_topic
 from batonmq._core.subscription import TagFilter
 from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
-from batonmq_server.offsets.core.table import ProgressTable
 from tests.simulation.trace import Trace
 
 
@@ -191,7 +191,7 @@ class Books:
     def in_force(self, key: GroupQueue, durable: Progress) -> int:
         """The token that counts now."""
         for table in self.tables.values():
-            if key in table and table.homes.keeps(key.group):
+            if key in table and table.placements.keeps(key.group):
                 return table.query(key).token
         return durable.token
 
@@ -204,7 +204,10 @@ class Books:
         if key.topic != self.retries and not self.group.wants(tag, self.queues[key].judged[offset]):
             return False
         place = QueueRef(key.topic, key.broker, key.queue_id)
-        return once_id(place, self.topic_ids[key.topic], offset, reset_epoch) not in self.copies
+        return (
+            retry_producer_id(place, self.topic_ids[key.topic], offset, reset_epoch)
+            not in self.copies
+        )
 
     def key(self, queue: QueueRef) -> GroupQueue:
         """The queue as offsets names it."""

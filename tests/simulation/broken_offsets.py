@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 
 from batonmq._consumer.assigned_queue import AssignedQueue
-from batonmq_server.offsets.core.calls import Acks as TableAcks
-from batonmq_server.offsets.core.calls import (
-    Committed,
-    Delivered,
-    Fence,
-    Instant,
-    Limits,
-    Moved,
-    Place,
-    Source,
-)
-from batonmq_server.offsets.core.calls import Delivery as TableDelivery
-from batonmq_server.offsets.core.calls import Grant as TableGrant
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import EMPTY
+from batonmq_server.offsets.core.values import Acks as TableAcks
+from batonmq_server.offsets.core.values import (
+    AckState,
+    CommitResult,
+    DeliveryResult,
+    FenceAttempt,
+    Instant,
+    ProgressSource,
+    QueueLimits,
+    ResetEffect,
+)
+from batonmq_server.offsets.core.values import DeliveryRange as TableDelivery
+from batonmq_server.offsets.core.values import FenceGrant as TableGrant
 from batonmq_server.offsets.group_commit import GroupCommit
 
 
@@ -36,15 +36,17 @@ def answer_before_durable(patch: pytest.MonkeyPatch) -> None:
     async def settled(*_: object) -> None:
         return
 
-    patch.setattr(GroupCommit, "settled", settled)
-    patch.setattr(GroupCommit, "settled_all", settled)
+    patch.setattr(GroupCommit, "wait_durable", settled)
+    patch.setattr(GroupCommit, "wait_all_durable", settled)
 
 
 def commit_without_token(patch: pytest.MonkeyPatch) -> None:
     """[commit_no_token] A commit counts, whoever sends it."""
     real = Progress.commit
 
-    def commit(self: Progress, _: int, acks: TableAcks, now: Instant, source: Source) -> Committed:
+    def commit(
+        self: Progress, _: int, acks: TableAcks, now: Instant, source: ProgressSource
+    ) -> CommitResult:
         return real(self, self.token, acks, now, source)
 
     patch.setattr(Progress, "commit", commit)
@@ -55,8 +57,8 @@ def pull_without_token(patch: pytest.MonkeyPatch) -> None:
     record, touch = Progress.record_delivered, Progress.touch
 
     def recorded(
-        self: Progress, _: int, delivery: TableDelivery, limits: Limits, now: Instant
-    ) -> Delivered:
+        self: Progress, _: int, delivery: TableDelivery, limits: QueueLimits, now: Instant
+    ) -> DeliveryResult:
         return record(self, self.token, delivery, limits, now)
 
     patch.setattr(Progress, "record_delivered", recorded)
@@ -68,8 +70,8 @@ def record_in_memory(patch: pytest.MonkeyPatch) -> None:
     real = Progress.record_delivered
 
     def record(
-        self: Progress, token: int, delivery: TableDelivery, limits: Limits, now: Instant
-    ) -> Delivered:
+        self: Progress, token: int, delivery: TableDelivery, limits: QueueLimits, now: Instant
+    ) -> DeliveryResult:
         reserved = self.delivered_reserved
         delivered = real(self, token, delivery, limits, now)
         self.delivered_reserved = reserved
@@ -82,7 +84,7 @@ def idle_untested(patch: pytest.MonkeyPatch) -> None:
     """A lease that is over at the lock manager is enough: offsets does not look."""
     real = Progress._check_condition
 
-    def check(self: Progress, wish: Fence, now: Instant) -> None:
+    def check(self: Progress, wish: FenceAttempt, now: Instant) -> None:
         if wish.condition.value != "IDLE":
             real(self, wish, now)
 
@@ -93,7 +95,7 @@ def maybe_seen_forgotten(patch: pytest.MonkeyPatch) -> None:
     """What the holder before has in flight is not noted when its queue is taken."""
     real = Progress.fence
 
-    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
+    def fence(self: Progress, wish: FenceAttempt, now: Instant) -> TableGrant:
         before = self.maybe_seen
         grant = real(self, wish, now)
         if grant.changed:
@@ -108,7 +110,7 @@ def acked_ranges_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A new owner starts at the committed offset, whatever is acked above it."""
     real = Progress.fence
 
-    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
+    def fence(self: Progress, wish: FenceAttempt, now: Instant) -> TableGrant:
         self.acked = EMPTY
         return real(self, wish, now)
 
@@ -119,7 +121,7 @@ def reset_no_epoch(patch: pytest.MonkeyPatch) -> None:
     """[reset_no_epoch] A reset sets the offset, and nobody is fenced by it."""
     real = Progress.reset
 
-    def reset(self: Progress, to: Place, source: Source, now: Instant) -> Moved:
+    def reset(self: Progress, to: AckState, source: ProgressSource, now: Instant) -> ResetEffect:
         names = ("token", "reset_epoch", "holder", "closed", "grant", "delivered_offset")
         before = {name: getattr(self, name) for name in (*names, "delivered_reserved")}
         moved = real(self, to, source, now)
@@ -139,7 +141,7 @@ def reset_no_resume_check(patch: pytest.MonkeyPatch) -> None:
     """
     real_reset, real_fence = Progress.reset, AssignedQueue.fence
 
-    def reset(self: Progress, to: Place, source: Source, now: Instant) -> Moved:
+    def reset(self: Progress, to: AckState, source: ProgressSource, now: Instant) -> ResetEffect:
         reset_epoch = self.reset_epoch
         moved = real_reset(self, to, source, now)
         self.reset_epoch = reset_epoch
@@ -156,7 +158,7 @@ def force_without_flags(patch: pytest.MonkeyPatch) -> None:
     """What is in the hands of an owner that loses a queue by force is not noted."""
     real = Progress.fence
 
-    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
+    def fence(self: Progress, wish: FenceAttempt, now: Instant) -> TableGrant:
         before = self.maybe_seen
         grant = real(self, wish, now)
         if grant.changed and wish.forced_by:
@@ -171,8 +173,10 @@ def riding_acks_without_token(patch: pytest.MonkeyPatch) -> None:
     """Acks that ride with a pull count, whoever pulls."""
     real = Progress.commit
 
-    def commit(self: Progress, token: int, acks: TableAcks, now: Instant, source: Source) -> Any:
-        return real(self, self.token if source is Source.PULL else token, acks, now, source)
+    def commit(
+        self: Progress, token: int, acks: TableAcks, now: Instant, source: ProgressSource
+    ) -> Any:
+        return real(self, self.token if source is ProgressSource.PULL else token, acks, now, source)
 
     patch.setattr(Progress, "commit", commit)
 
@@ -185,8 +189,8 @@ def delivery_of_any_generation(patch: pytest.MonkeyPatch) -> None:
     record, granted = Progress.record_delivered, AssignedQueue.granted
 
     def recorded(
-        self: Progress, token: int, delivery: TableDelivery, limits: Limits, now: Instant
-    ) -> Delivered:
+        self: Progress, token: int, delivery: TableDelivery, limits: QueueLimits, now: Instant
+    ) -> DeliveryResult:
         named = delivery._replace(subscription_generation=self.subscription_generation)
         return record(self, token, named, limits, now)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from batonmq.errors import BatonError
-from batonmq_server.offsets.core.changes import Change, ChangeLog
-from batonmq_server.offsets.following import Following
-from batonmq_server.offsets.persistence import log_of
+from batonmq_server.offsets.core.change_log import ChangeLog, StoreChange
+from batonmq_server.offsets.follower import Follower
+from batonmq_server.offsets.persistence import change_log_of
 from batonmq_server.offsets.role import Role
 from batonmq_server.runtime.election import Candidacy
 from batonmq_server.runtime.etcd import Compare, Put
@@ -71,10 +71,10 @@ def answer_without_lease(patch: pytest.MonkeyPatch) -> None:
 def histories_without_epochs(patch: pytest.MonkeyPatch) -> None:
     """Versions are compared, and not the epochs that wrote them."""
 
-    def holds(self: ChangeLog, position: Position) -> bool:
+    def contains(self: ChangeLog, position: Position) -> bool:
         return position.version <= self._version
 
-    patch.setattr(ChangeLog, "holds", holds)
+    patch.setattr(ChangeLog, "contains", contains)
 
 
 def adopt_a_lower_version(patch: pytest.MonkeyPatch) -> None:
@@ -82,15 +82,15 @@ def adopt_a_lower_version(patch: pytest.MonkeyPatch) -> None:
 
     Source: Kafka before KIP-101, whose followers truncated to what they knew to be confirmed.
     """
-    write, step = Following._write, Following._step
-    befores: dict[Following, list[tuple[bytes, bytes]]] = {}
+    write, step = Follower._write, Follower._step
+    befores: dict[Follower, list[tuple[bytes, bytes]]] = {}
 
-    async def keep_before(self: Following, found: list[Change]) -> None:
+    async def keep_before(self: Follower, found: list[StoreChange]) -> None:
         if found:
             befores[self] = list(self.disk.read())
         await write(self, found)
 
-    async def go_back(self: Following) -> None:
+    async def go_back(self: Follower) -> None:
         try:
             await step(self)
         except BatonError:
@@ -98,11 +98,11 @@ def adopt_a_lower_version(patch: pytest.MonkeyPatch) -> None:
                 if self in befores:
                     before = befores.pop(self)
                     await self.disk.replace(before)
-                    self.changes.become(log_of(dict(before), kept_bytes_max=0))
+                    self.changes.replace_with(change_log_of(dict(before), kept_bytes_max=0))
             raise
 
-    patch.setattr(Following, "_write", keep_before)
-    patch.setattr(Following, "_step", go_back)
+    patch.setattr(Follower, "_write", keep_before)
+    patch.setattr(Follower, "_step", go_back)
 
 
 def shrink_before_etcd_knows(patch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,22 @@ import pytest
 
 from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.runtime.gates import Gates
-from batonmq_server.storage.deliveries import Deliveries, Delivery, Verdict
+from batonmq_server.storage.delivery_recorder import (
+    DeliveryRecorder,
+    PendingDelivery,
+    RecordedDelivery,
+)
 from tests.simulation.background import in_background
 
 
 def record_after_sending(patch: pytest.MonkeyPatch) -> None:
     """[deliver_before_record] Bytes leave storage, and their delivery is recorded meanwhile."""
 
-    async def record(self: Deliveries, delivery: Delivery) -> Verdict:
+    async def record(self: DeliveryRecorder, delivery: PendingDelivery) -> RecordedDelivery:
         in_background(self._batcher.call(delivery))
-        return Verdict((), self._epoch, self._clock.monotonic_ms())
+        return RecordedDelivery((), self._epoch, self._clock.monotonic_ms())
 
-    patch.setattr(Deliveries, "record", record)
+    patch.setattr(DeliveryRecorder, "record", record)
 
 
 def flip_with_owners(patch: pytest.MonkeyPatch) -> None:

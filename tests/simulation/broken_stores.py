@@ -10,13 +10,13 @@ import pytest
 from baton.storage.v1 import replication_service_pb2 as replication_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq_server.storage import node
-from batonmq_server.storage.core.epochs import History, common_point
+from batonmq_server.storage.components import StorageComponents, build_components
+from batonmq_server.storage.core.epochs import EpochHistory, common_point
 from batonmq_server.storage.core.producers import ProducerTable
-from batonmq_server.storage.flush import Flusher, InThread
-from batonmq_server.storage.following import Following
+from batonmq_server.storage.flusher import Flusher, InThread
 from batonmq_server.storage.leadership import Leadership
+from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.role import Role
-from batonmq_server.storage.serving import Serving, serve
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
@@ -27,13 +27,13 @@ def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
         if self._store.log.synced_position < position:
             await self.sync()
 
-    patch.setattr(Flusher, "reached", reached)
+    patch.setattr(Flusher, "wait_until_safe", reached)
 
 
 def compare_positions_only(patch: pytest.MonkeyPatch) -> None:
     """Two logs are taken to be alike as far as both go, whichever epochs wrote them."""
 
-    def shorter(_: History, one_end: int, __: History, other_end: int) -> int:
+    def shorter(_: EpochHistory, one_end: int, __: EpochHistory, other_end: int) -> int:
         return min(one_end, other_end)
 
     patch.setattr("batonmq_server.storage.leadership.common_point", shorter)
@@ -42,7 +42,7 @@ def compare_positions_only(patch: pytest.MonkeyPatch) -> None:
 def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
     """A follower that has more than the leader keeps it, and goes on from there."""
 
-    def longer(one: History, one_end: int, other: History, other_end: int) -> int:
+    def longer(one: EpochHistory, one_end: int, other: EpochHistory, other_end: int) -> int:
         return other_end if other_end > one_end else common_point(one, one_end, other, other_end)
 
     patch.setattr("batonmq_server.storage.leadership.common_point", longer)
@@ -50,37 +50,37 @@ def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
 
 def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
     """Readers at a follower see what it has, and not what every member of the set has."""
-    real = Following._settle
+    real = LogFollower._settle
 
     async def settle(
-        self: Following, serving: Serving, answer: replication_pb.FetchResponse
+        self: LogFollower, components: StorageComponents, answer: replication_pb.FetchResponse
     ) -> None:
-        serving.flusher.confirmed(serving.node.store.log.synced_position)
-        await real(self, serving, answer)
+        components.flusher.confirmed(components.node.store.log.synced_position)
+        await real(self, components, answer)
 
-    patch.setattr(Following, "_settle", settle)
+    patch.setattr(LogFollower, "_settle", settle)
 
 
 def replicated_alone(patch: pytest.MonkeyPatch) -> None:
     """What everybody in sync has is said to be REPLICATED, also if that is the leader alone."""
-    real = Role.reached
+    real = Role.durability_of
 
     def reached(self: Role, next_position: int) -> pb.Durability.ValueType:
         durability = real(self, next_position)
         safe = durability == pb.DURABILITY_FSYNCED
         return pb.DURABILITY_REPLICATED if safe else durability
 
-    patch.setattr(Role, "reached", reached)
+    patch.setattr(Role, "durability_of", reached)
 
 
 def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
     """[two_delayers] What is due is delivered by every node that knows of it."""
 
-    def served(*args: Any) -> Serving:
-        serving = serve(*args)
-        return replace(serving, loops=(*serving.loops, serving.due.run))
+    def served(*args: Any) -> StorageComponents:
+        components = build_components(*args)
+        return replace(components, loops=(*components.loops, components.due.run))
 
-    patch.setattr("batonmq_server.storage.app.serve", served)
+    patch.setattr("batonmq_server.storage.app.build_components", served)
     patch.setattr(Role, "refusal", lambda *_: None)
 
 
@@ -88,9 +88,9 @@ def take_an_empty_copy_for_whole(patch: pytest.MonkeyPatch) -> None:
     """A member that has lost its disk counts again as soon as it has reached the last epoch."""
     real = node._of_replica
 
-    def of_replica(attempt: node._Attempt, *, accept_loss: bool) -> History:
+    def of_replica(attempt: node._Attempt, *, accept_loss: bool) -> EpochHistory:
         history = real(attempt, accept_loss=accept_loss)
-        return history if history.starts else History()
+        return history if history.starts else EpochHistory()
 
     patch.setattr(node, "_of_replica", of_replica)
 
@@ -100,7 +100,7 @@ def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
     real = Leadership.begin
 
     async def begin(self: Leadership, in_thread: InThread) -> None:
-        self.serving.node.store.producers = ProducerTable()
+        self.components.node.store.producers = ProducerTable()
         await real(self, in_thread)
 
     patch.setattr(Leadership, "begin", begin)

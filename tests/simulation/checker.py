@@ -18,12 +18,12 @@ from batonmq._core.queues import GroupQueue
 from batonmq._core.records import Record, decode_records, read_header
 from batonmq._core.retries import ATTEMPTS
 from batonmq_server.offsets.disk import Entry
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.places import OFFSETS
 from batonmq_server.storage.core import schedule
-from batonmq_server.storage.core.producers import Receipt
-from batonmq_server.storage.core.store import Checked, Store, TopicQueues
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.store import CheckedBatch, Store, TopicQueues
+from batonmq_server.storage.node import StorageNode
 from tests.simulation.answer_checks import AnswerChecks
 from tests.simulation.books import Books, Copy, Queue, key_of
 from tests.simulation.client_checks import ClientChecks
@@ -72,7 +72,7 @@ class Checker:
 
     # ---- offsets
 
-    def watch_leadership(self, offsets: Offsets) -> None:
+    def watch_leadership(self, offsets: OffsetsEpoch) -> None:
         """See what a leader of offsets begins with and does; what it writes counts once the
         in-sync set has it."""
         table = self.books.tables.get(OFFSETS)
@@ -107,17 +107,17 @@ class Checker:
         append = store.append
 
         def watched(
-            batches: Sequence[Checked], topics: Mapping[str, TopicQueues], *more: Any
+            batches: Sequence[CheckedBatch], topics: Mapping[str, TopicQueues], *more: Any
         ) -> Any:
             outcomes = append(batches, topics, *more)
             for checked, outcome in zip(batches, outcomes, strict=True):
-                if isinstance(outcome, Receipt) and not outcome.duplicate:
+                if isinstance(outcome, StoreReceipt) and not outcome.duplicate:
                     self._took(broker, checked, outcome, topics[checked.header.topic].topic_id)
             return outcomes
 
         setattr(store, "append", watched)  # noqa: B010  it stands before the class's own
 
-    def watch_copy(self, node_id: str, node: Node) -> None:
+    def watch_copy(self, node_id: str, node: StorageNode) -> None:
         """See what a replica has, and does to it."""
         self.forget_pause()
         self.stores.copy_opened(node_id, node)
@@ -136,14 +136,16 @@ class Checker:
                 self.books.fail("P2", f"{key} goes on at {one.receipt.first_offset}, not at {end}")
         self._took(BROKER, one.checked, one.receipt, one.topic_id)
 
-    def _took(self, broker: str, checked: Checked, receipt: Receipt, topic_id: int) -> None:
+    def _took(
+        self, broker: str, checked: CheckedBatch, receipt: StoreReceipt, topic_id: int
+    ) -> None:
         self.books.topic_ids[checked.header.topic] = topic_id
         if checked.header.topic == schedule.TOPIC:
             self._scheduled(checked, receipt)
         else:
             self._stored(broker, checked, receipt)
 
-    def _stored(self, broker: str, checked: Checked, receipt: Receipt) -> None:
+    def _stored(self, broker: str, checked: CheckedBatch, receipt: StoreReceipt) -> None:
         header = checked.header
         queue = self.books.queues[
             GroupQueue(self.books.name, header.topic, broker, header.queue_id)
@@ -154,7 +156,7 @@ class Checker:
             queue.stored[offset] = (_name(record), record.tag)
             queue.stored_ms[offset] = self.books.now_ms()
 
-    def _scheduled(self, checked: Checked, receipt: Receipt) -> None:
+    def _scheduled(self, checked: CheckedBatch, receipt: StoreReceipt) -> None:
         """A message was sent back; by whoever does it, it is kept once (T5)."""
         header, books = checked.header, self.books
         if header.queue_id != schedule.SCHEDULED:

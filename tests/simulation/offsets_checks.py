@@ -7,21 +7,21 @@ from typing import Any
 
 from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets.codec import META, decode_key, decode_progress, unseal
-from batonmq_server.offsets.core.calls import (
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.progress_table import ProgressTable
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.values import (
     Acks,
-    Condition,
-    Delivery,
-    Fence,
-    Grant,
+    AckState,
+    DeliveryRange,
+    FenceAttempt,
+    FenceCondition,
+    FenceGrant,
     Instant,
-    Moved,
-    Place,
-    Source,
+    ProgressSource,
+    ResetEffect,
     Tombstone,
 )
-from batonmq_server.offsets.core.progress import Progress
-from batonmq_server.offsets.core.ranges import RangeSet
-from batonmq_server.offsets.core.table import ProgressTable
 from tests.simulation.books import Books, Epoch, copy_of, done, token_of
 
 QUIET_MS = 1_500
@@ -43,13 +43,13 @@ class OffsetsChecks:
             queue.resets = 0
         real = {name: getattr(table, name) for name in _WATCHED}
 
-        def fence(key: GroupQueue, term: int, wish: Fence, now: Instant) -> Grant:
+        def fence(key: GroupQueue, term: int, wish: FenceAttempt, now: Instant) -> FenceGrant:
             before = copy_of(table, key)
-            grant: Grant = real["fence"](key, term, wish, now)
+            grant: FenceGrant = real["fence"](key, term, wish, now)
             self._fenced(key, before, wish, grant, now)
             return grant
 
-        def record_delivered(key: GroupQueue, token: int, run: Delivery, now: Instant) -> Any:
+        def record_delivered(key: GroupQueue, token: int, run: DeliveryRange, now: Instant) -> Any:
             before = copy_of(table, key)
             delivered = real["record_delivered"](key, token, run, now)
             self._accepted(key, before, token, f"delivery [{run[0]}, {run[1]})")
@@ -63,7 +63,11 @@ class OffsetsChecks:
             self._accepted(key, before, token, "touch")
 
         def commit(
-            key: GroupQueue, token: int, acks: Acks, now: Instant, source: Source = Source.COMMIT
+            key: GroupQueue,
+            token: int,
+            acks: Acks,
+            now: Instant,
+            source: ProgressSource = ProgressSource.COMMIT,
         ) -> Any:
             before = copy_of(table, key)
             committed = real["commit"](key, token, acks, now, source)
@@ -84,16 +88,16 @@ class OffsetsChecks:
             self._books.counts["closes"] += closed.changed
             return closed
 
-        def move(
-            key: GroupQueue, to: Place, source: Source, now: Instant, *, dry_run: bool
-        ) -> Moved:
+        def reset(
+            key: GroupQueue, to: AckState, source: ProgressSource, now: Instant, *, dry_run: bool
+        ) -> ResetEffect:
             before = copy_of(table, key)
-            moved: Moved = real["move"](key, to, source, now, dry_run=dry_run)
+            moved: ResetEffect = real["reset"](key, to, source, now, dry_run=dry_run)
             if not dry_run:
                 self._reset(key, before, table.query(key))
             return moved
 
-        for wrapped in (fence, record_delivered, touch, commit, close, move):
+        for wrapped in (fence, record_delivered, touch, commit, close, reset):
             self._watch(table, wrapped)
 
     def _watch(self, table: ProgressTable, watched: Callable[..., Any]) -> None:
@@ -112,7 +116,12 @@ class OffsetsChecks:
             self._fail("V3", f"{key}: {what} under {token} accepted; T={token_of(before)}{closed}")
 
     def _fenced(
-        self, key: GroupQueue, before: Progress | None, wish: Fence, grant: Grant, now: Instant
+        self,
+        key: GroupQueue,
+        before: Progress | None,
+        wish: FenceAttempt,
+        grant: FenceGrant,
+        now: Instant,
     ) -> None:
         if not grant.changed:
             return
@@ -131,18 +140,18 @@ class OffsetsChecks:
         if before.holder not in (None, wish.holder):
             books.counts["hand-overs"] += 1
         match wish.condition:
-            case Condition.CLOSED_OR_DRAINED:
+            case FenceCondition.CLOSED_OR_DRAINED:
                 self._fenced_quietly(key, before, wish, text, now)
-            case Condition.SAME_HOLDER if before.closed or before.holder != wish.holder:
+            case FenceCondition.SAME_HOLDER if before.closed or before.holder != wish.holder:
                 self._fail("section 4", f"{text}, but the holder is {before.holder}")
-            case Condition.FORCED:
+            case FenceCondition.FORCED:
                 queue.revoked[before.token] = "forced"
                 books.excuse(key, f"token {before.token} was ended by force")
-            case Condition.IDLE:
+            case FenceCondition.IDLE:
                 self._fenced_idle(key, before, wish, text, now)
 
     def _fenced_idle(
-        self, key: GroupQueue, before: Progress, wish: Fence, text: str, now: Instant
+        self, key: GroupQueue, before: Progress, wish: FenceAttempt, text: str, now: Instant
     ) -> None:
         if now.monotonic_ms - before.access_monotonic_ms < wish.idle_ms:
             self._fail("section 4", f"{text}, but the holder was not idle")
@@ -152,7 +161,7 @@ class OffsetsChecks:
             self._books.counts["steals"] += 1
 
     def _fenced_quietly(
-        self, key: GroupQueue, before: Progress, wish: Fence, text: str, now: Instant
+        self, key: GroupQueue, before: Progress, wish: FenceAttempt, text: str, now: Instant
     ) -> None:
         """A queue whose owner has neither closed it nor fallen silent (section 7)."""
         if before.closed:
@@ -179,7 +188,7 @@ class OffsetsChecks:
             queue.revoked[before.token] = "reset"
         books.excuse(key, f"reset to {after.committed_offset}, token {after.token}")
 
-    def _delivered(self, key: GroupQueue, token: int, run: Delivery, now: Progress) -> None:
+    def _delivered(self, key: GroupQueue, token: int, run: DeliveryRange, now: Progress) -> None:
         """Section 14: two filters never serve at one instant; what is acked is passed already."""
         books, group = self._books, self._books.group
         queue, generation = books.queues[key], run.subscription_generation
@@ -267,4 +276,4 @@ class OffsetsChecks:
         self._books.fail(rule, text)
 
 
-_WATCHED = ("fence", "record_delivered", "touch", "commit", "close", "move")
+_WATCHED = ("fence", "record_delivered", "touch", "commit", "close", "reset")

@@ -14,9 +14,9 @@ from typing import Any
 from baton.common.v1 import replicas_pb2
 from batonmq.errors import BatonError, NoQuorum, NotLeader, NotServing
 from batonmq_server.offsets.codec import META, unseal
-from batonmq_server.offsets.core.changes import HISTORY, POSITION
+from batonmq_server.offsets.core.change_log import HISTORY, POSITION
 from batonmq_server.offsets.disk import Entry
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd import Stored
 from batonmq_server.runtime.position import NOWHERE, Position
 from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
@@ -115,7 +115,7 @@ class ReplicaChecks:
 
     # ---- leaderships
 
-    def opened(self, offsets: Offsets) -> bool:
+    def opened(self, offsets: OffsetsEpoch) -> bool:
         """A leadership begins to serve: it has all that was confirmed.
 
         Returns:
@@ -129,7 +129,7 @@ class ReplicaChecks:
         self._confirm(node)
         return True
 
-    def confirmed(self, offsets: Offsets) -> None:
+    def confirmed(self, offsets: OffsetsEpoch) -> None:
         """A write of a leadership has returned: the in-sync set has everything the leader has."""
         self._confirm(self._node_of(offsets))
 
@@ -185,7 +185,7 @@ class ReplicaChecks:
         stand = self._stands[node]
         return stand.position.epoch >= self._standing.served_epoch and stand.has(self._confirmed)
 
-    def _node_of(self, offsets: Offsets) -> str:
+    def _node_of(self, offsets: OffsetsEpoch) -> str:
         return next((node for node, disk in self._disks.items() if disk is offsets.disk), "")
 
     def _fail(self, text: str) -> None:

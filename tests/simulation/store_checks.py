@@ -18,10 +18,10 @@ from batonmq._core.records import read_header
 from batonmq.errors import BatonError
 from batonmq_server.runtime.position import NOWHERE, Position
 from batonmq_server.storage.core.commitlog import FOLDER
-from batonmq_server.storage.core.epochs import History
-from batonmq_server.storage.core.producers import QueueKey, Receipt
-from batonmq_server.storage.core.store import Checked, QueueRange, TopicQueues
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.core.epochs import EpochHistory
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
+from batonmq_server.storage.core.store import CheckedBatch, TopicQueues, VisibleRange
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk
 from batonmq_server.testing.memory_network import MemoryCall
 from tests.simulation.books import Books
@@ -73,8 +73,8 @@ class Written:
     """A batch that a leader has written, in its epoch."""
 
     epoch: int
-    checked: Checked
-    receipt: Receipt
+    checked: CheckedBatch
+    receipt: StoreReceipt
     topic_id: int
 
     @property
@@ -96,16 +96,16 @@ class StoreChecks(ReplicaChecks):
     ) -> None:
         super().__init__(books, leader)
         self._kept = kept
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, StorageNode] = {}
         self._rotten: dict[str, int] = {}
         self._bytes: dict[int, tuple[int, bytearray]] = {}
         self._waiting: list[Written] = []
         self._seen = LogStand(0, ())
-        self._batches: list[Receipt] = []
+        self._batches: list[StoreReceipt] = []
 
     # ---- copies
 
-    def copy_opened(self, name: str, node: Node) -> None:
+    def copy_opened(self, name: str, node: StorageNode) -> None:
         """A node has opened its copy: of a new life, or after it was cut."""
         before = self._stand(name)
         self._nodes[name] = node
@@ -160,7 +160,7 @@ class StoreChecks(ReplicaChecks):
         assert isinstance(stand, LogStand)
         return stand
 
-    def _stood(self, name: str, node: Node) -> None:
+    def _stood(self, name: str, node: StorageNode) -> None:
         """Look at what a node has made durable, or given up."""
         log, before, history = node.store.log, self._stand(name), node.history
         end = min(log.synced_position, log.next_position)
@@ -175,7 +175,7 @@ class StoreChecks(ReplicaChecks):
         self._compare(name, node, now, now.same_until(before))
         self._check_electable(f"{name} stands at {now.position}")
 
-    def _compare(self, name: str, node: Node, stand: LogStand, at: int) -> None:
+    def _compare(self, name: str, node: StorageNode, stand: LogStand, at: int) -> None:
         """What is new from `at` on has to be what the same epoch has written elsewhere."""
         while at < stand.version:
             epoch = stand.epoch_before(at + 1)
@@ -194,7 +194,7 @@ class StoreChecks(ReplicaChecks):
 
     # ---- what is seen
 
-    def _shown(self, name: str, node: Node) -> None:
+    def _shown(self, name: str, node: StorageNode) -> None:
         """Readers at a node can see what it has up to here."""
         stand, end = self._stand(name), node.store.readable_position
         if not end or self._nodes[name] is not node:
@@ -218,14 +218,14 @@ class StoreChecks(ReplicaChecks):
             else:
                 self._books.counts["given up"] += 1
 
-    def _watch(self, name: str, node: Node) -> None:
+    def _watch(self, name: str, node: StorageNode) -> None:
         """See everything that a node does to its copy from now on."""
         store = node.store
         real = {each: getattr(store, each) for each in ("append", "synced", "confirmed")}
         keep, cut, begin_epoch = node.keep, node.cut, node.begin_epoch
 
         def append(
-            batches: Sequence[Checked], topics: Mapping[str, TopicQueues], *more: Any
+            batches: Sequence[CheckedBatch], topics: Mapping[str, TopicQueues], *more: Any
         ) -> Any:
             outcomes = real["append"](batches, topics, *more)
             self._appended(name, node, batches, outcomes, topics)
@@ -242,7 +242,7 @@ class StoreChecks(ReplicaChecks):
             self._shown(name, node)
             return grown
 
-        def kept(history: History) -> None:
+        def kept(history: EpochHistory) -> None:
             keep(history)
             self._stood(name, node)
 
@@ -264,16 +264,16 @@ class StoreChecks(ReplicaChecks):
     def _appended(
         self,
         name: str,
-        node: Node,
-        batches: Sequence[Checked],
-        outcomes: Sequence[Receipt | BatonError],
+        node: StorageNode,
+        batches: Sequence[CheckedBatch],
+        outcomes: Sequence[StoreReceipt | BatonError],
         topics: Mapping[str, TopicQueues],
     ) -> None:
         """Only the acting leader writes; what it has written counts once somebody can see it."""
         fresh = [
             Written(node.store.epoch, checked, outcome, topics[checked.header.topic].topic_id)
             for checked, outcome in zip(batches, outcomes, strict=True)
-            if isinstance(outcome, Receipt) and not outcome.duplicate
+            if isinstance(outcome, StoreReceipt) and not outcome.duplicate
         ]
         self._waiting += fresh
         if fresh and (leader := self._leader()) != name:
@@ -323,6 +323,6 @@ class StoreChecks(ReplicaChecks):
             self._fail(f"{name} delivers other bytes than epoch {epoch} wrote at {header.position}")
 
 
-def _queues(node: Node) -> dict[QueueKey, QueueRange]:
+def _queues(node: StorageNode) -> dict[QueueKey, VisibleRange]:
     """What a copy lets readers see of its queues."""
     return {key: node.store.offsets(key) for key in sorted(node.store.queues)}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     BatchBuilder,
@@ -47,7 +47,7 @@ def stored(
     compression: Compression = Compression.NONE,
     records: Sequence[bytes] = (),
 ) -> bytes:
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for number, message in enumerate(sent):
         builder.add(message, records[number] if records else encode_record(message))
     batch = builder.encode(topic=QUEUE.topic, queue_id=QUEUE.queue_id)

@@ -15,11 +15,11 @@ from batonmq._core.subscription import SqlFilter
 from batonmq.errors import BatonError
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.files import FileCache
-from batonmq_server.storage.core.filter import HashFilter
 from batonmq_server.storage.core.keyindex import KeyIndex
-from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
+from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.recovery import Recovery, RecoveryReport
-from batonmq_server.storage.core.store import Store, TopicQueues, Wanted, check
+from batonmq_server.storage.core.store import ReadSpec, Store, TopicQueues, check
+from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.memory_disks import MemoryDisk
 
 TOPIC = "orders"
@@ -84,16 +84,16 @@ def sync(store: Store) -> frozenset[QueueKey]:
     return store.synced(unsynced.position)
 
 
-def append(store: Store, *batches: bytes, now: int = NOW) -> list[Receipt | BatonError]:
+def append(store: Store, *batches: bytes, now: int = NOW) -> list[StoreReceipt | BatonError]:
     """Outcomes of an append; nothing is synced."""
     return store.append([check(one) for one in batches], TOPICS, now)
 
 
-def stored(store: Store, *batches: bytes) -> list[Receipt]:
+def stored(store: Store, *batches: bytes) -> list[StoreReceipt]:
     """Receipts of an append that has to succeed, and is synced."""
     outcomes = append(store, *batches)
     sync(store)
-    receipts = [one for one in outcomes if isinstance(one, Receipt)]
+    receipts = [one for one in outcomes if isinstance(one, StoreReceipt)]
     assert len(receipts) == len(outcomes), outcomes
     return receipts
 
@@ -104,8 +104,8 @@ def wanted(
     filter: HashFilter | SqlFilter = ALL,
     bytes_max: int = 1 << 20,
     messages_max: int = 1_000,
-) -> Wanted:
-    return Wanted(offset, bytes_max, messages_max, filter)
+) -> ReadSpec:
+    return ReadSpec(offset, bytes_max, messages_max, filter)
 
 
 def bodies(store: Store, queue_id: int = 0) -> list[bytes]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from batonmq._core.records import Message
 from batonmq_server.storage.core import floors
-from batonmq_server.storage.core.checkpointing import Checkpointing
-from batonmq_server.storage.core.delay import Delayed
-from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
+from batonmq_server.storage.core.delay_queue import DelayedBatch
+from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.recovery import encode_synced
 from batonmq_server.storage.core.schedule import TOPIC as SCHEDULE_TOPIC
 from batonmq_server.testing.memory_disks import MemoryDisk
@@ -21,7 +21,7 @@ from tests.storage.batches import TOPIC, TOPIC_ID, Opened, append, batch, open_s
 FOLDER = Path(__file__).parent / "golden"
 SEGMENT_BYTES, RUN_ENTRIES = 900, 6
 NOW = 1_700_000_000_000
-FLOORS = [Floor(TOPIC, TOPIC_ID, 5, 77), Floor(SCHEDULE_TOPIC, 0, 1, 1 << 40)]
+FLOORS = [QueueFloor(TOPIC, TOPIC_ID, 5, 77), QueueFloor(SCHEDULE_TOPIC, 0, 1, 1 << 40)]
 
 
 def build() -> Opened:
@@ -41,8 +41,8 @@ def build() -> Opened:
     for number, raw in enumerate(batches):
         append(made.store, raw, now=NOW + 1_000 * number)
     sync(made.store)
-    made.store.schedule.waiting.add(Delayed(NOW + 86_400_000, 446, 669))
-    Checkpointing(made.disk, made.store, 0).run()
+    made.store.schedule.waiting.add(DelayedBatch(NOW + 86_400_000, 446, 669))
+    CheckpointWriter(made.disk, made.store, 0).run()
     made.disk.replace(floors.PATH, floors.encode(FLOORS))
     made.disk.replace("synced", encode_synced(made.store.log.synced_position))
     return made

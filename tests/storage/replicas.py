@@ -34,7 +34,7 @@ from batonmq_server.runtime.process import Runtime
 from batonmq_server.runtime.replicas import Standing, decode
 from batonmq_server.storage.app import build
 from batonmq_server.storage.config import StorageSettings
-from tests.offsets.replicas import (
+from tests.offsets.replica_cluster import (
     LAG_MS_MAX,
     LEASE_MS,
     NOT_LEADER,
@@ -44,7 +44,7 @@ from tests.offsets.replicas import (
     leases_end,
 )
 from tests.storage.batches import TOPIC, TOPIC_ID
-from tests.storage.running import WATERMARKS
+from tests.storage.running_node import WATERMARKS
 from tests.support.waiting import until
 
 BROKER = "broker-a"

@@ -25,7 +25,7 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from tests.storage.batches import TOPIC, batch
-from tests.storage.running import TIMEOUT_S, running
+from tests.storage.running_node import TIMEOUT_S, running
 
 
 def reasons(outcomes: list[pb.AppendOutcome]) -> list[str]:

@@ -18,11 +18,11 @@ from batonmq._core.records import Message
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
-from batonmq_server.storage.core.floors import Floor
-from batonmq_server.storage.core.keyindex import OpenRun, Stretch
-from batonmq_server.storage.core.producers import ProducerState, Receipt
+from batonmq_server.storage.core.floors import QueueFloor
+from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
+from batonmq_server.storage.core.producers import ProducerState, StoreReceipt
 from batonmq_server.storage.core.store import Store
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
@@ -44,7 +44,7 @@ INDEXES = ("consumequeue/", "keyindex/", "checkpoint")
 
 def take(opened: Opened) -> None:
     """A checkpoint at the end of the log."""
-    Checkpointing(opened.disk, opened.store, 0).run()
+    CheckpointWriter(opened.disk, opened.store, 0).run()
 
 
 def reopened(disk: MemoryDisk) -> Opened:
@@ -121,7 +121,7 @@ def test_store_times_do_not_go_back_after_a_restart() -> None:
     sync(opened.store)
     take(opened)
     (receipt,) = append(reopened(opened.disk).store, batch(b"b"), now=NOW)
-    assert isinstance(receipt, Receipt)
+    assert isinstance(receipt, StoreReceipt)
     assert receipt.store_unix_ms == NOW + 5_000
 
 
@@ -208,7 +208,7 @@ def test_every_step_of_a_checkpoint_may_be_the_last() -> None:
     fill(opened)
     take(opened)
     fill(opened, 20, 15)
-    shown, steps = served(opened.store), Checkpointing(opened.disk, opened.store, 0)
+    shown, steps = served(opened.store), CheckpointWriter(opened.disk, opened.store, 0)
     states = [opened.disk.killed()]
     capture = steps.begin()
     states.extend(opened.disk.killed() for _ in steps.collect(capture))
@@ -224,7 +224,7 @@ def test_every_step_of_a_checkpoint_may_be_the_last() -> None:
 def test_what_is_appended_while_a_checkpoint_is_taken_belongs_to_the_next() -> None:
     opened = fresh()
     fill(opened)
-    steps = Checkpointing(opened.disk, opened.store, 0)
+    steps = CheckpointWriter(opened.disk, opened.store, 0)
     capture = steps.begin()
     fill(opened, 20, 15)
     for _ in steps.collect(capture):
@@ -280,7 +280,7 @@ def test_offsets_go_on_once_the_first_segment_is_gone(lost: tuple[str, ...]) -> 
         queue.trim_before(dropped)
     left = opened.store.queues[TOPIC_ID, 4]
     assert left.first_offset == left.next_offset == 1
-    opened.disk.replace(floors.PATH, floors.encode([Floor(TOPIC, TOPIC_ID, 4, 1)]))
+    opened.disk.replace(floors.PATH, floors.encode([QueueFloor(TOPIC, TOPIC_ID, 4, 1)]))
     shown = served(opened.store)
     for path in opened.store.log.drop_before(dropped):
         opened.disk.remove(path)
@@ -319,7 +319,7 @@ def test_a_checkpoint_ahead_of_the_log_is_not_trusted() -> None:
 
 
 receipts = st.builds(
-    Receipt,
+    StoreReceipt,
     *[st.integers(0, 2**63 - 1)] * 4,
 )
 states = st.builds(
@@ -357,7 +357,7 @@ def test_checkpoints_survive_their_codec(
     numbers: tuple[int, ...],
 ) -> None:
     position, now, begin, first_ms, last_ms = numbers
-    run = OpenRun(Stretch(begin, position, first_ms, last_ms), 5, 77)
+    run = OpenRun(RunExtent(begin, position, first_ms, last_ms), 5, 77)
     taken = Checkpoint(position, now, run, queues, producers, waiting)
     raw = checkpoint.encode(taken)
     assert checkpoint.decode(raw) == taken

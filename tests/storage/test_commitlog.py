@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batonmq.errors import DataLoss, DiskFull, LimitExceeded
-from batonmq_server.storage.core.commitlog import FILLER_MAGIC, CommitLog, Stamped
+from batonmq_server.storage.core.commitlog import FILLER_MAGIC, CommitLog, StampedBatch
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 
@@ -28,7 +28,7 @@ def write(log: CommitLog, *batches: bytes) -> list[int]:
     positions = log.place([len(one) for one in batches])
     log.append(
         [
-            Stamped(p, one[:2], memoryview(one)[2:])
+            StampedBatch(p, one[:2], memoryview(one)[2:])
             for p, one in zip(positions, batches, strict=True)
         ]
     )
@@ -114,7 +114,7 @@ def test_without_space_for_a_segment_nothing_is_written() -> None:
     before = disk.killed()
     positions = log.place([60, 60, 60])
     with pytest.raises(DiskFull):
-        log.append([Stamped(p, b"yy", memoryview(b"y" * 58)) for p in positions])
+        log.append([StampedBatch(p, b"yy", memoryview(b"y" * 58)) for p in positions])
     assert log.next_position == 60
     first = f"log/{0:020d}"
     assert disk.files[first].content == before.files[first].content

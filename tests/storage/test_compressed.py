@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.records import (
     BatchBuilder,
     Message,
@@ -18,13 +18,13 @@ from batonmq._core.records import (
     encode_record,
 )
 from batonmq.errors import BadBatch, LimitExceeded
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.core.test_compressed_batches import repacked
 from tests.storage.batches import NOW, TOPIC, bodies, open_store, stored
-from tests.storage.delay_scene import scene
-from tests.storage.running import running
+from tests.storage.running_node import running
+from tests.storage.schedule_scene import scene
 from tests.storage.test_query_server import asking, body
 
 PACKED = pytest.mark.parametrize("compression", [Compression.LZ4, Compression.ZSTD])
@@ -37,7 +37,7 @@ BODIES = [message.body for message in MESSAGES]
 
 
 def packed(compression: Compression, producer: tuple[int, int] = (0, 0)) -> bytes:
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for message in MESSAGES:
         builder.add(message, encode_record(message))
     return builder.encode(topic=TOPIC, queue_id=0, producer=producer)
@@ -96,7 +96,7 @@ async def test_compressed_message_for_later_is_delivered_as_it_was(
 def test_fsck_finds_nothing_wrong_with_compressed_batches(compression: Compression) -> None:
     made = open_store(MemoryDisk(), segment_bytes=100_000, run_entries=1 << 19)
     stored(made.store, *[packed(compression)] * 3)
-    Checkpointing(made.disk, made.store, 0).run()
+    CheckpointWriter(made.disk, made.store, 0).run()
     assert bodies(made.store) == 3 * BODIES
     report = Fsck(made.disk.killed(), made.store.log.synced_position).run()
     assert (report.problems, report.batches, report.messages) == ([], 3, 150)

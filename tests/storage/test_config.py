@@ -30,9 +30,9 @@ def test_nodes_of_a_set_share_a_broker() -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"replicas": "a-1,a-2"}, "but not a-0"),
-        ({"replicas": "a-0,a-1", "min_in_sync": 3}, "there are 2 replicas"),
-        ({"min_in_sync": 2}, "there are 1 replicas"),
+        ({"replicas": "a-1,a-2"}, "must include node_id a-0"),
+        ({"replicas": "a-0,a-1", "min_in_sync": 3}, "number of replicas, 2, got 3"),
+        ({"min_in_sync": 2}, "number of replicas, 1, got 2"),
         ({"replicas": "a-0,,a-1"}, "pattern"),
         ({"replicas": "a-0,b,c,d,e,f"}, "pattern"),
         ({"broker": "No Name"}, "pattern"),

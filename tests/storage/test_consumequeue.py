@@ -44,7 +44,7 @@ def test_entries_are_read_back_by_offset(
         model += [(1_000 * number, 10 + number, value) for value in values]
         if number in flush_after:
             queue.flush()
-    queue.show(queue.next_offset)
+    queue.make_visible(queue.next_offset)
     assert queue.next_offset == first_offset + len(model)
     for begin, end in ((0, len(model)), (len(model) // 3, len(model) // 2), (0, 0)):
         found = queue.read(first_offset + begin, first_offset + end)
@@ -67,7 +67,7 @@ def test_only_what_is_shown_is_visible() -> None:
     queue.append(0, 10, tags(1, 2))
     queue.append(10, 10, tags(3))
     assert (queue.visible_offset, queue.next_offset) == (0, 3)
-    queue.show(2)
+    queue.make_visible(2)
     assert queue.visible_offset == 2
 
 
@@ -82,7 +82,7 @@ def test_a_full_disk_loses_no_entry() -> None:
     file.failure = None
     queue.append(5, 1, tags(*range(3_000)))
     assert file.size > 0
-    queue.show(queue.next_offset)
+    queue.make_visible(queue.next_offset)
     assert queue.read(0, 18_000).positions.tolist() == [n for n in range(6) for _ in range(3_000)]
 
 
@@ -105,7 +105,7 @@ def test_what_is_trimmed_is_gone_from_disk_too_and_the_rest_stays(
     for step, number in steps:
         if step == "append":
             queue.append(position, 10, tags(*range(number)))
-            queue.show(queue.next_offset)
+            queue.make_visible(queue.next_offset)
             model += [position] * number
             position += 10
         elif step == "flush":

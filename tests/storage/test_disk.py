@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.storage.core.commitlog import CommitLog, Stamped
+from batonmq_server.storage.core.commitlog import CommitLog, StampedBatch
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.disk import PARTS_MAX, InUse, RealDisk, locked
 
@@ -119,7 +119,7 @@ def test_the_log_closes_what_is_sealed_and_synced(tmp_path: Path) -> None:
     before = open_files()
     for number in range(20):
         (position,) = log.place([90])
-        log.append([Stamped(position, bytes([number]), memoryview(bytes(89)))])
+        log.append([StampedBatch(position, bytes([number]), memoryview(bytes(89)))])
         unsynced = log.unsynced()
         for file in unsynced.files:
             file.sync()

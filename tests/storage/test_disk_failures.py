@@ -3,7 +3,7 @@
 Goal: it answers for nothing that may not be on its disk, gives way to who can go on, and comes
 back by itself, with the bytes of the others; a sync that has failed is never believed afterwards.
 Method: real nodes in one process (tests/storage/replicas.py); calls of their disks raise what the
-kernel would (tests/storage/failing.py). T26 and T28 of the standing test list.
+kernel would (tests/storage/failing_disk.py). T26 and T28 of the standing test list.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from tests.storage.batches import batch
-from tests.storage.failing import Disks, Failing, failing_disks
+from tests.storage.failing_disk import Disks, Failing, failing_disks
 from tests.storage.replicas import Replica, Scene, replica_set
 from tests.storage.test_replication import numbered, others, three
 from tests.support.waiting import until
@@ -91,15 +91,15 @@ async def test_what_a_failed_sync_left_is_cut_off_though_the_cut_fails_at_first(
 ) -> None:
     """The files can be read as if nothing had happened: only the node knows up to where."""
     cuts: list[int] = []
-    real = Node.cut
+    real = StorageNode.cut
 
-    def cut(node: Node, position: int, *, damaged: bool = False) -> None:
+    def cut(node: StorageNode, position: int, *, damaged: bool = False) -> None:
         cuts.append(position)
         if len(cuts) == 1:
             raise OSError(errno.EIO, "the cut fails")
         real(node, position, damaged=damaged)
 
-    monkeypatch.setattr(Node, "cut", cut)
+    monkeypatch.setattr(StorageNode, "cut", cut)
     leader = await three(scene)
     await leader.append(*numbered(0, 3))
     await scene.alike()

@@ -22,11 +22,11 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._core.records import decode_records, read_header
 from batonmq.errors import DiskFull
 from batonmq_server.storage.core.files import File
-from batonmq_server.storage.core.producers import Receipt
-from batonmq_server.storage.core.retention import DiskState, Usage
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.retention import DiskState, DiskUsage
 from batonmq_server.storage.core.store import check
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
-from tests.storage import delay_scene
+from tests.storage import schedule_scene
 from tests.storage.batches import (
     NOW,
     TOPIC,
@@ -38,7 +38,7 @@ from tests.storage.batches import (
     stored,
     sync,
 )
-from tests.storage.running import BROKER, TIMEOUT_S, Running, running
+from tests.storage.running_node import BROKER, TIMEOUT_S, Running, running
 from tests.support.tmpfs import fill_up, small_file_system
 from tests.support.waiting import until
 
@@ -93,7 +93,7 @@ def test_a_write_that_finds_no_space_is_refused_and_leaves_nothing() -> None:
     assert bytes(file.content[end:]) == bytes(4_096 - end)
     file.room = None
     (receipt,) = append(store, batch(b"b" * 300, producer=(5, 1), sequence=1))
-    assert isinstance(receipt, Receipt)
+    assert isinstance(receipt, StoreReceipt)
     assert (receipt.position, receipt.first_offset) == (end, 1)
     sync(store)
     again = open_store(disk.killed()).store
@@ -157,15 +157,15 @@ def test_a_retry_of_what_is_stored_has_its_receipt_on_a_full_disk() -> None:
     (first,) = stored(store, raw)
     batches = [check(raw), check(batch(b"b", producer=(5, 1), sequence=1))]
     again, fresh = store.append(batches, TOPICS, NOW, DiskFull("full"))
-    assert isinstance(again, Receipt)
+    assert isinstance(again, StoreReceipt)
     assert (again.first_offset, again.position, again.duplicate) == (0, first.position, True)
     assert isinstance(fresh, DiskFull)
 
 
 async def test_a_refusal_has_the_numbers_of_the_moment() -> None:
     """The last look at the disk may be a second old, and the disk may have been empty then."""
-    async with delay_scene.scene() as here:
-        here.retention.observe(Usage(10, 1 << 40), 0, 0)
+    async with schedule_scene.scene() as here:
+        here.retention.observe(DiskUsage(10, 1 << 40), 0, 0)
         assert here.retention.state is DiskState.OK
         here.disk.room = 1_000
         outcomes = [

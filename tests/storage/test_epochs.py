@@ -18,7 +18,7 @@ from batonmq.errors import DataLoss
 from batonmq_server.runtime.position import NOWHERE, Position
 from batonmq_server.storage.core.epochs import (
     CRC,
-    History,
+    EpochHistory,
     common_point,
     decode,
     encode,
@@ -33,14 +33,14 @@ class Log:
 
     def __init__(self) -> None:
         self.written: list[int] = []
-        self.history = History()
+        self.history = EpochHistory()
 
     @property
     def end(self) -> int:
         return len(self.written)
 
     def lead(self, epoch: int, count: int) -> None:
-        self.history = self.history.began(epoch, self.end)
+        self.history = self.history.with_epoch(epoch, self.end)
         self.written += [epoch] * count
 
     def follow(self, leader: Log, count: int) -> None:
@@ -48,11 +48,11 @@ class Log:
         point = common_point(leader.history, leader.end, self.history, self.end)
         if point < self.end:
             del self.written[point:]
-            self.history = self.history.until(point)
+            self.history = self.history.truncated(point)
         for _ in range(count):
-            self.history = leader.history.until(self.end)
+            self.history = leader.history.truncated(self.end)
             self.written += leader.written[self.end : self.end + 1]
-        self.history = leader.history.until(self.end)
+        self.history = leader.history.truncated(self.end)
 
 
 @st.composite
@@ -107,22 +107,22 @@ def test_only_what_rises_is_a_history(starts: list[tuple[int, int]]) -> None:
 
 
 def test_an_epoch_that_wrote_nothing_is_forgotten() -> None:
-    history = History().began(1, 0).began(4, 100).began(7, 100)
+    history = EpochHistory().with_epoch(1, 0).with_epoch(4, 100).with_epoch(7, 100)
     assert history.starts == ((1, 0), (7, 100))
 
 
 def test_who_has_all_before_an_epoch_has_the_epoch() -> None:
-    history = History(((1, 0), (7, 100)))
-    assert history.until(99).position(99) == Position(1, 99)
-    assert history.until(100).position(100) == Position(7, 100)
+    history = EpochHistory(((1, 0), (7, 100)))
+    assert history.truncated(99).position(99) == Position(1, 99)
+    assert history.truncated(100).position(100) == Position(7, 100)
 
 
 def test_who_has_lost_something_has_no_position() -> None:
-    assert decode(encode(History(((1, 0),), damaged=True))).position(100) == NOWHERE
+    assert decode(encode(EpochHistory(((1, 0),), damaged=True))).position(100) == NOWHERE
 
 
 def test_every_flipped_bit_of_the_file_is_found() -> None:
-    raw = encode(History(((1, 0), (7, 100))))
+    raw = encode(EpochHistory(((1, 0), (7, 100))))
     for bit in range(8 * len(raw)):
         spoilt = bytearray(raw)
         spoilt[bit // 8] ^= 1 << bit % 8
@@ -133,4 +133,4 @@ def test_every_flipped_bit_of_the_file_is_found() -> None:
 
 
 def test_no_file_is_an_empty_history() -> None:
-    assert decode(b"") == History()
+    assert decode(b"") == EpochHistory()

@@ -35,7 +35,7 @@ from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC, batch
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.replicas import BROKER, Replica, Scene, replica_set
-from tests.storage.running import GROUP, pull_request
+from tests.storage.running_node import GROUP, pull_request
 from tests.support.serving import serving_at
 from tests.support.waiting import until
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from batonmq._core.records import Message
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.fsck import Fsck, FsckReport
 from batonmq_server.storage.core.recovery import encode_synced
-from batonmq_server.storage.node import SYNCED, Node, opened
+from batonmq_server.storage.node import SYNCED, StorageNode, opened
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     TOPIC,
@@ -42,7 +42,7 @@ def filled(count: int = 40, *, with_checkpoint: bool = True) -> Opened:
         message = Message(b"%d" % number * 20, keys=(f"k{number}",))
         stored(made.store, batch(message, queue_id=number % 3))
     if with_checkpoint:
-        Checkpointing(made.disk, made.store, 0).run()
+        CheckpointWriter(made.disk, made.store, 0).run()
     return made
 
 
@@ -208,7 +208,7 @@ def node_in(folder: Path) -> Any:
     return opened(folder, segment_bytes=4_096, monotonic_ms=lambda: 0)
 
 
-def write(node: Node, *batches: bytes) -> None:
+def write(node: StorageNode, *batches: bytes) -> None:
     append(node.store, *batches)
     unsynced = node.store.log.unsynced()
     node.sync(unsynced)

@@ -13,7 +13,7 @@ import google_crc32c
 from batonmq._core.records import key_hash, tag_hash
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.keyindex import search_hash
-from batonmq_server.storage.core.query import Queries, Window
+from batonmq_server.storage.core.query import MessageQueries, TimeWindow
 from batonmq_server.storage.core.recovery import decode_synced
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage import golden
@@ -48,8 +48,8 @@ def test_what_was_written_then_is_read_today() -> None:
     store = opened().store
     assert opened().report.rebuilt == ""
     assert bodies(store, 1) == [body for n in (1, 3, 5) for body in (b"body %d" % n, b"plain", b"")]
-    found = Queries(store).find(
-        TOPIC_ID, "customer-9", Window(0, 1 << 62), messages_max=9, bytes_max=1 << 20
+    found = MessageQueries(store).find(
+        TOPIC_ID, "customer-9", TimeWindow(0, 1 << 62), messages_max=9, bytes_max=1 << 20
     )
     assert len(found.messages) == 6
     assert len(store.producers) == 2

@@ -15,7 +15,7 @@ from batonmq_server.storage.core.files import BadIndex, FileCache
 from batonmq_server.storage.core.keyindex import (
     FENCE_STEP,
     KeyIndex,
-    Unsaved,
+    UnsavedRuns,
     encode_run,
     open_path,
 )
@@ -55,7 +55,7 @@ def found(index: KeyIndex, topic_id: int, key_hash: int) -> list[tuple[int, int]
     ]
 
 
-def save(disk: MemoryDisk, index: KeyIndex, position: int) -> Unsaved:
+def save(disk: MemoryDisk, index: KeyIndex, position: int) -> UnsavedRuns:
     """What a checkpoint at `position` does."""
     unsaved = index.unsaved(position)
     for run in unsaved.ended:

@@ -23,7 +23,7 @@ from batonmq._core.records import (
 )
 from batonmq.errors import InvalidName, LimitExceeded
 from tests.storage.batches import TOPIC, batch
-from tests.storage.running import running
+from tests.storage.running_node import running
 
 MIB = 1024 * 1024
 

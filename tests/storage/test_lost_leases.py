@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.storage.flush import Flusher
+from batonmq_server.storage.flusher import Flusher
 from tests.storage.batches import batch
 from tests.storage.replicas import Scene, replica_set
 from tests.storage.test_replication import numbered, others, three
@@ -38,7 +38,7 @@ async def test_a_batch_that_is_stored_when_the_lease_has_run_out_is_not_called_r
     for name in others(scene, first):
         await scene.nodes[name].stop()
     await scene.in_sync(first.name)
-    safe, over, reached = asyncio.Event(), asyncio.Event(), Flusher.reached
+    safe, over, reached = asyncio.Event(), asyncio.Event(), Flusher.wait_until_safe
 
     async def late(flusher: Flusher, position: int) -> None:
         await reached(flusher, position)
@@ -49,7 +49,7 @@ async def test_a_batch_that_is_stored_when_the_lease_has_run_out_is_not_called_r
         return not await first.serves()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Flusher, "reached", late)
+        patch.setattr(Flusher, "wait_until_safe", late)
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(first.refusal(*numbered(3, 1), timeout_s=60))
             await safe.wait()

@@ -15,11 +15,11 @@ import pytest
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.recovery import decode_synced
 from batonmq_server.storage.disk import InUse
-from batonmq_server.storage.node import Node, opened
+from batonmq_server.storage.node import StorageNode, opened
 from tests.storage.batches import TOPIC_ID, append, batch, bodies
 
 
-def open_node(folder: Path, *, accept_loss: bool = False) -> AbstractContextManager[Node]:
+def open_node(folder: Path, *, accept_loss: bool = False) -> AbstractContextManager[StorageNode]:
     times = iter(range(1_000, 100_000, 7))
     return opened(
         folder,
@@ -29,7 +29,7 @@ def open_node(folder: Path, *, accept_loss: bool = False) -> AbstractContextMana
     )
 
 
-def synced(node: Node, *batches: bytes) -> None:
+def synced(node: StorageNode, *batches: bytes) -> None:
     append(node.store, *batches)
     unsynced = node.store.log.unsynced()
     node.sync(unsynced)

@@ -33,7 +33,7 @@ from batonmq.errors import BatonError, NotServing
 from batonmq_server.runtime.etcd import EtcdSession
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.storage.running import WATERMARKS, pull_request
+from tests.storage.running_node import WATERMARKS, pull_request
 from tests.support.serving import serving_at
 from tests.support.waiting import until
 
@@ -197,7 +197,7 @@ async def test_sigterm_ends_held_pulls_and_keeps_everything(
 
             async def parked() -> bool:
                 described = await stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
-                return bool(described.parked_pull_count)
+                return bool(described.long_poll_count)
 
             await until(parked)
             process.send_signal(signal.SIGTERM)

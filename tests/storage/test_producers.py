@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
+from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.records import Header, read_header
-from batonmq._core.sending import ONCE_EPOCH
 from batonmq.errors import DuplicateSequence, ProducerFenced, SequenceGap
 from batonmq_server.storage.core.producers import (
     BATCHES_KEPT,
     IDLE_MS_MAX,
     SEQUENCES,
     ProducerTable,
-    Receipt,
+    StoreReceipt,
 )
 from tests.storage.batches import batch
 
@@ -34,11 +34,11 @@ def header(sequence: int, count: int = 10, *, producer_id: int = 5, epoch: int =
     )
 
 
-def receipt(first_offset: int = 0, store_unix_ms: int = 0) -> Receipt:
-    return Receipt(first_offset, first_offset * 100, first_offset * 100 + 100, store_unix_ms)
+def receipt(first_offset: int = 0, store_unix_ms: int = 0) -> StoreReceipt:
+    return StoreReceipt(first_offset, first_offset * 100, first_offset * 100 + 100, store_unix_ms)
 
 
-def record(table: ProducerTable, one: Header, stored: Receipt) -> None:
+def record(table: ProducerTable, one: Header, stored: StoreReceipt) -> None:
     assert table.check(one, QUEUE) is None
     table.record(one, QUEUE, stored)
 
@@ -146,20 +146,24 @@ def test_producers_of_one_batch_push_out_no_others() -> None:
     for producer_id in (1, 2):
         record(table, header(0, producer_id=producer_id), receipt())
     for producer_id in (1, 2, 3):
-        record(table, header(0, producer_id=producer_id, epoch=ONCE_EPOCH), receipt(producer_id))
+        record(
+            table, header(0, producer_id=producer_id, epoch=ONE_BATCH_EPOCH), receipt(producer_id)
+        )
     for producer_id in (1, 2):
         assert table.check(header(0, producer_id=producer_id), QUEUE) is not None
-    kept = [table.check(header(0, producer_id=i, epoch=ONCE_EPOCH), QUEUE) for i in (1, 2, 3)]
+    kept = [table.check(header(0, producer_id=i, epoch=ONE_BATCH_EPOCH), QUEUE) for i in (1, 2, 3)]
     assert kept == [None, *(replace(receipt(i), duplicate=True) for i in (2, 3))]
 
 
 def test_loaded_table_knows_both_sorts_of_producers_apart() -> None:
     table, loaded = ProducerTable(), ProducerTable()
     record(table, header(0), receipt(1))
-    record(table, header(0, epoch=ONCE_EPOCH), receipt(2))
+    record(table, header(0, epoch=ONE_BATCH_EPOCH), receipt(2))
     loaded.load(table.snapshot().states())
     assert loaded.check(header(0), QUEUE) == replace(receipt(1), duplicate=True)
-    assert loaded.check(header(0, epoch=ONCE_EPOCH), QUEUE) == replace(receipt(2), duplicate=True)
+    assert loaded.check(header(0, epoch=ONE_BATCH_EPOCH), QUEUE) == replace(
+        receipt(2), duplicate=True
+    )
 
 
 def test_pairs_of_producer_and_queue_are_bounded_too() -> None:

@@ -35,7 +35,7 @@ from batonmq.errors import (
     WrongBroker,
 )
 from tests.storage.batches import TOPIC, batch, tagged
-from tests.storage.running import GROUP, TIMEOUT_S, Running, pull_request, running
+from tests.storage.running_node import GROUP, TIMEOUT_S, Running, pull_request, running
 from tests.support.waiting import until
 
 LONG_MS = 30_000
@@ -220,7 +220,7 @@ async def test_other_refusals_of_offsets_pass_through(etcd_endpoint: str, tmp_pa
 
 
 async def test_silent_offsets_let_no_bytes_leave(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path, verdict_age_ms_max=200) as node:
+    async with running(etcd_endpoint, tmp_path, record_age_ms_max=200) as node:
         await node.append(batch(b"a"))
         node.offsets.answering.clear()
         with pytest.raises(DeliveryUnrecorded) as refused:
@@ -288,7 +288,7 @@ async def test_an_abandoned_pull_leaves_nothing_behind(etcd_endpoint: str, tmp_p
 
 async def test_too_many_parked_pulls_are_refused(etcd_endpoint: str, tmp_path: Path) -> None:
     async with (
-        running(etcd_endpoint, tmp_path, parked_pulls_max=1) as node,
+        running(etcd_endpoint, tmp_path, long_polls_max=1) as node,
         asyncio.TaskGroup() as tasks,
     ):
         waiting = tasks.create_task(pulled(node))

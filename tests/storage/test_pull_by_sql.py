@@ -17,9 +17,9 @@ from baton.storage.v1 import query_service_pb2 as query_pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._core.records import Message, check_batch, decode_records
 from batonmq.errors import BadExpression, LimitExceeded
-from batonmq_server.storage.core.properties import STEPS_MAX
+from batonmq_server.storage.core.property_filter import STEPS_MAX
 from tests.storage.batches import TOPIC, batch
-from tests.storage.running import BROKER, GROUP, TIMEOUT_S, Running, running
+from tests.storage.running_node import BROKER, GROUP, TIMEOUT_S, Running, running
 
 QUEUE = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
 

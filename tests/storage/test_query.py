@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from batonmq._core.records import Message, decode_records, key_hash, read_header
 from batonmq.errors import DataLoss, MessageNotFound
-from batonmq_server.storage.core.query import LOOKED_AT_MAX, Match, Queries, Window
+from batonmq_server.storage.core.query import (
+    LOOKED_AT_MAX,
+    MessageMatch,
+    MessageQueries,
+    TimeWindow,
+)
 from batonmq_server.storage.core.store import Store
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
@@ -28,7 +33,7 @@ from tests.storage.batches import (
     sync,
 )
 
-EVER = Window(0, 1 << 62)
+EVER = TimeWindow(0, 1 << 62)
 
 
 class Stored(NamedTuple):
@@ -58,7 +63,7 @@ def store_at(store: Store, now: int, queue_id: int, *keys: tuple[str, ...]) -> l
     ]
 
 
-def place(match: Match) -> tuple[int, int]:
+def place(match: MessageMatch) -> tuple[int, int]:
     return read_header(match.batch).position, match.index
 
 
@@ -99,7 +104,7 @@ def test_the_first_message_at_or_after_a_time_is_found(
 ) -> None:
     opened, model = play(history)
     kept_from = trim(opened, dropped)
-    queries = Queries(opened.store)
+    queries = MessageQueries(opened.store)
     for queue_id in (0, 1):
         here = [m for m in model if m.queue_id == queue_id and m.position >= kept_from]
         end = opened.store.offsets((TOPIC_ID, queue_id)).next_offset
@@ -110,7 +115,7 @@ def test_the_first_message_at_or_after_a_time_is_found(
 
 
 def test_a_queue_without_messages_begins_at_0_for_any_time() -> None:
-    assert Queries(fresh().store).search_offset((TOPIC_ID, 5), NOW) == 0
+    assert MessageQueries(fresh().store).search_offset((TOPIC_ID, 5), NOW) == 0
 
 
 def test_what_is_not_synced_is_found_neither_by_time_nor_by_key_nor_by_id() -> None:
@@ -118,7 +123,7 @@ def test_what_is_not_synced_is_found_neither_by_time_nor_by_key_nor_by_id() -> N
     store_at(store, NOW, 0, ("a",))
     (receipt,) = append(store, batch(Message(b"b", keys=("a",))), now=NOW + 5)
     assert not isinstance(receipt, Exception)
-    queries = Queries(store)
+    queries = MessageQueries(store)
     assert queries.search_offset((TOPIC_ID, 0), NOW + 5) == 1
     assert len(find(queries, "a")) == 1
     with pytest.raises(MessageNotFound):
@@ -128,7 +133,9 @@ def test_what_is_not_synced_is_found_neither_by_time_nor_by_key_nor_by_id() -> N
     assert queries.message(receipt.position, 0).index == 0
 
 
-def find(queries: Queries, key: str, window: Window = EVER, **limits: int) -> list[Match]:
+def find(
+    queries: MessageQueries, key: str, window: TimeWindow = EVER, **limits: int
+) -> list[MessageMatch]:
     limits = {"messages_max": 1_000, "bytes_max": 1 << 30} | limits
     return queries.find(TOPIC_ID, key, window, **limits).messages
 
@@ -139,9 +146,9 @@ def test_messages_with_a_key_are_found_newest_first(
 ) -> None:
     opened, model = play(history)
     kept_from = trim(opened, dropped)
-    queries = Queries(opened.store)
+    queries = MessageQueries(opened.store)
     begin = NOW + data.draw(st.integers(-20, 20))
-    window = data.draw(st.sampled_from([EVER, Window(begin, begin + 10)]))
+    window = data.draw(st.sampled_from([EVER, TimeWindow(begin, begin + 10)]))
     for key in ("a", "b", "c", "d"):
         wanted = [
             (m.position, m.at)
@@ -155,7 +162,7 @@ def test_messages_with_a_key_are_found_newest_first(
 
 def test_a_bounded_search_says_that_there_is_more() -> None:
     opened, _ = play([(1, 0, [("a",), ("a",)])] * 5)
-    queries = Queries(opened.store)
+    queries = MessageQueries(opened.store)
     every = [place(match) for match in find(queries, "a")]
     assert len(every) == 10
     for count in range(1, 12):
@@ -171,7 +178,7 @@ def test_a_key_with_the_hash_of_another_is_not_taken_for_it() -> None:
     assert key_hash("plumless") == key_hash("buckeroo")
     store = fresh().store
     store_at(store, NOW, 0, ("plumless",), ("buckeroo",))
-    assert [match.index for match in find(Queries(store), "buckeroo")] == [1]
+    assert [match.index for match in find(MessageQueries(store), "buckeroo")] == [1]
 
 
 def test_a_search_among_many_keys_with_one_hash_is_bounded() -> None:
@@ -182,7 +189,7 @@ def test_a_search_among_many_keys_with_one_hash_is_bounded() -> None:
     for number in range(1, 20):
         append(opened.store, others, now=NOW + number)
     sync(opened.store)
-    queries = Queries(opened.store)
+    queries = MessageQueries(opened.store)
     read = opened.store.log.read
     positions: set[int] = set()
 
@@ -197,11 +204,11 @@ def test_a_search_among_many_keys_with_one_hash_is_bounded() -> None:
     small = queries.find(TOPIC_ID, "buckeroo", EVER, messages_max=9, bytes_max=len(others))
     assert (small.messages, small.more) == ([], True)
     narrow = queries.find(
-        TOPIC_ID, "buckeroo", Window(0, NOW + 1), messages_max=9, bytes_max=1 << 30
+        TOPIC_ID, "buckeroo", TimeWindow(0, NOW + 1), messages_max=9, bytes_max=1 << 30
     )
     assert (len(narrow.messages), narrow.more) == (1, False)
     last = queries.find(
-        TOPIC_ID, "plumless", Window(NOW + 19, 1 << 62), messages_max=9_999, bytes_max=1 << 30
+        TOPIC_ID, "plumless", TimeWindow(NOW + 19, 1 << 62), messages_max=9_999, bytes_max=1 << 30
     )
     assert (len(last.messages), last.more) == (LOOKED_AT_MAX // 4, False)
 
@@ -210,7 +217,9 @@ def test_a_batch_with_more_than_one_search_looks_at_gives_its_newest() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=1 << 24, run_entries=1 << 19)
     count = LOOKED_AT_MAX + 10
     stored(opened.store, batch(*(Message(b"", keys=("a",)) for _ in range(count))))
-    found = Queries(opened.store).find(TOPIC_ID, "a", EVER, messages_max=9_999, bytes_max=1 << 40)
+    found = MessageQueries(opened.store).find(
+        TOPIC_ID, "a", EVER, messages_max=9_999, bytes_max=1 << 40
+    )
     assert [one.index for one in found.messages] == list(range(count - 1, 9, -1))
     assert found.more
 
@@ -220,7 +229,7 @@ def test_an_index_that_names_a_message_too_many_is_data_loss() -> None:
     store_at(opened.store, NOW, 0, ("a",))
     opened.store.keys._open.rows["index"] = 3
     with pytest.raises(DataLoss) as lost:
-        find(Queries(opened.store), "a")
+        find(MessageQueries(opened.store), "a")
     assert "fsck" in lost.value.remedy
 
 
@@ -229,14 +238,14 @@ def test_a_run_that_vanishes_or_is_cut_is_data_loss(kept: int | None) -> None:
     opened = fresh()
     for number in range(3):
         store_at(opened.store, NOW + number, 0, ("a",), ("b",))
-    opened.store.keys.settle()
+    opened.store.keys.write_ended_runs()
     path = f"keyindex/{0:020d}"
     if kept is None:
         opened.disk.remove(path)
     else:
         del opened.disk.files[path].content[kept:]
     with pytest.raises(DataLoss) as lost:
-        find(Queries(opened.store), "a")
+        find(MessageQueries(opened.store), "a")
     assert "fsck" in lost.value.remedy
     assert path in lost.value.message
 
@@ -247,7 +256,7 @@ def test_a_key_that_is_not_utf8_stops_no_search() -> None:
     broken = bytearray(raw.replace(b"key1", b"\xff\xff\xff\xff"))
     broken[52:56] = google_crc32c.value(bytes(broken[56:])).to_bytes(4, "big")
     stored(opened.store, bytes(broken))
-    queries = Queries(opened.store)
+    queries = MessageQueries(opened.store)
     assert find(queries, "key1") == []
     assert [match.index for match in find(queries, "other")] == [1]
 
@@ -256,14 +265,14 @@ def test_a_key_of_another_topic_is_not_found() -> None:
     store = fresh().store
     store_at(store, NOW, 0, ("a",))
     other = TOPIC_ID + (1 << 32)
-    found = Queries(store).find(other, "a", EVER, messages_max=9, bytes_max=1 << 20)
+    found = MessageQueries(store).find(other, "a", EVER, messages_max=9, bytes_max=1 << 20)
     assert found.messages == []
 
 
 def test_a_message_that_repeats_a_key_is_found_once() -> None:
     store = fresh().store
     store_at(store, NOW, 0, ("a", "b", "a"))
-    assert len(find(Queries(store), "a")) == 1
+    assert len(find(MessageQueries(store), "a")) == 1
 
 
 @given(history=histories.filter(bool), dropped=st.integers(0, 2))
@@ -272,7 +281,7 @@ def test_a_message_is_found_by_its_place_and_nothing_is_anywhere_else(
 ) -> None:
     opened, model = play(history)
     kept_from = trim(opened, dropped)
-    queries = Queries(opened.store)
+    queries = MessageQueries(opened.store)
     for message in model:
         if message.position < kept_from:
             with pytest.raises(MessageNotFound):
@@ -301,14 +310,14 @@ def test_bytes_in_a_body_that_look_like_a_batch_are_no_message() -> None:
     content = opened.disk.files[f"log/{0:020d}"].content
     assert read_header(bytes(content[inner_at:])).position == inner_at
     with pytest.raises(MessageNotFound):
-        Queries(opened.store).message(inner_at, 0)
+        MessageQueries(opened.store).message(inner_at, 0)
 
 
 def test_damaged_batches_are_not_served() -> None:
     opened = fresh()
     (stored_,) = store_at(opened.store, NOW, 0, ("a",))
     opened.disk.files[f"log/{0:020d}"].content[opened.store.log.next_position - 1] ^= 1
-    queries = Queries(opened.store)
+    queries = MessageQueries(opened.store)
     with pytest.raises(DataLoss):
         queries.message(stored_.position, 0)
     with pytest.raises(DataLoss):

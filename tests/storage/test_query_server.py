@@ -22,7 +22,7 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._core.records import Message, decode_records, read_header
 from batonmq.errors import BatonError, DataLoss, NotReadable, WrongBroker
 from tests.storage.batches import TOPIC, TOPIC_ID, batch, tagged
-from tests.storage.running import BROKER, TIMEOUT_S, Running, running
+from tests.storage.running_node import BROKER, TIMEOUT_S, Running, running
 from tests.support.waiting import until
 
 Answer = TypeVar("Answer")

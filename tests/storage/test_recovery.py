@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batonmq.errors import DataLoss
-from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.recovery import decode_synced, encode_synced
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import TOPIC_ID, append, batch, bodies, open_store, stored
@@ -262,7 +262,7 @@ def test_synced_positions_survive_their_codec_and_nothing_else_does() -> None:
 def test_the_first_batch_of_a_queue_may_be_late_once_old_segments_are_gone() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=300)
     receipts = stored(opened.store, *(batch(b"x" * 150) for _ in range(3)))
-    assert all(isinstance(one, Receipt) for one in receipts)
+    assert all(isinstance(one, StoreReceipt) for one in receipts)
     opened.disk.remove(FIRST)
     again = open_store(opened.disk.killed(), segment_bytes=300)
     offsets = again.store.offsets((TOPIC_ID, 0))

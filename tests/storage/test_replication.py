@@ -25,17 +25,17 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, StillInSync
-from batonmq_server.nameserver.electing import Electing
+from batonmq_server.nameserver.unclean_election import UncleanElection
 from batonmq_server.runtime.election import Candidacy
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.position import NOWHERE
 from batonmq_server.runtime.replicas import ReplicaSet
-from batonmq_server.storage import scrub
-from batonmq_server.storage.copies import Copy
-from batonmq_server.storage.core.epochs import History, decode
-from batonmq_server.storage.following import Following
+from batonmq_server.storage import scrubber as scrub
+from batonmq_server.storage.core.epochs import EpochHistory, decode
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.role import Role
-from tests.offsets.replicas import LEASE_MS
+from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
 from tests.support.waiting import until
@@ -372,7 +372,7 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
     armed = asyncio.Event()
     hit: list[ReplicaSet] = []
 
-    def noted(self: Role, copy: Copy, following: Following) -> None:
+    def noted(self: Role, copy: LogCopy, following: LogFollower) -> None:
         begin(self, copy, following)
         roles.append(self)
 
@@ -440,7 +440,7 @@ async def test_a_member_that_has_lost_its_disk_stands_nowhere_until_it_has_every
     shutil.rmtree(scene.folder / name)
     (empty,) = await scene.start(name)
 
-    def history() -> History:
+    def history() -> EpochHistory:
         return decode((empty.folder / "epochs").read_bytes())
 
     on_its_way = 0
@@ -664,7 +664,7 @@ async def test_an_operator_may_give_up_what_only_lost_nodes_have(
 
         async def accepted() -> bool:
             try:
-                await Electing(session).elect(request)
+                await UncleanElection(session).elect(request)
             except StillInSync:  # the entries of the lost ones go with their leases
                 return False
             return True

@@ -15,15 +15,15 @@ from pydantic import ValidationError
 
 from batonmq.errors import DataLoss
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.core.floors import Floor, decode, encode
+from batonmq_server.storage.core.floors import QueueFloor, decode, encode
 from batonmq_server.storage.core.retention import (
     SEGMENTS_PER_ROUND,
+    CleaningTime,
     DiskState,
-    Moment,
-    Policy,
+    DiskUsage,
     Retention,
-    Sealed,
-    Usage,
+    RetentionPolicy,
+    SealedSegment,
 )
 
 SIZE = 100
@@ -31,12 +31,12 @@ HOUR_MS = 3_600_000
 NOW = 1_000 * HOUR_MS
 
 
-def policy(age_ms_max: int = 48 * HOUR_MS, log_bytes_max: int = 0) -> Policy:
-    return Policy(age_ms_max=age_ms_max, hours=frozenset({4}), log_bytes_max=log_bytes_max)
+def policy(age_ms_max: int = 48 * HOUR_MS, log_bytes_max: int = 0) -> RetentionPolicy:
+    return RetentionPolicy(age_ms_max=age_ms_max, hours=frozenset({4}), log_bytes_max=log_bytes_max)
 
 
-def log_of(count: int) -> list[Sealed]:
-    return [Sealed(n * SIZE, (n + 1) * SIZE) for n in range(count)]
+def log_of(count: int) -> list[SealedSegment]:
+    return [SealedSegment(n * SIZE, (n + 1) * SIZE) for n in range(count)]
 
 
 def removed(
@@ -48,7 +48,7 @@ def removed(
     keep_from = retention.keep_from(
         sealed,
         size,
-        Moment(NOW, hour),
+        CleaningTime(NOW, hour),
         lambda segment: NOW - ages_h[segment.first_position // SIZE] * HOUR_MS,
     )
     return keep_from // SIZE
@@ -65,7 +65,7 @@ def observe(
     retention: Retention, percent: float, *, total: int = 1_000, now_ms: int = 0
 ) -> DiskState:
     used = round(total * percent / 100)
-    return retention.observe(Usage(used, total - used), 0, now_ms)
+    return retention.observe(DiskUsage(used, total - used), 0, now_ms)
 
 
 def test_what_is_too_old_goes_at_the_hour_set() -> None:
@@ -167,13 +167,13 @@ def test_allocated_space_that_is_not_written_yet_does_not_count_as_growth() -> N
     retention = Retention(policy(), SIZE)
     for second in range(100):
         retention.observe(
-            Usage(500 + 100 * (second >= 20), 400), 100 * (second >= 20), 1_000 * second
+            DiskUsage(500 + 100 * (second >= 20), 400), 100 * (second >= 20), 1_000 * second
         )
     assert retention.seconds_until_full == math.inf
 
 
 def test_a_disk_of_no_size_is_not_full() -> None:
-    assert Retention(policy(), SIZE).observe(Usage(0, 0), 0, 0) is DiskState.OK
+    assert Retention(policy(), SIZE).observe(DiskUsage(0, 0), 0, 0) is DiskState.OK
 
 
 @settings(deadline=None)
@@ -204,7 +204,11 @@ def test_whatever_goes_had_a_reason(
         assert used_before_last - SIZE < 0.85 * 3_000
 
 
-FLOORS = [Floor("orders", 7, 3, 1 << 40), Floor("a" * 127, 1 << 50, 65_535, 1), Floor("b", 1, 0, 9)]
+FLOORS = [
+    QueueFloor("orders", 7, 3, 1 << 40),
+    QueueFloor("a" * 127, 1 << 50, 65_535, 1),
+    QueueFloor("b", 1, 0, 9),
+]
 
 
 def test_floors_survive_their_file() -> None:
@@ -214,7 +218,7 @@ def test_floors_survive_their_file() -> None:
 
 
 def test_the_bytes_of_floors_do_not_change() -> None:
-    assert encode([Floor("ab", 7, 3, 258)]).hex() == (
+    assert encode([QueueFloor("ab", 7, 3, 258)]).hex() == (
         "42544e4f" "0001" "0000" "00000001"
         "02" "6162" "0000000000000007" "00000003" "0000000000000102" "4e366154"
     )  # fmt: skip
@@ -236,7 +240,7 @@ def settings_with(**values: object) -> StorageSettings:
 
 def test_settings_become_the_policy() -> None:
     chosen = settings_with(retention_ms=5, retention_hours="4,16", retention_bytes=7)
-    assert chosen.retention_policy() == Policy(
+    assert chosen.retention_policy() == RetentionPolicy(
         age_ms_max=5, hours=frozenset({4, 16}), log_bytes_max=7
     )
     default = settings_with().retention_policy()

@@ -1,6 +1,6 @@
 """Goal: the scrub goes over everything that is safe on disk, and finds every damaged batch, once.
 
-Method: the core on a disk in memory, piece by piece; the loop on a temporary folder.
+Method: the core on a disk in memory, range_ by range_; the loop on a temporary folder.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, Counter
 
 from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.storage.core import scrub as core
-from batonmq_server.storage.core.scrub import Scrub
-from batonmq_server.storage.damage import Damage
+from batonmq_server.storage.core.scrub import LogScrub
+from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node import opened
-from batonmq_server.storage.scrub import Scrubber
+from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import Opened, append, batch, open_store, stored
 from tests.support.waiting import until
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "PIECE_BYTES", 300)
+    monkeypatch.setattr(core, "RANGE_BYTES", 300)
 
 
 def filled(count: int = 60) -> Opened:
@@ -35,23 +35,23 @@ def filled(count: int = 60) -> Opened:
     return made
 
 
-def round_of(scrub: Scrub) -> tuple[dict[int, str], int]:
+def round_of(scrub: LogScrub) -> tuple[dict[int, str], int]:
     """What one round finds, and how many pieces it has."""
     damaged: dict[int, str] = {}
     pieces = 0
-    while (piece := scrub.next_piece()) is not None:
-        begin = piece.position
-        scrub.check(piece)
-        assert piece.position > begin
-        scrub.checked(piece)
-        damaged |= piece.damaged
+    while (range_ := scrub.next_range()) is not None:
+        begin = range_.position
+        scrub.check(range_)
+        assert range_.position > begin
+        scrub.checked(range_)
+        damaged |= range_.damaged
         pieces += 1
     return damaged, pieces
 
 
 def test_a_good_log_is_gone_over_to_its_end_again_and_again() -> None:
     made = filled()
-    scrub = Scrub(made.disk, made.store.log)
+    scrub = LogScrub(made.disk, made.store.log)
     for _ in range(2):
         damaged, pieces = round_of(scrub)
         assert damaged == {}
@@ -68,7 +68,7 @@ def test_every_damaged_batch_is_found_wherever_it_is_damaged() -> None:
         path, begin, _ = made.store.log.segment_of(position)
         spoiled = made.disk.killed()
         spoiled.files[path].content[position - begin + number * 7 % 100] ^= 4
-        damaged, _ = round_of(Scrub(spoiled, made.store.log))
+        damaged, _ = round_of(LogScrub(spoiled, made.store.log))
         assert list(damaged) == [position]
 
 
@@ -76,7 +76,7 @@ def test_a_part_that_became_zero_is_damage() -> None:
     made = filled()
     path, begin, end = made.store.log.segment_of(1_500)
     made.disk.files[path].content[:] = bytes(end - begin)
-    damaged, _ = round_of(Scrub(made.disk, made.store.log))
+    damaged, _ = round_of(LogScrub(made.disk, made.store.log))
     assert damaged == {1_500: "nothing is there"}
 
 
@@ -85,7 +85,7 @@ def test_a_file_that_was_cut_short_is_damage(kept: int) -> None:
     made = filled()
     path, begin, _ = made.store.log.segment_of(1_500)
     del made.disk.files[path].content[kept:]
-    damaged, _ = round_of(Scrub(made.disk, made.store.log))
+    damaged, _ = round_of(LogScrub(made.disk, made.store.log))
     (position,) = damaged
     assert begin <= position <= begin + kept
 
@@ -103,7 +103,7 @@ def test_a_sector_that_cant_be_read_is_damage_and_the_rest_is_gone_over(number: 
     rotten = Rotten()
     rotten.content[:] = made.disk.files[path].content
     made.disk.files[path] = rotten
-    scrub = Scrub(made.disk, made.store.log)
+    scrub = LogScrub(made.disk, made.store.log)
     damaged, _ = round_of(scrub)
     assert damaged
     assert all(begin <= position < begin + 1_500 for position in damaged)
@@ -117,40 +117,40 @@ def test_what_is_not_synced_is_not_looked_at() -> None:
     append(made.store, batch(b"unsynced"))
     last = made.disk.files[f"log/{0:020d}"]
     last.content[made.store.log.synced_position] ^= 1
-    scrub = Scrub(made.disk, made.store.log)
+    scrub = LogScrub(made.disk, made.store.log)
     assert round_of(scrub)[0] == {}
 
 
 def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
     made = filled()
-    scrub = Scrub(made.disk, made.store.log)
-    piece = scrub.next_piece()
-    assert piece is not None
+    scrub = LogScrub(made.disk, made.store.log)
+    range_ = scrub.next_range()
+    assert range_ is not None
     (_, position), *_ = made.store.log.sealed()
     for path in made.store.log.drop_before(position):
         made.disk.remove(path)
     with pytest.raises(FileNotFoundError):
-        scrub.check(piece)
-    following = scrub.next_piece()
+        scrub.check(range_)
+    following = scrub.next_range()
     assert following is not None
     assert following.position == position
 
 
 def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    damage = Damage(Counter("found", "Damage.", registry=CollectorRegistry()))
+    damage = DamageTracker(lambda: None)
     for _ in range(2):
-        damage.note(7, "rotten")
-        damage.met(DataLoss("rotten", detail=DataLossDetail(position=7)))
-        damage.met(DataLoss("rotten too", detail=DataLossDetail(position=8)))
-        damage.met(DataLoss("one index ends early", facts={"offset": 1}))
-        damage.met(DataLoss("another index ends early", facts={"offset": 1}))
+        damage.report_batch(7, "rotten")
+        damage.report_error(DataLoss("rotten", detail=DataLossDetail(position=7)))
+        damage.report_error(DataLoss("rotten too", detail=DataLossDetail(position=8)))
+        damage.report_error(DataLoss("one index ends early", facts={"offset": 1}))
+        damage.report_error(DataLoss("another index ends early", facts={"offset": 1}))
     assert len(damage) == len(caplog.records) == 4
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 4
 
 
 async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Path) -> None:
-    counter = Counter("found", "Damage.", registry=CollectorRegistry())
-    damage = Damage(counter)
+    counter = Counter("found", "DamageTracker.", registry=CollectorRegistry())
+    damage = DamageTracker(counter.inc)
     with opened(tmp_path, segment_bytes=4_096, monotonic_ms=lambda: 0) as node:
         raw = batch(b"x" * 200)
         append(node.store, raw, raw, raw)
@@ -165,11 +165,11 @@ async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Pat
             running = tasks.create_task(scrubber.run())
             await until(lambda: len(damage) and scrubber.position == 0)
             running.cancel()
-        again, found = Scrub(node.disk, node.store.log), dict[int, str]()
-        while (piece := again.next_piece()) is not None:
-            await scrubber.check(piece)
-            again.checked(piece)
-            found |= piece.damaged
+        again, found = LogScrub(node.disk, node.store.log), dict[int, str]()
+        while (range_ := again.next_range()) is not None:
+            await scrubber.check(range_)
+            again.checked(range_)
+            found |= range_.damaged
         assert list(found) == [len(raw)]
         assert len(damage) == 1
         assert counter._value.get() == 1

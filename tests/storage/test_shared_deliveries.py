@@ -15,17 +15,21 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import MESSAGE_BYTES_MAX
 from batonmq.errors import BatonError, DeliveryUnrecorded
-from batonmq_server.storage import deliveries
-from batonmq_server.storage.deliveries import CALL_BYTES_MAX, Deliveries, Delivery
+from batonmq_server.storage import delivery_recorder as deliveries
+from batonmq_server.storage.delivery_recorder import (
+    CALL_BYTES_MAX,
+    DeliveryRecorder,
+    PendingDelivery,
+)
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.storage.test_deliveries import HOLDER, asking, refusal_of
+from tests.storage.test_delivery_recorder import HOLDER, asking, refusal_of
 from tests.support.waiting import until
 
 PATIENT_MS = 20_000
 
 
 async def together(
-    asked: Deliveries, twin: OffsetsTwin, *some: Delivery
+    asked: DeliveryRecorder, twin: OffsetsTwin, *some: PendingDelivery
 ) -> Sequence[BatonError | None]:
     """What becomes of deliveries that gather while the first of them is under way."""
     twin.answering.clear()
@@ -40,7 +44,7 @@ async def together(
 
 async def test_who_claims_an_epoch_to_come_costs_no_other_that_has_seen_a_new_one() -> None:
     """As after a restart of storage, which has seen none yet."""
-    liar, honest = Delivery(HOLDER, 1, 2, 1 << 40), Delivery(HOLDER, 2, 3, 7)
+    liar, honest = PendingDelivery(HOLDER, 1, 2, 1 << 40), PendingDelivery(HOLDER, 2, 3, 7)
     async with asking(Clock(), PATIENT_MS) as (asked, twin):
         twin.epoch = 7
         refused = await together(asked, twin, liar, liar, honest, liar)
@@ -57,8 +61,8 @@ async def test_acks_without_end_ride_in_calls_that_pass(monkeypatch: pytest.Monk
     assert 2 * CALL_BYTES_MAX < MESSAGE_BYTES_MAX
     monkeypatch.setattr(deliveries, "CALL_BYTES_MAX", 1_000)
     acks = pb.Acks(acked=[queue_pb2.OffsetRange(first_offset=1 << 40, next_offset=1 << 41)] * 50)
-    few = Delivery(HOLDER, 0, 1, 0)
-    many = Delivery(HOLDER, 0, 1, 0, progress=acks)
+    few = PendingDelivery(HOLDER, 0, 1, 0)
+    many = PendingDelivery(HOLDER, 0, 1, 0, progress=acks)
     async with asking(Clock(), PATIENT_MS) as (asked, twin):
         refused = await together(asked, twin, few, few, many, many, few, many, few, few)
         assert refused == [None] * 8

@@ -22,9 +22,9 @@ from batonmq.errors import (
     SequenceGap,
     TopicNotFound,
 )
-from batonmq_server.storage.core.filter import HashFilter
-from batonmq_server.storage.core.producers import Receipt
-from batonmq_server.storage.core.store import SCANNED_MAX, QueueRange, TopicQueues, check
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.store import SCANNED_MAX, TopicQueues, VisibleRange, check
+from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
@@ -43,7 +43,7 @@ from tests.storage.batches import (
 KEY = (TOPIC_ID, 0)
 
 
-def reason(outcome: Receipt | BatonError) -> str:
+def reason(outcome: StoreReceipt | BatonError) -> str:
     return outcome.reason if isinstance(outcome, BatonError) else "stored"
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_visible_before_the_sync() -> None:
     store = open_store(MemoryDisk()).store
     append(store, batch(b"a"))
     assert store.read(KEY, wanted()) is None
-    assert store.offsets(KEY) == QueueRange(0, 0)
+    assert store.offsets(KEY) == VisibleRange(0, 0)
     assert sync(store) == {KEY}
     assert bodies(store) == [b"a"]
     assert sync(store) == frozenset()
@@ -93,7 +93,7 @@ def test_a_sync_shows_only_what_was_written_before_it_began() -> None:
 def test_store_time_never_goes_back() -> None:
     store = open_store(MemoryDisk()).store
     times = [append(store, batch(b"x"), now=now)[0] for now in (NOW, NOW - 5_000, NOW + 1)]
-    assert [t.store_unix_ms for t in times if isinstance(t, Receipt)] == [NOW, NOW, NOW + 1]
+    assert [t.store_unix_ms for t in times if isinstance(t, StoreReceipt)] == [NOW, NOW, NOW + 1]
 
 
 def test_one_bad_batch_does_not_stop_the_others() -> None:
@@ -134,7 +134,7 @@ def test_a_topic_of_the_same_name_shares_nothing_with_the_old_one() -> None:
     stored(store, batch(b"old"))
     store.append([check(batch(b"new"))], {TOPIC: TopicQueues(TOPIC_ID + 1, 8)}, NOW)
     sync(store)
-    assert store.offsets((TOPIC_ID + 1, 0)) == QueueRange(0, 1)
+    assert store.offsets((TOPIC_ID + 1, 0)) == VisibleRange(0, 1)
     assert bodies(store) == [b"old"]
 
 
@@ -144,7 +144,7 @@ def test_a_retry_gets_the_first_receipt_and_writes_nothing() -> None:
     (first,) = stored(store, sent)
     end = store.log.next_position
     (again,) = append(store, sent)
-    assert isinstance(again, Receipt)
+    assert isinstance(again, StoreReceipt)
     assert again.duplicate
     assert (again.first_offset, again.position) == (first.first_offset, first.position)
     assert store.log.next_position == end
@@ -154,9 +154,9 @@ def test_a_retry_in_the_same_request_is_found_too() -> None:
     store = open_store(MemoryDisk()).store
     sent = batch(b"a", producer=(5, 1), sequence=0)
     _first, again, following = append(store, sent, sent, batch(b"b", producer=(5, 1), sequence=1))
-    assert isinstance(again, Receipt)
+    assert isinstance(again, StoreReceipt)
     assert again.duplicate
-    assert isinstance(following, Receipt)
+    assert isinstance(following, StoreReceipt)
     assert following.first_offset == 1
     sync(store)
     assert bodies(store) == [b"a", b"b"]

@@ -28,15 +28,15 @@ from prometheus_client import CollectorRegistry
 from batonmq._common.clock import Clock
 from batonmq._core.records import Message, decode_records, read_header, tag_hash
 from batonmq.errors import DataLoss, OffsetAheadOfLog
-from batonmq_server.storage.cleaning import Bounds, Cleaner
 from batonmq_server.storage.core.commitlog import FILLER
-from batonmq_server.storage.core.filter import HashFilter
-from batonmq_server.storage.core.producers import BATCHES_KEPT, Receipt
-from batonmq_server.storage.core.query import Queries, Window
-from batonmq_server.storage.core.retention import Policy, Retention
-from batonmq_server.storage.core.store import Wanted
+from batonmq_server.storage.core.producers import BATCHES_KEPT, StoreReceipt
+from batonmq_server.storage.core.query import MessageQueries, TimeWindow
+from batonmq_server.storage.core.retention import Retention, RetentionPolicy
+from batonmq_server.storage.core.store import ReadSpec
+from batonmq_server.storage.core.tag_filter import HashFilter
+from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import Node, recovered
+from batonmq_server.storage.node import StorageNode, recovered
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, append, batch
 
@@ -46,7 +46,7 @@ PRODUCERS = (0, 5, 6)
 TAGS = ("", "a", "b", "c")
 KEYS = ("k1", "k2", "k3")
 EMPTY_BATCH_BYTES = len(batch(b""))
-NOT_YET = Receipt(-1, -1, -1, -1)
+NOT_YET = StoreReceipt(-1, -1, -1, -1)
 
 queue_ids = st.integers(0, QUEUES - 1)
 producers = st.sampled_from(PRODUCERS)
@@ -72,7 +72,7 @@ class Stored:
     sequence: int
     messages: tuple[Message, ...]
     raw: bytes
-    receipt: Receipt
+    receipt: StoreReceipt
 
     @property
     def offsets(self) -> range:
@@ -91,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.sequences: dict[tuple[int, int], int] = {}
         self.synced_count = 0
         self.now = NOW
-        self.opening: AbstractContextManager[Node] | None = None
+        self.opening: AbstractContextManager[StorageNode] | None = None
 
     @initialize()
     def start(self) -> None:
@@ -126,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
         again = data.draw(st.sampled_from(self._retriable()))
         before = self.store.log.next_position
         (receipt,) = append(self.store, again.raw, now=self.now)
-        assert isinstance(receipt, Receipt), receipt
+        assert isinstance(receipt, StoreReceipt), receipt
         assert receipt.duplicate
         assert receipt.first_offset == again.receipt.first_offset
         assert receipt.position == again.receipt.position
@@ -167,16 +167,16 @@ class StoreMachine(RuleBasedStateMachine):
         """Retention by size; with `steps`, killed at the call to the disk of that number."""
         log, bytes_max = self.store.log, kept_segments * SEGMENT_BYTES
         may_go_to, end = log.sealed()[-1][1], log.end_position
-        policy = Policy(age_ms_max=0, hours=frozenset(), log_bytes_max=max(bytes_max, 1))
-        bounds = Bounds(
+        policy = RetentionPolicy(age_ms_max=0, hours=frozenset(), log_bytes_max=max(bytes_max, 1))
+        bounds = CleaningBounds(
             needed_from=(),
             checkpointed=lambda: self.node.checkpointing.position,
             checkpoint=self._checkpoint_taken,
-            reached=self._synced_to,
+            wait_until_safe=self._synced_to,
             is_gone=lambda _topic, _topic_id: False,
             remove_later=self.node.checkpointing.remove_later,
         )
-        cleaner = Cleaner(
+        cleaner = LogCleaner(
             self.store,
             self.disk,
             Retention(policy, SEGMENT_BYTES),
@@ -207,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
         hashes = None if tags is None else frozenset(map(tag_hash, tags))
         offset, found, lost = 0, [], 0
         while True:
-            wanted = Wanted(offset, bytes_max, messages_max, HashFilter(hashes))
+            wanted = ReadSpec(offset, bytes_max, messages_max, HashFilter(hashes))
             reading = self.store.pull((TOPIC_ID, queue_id), wanted)
             if reading is None:
                 break
@@ -227,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(queue_id=queue_ids, beyond=st.integers(1, 3))
     def pull_beyond_the_end(self, queue_id: int, beyond: int) -> None:
-        wanted = Wanted(self._next_offset(queue_id) + beyond, 100, 1, HashFilter(None))
+        wanted = ReadSpec(self._next_offset(queue_id) + beyond, 100, 1, HashFilter(None))
         with pytest.raises(OffsetAheadOfLog):
             self.store.pull((TOPIC_ID, queue_id), wanted)
 
@@ -240,7 +240,7 @@ class StoreMachine(RuleBasedStateMachine):
             if one.queue_id == queue_id and one.receipt.store_unix_ms >= unix_ms
         ]
         expected = later[0] if later else self._visible_end(queue_id)
-        assert Queries(self.store).search_offset((TOPIC_ID, queue_id), unix_ms) == expected
+        assert MessageQueries(self.store).search_offset((TOPIC_ID, queue_id), unix_ms) == expected
 
     @rule(
         key=st.sampled_from((*KEYS, "none")),
@@ -248,8 +248,8 @@ class StoreMachine(RuleBasedStateMachine):
         span_ms=st.integers(1, 200),
     )
     def search_key(self, key: str, back_ms: int, span_ms: int) -> None:
-        window = Window(self.now - back_ms, self.now - back_ms + span_ms)
-        matches = Queries(self.store).find(
+        window = TimeWindow(self.now - back_ms, self.now - back_ms + span_ms)
+        matches = MessageQueries(self.store).find(
             TOPIC_ID, key, window, messages_max=10_000, bytes_max=1 << 30
         )
         found = [(read_header(one.batch).position, one.index) for one in matches.messages]
@@ -274,7 +274,7 @@ class StoreMachine(RuleBasedStateMachine):
         bit = 1 << data.draw(st.integers(0, 7))
         content[at - start] ^= bit
         with pytest.raises(DataLoss):
-            wanted = Wanted(one.receipt.first_offset, 1, 1, HashFilter(None))
+            wanted = ReadSpec(one.receipt.first_offset, 1, 1, HashFilter(None))
             self.store.read((TOPIC_ID, one.queue_id), wanted)
         content[at - start] ^= bit
 
@@ -298,7 +298,7 @@ class StoreMachine(RuleBasedStateMachine):
         before = self.store.log.next_position
         outcomes = append(self.store, *(one.raw for one in sent), now=self.now)
         for one, receipt in zip(sent, outcomes, strict=True):
-            assert isinstance(receipt, Receipt), receipt
+            assert isinstance(receipt, StoreReceipt), receipt
             assert not receipt.duplicate
             assert receipt.first_offset == self._next_offset(one.queue_id)
             assert receipt.position >= before

@@ -14,15 +14,16 @@ from rich.console import Console
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._consumer.consumer_settings import ConsumerSettings
-from batonmq._core.board import WINDOW_MS, Board, Place, Snapshot, Standing
+from batonmq._core.queues import QueueRef
+from batonmq._core.top_board import WINDOW_MS, Board, GroupQueueStatus, Snapshot
 from batonmq.admin.event_watch import EventWatch
 from batonmq.cli.top_screen import Frame, item_of
 from batonmq_server.testing import MemoryBroker, run_virtual
 
-T0 = Place("t", "a", 0)
+T0 = QueueRef("t", "a", 0)
 
 
-def event(place: Place = T0, group: str = "", **kind: object) -> pb.MetricEvent:
+def event(place: QueueRef = T0, group: str = "", **kind: object) -> pb.MetricEvent:
     queue = queue_pb2.QueueRef(topic=place.topic, broker=place.broker, queue_id=place.queue_id)
     return pb.MetricEvent(
         unix_ms=1_700_000_000_000,
@@ -33,7 +34,7 @@ def event(place: Place = T0, group: str = "", **kind: object) -> pb.MetricEvent:
 
 def busy() -> Board:
     board = Board(0)
-    board.begin([Standing("g", T0, 10, 40, "c1")], {"g": 2})
+    board.begin([GroupQueueStatus("g", T0, 10, 40, "c1")], {"g": 2})
     board.heard("storage/a", 0)
     board.heard("lockmgr/l", 7)
     appended = pb.Appended(message_count=500, byte_count=51_200, next_offset=540)
@@ -48,7 +49,7 @@ def busy() -> Board:
     board.take(event(group="g", handed_over=handed), 9_100)
     board.take(event(group="g", lock_denied=pb.LockDenied(client_id="c3", count=4)), 9_100)
     refused = pb.SubscriptionRefused(group="g", client_id="c4")
-    board.take(event(Place("", "", 0), "g", subscription_refused=refused), 9_200)
+    board.take(event(QueueRef("", "", 0), "g", subscription_refused=refused), 9_200)
     return board
 
 
@@ -82,7 +83,7 @@ def test_rates_of_the_first_seconds_are_over_less() -> None:
 
 def test_what_was_asked_for_late_does_not_undo_what_events_have_said() -> None:
     board = busy()
-    board.begin([Standing("g", T0, 10, 40, "c1")], {"g": 2})
+    board.begin([GroupQueueStatus("g", T0, 10, 40, "c1")], {"g": 2})
     snapshot = board.snapshot(9_500)
     assert (snapshot.groups[0].lag, snapshot.owners[0].client_id) == (400, "c2")
 
@@ -90,7 +91,7 @@ def test_what_was_asked_for_late_does_not_undo_what_events_have_said() -> None:
 def test_a_queue_that_is_released_has_no_owner_and_one_without_progress_no_lag() -> None:
     board = busy()
     board.take(event(group="g", lock_released=pb.LockReleased(client_id="c2", token=2)), 9_300)
-    board.begin([Standing("h", T0, -1, 540)], {"h": 0})
+    board.begin([GroupQueueStatus("h", T0, -1, 540)], {"h": 0})
     snapshot = board.snapshot(9_500)
     assert snapshot.owners == ()
     assert {row.group: row.lag for row in snapshot.groups} == {"g": 400, "h": -1}
@@ -117,7 +118,7 @@ def test_frame_shows_everything() -> None:
 def test_frame_is_never_larger_than_the_terminal() -> None:
     board = busy()
     for number in range(200):
-        place = Place(f"topic-{number:03}", "a", 0)
+        place = QueueRef(f"topic-{number:03}", "a", 0)
         board.take(event(place, appended=pb.Appended(message_count=1, next_offset=1)), 9_400)
         granted = pb.LockGranted(client_id=f"client-{number:03}")
         board.take(event(place, f"group-{number:03}", lock_granted=granted), 9_400)

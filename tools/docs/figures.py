@@ -28,7 +28,7 @@ from batonmq._connection.channels import connect
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.session import OwnershipEvent
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.queues import GroupQueue
 from batonmq._core.records import (
     BatchBuilder,
@@ -121,7 +121,7 @@ def _order(random: Random, number: int) -> bytes:
 
 
 def _packed(compression: Compression, messages: Sequence[Message]) -> bytes:
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for message in messages:
         builder.add(message, encode_record(message))
     return builder.encode(topic="orders", queue_id=0)
@@ -144,10 +144,10 @@ async def disk() -> None:
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, Disk(Path(folder)) as progress:
         for count in (1, 100, 1_000):
-            write = partial(progress.write_now, [entry(number) for number in range(count)])
+            write = partial(progress.write_blocking, [entry(number) for number in range(count)])
             took = sorted(timed(write) for _ in range(100))
             tell(f"offsets, synced write of {count} queues, p50", 1_000 * took[50], "ms")
-        progress.write_now([entry(number) for number in range(100_000)])
+        progress.write_blocking([entry(number) for number in range(100_000)])
         tell("offsets, read 100,000 queues", 1_000 * timed(lambda: list(progress.read())), "ms")
 
 

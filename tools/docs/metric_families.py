@@ -19,9 +19,9 @@ from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.events import EventHub
 from batonmq_server.lockmgr.metrics import Recorder
 from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_metrics import GroupMetrics
 from batonmq_server.nameserver.set_metrics import SetMetrics
-from batonmq_server.nameserver.telemetry import Telemetry
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.guard import Guard
@@ -84,7 +84,7 @@ def _nameserver(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
     catalog = Catalog(etcd, Mirror(etcd, "nodes/"), watchers_max=1)
     registry.register(SetMetrics(catalog))
-    return Telemetry(registry, _hub(), catalog, 30_000), GroupMetrics(registry)
+    return GroupEvents(registry, _hub(), catalog, 30_000), GroupMetrics(registry)
 
 
 def _hub() -> EventHub:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from batonmq._process.config import Settings
-from batonmq._process.explain import allowed_of, default_of, meanings, unit_of
+from batonmq._process.settings_help import allowed_of, default_of, meanings, unit_of
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings

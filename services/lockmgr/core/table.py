@@ -7,6 +7,7 @@ nobody is renewed and nothing else begins (protocol section 5, stories 6 and 7).
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class LockTable:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._entries: dict[GroupQueue, Entry] = {}
+        self._keys: list[GroupQueue] = []  # those of `_entries`, ascending
         self._owned: dict[Incarnation, set[GroupQueue]] = {}
         self._owned_in: dict[str, set[GroupQueue]] = {}
         self._waited: dict[Incarnation, set[GroupQueue]] = {}
@@ -88,12 +90,28 @@ class LockTable:
         """The entry of `key`, not to be changed by the caller."""
         return self._entries.get(key)
 
-    def entries(self, group: str = "", topic: str = "") -> Iterator[Entry]:
-        """Entries that are in etcd or are being changed, ascending; empty filters let all pass."""
-        for key in sorted(self._entries):
+    def entries(
+        self, group: str = "", topic: str = "", after: GroupQueue | None = None
+    ) -> Iterator[Entry]:
+        """Yield entries, ascending by key: in etcd, being changed, or waited for.
+
+        The table must not change during the iteration.
+
+        Args:
+            group: Only of this group; empty for all.
+            topic: Only of this topic; empty for all.
+            after: Only entries with a greater key; None for all.
+        """
+        start = bisect_left(self._keys, (group,))
+        if after is not None:
+            start = max(start, bisect_right(self._keys, after))
+        for index in range(start, len(self._keys)):
+            key = self._keys[index]
+            if group and key.group != group:
+                return
             entry = self._entries[key]
             known = entry.revision or entry.pending is not None or entry.waiters
-            if known and group in ("", key.group) and topic in ("", key.topic):
+            if known and topic in ("", key.topic):
                 yield entry
 
     def owned_by(self, incarnation: Incarnation) -> list[GroupQueue]:
@@ -124,8 +142,8 @@ class LockTable:
 
     def load(self, key: GroupQueue, lock: Lock, revision: int, now_ms: int) -> None:
         """Take over an entry of the leader before, to be confirmed: until then nothing is done."""
-        entry = Entry(key, lease_start_ms=now_ms, held_since_ms=now_ms)
-        self._entries[key] = entry
+        entry = self._touch(key)
+        entry.lease_start_ms = entry.held_since_ms = now_ms
         self._put(entry, lock, revision)
         entry.pending = Pending(Step.ANNOUNCE)
 
@@ -247,6 +265,7 @@ class LockTable:
     def forget_waiters(self, now_ms: int) -> None:
         """Drop waiters that have not asked lately, and entries that nothing is known of."""
         oldest_ms = now_ms - self._policy.waiter_memory_ms
+        count = len(self._entries)
         for entry in list(self._entries.values()):
             for asker, waiter in list(entry.waiters.items()):
                 if not waiter.parked_count and waiter.seen_ms < oldest_ms:
@@ -254,6 +273,8 @@ class LockTable:
             known = entry.revision or entry.pending or entry.waiters
             if not known and entry.seen_ms < oldest_ms:
                 del self._entries[entry.key]
+        if len(self._entries) < count:
+            self._keys = [key for key in self._keys if key in self._entries]
 
     # Changing
 
@@ -370,7 +391,11 @@ class LockTable:
         return entry.waiters.pop(asker, None)
 
     def _touch(self, key: GroupQueue) -> Entry:
-        return self._entries.setdefault(key, Entry(key))
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(key)
+            insort(self._keys, key)
+        return entry
 
     def _settle(self, key: GroupQueue) -> Entry:
         entry = self._entries[key]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from batonmq_server.nameserver.core.evidence import Evidence
+from batonmq_server.nameserver.core.evidence import QueueEvidence
 
 LATELY_MS = 5_000
 """A queue that was seen to move since, or whose oldest message has waited no longer, moves."""
@@ -18,7 +18,7 @@ SILENT_MS = 12_000
 """An owner that lives renews its lease, and has its parked pull renewed, every 5 s."""
 
 
-class Reason(StrEnum):
+class StuckReason(StrEnum):
     """Names of `StuckReason` without the prefix; the contract says what each means."""
 
     MOVING = "MOVING"
@@ -47,7 +47,7 @@ class Reason(StrEnum):
     @property
     def stuck(self) -> bool:
         """Whether something has to be mended."""
-        return self not in (Reason.MOVING, Reason.IDLE, Reason.FILTERED)
+        return self not in (StuckReason.MOVING, StuckReason.IDLE, StuckReason.FILTERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class Finding:
         values: Behind it, by name, as the contract lists them for the reason.
     """
 
-    reason: Reason
+    reason: StuckReason
     message: str
     remedy: str = ""
     values: Mapping[str, object] = field(default_factory=dict)
 
 
-def diagnose(evidence: Evidence) -> Finding:
+def diagnose(evidence: QueueEvidence) -> Finding:
     """The reason that is to be mended first."""
     found = (rule(evidence) for rule in _RULES)
     return next((finding for finding in found if finding is not None), _not_pulling(evidence))
@@ -83,33 +83,33 @@ def span(ms: int) -> str:
     return f"{seconds} s"
 
 
-def _offsets_unreachable(e: Evidence) -> Finding | None:
+def _offsets_unreachable(e: QueueEvidence) -> Finding | None:
     if not e.progress_error:
         return None
     return Finding(
-        Reason.OFFSETS_UNREACHABLE,
+        StuckReason.OFFSETS_UNREACHABLE,
         f"offsets does not answer, so nothing is delivered: {e.progress_error}",
         "Bring offsets back: see its log and `baton cluster status`.",
         {"error": e.progress_error},
     )
 
 
-def _storage_unreachable(e: Evidence) -> Finding | None:
+def _storage_unreachable(e: QueueEvidence) -> Finding | None:
     if not e.log_error:
         return None
     return Finding(
-        Reason.STORAGE_UNREACHABLE,
+        StuckReason.STORAGE_UNREACHABLE,
         f"broker {e.broker} does not answer for {e.name}: {e.log_error}",
         f"Bring {e.broker} back: see its log and `baton cluster status`.",
         {"broker": e.broker, "error": e.log_error},
     )
 
 
-def _offset_ahead_of_log(e: Evidence) -> Finding | None:
+def _offset_ahead_of_log(e: QueueEvidence) -> Finding | None:
     if e.log is None or e.committed_offset <= e.log.next_offset:
         return None
     return Finding(
-        Reason.OFFSET_AHEAD_OF_LOG,
+        StuckReason.OFFSET_AHEAD_OF_LOG,
         f"the group has committed offset {e.committed_offset} of {e.name}, which ends at "
         f"{e.log.next_offset}: the broker has lost messages that were handled",
         "Find out what the broker lost; then `baton group reset-offsets` to an offset that the "
@@ -118,33 +118,33 @@ def _offset_ahead_of_log(e: Evidence) -> Finding | None:
     )
 
 
-def _idle(e: Evidence) -> Finding | None:
+def _idle(e: QueueEvidence) -> Finding | None:
     if e.log is None or e.lag_count != 0:
         return None
     return Finding(
-        Reason.IDLE,
+        StuckReason.IDLE,
         f"everything up to offset {e.log.next_offset} is handled",
         values={"next_offset": e.log.next_offset},
     )
 
 
-def _not_readable(e: Evidence) -> Finding | None:
+def _not_readable(e: QueueEvidence) -> Finding | None:
     if "READ" in e.permission:
         return None
     return Finding(
-        Reason.NOT_READABLE,
+        StuckReason.NOT_READABLE,
         f"topic {e.topic} gives no messages: its permission is {e.permission}",
         "Give the topic the permission to be read.",
         {"permission": e.permission},
     )
 
 
-def _paused(e: Evidence) -> Finding | None:
+def _paused(e: QueueEvidence) -> Finding | None:
     pause = e.group.paused
     if pause is None:
         return None
     return Finding(
-        Reason.PAUSED,
+        StuckReason.PAUSED,
         f"{pause.by} paused the group {span(pause.since_ms)} ago"
         + (f": {pause.reason}" if pause.reason else ""),
         f"`baton group resume {e.group.name}` lets deliveries go on.",
@@ -152,12 +152,12 @@ def _paused(e: Evidence) -> Finding | None:
     )
 
 
-def _subscription_draining(e: Evidence) -> Finding | None:
+def _subscription_draining(e: QueueEvidence) -> Finding | None:
     change = e.group.change
     if change is None:
         return None
     return Finding(
-        Reason.SUBSCRIPTION_DRAINING,
+        StuckReason.SUBSCRIPTION_DRAINING,
         f"the subscription of the group is being changed, first asked for {span(change.since_ms)} "
         f"ago; queues that have yet to be given back: {change.open_grants}",
         "Wait; if it lasts, see which owners do not give back what they have (`baton lock list`).",
@@ -165,7 +165,7 @@ def _subscription_draining(e: Evidence) -> Finding | None:
     )
 
 
-def _refused_subscription(e: Evidence) -> Finding | None:
+def _refused_subscription(e: QueueEvidence) -> Finding | None:
     if e.assigned or (e.group.broadcasting and e.group.member_count):
         return None
     about = [r for r in e.group.refused if any(u.topic == e.topic for u in r.unlike)]
@@ -190,7 +190,7 @@ def _refused_subscription(e: Evidence) -> Finding | None:
     )
     verb = "waits for its subscription" if refused.waits else "is refused for its subscription"
     return Finding(
-        Reason.REFUSED_SUBSCRIPTION,
+        StuckReason.REFUSED_SUBSCRIPTION,
         f"{e.name} is dealt to nobody, and {refused.client_id} {verb}"
         + (f": {points}" if points else ""),
         f"Give {refused.client_id} the subscription of {refused.member_client_id or 'the group'}, "
@@ -199,30 +199,30 @@ def _refused_subscription(e: Evidence) -> Finding | None:
     )
 
 
-def _no_member(e: Evidence) -> Finding | None:
+def _no_member(e: QueueEvidence) -> Finding | None:
     if e.group.member_count:
         return None
     return Finding(
-        Reason.NO_MEMBER,
+        StuckReason.NO_MEMBER,
         f"group {e.group.name} has no member (generation {e.group.generation})",
         "Start a consumer.",
         {"generation": e.group.generation},
     )
 
 
-def _not_assigned(e: Evidence) -> Finding | None:
+def _not_assigned(e: QueueEvidence) -> Finding | None:
     if e.group.broadcasting or e.assigned:
         return None
     values = {"generation": e.group.generation, "members": e.group.member_count}
     if e.expression is None:
         return Finding(
-            Reason.NOT_ASSIGNED,
+            StuckReason.NOT_ASSIGNED,
             f"group {e.group.name} does not subscribe to {e.topic}",
             f"Have its members subscribe to {e.topic}, if it should read it.",
             values,
         )
     return Finding(
-        Reason.NOT_ASSIGNED,
+        StuckReason.NOT_ASSIGNED,
         f"{e.name} is dealt to none of the {e.group.member_count} members of the group "
         f"(generation {e.group.generation})",
         "Wait a second: queues that are new are dealt at once. If it lasts, see the nameserver's "
@@ -231,11 +231,11 @@ def _not_assigned(e: Evidence) -> Finding | None:
     )
 
 
-def _data_loss(e: Evidence) -> Finding | None:
+def _data_loss(e: QueueEvidence) -> Finding | None:
     if e.damage is None:
         return None
     return Finding(
-        Reason.DATA_LOSS,
+        StuckReason.DATA_LOSS,
         f"the next message of {e.name} can't be read: {e.damage.error}",
         f"Run `baton fsck` on {e.broker}; then `baton group reset-offsets` to an offset past what "
         "is lost.",
@@ -243,62 +243,62 @@ def _data_loss(e: Evidence) -> Finding | None:
     )
 
 
-def _moving(e: Evidence) -> Finding | None:
+def _moving(e: QueueEvidence) -> Finding | None:
     if e.group.broadcasting:
         return Finding(
-            Reason.MOVING,
+            StuckReason.MOVING,
             f"group {e.group.name} is broadcasting: each member keeps its progress itself, and "
             "nothing here keeps it from reading",
         )
     if e.moved and 0 <= e.unmoved_ms <= LATELY_MS:
         return Finding(
-            Reason.MOVING,
+            StuckReason.MOVING,
             f"committed offset {e.committed_offset} was reached within {span(e.unmoved_ms)}; "
             f"{_messages(e.lag_count)} waiting",
         )
     if 0 <= e.lag_ms < LATELY_MS:
         return Finding(
-            Reason.MOVING,
+            StuckReason.MOVING,
             f"the oldest of {_messages(e.lag_count)} that wait is only {span(e.lag_ms)} old",
         )
     return None
 
 
-def _lockmgr_unreachable(e: Evidence) -> Finding | None:
+def _lockmgr_unreachable(e: QueueEvidence) -> Finding | None:
     if not e.group.owned or not e.lock_error:
         return None
     return Finding(
-        Reason.LOCKMGR_UNREACHABLE,
+        StuckReason.LOCKMGR_UNREACHABLE,
         f"the lock manager does not answer, so no queue can change hands: {e.lock_error}",
         "Bring the lock manager back: see its log and `baton cluster status`.",
         {"error": e.lock_error},
     )
 
 
-def _handover_pending(e: Evidence) -> Finding | None:
+def _handover_pending(e: QueueEvidence) -> Finding | None:
     if e.lock is None or not e.lock.step:
         return None
     return Finding(
-        Reason.HANDOVER_PENDING,
+        StuckReason.HANDOVER_PENDING,
         f"{e.name} is changing hands; step: {e.lock.step}",
         "Wait a second. If it lasts, the lock manager can't reach offsets or etcd: see its log.",
         {"step": e.lock.step, "attempt": e.lock.attempt},
     )
 
 
-def _not_acquired(e: Evidence) -> Finding | None:
+def _not_acquired(e: QueueEvidence) -> Finding | None:
     if not e.group.owned or e.owner:
         return None
     why = f"; the last refusal: {e.lock.refusal}" if e.lock and e.lock.refusal else ""
     return Finding(
-        Reason.NOT_ACQUIRED,
+        StuckReason.NOT_ACQUIRED,
         f"{e.assigned} should have {e.name} and has not acquired it{why}",
         f"See the log of {e.assigned}; if it does not run, it is removed when its session ends.",
         {"assigned": e.assigned},
     )
 
 
-def _owner_silent(e: Evidence) -> Finding | None:
+def _owner_silent(e: QueueEvidence) -> Finding | None:
     if e.lock is None or e.lock.lease_age_ms < SILENT_MS:
         return None
     if e.progress is not None and e.progress.idle_ms < SILENT_MS:
@@ -306,7 +306,7 @@ def _owner_silent(e: Evidence) -> Finding | None:
     left = e.lock.lease_left_ms
     end = f"its lease ends in {span(left)}" if left > 0 else "its lease is over"
     return Finding(
-        Reason.OWNER_SILENT,
+        StuckReason.OWNER_SILENT,
         f"{e.owner}, which owns {e.name}, was last heard of {span(e.lock.lease_age_ms)} ago; {end}"
         + (f"; waiting: {', '.join(e.lock.waiters)}" if e.lock.waiters else ""),
         f"See whether {e.owner} lives. When its lease is over, another member takes the queue.",
@@ -314,11 +314,11 @@ def _owner_silent(e: Evidence) -> Finding | None:
     )
 
 
-def _phantom_token(e: Evidence) -> Finding | None:
+def _phantom_token(e: QueueEvidence) -> Finding | None:
     if e.lock is None or e.progress is None or e.lock.token >= e.progress.token:
         return None
     return Finding(
-        Reason.PHANTOM_TOKEN,
+        StuckReason.PHANTOM_TOKEN,
         f"offsets has token {e.progress.token} for {e.name} and the lock manager "
         f"{e.lock.token}: {e.owner} has to acquire it again",
         f"Wait: {e.owner} does so by itself, and if it is dead its lease ends. If it lasts, "
@@ -327,13 +327,13 @@ def _phantom_token(e: Evidence) -> Finding | None:
     )
 
 
-def _held(e: Evidence) -> Finding | None:
+def _held(e: QueueEvidence) -> Finding | None:
     if e.lock is None or e.owner == e.assigned:
         return None
     waiters = ", ".join(e.lock.waiters)
     unacked = e.progress.unacked_count if e.progress else 0
     return Finding(
-        Reason.HELD,
+        StuckReason.HELD,
         f"{e.owner} has owned {e.name} for {span(e.lock.held_ms)} and has not given it back, with "
         f"{_messages(unacked)} in hand; it is dealt to {e.assigned}",
         f"Wait until {e.owner} has finished what it has in hand, or stop it. `baton lock "
@@ -347,11 +347,11 @@ def _held(e: Evidence) -> Finding | None:
     )
 
 
-def _ack_cap(e: Evidence) -> Finding | None:
+def _ack_cap(e: QueueEvidence) -> Finding | None:
     if e.progress is None or not e.progress.capped:
         return None
     return Finding(
-        Reason.ACK_CAP,
+        StuckReason.ACK_CAP,
         f"{e.progress.acked_range_count} ranges are acked after offset {e.head_offset}, which is "
         f"not: nothing more is delivered until {e.owner} finishes {_head(e)}",
         f"Finish or skip that message: see the log of {e.owner}.",
@@ -359,14 +359,14 @@ def _ack_cap(e: Evidence) -> Finding | None:
     )
 
 
-def _head_of_line(e: Evidence) -> Finding | None:
+def _head_of_line(e: QueueEvidence) -> Finding | None:
     progress = e.progress
     if progress is None:
         return None
     if not progress.unacked_count and (e.group.owned or not progress.acked_count):
         return None
     return Finding(
-        Reason.HEAD_OF_LINE,
+        StuckReason.HEAD_OF_LINE,
         f"{e.owner} has {_messages(progress.unacked_count)} in hand and does not finish "
         f"{_head(e)}; {progress.acked_count} after it are done",
         f"See what the handler of {e.owner} does with that message.",
@@ -374,22 +374,22 @@ def _head_of_line(e: Evidence) -> Finding | None:
     )
 
 
-def _filtered(e: Evidence) -> Finding | None:
+def _filtered(e: QueueEvidence) -> Finding | None:
     if e.filtered is None or (e.progress is not None and e.progress.idle_ms >= SILENT_MS):
         return None
     return Finding(
-        Reason.FILTERED,
+        StuckReason.FILTERED,
         f"{_messages(e.filtered.scanned_count)} waiting, and none passes the filter "
         f"{e.expression!r}; {e.owner} skips them with its next pull",
         values={"expression": e.expression, "scanned": e.filtered.scanned_count},
     )
 
 
-def _not_pulling(e: Evidence) -> Finding:
+def _not_pulling(e: QueueEvidence) -> Finding:
     idle_ms = e.progress.idle_ms if e.progress else -1
     since = f" for {span(idle_ms)}" if idle_ms >= 0 else ""
     return Finding(
-        Reason.NOT_PULLING,
+        StuckReason.NOT_PULLING,
         f"{e.owner} has nothing in hand and has not pulled {e.name}{since}; "
         f"{_messages(e.lag_count)} waiting",
         f"See the log of {e.owner}: it may be busy with other queues, stopped, or cut off from "
@@ -402,13 +402,13 @@ def _messages(count: int) -> str:
     return "1 message" if count == 1 else f"{count} messages"
 
 
-def _head(e: Evidence) -> str:
+def _head(e: QueueEvidence) -> str:
     if e.head is None:
         return f"offset {e.head_offset}"
     return f"offset {e.head.offset} (message {e.head.message_id}, {span(e.head.age_ms)} old)"
 
 
-def _in_hand(e: Evidence) -> dict[str, object]:
+def _in_hand(e: QueueEvidence) -> dict[str, object]:
     values: dict[str, object] = {
         "owner": e.owner,
         "unacked": e.progress.unacked_count if e.progress else 0,
@@ -419,7 +419,7 @@ def _in_hand(e: Evidence) -> dict[str, object]:
     return values
 
 
-_RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
+_RULES: tuple[Callable[[QueueEvidence], Finding | None], ...] = (
     _offsets_unreachable,
     _storage_unreachable,
     _offset_ahead_of_log,

@@ -35,7 +35,7 @@ def differences(heartbeat: Heartbeat, terms: Terms, client_id: str) -> tuple[Dif
     return (*by_topic, *(difference("", *s) for s in settings if s[1] != s[2]))
 
 
-def conflict(
+def conflict_error(
     heartbeat: Heartbeat, terms: Terms, client_id: str, *, retry_after_ms: int = 0
 ) -> SubscriptionConflict:
     """The refusal of a heartbeat that disagrees with `terms`, which `client_id` has."""
@@ -53,7 +53,7 @@ def conflict(
     )
 
 
-def longest_standing(members: Sequence[Member], subscription_hash: int) -> str:
+def longest_member(members: Sequence[Member], subscription_hash: int) -> str:
     """Client id of who has been a member longest: if possible of one who asks for that."""
     asking = [m for m in members if m.subscription_hash == subscription_hash] or members
     return min(asking, key=lambda m: m.join_unix_ms).client_id if asking else ""

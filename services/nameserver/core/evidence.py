@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Unlike:
+class SubscriptionMismatch:
     """One point on which a client's subscription differs from the group's.
 
     Attributes:
@@ -23,7 +23,7 @@ class Unlike:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ExcludedClient:
     """A client that gets no queue because of its subscription.
 
     Attributes:
@@ -33,12 +33,12 @@ class Refused:
 
     client_id: str
     member_client_id: str
-    unlike: tuple[Unlike, ...]
+    unlike: tuple[SubscriptionMismatch, ...]
     waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class PauseEvidence:
     """An operator has stopped the group."""
 
     by: str
@@ -47,7 +47,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SubscriptionChangeEvidence:
     """The subscription is being changed.
 
     Attributes:
@@ -60,7 +60,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupState:
+class GroupEvidence:
     """The group, the same for all its queues.
 
     Attributes:
@@ -75,13 +75,13 @@ class GroupState:
     from_first: bool = False
     owned: bool = True
     broadcasting: bool = False
-    paused: Pause | None = None
-    change: Change | None = None
-    refused: tuple[Refused, ...] = ()
+    paused: PauseEvidence | None = None
+    change: SubscriptionChangeEvidence | None = None
+    refused: tuple[ExcludedClient, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lock:
+class LockEvidence:
     """The queue's entry at the lock manager.
 
     Attributes:
@@ -103,7 +103,7 @@ class Lock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class ProgressEvidence:
     """The queue at offsets.
 
     Attributes:
@@ -123,7 +123,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class LogExtent:
     """What the queue holds: offsets [first_offset, next_offset)."""
 
     first_offset: int
@@ -131,7 +131,7 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class OldestMessage:
     """The oldest message that is not handled."""
 
     offset: int
@@ -140,7 +140,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class DamagedMessage:
     """The oldest message that is not handled can't be read."""
 
     position: str
@@ -148,14 +148,14 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
+class FilterScan:
     """How many of the messages that wait were looked at, and none passes the filter."""
 
     scanned_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class QueueEvidence:
     """All that is known of one queue.
 
     Attributes:
@@ -170,22 +170,22 @@ class Evidence:
         moved: Whether it was seen to become so.
     """
 
-    group: GroupState
+    group: GroupEvidence
     topic: str
     broker: str
     queue_id: int
     permission: str = "READ_WRITE"
     expression: str | None = "*"
     assigned: str = ""
-    lock: Lock | None = None
+    lock: LockEvidence | None = None
     lock_error: str = ""
-    progress: Progress | None = None
+    progress: ProgressEvidence | None = None
     progress_error: str = ""
-    log: Log | None = None
+    log: LogExtent | None = None
     log_error: str = ""
-    head: Head | None = None
-    damage: Damage | None = None
-    filtered: Scan | None = None
+    head: OldestMessage | None = None
+    damage: DamagedMessage | None = None
+    filtered: FilterScan | None = None
     unmoved_ms: int = -1
     moved: bool = False
 

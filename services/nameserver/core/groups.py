@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 
-from batonmq_server.nameserver.core.dealing import Candidate, Queue, Strategy, deal
+from batonmq_server.nameserver.core.assignment import (
+    AssignableMember,
+    AssignableQueue,
+    AssignmentStrategy,
+    assign_queues,
+)
 from batonmq_server.nameserver.core.topics import Topic
 
 SUBSCRIPTIONS_MAX = 64
 MEMBERS_MAX = 1_000
 
 
-class Policy(Enum):
+class SubscriptionPolicy(Enum):
     """What happens to another subscription than the group's (protocol section 14)."""
 
     REJECT = "REJECT"
@@ -91,7 +96,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedSubscription:
     """The subscription that a group is about to get.
 
     Attributes:
@@ -134,7 +139,7 @@ class TopicAssignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class TopicBeginning:
     """What a topic was when a group began with it.
 
     Attributes:
@@ -165,13 +170,13 @@ class Group:
     members: tuple[Member, ...] = ()
     terms: Terms = Terms()
     subscription_generation: int = 0
-    policy: Policy = Policy.REJECT
+    policy: SubscriptionPolicy = SubscriptionPolicy.REJECT
     owned: bool = True
-    strategy: Strategy = Strategy.STICKY
+    strategy: AssignmentStrategy = AssignmentStrategy.STICKY
     assignments: tuple[TopicAssignment, ...] = ()
-    staged: Staged | None = None
+    staged: StagedSubscription | None = None
     pause: Pause | None = None
-    beginnings: tuple[Beginning, ...] = ()
+    beginnings: tuple[TopicBeginning, ...] = ()
 
     def member(self, client_id: str) -> Member | None:
         """The member with that client id."""
@@ -199,7 +204,9 @@ class Heartbeat:
         return (member.client_id, member.incarnation_id) == (self.client_id, self.incarnation_id)
 
 
-def assign(group: Group, topics: Iterable[Topic], before: Group) -> tuple[TopicAssignment, ...]:
+def assign_topics(
+    group: Group, topics: Iterable[Topic], before: Group
+) -> tuple[TopicAssignment, ...]:
     """Whose the queues of `topics` are, by the members and the strategy of `group`.
 
     Nobody gets a queue while the subscription is being changed, and no member that asks for
@@ -212,19 +219,23 @@ def assign(group: Group, topics: Iterable[Topic], before: Group) -> tuple[TopicA
     if group.terms.broadcasting or not group.members:
         return ()
     ascending = sorted(topics, key=lambda topic: topic.name)
-    bound = group.policy is not Policy.WARN
+    bound = group.policy is not SubscriptionPolicy.WARN
     candidates = [
-        Candidate(member.client_id, member.room)
+        AssignableMember(member.client_id, member.room)
         for member in group.members
         if not group.draining and not (bound and member.differs)
     ]
     queues = [
-        Queue(topic.name, part.broker, queue_id, part.room)
+        AssignableQueue(topic.name, part.broker, queue_id, part.room)
         for topic in ascending
         for part in topic.spread
         for queue_id in range(part.queue_count)
     ]
-    dealt = deal(group.strategy, candidates, queues, owners_of(before)) if candidates else {}
+    dealt = (
+        assign_queues(group.strategy, candidates, queues, assigned_members(before))
+        if candidates
+        else {}
+    )
     place = {member.client_id: index for index, member in enumerate(group.members, 1)}
     numbers = iter([place[dealt[queue]] if queue in dealt else 0 for queue in queues])
     return tuple(
@@ -239,7 +250,7 @@ def assign(group: Group, topics: Iterable[Topic], before: Group) -> tuple[TopicA
     )
 
 
-def begin(group: Group, topics: Iterable[Topic]) -> tuple[Beginning, ...]:
+def beginnings_of(group: Group, topics: Iterable[Topic]) -> tuple[TopicBeginning, ...]:
     """The beginnings of all topics that `group` subscribes to; of a new one it is now.
 
     Args:
@@ -254,16 +265,16 @@ def begin(group: Group, topics: Iterable[Topic]) -> tuple[Beginning, ...]:
         one, topic = known.get(name), present.get(name)
         if topic is not None and (one is None or one.topic_id != topic.topic_id):
             counts = tuple((part.broker, part.queue_count) for part in topic.spread)
-            one = Beginning(name, topic.topic_id, counts)
+            one = TopicBeginning(name, topic.topic_id, counts)
         if one is not None:
             found.append(one)
     return tuple(found)
 
 
-def owners_of(group: Group) -> dict[Queue, str]:
+def assigned_members(group: Group) -> dict[AssignableQueue, str]:
     """Client ids by queue, of those queues that are dealt to somebody."""
     return {
-        Queue(topic.topic, part.broker, queue_id): group.members[owner - 1].client_id
+        AssignableQueue(topic.topic, part.broker, queue_id): group.members[owner - 1].client_id
         for topic in group.assignments
         for part in topic.brokers
         for queue_id, owner in enumerate(part.owners)
@@ -271,7 +282,7 @@ def owners_of(group: Group) -> dict[Queue, str]:
     }
 
 
-def is_dealt_out(group: Group, topics: Mapping[str, Topic]) -> bool:
+def is_fully_assigned(group: Group, topics: Mapping[str, Topic]) -> bool:
     """Whether the assignments have exactly the queues that there are.
 
     Args:

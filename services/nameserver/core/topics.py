@@ -84,7 +84,7 @@ def spread_queues(
     )
 
 
-def housed(spread: Iterable[QueueSpread], rooms: Mapping[str, str]) -> tuple[QueueSpread, ...]:
+def with_rooms(spread: Iterable[QueueSpread], rooms: Mapping[str, str]) -> tuple[QueueSpread, ...]:
     """`spread` with the rooms where the brokers are now; those that are away stay where they were.
 
     Args:
@@ -94,7 +94,7 @@ def housed(spread: Iterable[QueueSpread], rooms: Mapping[str, str]) -> tuple[Que
 
 
 @dataclass(frozen=True, slots=True)
-class Broker:
+class LiveBroker:
     """A broker that is alive, and the host:port of its server."""
 
     name: str
@@ -106,7 +106,7 @@ class Route:
     """Where the queues of a topic are. A broker of the topic that is not listed is away."""
 
     topic: Topic
-    brokers: tuple[Broker, ...]
+    brokers: tuple[LiveBroker, ...]
     generation: int
 
     def same_way(self, other: Route | None) -> bool:
@@ -122,7 +122,7 @@ def build_route(topic: Topic, addresses: Mapping[str, str], generation: int) -> 
         generation: Of topics and brokers together.
     """
     brokers = tuple(
-        Broker(part.broker, addresses[part.broker])
+        LiveBroker(part.broker, addresses[part.broker])
         for part in topic.spread
         if part.broker in addresses
     )

@@ -31,7 +31,7 @@ class HoldEnd(IntEnum):
     RESET = 5
 
 
-class Reach(NamedTuple):
+class DeliveryReach(NamedTuple):
     """How far was delivered under a token.
 
     Attributes:
@@ -43,15 +43,15 @@ class Reach(NamedTuple):
     delivered_offset_max: int
 
 
-class Ended(NamedTuple):
+class EndedToken(NamedTuple):
     """The token before; `token` is 0 if there was none."""
 
     token: int
     end: HoldEnd
-    reach: Reach
+    reach: DeliveryReach
 
 
-class Handover(NamedTuple):
+class TokenChange(NamedTuple):
     """One change of a queue's token.
 
     Attributes:
@@ -63,7 +63,7 @@ class Handover(NamedTuple):
     unix_ms: int
     committed_offset: int
     acked: RangeSet
-    ended: Ended
+    ended: EndedToken
 
     @property
     def slot(self) -> int:
@@ -71,16 +71,16 @@ class Handover(NamedTuple):
         return self.token % HOLDS_MAX
 
 
-class Hold(NamedTuple):
+class TokenHold(NamedTuple):
     """One token, as `began` says. `end_unix_ms` is 0 while it is the present one."""
 
-    began: Handover
+    began: TokenChange
     end: HoldEnd
     end_unix_ms: int
-    reach: Reach
+    reach: DeliveryReach
 
 
-def holds(records: Iterable[Handover], token: int, reach: Reach) -> list[Hold]:
+def link_holds(records: Iterable[TokenChange], token: int, reach: DeliveryReach) -> list[TokenHold]:
     """The holds of a queue, newest first; those that records don't link to are forgotten.
 
     Args:
@@ -89,10 +89,10 @@ def holds(records: Iterable[Handover], token: int, reach: Reach) -> list[Hold]:
         reach: What was delivered under it so far.
     """
     by_token = {record.token: record for record in records}
-    found: list[Hold] = []
+    found: list[TokenHold] = []
     end, end_unix_ms = HoldEnd.NOTHING, 0
     while (began := by_token.get(token)) is not None and token:
-        found.append(Hold(began, end, end_unix_ms, reach))
+        found.append(TokenHold(began, end, end_unix_ms, reach))
         token, end, reach = began.ended
         end_unix_ms = began.unix_ms
     return found

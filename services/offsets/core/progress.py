@@ -24,29 +24,35 @@ from batonmq.errors import (
     TokenMismatchDetail,
     Unacked,
 )
-from batonmq_server.offsets.core.calls import (
-    Acks,
-    Committed,
-    Condition,
-    Delivered,
-    Delivery,
-    Fence,
-    Grant,
-    Instant,
-    Limits,
-    Moved,
-    Place,
-    Source,
+from batonmq_server.offsets.core.holds import (
+    ACKED_RANGES_MAX,
+    DeliveryReach,
+    EndedToken,
+    HoldEnd,
+    TokenChange,
 )
-from batonmq_server.offsets.core.holds import ACKED_RANGES_MAX, Ended, Handover, HoldEnd, Reach
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
+from batonmq_server.offsets.core.values import (
+    Acks,
+    AckState,
+    CommitResult,
+    DeliveryRange,
+    DeliveryResult,
+    FenceAttempt,
+    FenceCondition,
+    FenceGrant,
+    Instant,
+    ProgressSource,
+    QueueLimits,
+    ResetEffect,
+)
 
 _RUN_BYTES_MAX = 16
 _ENDS = {
-    Condition.CLOSED_OR_DRAINED: HoldEnd.PASSED,
-    Condition.SAME_HOLDER: HoldEnd.RENEWED,
-    Condition.IDLE: HoldEnd.TIMED_OUT,
-    Condition.FORCED: HoldEnd.FORCED,
+    FenceCondition.CLOSED_OR_DRAINED: HoldEnd.PASSED,
+    FenceCondition.SAME_HOLDER: HoldEnd.RENEWED,
+    FenceCondition.IDLE: HoldEnd.TIMED_OUT,
+    FenceCondition.FORCED: HoldEnd.FORCED,
 }
 
 
@@ -64,7 +70,7 @@ class Progress:
         delivered_reserved: Durable upper bound of D, not below D.
         delivered_known: What of D is no mere upper bound: below D only after a restart.
         closed_reach: How far was delivered under T when it was closed, which takes D back to C.
-        handover: The record of the change that issued T; None if that was in an earlier life.
+        token_change: The record of the change that issued T; None if that was in an earlier life.
         maybe_seen: M; disjoint from what is acked or committed.
         reset_epoch: R.
         first_reset_epoch: R when this progress began; greater than 0 if an earlier one was deleted.
@@ -86,17 +92,17 @@ class Progress:
     delivered_offset: int = 0
     delivered_reserved: int = 0
     delivered_known: int = 0
-    closed_reach: Reach | None = None
-    handover: Handover | None = None
+    closed_reach: DeliveryReach | None = None
+    token_change: TokenChange | None = None
     maybe_seen: RangeSet = EMPTY
     reset_epoch: int = 0
     first_reset_epoch: int = 0
-    grant: Grant | None = None
+    grant: FenceGrant | None = None
     attempt: str = ""
     forced_by: str = ""
     forced_reason: str = ""
     subscription_generation: int = 0
-    source: Source = Source.NOTHING
+    source: ProgressSource = ProgressSource.NOTHING
     access_monotonic_ms: int
     update_unix_ms: int = 0
 
@@ -116,18 +122,18 @@ class Progress:
         return None if self.drained else self.committed_offset
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> DeliveryReach:
         """How far was delivered under T, closed or not."""
         if self.closed_reach is not None:
             return self.closed_reach
         known = max(self.delivered_known, self.committed_offset)
-        return Reach(known, self.delivered_offset)
+        return DeliveryReach(known, self.delivered_offset)
 
     def idle_ms(self, now: Instant) -> int:
         """Time since the last accepted access under T."""
         return now.monotonic_ms - self.access_monotonic_ms
 
-    def ack_window_full(self, limits: Limits) -> bool:
+    def ack_window_full(self, limits: QueueLimits) -> bool:
         """Whether A has reached a cap (protocol 16, bounds)."""
         ranges = len(self.acked.runs)
         if ranges >= limits.ack_ranges_max:
@@ -138,7 +144,7 @@ class Progress:
 
     # ---- protocol 4
 
-    def fence(self, wish: Fence, now: Instant) -> Grant:
+    def fence(self, wish: FenceAttempt, now: Instant) -> FenceGrant:
         """Pass the queue to `wish.holder` if the token is as expected and the condition holds.
 
         Raises:
@@ -156,7 +162,7 @@ class Progress:
                 ),
             )
         self._check_condition(wish, now)
-        ended = Ended(self.token, _ENDS[wish.condition], self.reach)
+        ended = EndedToken(self.token, _ENDS[wish.condition], self.reach)
         live = EMPTY
         if wish.reset_epoch == self.reset_epoch:
             live = wish.resume.at_or_above(self.committed_offset).difference(self.acked)
@@ -174,15 +180,15 @@ class Progress:
         self.forced_by, self.forced_reason = wish.forced_by, wish.forced_reason
         self.subscription_generation = wish.subscription_generation
         self.token = max(self.token, wish.token_min) + 1
-        self.attempt, self.source = wish.attempt, Source.FENCE
-        self.grant = Grant(
+        self.attempt, self.source = wish.attempt, ProgressSource.FENCE
+        self.grant = FenceGrant(
             self.token, self.committed_offset, self.acked, self.maybe_seen, self.reset_epoch
         )
         self.access_monotonic_ms, self.update_unix_ms = now
-        self._hand_over(ended, now)
+        self._record_token_change(ended, now)
         return self.grant
 
-    def _replay(self, wish: Fence) -> Grant:
+    def _replay(self, wish: FenceAttempt) -> FenceGrant:
         if self.grant is None:
             raise Superseded(
                 f"attempt {wish.attempt} had passed the queue on, a reset has issued token "
@@ -191,16 +197,16 @@ class Progress:
             )
         return self.grant._replace(changed=False)
 
-    def _hand_over(self, ended: Ended, now: Instant) -> None:
+    def _record_token_change(self, ended: EndedToken, now: Instant) -> None:
         self.closed_reach = None
         acked = RangeSet(self.acked.runs[:ACKED_RANGES_MAX])
-        self.handover = Handover(
+        self.token_change = TokenChange(
             self.token, self.holder, now.unix_ms, self.committed_offset, acked, ended
         )
 
-    def _check_condition(self, wish: Fence, now: Instant) -> None:
+    def _check_condition(self, wish: FenceAttempt, now: Instant) -> None:
         match wish.condition:
-            case Condition.CLOSED_OR_DRAINED if not self.closed and not self.drained:
+            case FenceCondition.CLOSED_OR_DRAINED if not self.closed and not self.drained:
                 open_offsets = self.in_flight()
                 raise Unacked(
                     f"{open_offsets.count} delivered messages are not acked",
@@ -209,13 +215,13 @@ class Progress:
                         "lowest_offset": open_offsets.runs[0][0],
                     },
                 )
-            case Condition.SAME_HOLDER if self.closed or self.holder != wish.holder:
+            case FenceCondition.SAME_HOLDER if self.closed or self.holder != wish.holder:
                 raise NotHolder(
                     f"token {self.token} is closed"
                     if self.closed
                     else f"token {self.token} was issued to another incarnation"
                 )
-            case Condition.IDLE if self.idle_ms(now) < wish.idle_ms:
+            case FenceCondition.IDLE if self.idle_ms(now) < wish.idle_ms:
                 raise NotIdle(
                     f"the last access was {self.idle_ms(now)} ms ago, asked for {wish.idle_ms}",
                     retry_after_ms=wish.idle_ms - self.idle_ms(now),
@@ -225,8 +231,8 @@ class Progress:
     # ---- protocol 3, under the current token
 
     def record_delivered(
-        self, token: int, delivery: Delivery, limits: Limits, now: Instant
-    ) -> Delivered:
+        self, token: int, delivery: DeliveryRange, limits: QueueLimits, now: Instant
+    ) -> DeliveryResult:
         """Note that a range is about to leave (protocol 3, 6.3, 6.8).
 
         At an ack cap only what lies below the end of A may still be delivered: it fills the
@@ -262,7 +268,7 @@ class Progress:
                 self.update_unix_ms = now.unix_ms
         self.delivered_known = max(self.delivered_known, next_offset)
         self.access_monotonic_ms = now.monotonic_ms
-        return Delivered(self.maybe_seen.between(first_offset, next_offset), changed)
+        return DeliveryResult(self.maybe_seen.between(first_offset, next_offset), changed)
 
     def touch(self, token: int, now: Instant) -> None:
         """Note that a pull of the holder is parked (protocol 6.5).
@@ -274,8 +280,8 @@ class Progress:
         self.access_monotonic_ms = now.monotonic_ms
 
     def commit(
-        self, token: int, acks: Acks, now: Instant, source: Source = Source.COMMIT
-    ) -> Committed:
+        self, token: int, acks: Acks, now: Instant, source: ProgressSource = ProgressSource.COMMIT
+    ) -> CommitResult:
         """Add `acks` to what is acked: a set union, so order and repetition do not matter.
 
         Raises:
@@ -288,9 +294,9 @@ class Progress:
         if new:
             self._ack(new, now, source)
         self.access_monotonic_ms = now.monotonic_ms
-        return Committed(self.committed_offset, bool(new))
+        return CommitResult(self.committed_offset, bool(new))
 
-    def commit_unowned(self, acks: Acks, now: Instant) -> Committed:
+    def commit_unowned(self, acks: Acks, now: Instant) -> CommitResult:
         """`commit` where nobody owns the queue: no token and no delivery to compare (protocol 15).
 
         Raises:
@@ -300,10 +306,10 @@ class Progress:
             raise self._fenced(0, FenceCause.RESET)
         new = self._new(acks)
         if new:
-            self._ack(new, now, Source.COMMIT)
-        return Committed(self.committed_offset, bool(new))
+            self._ack(new, now, ProgressSource.COMMIT)
+        return CommitResult(self.committed_offset, bool(new))
 
-    def close(self, token: int, acks: Acks, unfinished: RangeSet, now: Instant) -> Committed:
+    def close(self, token: int, acks: Acks, unfinished: RangeSet, now: Instant) -> CommitResult:
         """Finish T: acks as in `commit`; what was cut off becomes maybe-seen; D := C (protocol 9).
 
         In flight, neither acked nor unfinished means never started: it returns unseen.
@@ -313,30 +319,30 @@ class Progress:
             BeyondDelivered: an offset was not delivered.
         """
         if token == self.token and self.closed:
-            return Committed(self.committed_offset, False)
+            return CommitResult(self.committed_offset, False)
         self._check_open(token, acks.reset_epoch)
         new = self._new(acks)
         cut_off = unfinished.at_or_above(self.committed_offset)
         cut_off = cut_off.difference(self.acked).difference(new)
         self._check_delivered(new)
         self._check_delivered(cut_off)
-        self._ack(new, now, Source.COMMIT)
+        self._ack(new, now, ProgressSource.COMMIT)
         self.maybe_seen = self.maybe_seen.union(cut_off.at_or_above(self.committed_offset))
         self.closed_reach = self.reach
         self.delivered_offset = self.delivered_reserved = self.committed_offset
         self.closed = True
-        return Committed(self.committed_offset, True)
+        return CommitResult(self.committed_offset, True)
 
     # ---- protocol 13
 
-    def reset(self, to: Place, source: Source, now: Instant) -> Moved:
+    def reset(self, to: AckState, source: ProgressSource, now: Instant) -> ResetEffect:
         """Move to `to`, whoever owns the queue; R and T rise, so nothing older counts any more.
 
         What was started before, under whatever token and epoch, lies below the greatest of C, D
         and the ends of A and M: all of it that is not handled by `to` becomes maybe-seen.
         """
-        before = Place(self.committed_offset, self.acked)
-        ended = Ended(self.token, HoldEnd.RESET, self.reach)
+        before = AckState(self.committed_offset, self.acked)
+        ended = EndedToken(self.token, HoldEnd.RESET, self.reach)
         had, has = before.handled(), to.handled()
         started = max(self.delivered_offset, self.acked.next_offset, self.maybe_seen.next_offset)
         self.maybe_seen = RangeSet.of(to.committed_offset, started).difference(to.acked)
@@ -349,9 +355,9 @@ class Progress:
         self.forced_by = self.forced_reason = ""
         self.subscription_generation, self.source = 0, source
         self.access_monotonic_ms, self.update_unix_ms = now
-        self._hand_over(ended, now)
+        self._record_token_change(ended, now)
         replayed, skipped = had.difference(has).count, has.difference(had).count
-        return Moved(before, replayed, skipped, self.reset_epoch, self.token)
+        return ResetEffect(before, replayed, skipped, self.reset_epoch, self.token)
 
     def _check_open(self, token: int, reset_epoch: int | None = None) -> None:
         other_epoch = reset_epoch is not None and reset_epoch != self.reset_epoch
@@ -386,7 +392,7 @@ class Progress:
                 facts={"offset": offset, "delivered": self.delivered_offset},
             )
 
-    def _ack(self, new: RangeSet, now: Instant, source: Source) -> None:
+    def _ack(self, new: RangeSet, now: Instant, source: ProgressSource) -> None:
         acked = self.acked.union(new)
         self.committed_offset = acked.first_missing(self.committed_offset)
         self.acked = acked.at_or_above(self.committed_offset)

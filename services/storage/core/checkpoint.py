@@ -44,9 +44,9 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 
-from batonmq_server.storage.core.delay import ROW as DELAY_ROW
-from batonmq_server.storage.core.keyindex import OpenRun, Stretch
-from batonmq_server.storage.core.producers import ProducerState, Receipt, StoredBatch
+from batonmq_server.storage.core.delay_queue import ROW as DELAY_ROW
+from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
+from batonmq_server.storage.core.producers import ProducerState, StoredBatch, StoreReceipt
 
 PATH = "checkpoint"
 MAGIC, VERSION = 0x42544E43, 1
@@ -162,7 +162,7 @@ def decode(raw: bytes) -> Checkpoint | None:
     for count, dtype in zip(counts[1:-1], _ROWS, strict=True):
         columns.append(np.frombuffer(content, dtype, count, at).tolist())
         at += count * dtype.itemsize
-    stretch = Stretch(run_position, position, first_unix_ms, last_unix_ms)
+    stretch = RunExtent(run_position, position, first_unix_ms, last_unix_ms)
     return Checkpoint(
         position,
         store_unix_ms,
@@ -176,7 +176,7 @@ def decode(raw: bytes) -> Checkpoint | None:
 def of_producers(position: int, producers: Sequence[ProducerState]) -> bytes:
     """A checkpoint that has nothing but producers."""
     return encode(
-        Checkpoint(position, 0, OpenRun(Stretch(position, position), 0, 0), (), producers)
+        Checkpoint(position, 0, OpenRun(RunExtent(position, position), 0, 0), (), producers)
     )
 
 
@@ -200,7 +200,7 @@ def _producers(
     batches: list[tuple[int, int, int, int, int, int]],
 ) -> list[ProducerState]:
     stored: Iterator[StoredBatch] = (
-        (sequence, count, Receipt(first_offset, position, next_position, store_unix_ms))
+        (sequence, count, StoreReceipt(first_offset, position, next_position, store_unix_ms))
         for sequence, count, first_offset, position, next_position, store_unix_ms in batches
     )
     queues = (

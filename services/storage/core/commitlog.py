@@ -28,12 +28,12 @@ FILLER = struct.Struct(">II")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"\d{20}")
 
-Range = tuple[int, int]
+PositionRange = tuple[int, int]
 """`(first_position, next_position)`, half-open."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stamped:
+class StampedBatch:
     """A batch ready to be written: its stamped head of 56 bytes, and the rest as it came."""
 
     position: int
@@ -47,7 +47,7 @@ class Stamped:
 
 
 @dataclass(frozen=True, slots=True)
-class Unsynced:
+class UnsyncedFiles:
     """What one sync has to do: files in order of position, and the position it reaches."""
 
     files: tuple[File, ...]
@@ -131,7 +131,7 @@ class CommitLog:
             at += length
         return positions
 
-    def append(self, batches: Sequence[Stamped]) -> None:
+    def append(self, batches: Sequence[StampedBatch]) -> None:
         """Write batches whose positions `place` gave just now: one write per segment.
 
         Raises:
@@ -149,7 +149,7 @@ class CommitLog:
             self._undo(position)
             raise DiskFull("no space on disk for a batch") from error
 
-    def _write_all(self, batches: Sequence[Stamped]) -> None:
+    def _write_all(self, batches: Sequence[StampedBatch]) -> None:
         begin = 0
         while begin < len(batches):
             segment = self._segment_at(batches[begin].position)
@@ -161,7 +161,7 @@ class CommitLog:
             self._write(segment, batches[begin:count])
             begin = count
 
-    def copy(self, data: bytes, segment: Range) -> None:
+    def copy(self, data: bytes, segment: PositionRange) -> None:
         """Write what another log has from `next_position` on: whole batches and fillers.
 
         Args:
@@ -215,10 +215,10 @@ class CommitLog:
             return position + self._segment_bytes
         return self._segment_at(position).next_position
 
-    def unsynced(self) -> Unsynced:
+    def unsynced(self) -> UnsyncedFiles:
         """What to sync so that everything written until now is safe."""
         segments = self._between(self.synced_position, self.next_position)
-        return Unsynced(tuple(map(self._writable, segments)), self.next_position)
+        return UnsyncedFiles(tuple(map(self._writable, segments)), self.next_position)
 
     def synced(self, position: int) -> None:
         """Note that a sync of everything below `position` has ended well."""
@@ -227,7 +227,7 @@ class CommitLog:
                 self._close(segment)
         self.synced_position = max(self.synced_position, position)
 
-    def sealed(self) -> list[Range]:
+    def sealed(self) -> list[PositionRange]:
         """Where the segments begin and end that are safe and followed by a batch, oldest first."""
         return [
             (segment.first_position, segment.next_position)
@@ -372,7 +372,7 @@ class CommitLog:
             self._writable(segment).cut(max(0, position - segment.first_position))
         self.next_position = position
 
-    def _write(self, segment: _Segment, batches: Sequence[Stamped]) -> None:
+    def _write(self, segment: _Segment, batches: Sequence[StampedBatch]) -> None:
         assert batches[0].position == self.next_position, (batches[0].position, self.next_position)
         parts = [part for batch in batches for part in (batch.head, batch.rest)]
         self._writable(segment).write(self.next_position - segment.first_position, parts)

@@ -122,7 +122,7 @@ class ConsumeQueue:
         self._flushed_offset = self._saved_offset = next_offset
         self.first_position, self.last_position = first_position, last_position
 
-    def look(self, disk: Disk, next_offset: int) -> LastEntry:
+    def read_last_entry(self, disk: Disk, next_offset: int) -> LastEntry:
         """Whether files hold the entries up to `next_offset`; what the last of them says.
 
         Raises:
@@ -159,7 +159,7 @@ class ConsumeQueue:
         if self.first_position < 0:
             self.first_position = position
 
-    def show(self, next_offset: int) -> None:
+    def make_visible(self, next_offset: int) -> None:
         """Let readers see everything below `next_offset`: it is safe on disk."""
         assert self.visible_offset <= next_offset <= self.next_offset
         self.visible_offset = next_offset

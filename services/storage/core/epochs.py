@@ -32,12 +32,12 @@ HEAD = struct.Struct(">IHHI")
 START = struct.Struct(">qq")
 CRC = struct.Struct(">I")
 
-Start = tuple[int, int]
+EpochStart = tuple[int, int]
 """An epoch, and the first position it wrote, or would have written."""
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class EpochHistory:
     """The epochs of one log; both numbers of `starts` rise strictly.
 
     Attributes:
@@ -45,7 +45,7 @@ class History:
             confirmed, it must not be leader.
     """
 
-    starts: tuple[Start, ...] = ()
+    starts: tuple[EpochStart, ...] = ()
     damaged: bool = False
 
     @property
@@ -57,13 +57,13 @@ class History:
         """How far a node has come whose log has this history and ends at `end`."""
         return NOWHERE if self.damaged else Position(self.epoch, end)
 
-    def began(self, epoch: int, position: int) -> History:
+    def with_epoch(self, epoch: int, position: int) -> EpochHistory:
         """A later epoch begins to write at `position`, the end of the log."""
         assert epoch > self.epoch
         kept = tuple(start for start in self.starts if start[1] < position)
         return replace(self, starts=(*kept, (epoch, position)))
 
-    def until(self, end: int) -> History:
+    def truncated(self, end: int) -> EpochHistory:
         """What of it a log has that ends at `end`: who has all before a start has its epoch too."""
         return replace(self, starts=tuple(start for start in self.starts if start[1] <= end))
 
@@ -76,20 +76,20 @@ class History:
         return max((epoch for epoch, start in self.starts if start <= position), default=0)
 
 
-def read_history(starts: Iterable[Start]) -> History:
+def read_history(starts: Iterable[EpochStart]) -> EpochHistory:
     """The history that somebody tells.
 
     Raises:
         DataLoss: it is none.
     """
-    history = History(tuple(starts))
+    history = EpochHistory(tuple(starts))
     rising = all(a < b and c < d for (a, c), (b, d) in pairwise(history.starts))
     if not rising or any(epoch < 1 or start < 0 for epoch, start in history.starts):
         raise DataLoss(f"the epochs {history.starts} do not rise")
     return history
 
 
-def common_point(one: History, one_end: int, other: History, other_end: int) -> int:
+def common_point(one: EpochHistory, one_end: int, other: EpochHistory, other_end: int) -> int:
     """Up to where two logs hold the same bytes, as far as their histories can tell."""
     end = min(one_end, other_end)
     starts = sorted({start for _, start in (*one.starts, *other.starts) if start < end} | {0})
@@ -100,21 +100,21 @@ def common_point(one: History, one_end: int, other: History, other_end: int) -> 
     return end
 
 
-def encode(history: History) -> bytes:
+def encode(history: EpochHistory) -> bytes:
     """The file."""
     head = HEAD.pack(MAGIC, VERSION, history.damaged, len(history.starts))
     content = head + b"".join(START.pack(*start) for start in history.starts)
     return content + CRC.pack(google_crc32c.value(content))
 
 
-def decode(raw: bytes) -> History:
+def decode(raw: bytes) -> EpochHistory:
     """The history in a file; an empty one if there is no file.
 
     Raises:
         DataLoss: it is damaged, or of another version.
     """
     if not raw:
-        return History()
+        return EpochHistory()
     content = raw[: -CRC.size]
     if len(content) < HEAD.size or raw[-CRC.size :] != CRC.pack(google_crc32c.value(content)):
         raise _damaged("its checksum is wrong")

@@ -31,7 +31,7 @@ ROW = struct.Struct(">qIq")
 CRC = struct.Struct(">I")
 
 
-class Floor(NamedTuple):
+class QueueFloor(NamedTuple):
     """The next message of the queue gets `next_offset`, at least."""
 
     topic: str
@@ -40,7 +40,7 @@ class Floor(NamedTuple):
     next_offset: int
 
 
-def encode(floors: Collection[Floor]) -> bytes:
+def encode(floors: Collection[QueueFloor]) -> bytes:
     """The file."""
     rows = (
         bytes((len(floor.topic),)) + floor.topic.encode("ascii") + ROW.pack(*floor[1:])
@@ -50,7 +50,7 @@ def encode(floors: Collection[Floor]) -> bytes:
     return content + CRC.pack(google_crc32c.value(content))
 
 
-def decode(raw: bytes) -> list[Floor]:
+def decode(raw: bytes) -> list[QueueFloor]:
     """The floors in a file; none if there is no file.
 
     Raises:
@@ -70,7 +70,7 @@ def decode(raw: bytes) -> list[Floor]:
     for _ in range(count):
         name = content[at + 1 : at + 1 + content[at]]
         at += 1 + len(name)
-        floors.append(Floor(name.decode("ascii"), *ROW.unpack_from(content, at)))
+        floors.append(QueueFloor(name.decode("ascii"), *ROW.unpack_from(content, at)))
         at += ROW.size
     return floors
 

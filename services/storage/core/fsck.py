@@ -13,14 +13,14 @@ from batonmq._core.records import Header
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core import checkpoint
 from batonmq_server.storage.core.checkpoint import Checkpoint
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.commitlog import FOLDER as LOG_FOLDER
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.files import Disk, File, FileCache
 from batonmq_server.storage.core.keyindex import KeyIndex, open_path
 from batonmq_server.storage.core.producers import ProducerTable
 from batonmq_server.storage.core.recovery import Recovery
-from batonmq_server.storage.core.scan import END_OF_LOG, Scan
+from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
 from batonmq_server.storage.core.store import Store
 
 PROBLEMS_MAX = 1_000
@@ -28,7 +28,7 @@ _ANY_SEGMENT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FsckProblem:
     """Something that is wrong.
 
     Attributes:
@@ -62,7 +62,7 @@ class FsckReport:
     queues: int = 0
     damaged_batches: int = 0
     problem_count: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[FsckProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     indexes_compared: bool = False
     repaired: bool = False
@@ -76,10 +76,10 @@ class FsckReport:
         """Note a problem."""
         self.problem_count += 1
         if len(self.problems) < PROBLEMS_MAX or (part == "log" and self.log_is_good):
-            self.problems.append(Problem(part, position, detail))
+            self.problems.append(FsckProblem(part, position, detail))
 
 
-class LogKept(Disk):
+class ProtectedLogDisk(Disk):
     """A disk on which the log can't be changed."""
 
     def __init__(self, disk: Disk) -> None:
@@ -120,7 +120,7 @@ class LogKept(Disk):
         self.disk.sync(paths)
 
 
-class Compared(LogKept):
+class ComparingDisk(ProtectedLogDisk):
     """A disk on which nothing is changed: what would be written is compared with what is there.
 
     Attributes:
@@ -136,7 +136,7 @@ class Compared(LogKept):
         """See Disk."""
         if not create:
             return self.disk.open(path)
-        return _ComparedFile(self, path)
+        return _ComparingFile(self, path)
 
     def remove(self, path: str) -> None:
         """Nothing is removed."""
@@ -165,7 +165,7 @@ class Fsck:
     def __init__(self, disk: Disk, synced_position: int) -> None:
         self._real = disk
         self.report = FsckReport(synced_position=synced_position)
-        self._disk = Compared(disk, self.report)
+        self._disk = ComparingDisk(disk, self.report)
         self._checkpoint: Checkpoint | None = None
 
     def run(self) -> FsckReport:
@@ -177,7 +177,7 @@ class Fsck:
             return self.report
         self._load_checkpoint(store.log)
         try:
-            recovery.begin_anew(self._checkpoint)
+            recovery.reset_indexes(self._checkpoint)
         except DataLoss as error:
             self.report.add("log", -1, error.message)
             return self.report
@@ -196,15 +196,15 @@ class Fsck:
         """Make the indexes anew, if there is no problem with the log; whether it was done."""
         if not self.report.log_is_good:
             return False
-        disk = LogKept(self._real)
+        disk = ProtectedLogDisk(self._real)
         store, recovery = _fresh(disk)
-        recovery.begin_anew(self._checkpoint)
+        recovery.reset_indexes(self._checkpoint)
         store.log.next_position, _ = recovery.scan(store.log.first_position)
         unsynced = store.log.unsynced()
         for file in unsynced.files:
             file.sync()
         store.synced(unsynced.position)
-        Checkpointing(disk, store, 0).run()
+        CheckpointWriter(disk, store, 0).run()
         store.cache.close()
         store.log.close()
         self.report.repaired = True
@@ -228,7 +228,7 @@ class Fsck:
     def _scan(self, store: Store, recovery: Recovery) -> None:
         """Go through the log, behind what is damaged too."""
         report = self.report
-        scan = Scan(store.log, store.log.first_position)
+        scan = LogScan(store.log, store.log.first_position)
         while True:
             for header, batch in scan:
                 self._take(store, recovery, header, batch)
@@ -270,7 +270,7 @@ class Fsck:
             report.notes.append("checkpoint and key index not compared: the log is damaged")
             self._disk.ends = True
             return
-        store.keys.settle()
+        store.keys.write_ended_runs()
         keys = store.keys.unsaved(found.position)
         path = open_path(keys.open_run.stretch.first_position)
         content = self._real.load(path)[: keys.rows.nbytes]
@@ -290,8 +290,8 @@ class Fsck:
         self._disk.ends = True
 
 
-class _ComparedFile(File):
-    def __init__(self, disk: Compared, path: str) -> None:
+class _ComparingFile(File):
+    def __init__(self, disk: ComparingDisk, path: str) -> None:
         self._disk, self._path = disk, path
 
     @property

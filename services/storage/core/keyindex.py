@@ -61,7 +61,7 @@ Rows = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class RunExtent:
     """What a run covers: positions, and the store times of its batches with keys."""
 
     first_position: int
@@ -74,16 +74,16 @@ class Stretch:
 class OpenRun:
     """The open run as a checkpoint has it; `stretch` ends at the checkpoint."""
 
-    stretch: Stretch
+    stretch: RunExtent
     count: int
     crc: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ended:
+class EndedRun:
     """A run that has ended: its entries in the order of the log."""
 
-    stretch: Stretch
+    stretch: RunExtent
     rows: Rows
 
     @property
@@ -93,7 +93,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unsaved:
+class UnsavedRuns:
     """What a checkpoint has to write before it may say so. Does not change any more.
 
     Attributes:
@@ -103,7 +103,7 @@ class Unsaved:
         obsolete: File of a run that was open at the checkpoint before; empty if there is none.
     """
 
-    ended: tuple[Ended, ...]
+    ended: tuple[EndedRun, ...]
     open_run: OpenRun
     rows_from: int
     rows: Rows
@@ -120,7 +120,7 @@ def open_path(first_position: int) -> str:
     return f"{_path(first_position)}.open"
 
 
-def encode_run(run: Ended) -> bytes:
+def encode_run(run: EndedRun) -> bytes:
     """The file of a run."""
     rows = run.rows[np.argsort(run.rows["hash"].astype(np.uint64), kind="stable")]
     columns = b"".join(
@@ -140,7 +140,7 @@ def encode_run(run: Ended) -> bytes:
 
 
 class KeyIndex:
-    """See the module. One owner; `Unsaved` may be written by another thread.
+    """See the module. One owner; `UnsavedRuns` may be written by another thread.
 
     Args:
         segment_end: Position at which the segment that holds, or will hold, a position ends. The
@@ -159,11 +159,11 @@ class KeyIndex:
     ) -> None:
         self._disk, self._cache, self._segment_end = disk, cache, segment_end
         self._run_entries = run_entries
-        self._runs: list[_Run] = []
-        self._ended: list[Ended] = []
-        self._handed_out: tuple[Ended, ...] = ()
+        self._runs: list[_RunFile] = []
+        self._ended: list[EndedRun] = []
+        self._handed_out: tuple[EndedRun, ...] = ()
         self._saved_path = ""
-        self._open = _Open(first_position)
+        self._open = _OpenRunRows(first_position)
 
     def append(
         self,
@@ -186,7 +186,7 @@ class KeyIndex:
             if self._open.count >= self._run_entries:
                 self._end(next_position)
 
-    def find(self, topic_id: int, key_hash: int) -> Iterator[Found]:
+    def find(self, topic_id: int, key_hash: int) -> Iterator[KeyHits]:
         """Where messages with a key may be, run by run, newest first."""
         wanted = np.uint64(search_hash(topic_id, key_hash))
         for stretch, rows in [
@@ -195,18 +195,18 @@ class KeyIndex:
         ]:
             hits = rows[rows["hash"] == wanted]
             if len(hits):
-                yield Found(stretch, hits["position"].astype(np.int64), hits["index"])
+                yield KeyHits(stretch, hits["position"].astype(np.int64), hits["index"])
         for run in reversed(self._runs):
             found = run.find(self._cache, wanted)
             if found is not None:
                 yield found
 
-    def unsaved(self, position: int) -> Unsaved:
+    def unsaved(self, position: int) -> UnsavedRuns:
         """What is to be written so that everything below `position`, the end of the log, is."""
         run = self._open
         rows = run.rows
         self._handed_out = tuple(self._ended)
-        return Unsaved(
+        return UnsavedRuns(
             self._handed_out,
             OpenRun(run.stretch(position), run.count, run.crc()),
             run.saved_count,
@@ -214,7 +214,7 @@ class KeyIndex:
             self._saved_path if self._saved_path != open_path(run.first_position) else "",
         )
 
-    def saved(self, unsaved: Unsaved) -> None:
+    def saved(self, unsaved: UnsavedRuns) -> None:
         """Note that `unsaved` is written, and a durable checkpoint vouches for it."""
         self._handed_out = ()
         self._saved_path = open_path(unsaved.open_run.stretch.first_position)
@@ -233,7 +233,7 @@ class KeyIndex:
         """
         at = open_run.stretch
         if at.first_position < first_position:  # the log has dropped it
-            at, open_run = Stretch(first_position, first_position), OpenRun(at, 0, 0)
+            at, open_run = RunExtent(first_position, first_position), OpenRun(at, 0, 0)
         runs = []
         position = first_position
         for begin in sorted(int(name) for name in self._names() if _NAME.fullmatch(name)):
@@ -245,7 +245,7 @@ class KeyIndex:
                 runs.append(run)
         if position != at.first_position:
             raise BadIndex(f"no key index from position {position} on")
-        self._open = _Open(at.first_position)
+        self._open = _OpenRunRows(at.first_position)
         self._open.resume(at, self._read_open(open_run))
         self._runs, self._saved_path = runs, open_path(at.first_position)
         kept = {run.path for run in runs} | {open_path(at.first_position)}
@@ -259,16 +259,16 @@ class KeyIndex:
         self._runs = [run for run in self._runs if run.stretch.next_position > position]
         return gone
 
-    def settle(self) -> None:
+    def write_ended_runs(self) -> None:
         """Write the ended runs now, but for those handed out with `unsaved`."""
         ended = tuple(run for run in self._ended if run not in self._handed_out)
         for run in ended:
             self._disk.replace(run.path, encode_run(run))
         self._written(ended)
 
-    def _written(self, ended: tuple[Ended, ...]) -> None:
+    def _written(self, ended: tuple[EndedRun, ...]) -> None:
         self._ended = [run for run in self._ended if run not in ended]
-        self._runs += [_Run(run.stretch, len(run.rows)) for run in ended]
+        self._runs += [_RunFile(run.stretch, len(run.rows)) for run in ended]
         self._runs.sort(key=lambda run: run.stretch.first_position)
 
     def _end(self, next_position: int) -> None:
@@ -276,9 +276,9 @@ class KeyIndex:
         if self._open.first_position < next_position:
             if len(self._ended) >= ENDED_MAX:
                 with suppress(OSError):  # as on a full disk: then they stay in memory, for now
-                    self.settle()
-            self._ended.append(Ended(self._open.stretch(next_position), self._open.rows))
-        self._open = _Open(next_position)
+                    self.write_ended_runs()
+            self._ended.append(EndedRun(self._open.stretch(next_position), self._open.rows))
+        self._open = _OpenRunRows(next_position)
 
     def _names(self) -> Sequence[str]:
         return self._disk.names(FOLDER)
@@ -292,15 +292,15 @@ class KeyIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class KeyHits:
     """Messages of one run whose key has the wanted hash, oldest first."""
 
-    stretch: Stretch
+    stretch: RunExtent
     positions: npt.NDArray[np.int64]
     indexes: npt.NDArray[np.uint16]
 
 
-class _Open:
+class _OpenRunRows:
     """The run that takes entries. Its rows are never changed, only added to."""
 
     def __init__(self, first_position: int) -> None:
@@ -314,8 +314,10 @@ class _Open:
     def rows(self) -> Rows:
         return self._all[: self.count]
 
-    def stretch(self, next_position: int) -> Stretch:
-        return Stretch(self.first_position, next_position, self._first_unix_ms, self._last_unix_ms)
+    def stretch(self, next_position: int) -> RunExtent:
+        return RunExtent(
+            self.first_position, next_position, self._first_unix_ms, self._last_unix_ms
+        )
 
     def add(
         self,
@@ -346,17 +348,17 @@ class _Open:
         self._crc_count = self.count
         return self._crc
 
-    def resume(self, stretch: Stretch, rows: Rows) -> None:
+    def resume(self, stretch: RunExtent, rows: Rows) -> None:
         self._first_unix_ms, self._last_unix_ms = stretch.first_unix_ms, stretch.last_unix_ms
         self._all = rows.copy()
         self.count = self.saved_count = len(rows)
 
 
 @dataclass(slots=True)
-class _Run:
+class _RunFile:
     """A run in a file."""
 
-    stretch: Stretch
+    stretch: RunExtent
     count: int
     _fence: npt.NDArray[np.uint64] | None = field(default=None)
 
@@ -368,7 +370,7 @@ class _Run:
     def _hashes_at(self) -> int:
         return _COLUMNS_AT + 8 * -(-self.count // FENCE_STEP)
 
-    def find(self, cache: FileCache, wanted: np.uint64) -> Found | None:
+    def find(self, cache: FileCache, wanted: np.uint64) -> KeyHits | None:
         """The entries with a hash; at most three reads unless there are many.
 
         Raises:
@@ -389,7 +391,7 @@ class _Run:
         last = begin + int(np.searchsorted(hashes, wanted, "right"))
         if first == last:
             return None
-        return Found(
+        return KeyHits(
             self.stretch,
             self._column(cache, 8 * self.count, ">i8", first, last).astype(np.int64),
             self._column(cache, 16 * self.count, ">u2", first, last).astype(np.uint16),
@@ -417,7 +419,7 @@ class _Run:
         return found
 
 
-def _read_run(disk: Disk, first_position: int) -> _Run:
+def _read_run(disk: Disk, first_position: int) -> _RunFile:
     """The run in a file; its columns are not looked at."""
     path = _path(first_position)
     file = disk.open(path)
@@ -430,7 +432,7 @@ def _read_run(disk: Disk, first_position: int) -> _Run:
     ):
         raise BadIndex(f"{path} has a bad head")
     magic, version, _, begin, end, first_unix_ms, last_unix_ms, count, _ = HEAD.unpack_from(raw)
-    run = _Run(Stretch(begin, end, first_unix_ms, last_unix_ms), count)
+    run = _RunFile(RunExtent(begin, end, first_unix_ms, last_unix_ms), count)
     if (magic, version, begin) != (MAGIC, VERSION, first_position) or size != (
         run._hashes_at + ROW.itemsize * count
     ):

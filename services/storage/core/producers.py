@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.records import Header
-from batonmq._core.sending import ONCE_EPOCH
 from batonmq.errors import DuplicateSequence, ProducerFenced, SequenceGap
 
 BATCHES_KEPT = 5
@@ -32,7 +32,7 @@ QueueKey = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class StoreReceipt:
     """Where a batch is stored.
 
     Attributes:
@@ -47,7 +47,7 @@ class Receipt:
     duplicate: bool = False
 
 
-StoredBatch = tuple[int, int, Receipt]
+StoredBatch = tuple[int, int, StoreReceipt]
 """Sequence, count and receipt of a stored batch."""
 
 
@@ -97,7 +97,7 @@ class ProducerTable:
     def __len__(self) -> int:
         return len(self._lasting) + len(self._once)
 
-    def check(self, header: Header, queue: QueueKey) -> Receipt | None:
+    def check(self, header: Header, queue: QueueKey) -> StoreReceipt | None:
         """The receipt of an earlier try of this batch; None if the batch is new.
 
         Raises:
@@ -108,7 +108,7 @@ class ProducerTable:
         """
         return self._of(header.producer_epoch).check(header, queue)
 
-    def record(self, header: Header, queue: QueueKey, receipt: Receipt) -> None:
+    def record(self, header: Header, queue: QueueKey, receipt: StoreReceipt) -> None:
         """Remember a stored batch, which `check` called new."""
         self._of(header.producer_epoch).record(header, queue, receipt)
 
@@ -157,7 +157,7 @@ class ProducerTable:
             self._of(one.epoch).load(one)
 
     def _of(self, epoch: int) -> _Table:
-        return self._once if epoch == ONCE_EPOCH else self._lasting
+        return self._once if epoch == ONE_BATCH_EPOCH else self._lasting
 
 
 class _Table:
@@ -171,7 +171,7 @@ class _Table:
     def __len__(self) -> int:
         return len(self._producers)
 
-    def check(self, header: Header, queue: QueueKey) -> Receipt | None:
+    def check(self, header: Header, queue: QueueKey) -> StoreReceipt | None:
         producer = self._producers.get(header.producer_id) if header.producer_id > 0 else None
         if producer is None:
             return None
@@ -202,7 +202,7 @@ class _Table:
             facts={"sequence": header.sequence},
         )
 
-    def record(self, header: Header, queue: QueueKey, receipt: Receipt) -> None:
+    def record(self, header: Header, queue: QueueKey, receipt: StoreReceipt) -> None:
         if header.producer_id <= 0:
             return
         producer = self._producers.get(header.producer_id)

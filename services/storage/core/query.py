@@ -20,7 +20,7 @@ from batonmq._core.records import (
 )
 from batonmq.errors import BadBatch, BatonError, DataLoss, DataLossDetail, MessageNotFound
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, Int64Array
-from batonmq_server.storage.core.keyindex import Found
+from batonmq_server.storage.core.keyindex import KeyHits
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
 from batonmq_server.storage.core.store import Store, verified
@@ -30,7 +30,7 @@ LOOKED_AT_MAX = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """Store times [from_unix_ms, to_unix_ms)."""
 
     from_unix_ms: int
@@ -38,7 +38,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class MessageMatch:
     """A message in its stored batch."""
 
     batch: bytes
@@ -46,14 +46,14 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Matches:
+class KeyMatches:
     """Messages with a key, newest first; `more` if there may be others."""
 
-    messages: list[Match]
+    messages: list[MessageMatch]
     more: bool
 
 
-class Queries:
+class MessageQueries:
     """Reads what `store` has."""
 
     def __init__(self, store: Store) -> None:
@@ -78,7 +78,7 @@ class Queries:
                 low = header.next_offset
         return low
 
-    def message(self, position: int, index: int) -> Match:
+    def message(self, position: int, index: int) -> MessageMatch:
         """The message at `index` of the batch at `position`.
 
         Raises:
@@ -103,11 +103,11 @@ class Queries:
             raise missing
         if int(queue.read(offset, offset + 1).positions[0]) != position:
             raise missing  # these bytes only look like a batch
-        return Match(verified(self._log.read(position, header.length), position, key), index)
+        return MessageMatch(verified(self._log.read(position, header.length), position, key), index)
 
     def find(
-        self, topic_id: int, key: str, window: Window, *, messages_max: int, bytes_max: int
-    ) -> Matches:
+        self, topic_id: int, key: str, window: TimeWindow, *, messages_max: int, bytes_max: int
+    ) -> KeyMatches:
         """Messages of a topic that carry `key`, newest first.
 
         Args:
@@ -116,21 +116,21 @@ class Queries:
         Raises:
             DataLoss: a batch that may hold such a message is damaged.
         """
-        messages: list[Match] = []
+        messages: list[MessageMatch] = []
         bytes_count = looked_at_count = 0
         for looked_at in self._look(topic_id, key, window):
             if looked_at_count >= LOOKED_AT_MAX or bytes_count > bytes_max:
-                return Matches(messages, True)
+                return KeyMatches(messages, True)
             looked_at_count += looked_at.count
             bytes_count += 0 if looked_at.indexes else len(looked_at.batch)
             for index in looked_at.indexes:
                 bytes_count += len(looked_at.batch)
                 if messages and (len(messages) == messages_max or bytes_count > bytes_max):
-                    return Matches(messages, True)
-                messages.append(Match(looked_at.batch, index))
-        return Matches(messages, looked_at_count > LOOKED_AT_MAX)
+                    return KeyMatches(messages, True)
+                messages.append(MessageMatch(looked_at.batch, index))
+        return KeyMatches(messages, looked_at_count > LOOKED_AT_MAX)
 
-    def _look(self, topic_id: int, key: str, window: Window) -> Iterator[_LookedAt]:
+    def _look(self, topic_id: int, key: str, window: TimeWindow) -> Iterator[_LookedAt]:
         """The batches with messages whose keys have the hash of `key`, newest first."""
         for found in self._store.keys.find(topic_id, key_hash(key)):
             if found.stretch.last_unix_ms < window.from_unix_ms:
@@ -142,7 +142,7 @@ class Queries:
                 indexes = sorted(set(found.indexes[begin:end].tolist()))
                 yield self._look_into(position, indexes, topic_id, key)
 
-    def _within(self, positions: Int64Array, found: Found, window: Window) -> list[int]:
+    def _within(self, positions: Int64Array, found: KeyHits, window: TimeWindow) -> list[int]:
         """Those of ascending `positions` that are readable and in the window."""
         begin = int(np.searchsorted(positions, self._log.first_position))
         end = int(np.searchsorted(positions, self._store.readable_position))

@@ -28,10 +28,10 @@ from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
 from batonmq_server.storage.core.consumequeue import FOLDER as CONSUMEQUEUE_FOLDER
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, LastEntry
 from batonmq_server.storage.core.files import BadIndex, Disk
-from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import FOLDER as KEYINDEX_FOLDER
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, Scan
+from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, LogScan
 from batonmq_server.storage.core.store import Store
 
 SYNCED = struct.Struct(">qI")
@@ -94,7 +94,7 @@ class Recovery:
 
     Attributes:
         store: As given.
-        doomed: Files of indexes that only the checkpoint before still needs.
+        obsolete_paths: Files of indexes that only the checkpoint before still needs.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Recovery:
     ) -> None:
         self._disk, self.store, self._accept_loss = disk, store, accept_loss
         self._synced_position = synced_position
-        self._floors: dict[QueueKey, Floor] = {}
+        self._floors: dict[QueueKey, QueueFloor] = {}
         self._anew = False
         self._batches = self._messages = 0
-        self.doomed: list[str] = []
+        self.obsolete_paths: list[str] = []
 
     def run(self) -> RecoveryReport:
         """Do it.
@@ -155,7 +155,7 @@ class Recovery:
                 raise BadIndex("the checkpoint is damaged" if raw else "there is no checkpoint")
             self._resume(found)
         except (BadIndex, BatonError, OSError) as error:
-            self.begin_anew(found)
+            self.reset_indexes(found)
             log = self.store.log
             empty = not raw and log.first_position == log.next_position
             return log.first_position, "" if empty else str(error)
@@ -163,7 +163,7 @@ class Recovery:
 
     def scan(self, position: int) -> tuple[int, str]:
         """Take the batches from `position` on; where and why that ended."""
-        scan = Scan(self.store.log, position)
+        scan = LogScan(self.store.log, position)
         for header, batch in scan:
             try:
                 self.take(header, batch)
@@ -174,13 +174,13 @@ class Recovery:
                 self.store.add_queue(key, floor.topic, floor.next_offset)
         return scan.position, scan.reason
 
-    def begin_anew(self, found: Checkpoint | None) -> None:
+    def reset_indexes(self, found: Checkpoint | None) -> None:
         """Forget the indexes. Offsets still go on where they were."""
         for path in (checkpoint.PATH, CONSUMEQUEUE_FOLDER, KEYINDEX_FOLDER):
             self._disk.remove(path)
             self.store.cache.forget(path)
         self._anew = True
-        self.doomed.clear()
+        self.obsolete_paths.clear()
         try:
             known = floors.decode(self._disk.load(floors.PATH))
         except DataLoss:
@@ -188,7 +188,7 @@ class Recovery:
                 raise
             known = []
         if found is not None:
-            known += [Floor(*queue[:4]) for queue in found.queues]
+            known += [QueueFloor(*queue[:4]) for queue in found.queues]
         for floor in known:
             key = floor.topic_id, floor.queue_id
             if key not in self._floors or self._floors[key].next_offset < floor.next_offset:
@@ -234,11 +234,11 @@ class Recovery:
         queue = self.store.new_queue(key, state.topic, state.first_offset)
         last_position = state.first_position
         if state.first_offset < state.next_offset:
-            last = queue.look(self._disk, state.next_offset)
+            last = queue.read_last_entry(self._disk, state.next_offset)
             self._check_last(state, last, position)
             last_position = last.position
         queue.resume(state.next_offset, state.first_position, last_position)
-        self.doomed += queue.trim_before(self.store.log.first_position)
+        self.obsolete_paths += queue.trim_before(self.store.log.first_position)
         return key, queue
 
     def _check_last(self, state: QueueState, last: LastEntry, position: int) -> None:

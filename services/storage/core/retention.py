@@ -36,7 +36,7 @@ class DiskState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class DiskUsage:
     """Space on the file system of the log: in use, and free for this process."""
 
     used_bytes: int
@@ -54,7 +54,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class RetentionPolicy:
     """What is kept, and when the disk counts as full.
 
     Attributes:
@@ -77,7 +77,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedSegment:
     """A segment that is not written to any more."""
 
     first_position: int
@@ -85,7 +85,7 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class CleaningTime:
     """When something is decided: wall clock, and its hour where the node is, 0 to 23."""
 
     unix_ms: int
@@ -104,15 +104,15 @@ class Retention:
             is not in sight.
     """
 
-    def __init__(self, policy: Policy, segment_bytes: int) -> None:
+    def __init__(self, policy: RetentionPolicy, segment_bytes: int) -> None:
         self._policy, self._segment_bytes = policy, segment_bytes
         self._no_space = False
         self._samples: deque[tuple[int, int]] = deque()
-        self.usage = Usage(0, 0)
+        self.usage = DiskUsage(0, 0)
         self.state = DiskState.OK
         self.seconds_until_full = math.inf
 
-    def observe(self, usage: Usage, unwritten_bytes: int, now_ms: int) -> DiskState:
+    def observe(self, usage: DiskUsage, unwritten_bytes: int, now_ms: int) -> DiskState:
         """Note how much space there is; the state from now on.
 
         Args:
@@ -150,10 +150,10 @@ class Retention:
 
     def keep_from(
         self,
-        sealed: Sequence[Sealed],
+        sealed: Sequence[SealedSegment],
         log_bytes: int,
-        moment: Moment,
-        newest_unix_ms: Callable[[Sealed], int],
+        moment: CleaningTime,
+        newest_unix_ms: Callable[[SealedSegment], int],
     ) -> int:
         """Position from which the log is kept; that of the first of `sealed` if nothing goes.
 

@@ -26,7 +26,7 @@ _MAGIC = MAGIC.to_bytes(4, "big")
 _LENGTH_AT = 8
 
 
-class Readable(Protocol):
+class ReadableLog(Protocol):
     """What a scan needs of a log."""
 
     @property
@@ -43,7 +43,7 @@ class Readable(Protocol):
         ...
 
 
-class Scan:
+class LogScan:
     """Iterates over the good batches from `position` on, until there is none.
 
     Attributes:
@@ -51,7 +51,7 @@ class Scan:
         reason: Why the iteration ended there: `end of log`, or what is wrong.
     """
 
-    def __init__(self, log: Readable, position: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, log: ReadableLog, position: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._log, self._chunk_bytes = log, chunk_bytes
         self.position, self.reason = position, END_OF_LOG
 

@@ -28,8 +28,8 @@ from batonmq._core.records import (
 )
 from batonmq.errors import BatonError, DataLoss, DataLossDetail, LimitExceeded
 from batonmq_server.storage.core.commitlog import CommitLog
-from batonmq_server.storage.core.delay import Delayed, DelayLevels, Key
-from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
+from batonmq_server.storage.core.delay_queue import DelayedBatch, DelayKey, DelayQueue
+from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.scan import examine
 
 TOPIC = "BATON_SYS_SCHEDULE"
@@ -48,7 +48,7 @@ READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class ScheduledBatch:
     """A batch for later.
 
     Attributes:
@@ -61,13 +61,13 @@ class Scheduled:
     schedule_id: int
     batch: bytes
 
-    def key(self, position: int) -> Key:
+    def key(self, position: int) -> DelayKey:
         """What names it, if it stands at `position`."""
         first = self.schedule_id == FIRST
         return self.deliver_unix_ms, position if first else self.schedule_id
 
 
-def encode_scheduled(scheduled: Scheduled) -> bytes:
+def encode_scheduled(scheduled: ScheduledBatch) -> bytes:
     """The batch of the system topic that holds it, unstamped.
 
     Raises:
@@ -89,7 +89,7 @@ def encode_scheduled(scheduled: Scheduled) -> bytes:
     return _encode(bodies, SCHEDULED)
 
 
-def decode_scheduled(header: Header, batch: bytes) -> Scheduled:
+def decode_scheduled(header: Header, batch: bytes) -> ScheduledBatch:
     """Inverse of `encode_scheduled`.
 
     Raises:
@@ -98,15 +98,15 @@ def decode_scheduled(header: Header, batch: bytes) -> Scheduled:
     records = decode_records(batch, header, range(header.count))
     content = b"".join(record.body for record in records)
     deliver_unix_ms, topic_id, schedule_id = ENVELOPE.unpack_from(content)
-    return Scheduled(deliver_unix_ms, topic_id, schedule_id, content[ENVELOPE.size :])
+    return ScheduledBatch(deliver_unix_ms, topic_id, schedule_id, content[ENVELOPE.size :])
 
 
-def encode_withdrawn(keys: Sequence[Key]) -> bytes:
+def encode_withdrawn(keys: Sequence[DelayKey]) -> bytes:
     """The batch of the system topic that says that these are not to be delivered, unstamped."""
     return _encode([WITHDRAWAL.pack(*key) for key in keys], WITHDRAWN)
 
 
-def delivery(key: Key, batch: bytes, queue_id: int) -> bytes:
+def delivery(key: DelayKey, batch: bytes, queue_id: int) -> bytes:
     """The batch, unstamped, that delivers `batch` to a queue and says what it delivers.
 
     It differs from `batch` in the producer's id, epoch and sequence, the queue and the checksum.
@@ -120,7 +120,7 @@ def delivery(key: Key, batch: bytes, queue_id: int) -> bytes:
     return bytes(head) + batch[HEADER_BYTES:]
 
 
-def delivered_key(header: Header) -> Key | None:
+def delivered_key(header: Header) -> DelayKey | None:
     """What a batch of any queue delivers; None if it came from a producer."""
     if header.producer_id >= 0:
         return None
@@ -141,7 +141,7 @@ class Schedule:
     """
 
     def __init__(self, producers: ProducerTable) -> None:
-        self.waiting = DelayLevels()
+        self.waiting = DelayQueue()
         self._producers = producers
 
     @staticmethod
@@ -149,7 +149,7 @@ class Schedule:
         """Whether a batch has a say in what waits."""
         return queue[0] == TOPIC_ID or header.producer_id < 0
 
-    def take(self, header: Header, receipt: Receipt, batch: bytes | memoryview) -> None:
+    def take(self, header: Header, receipt: StoreReceipt, batch: bytes | memoryview) -> None:
         """Follow the log: a batch that `concerns` the schedule has been written, or found.
 
         Args:
@@ -164,7 +164,7 @@ class Schedule:
                 deliver_unix_ms, schedule_id = WITHDRAWAL.unpack(record.body)
                 self.waiting.remove((deliver_unix_ms, schedule_id))
 
-    def earlier(self, header: Header, queue: QueueKey) -> Receipt | None:
+    def earlier(self, header: Header, queue: QueueKey) -> StoreReceipt | None:
         """The receipt of an earlier try to schedule this batch; None if it is new.
 
         Raises:
@@ -172,16 +172,16 @@ class Schedule:
         """
         return self._producers.check(header, sequence_key(queue))
 
-    def _schedule(self, found: Scheduled, receipt: Receipt) -> None:
+    def _schedule(self, found: ScheduledBatch, receipt: StoreReceipt) -> None:
         key = found.key(receipt.position)
-        self.waiting.add(Delayed(*key, receipt.position))
+        self.waiting.add(DelayedBatch(*key, receipt.position))
         if found.schedule_id == FIRST:
             header = read_header(found.batch)
             queue = found.topic_id, header.queue_id
             self._producers.record(header, sequence_key(queue), receipt)
 
 
-def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[Scheduled | DataLoss]:
+def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[ScheduledBatch | DataLoss]:
     """What was scheduled at ascending positions of the log, read in as few reads as is sensible.
 
     Yields:

@@ -1,6 +1,6 @@
-"""Goes round and round the log and checks what is safe on disk, piece by piece.
+"""Goes round and round the log and checks what is safe on disk, range_ by range_.
 
-Each piece is read through a file of its own, so that another thread can do it.
+Each range_ is read through a file of its own, so that another thread can do it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.files import UNREADABLE, Disk, File
-from batonmq_server.storage.core.scan import END_OF_LOG, Scan
+from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
 
-PIECE_BYTES = 256 * 1024
+RANGE_BYTES = 256 * 1024
 
 
 @dataclass(slots=True)
-class Piece:
+class ScrubRange:
     """A part of one segment to check, and what came of it.
 
     Attributes:
@@ -34,7 +34,7 @@ class Piece:
     damaged: dict[int, str] = field(default_factory=dict)
 
 
-class Scrub:
+class LogScrub:
     """One owner; `check` may run in another thread.
 
     Attributes:
@@ -45,7 +45,7 @@ class Scrub:
         self._disk, self._log = disk, log
         self.position = log.first_position
 
-    def next_piece(self) -> Piece | None:
+    def next_range(self) -> ScrubRange | None:
         """What is to be checked next; None at the end of a round."""
         log = self._log
         self.position = max(self.position, log.first_position)
@@ -54,53 +54,53 @@ class Scrub:
             return None
         path, begin, end = log.segment_of(self.position)
         end_position = min(end, log.synced_position)
-        next_position = min(self.position + PIECE_BYTES, end_position)
-        return Piece(path, begin, end, self.position, next_position, end_position)
+        next_position = min(self.position + RANGE_BYTES, end_position)
+        return ScrubRange(path, begin, end, self.position, next_position, end_position)
 
-    def check(self, piece: Piece) -> None:
-        """Check a piece.
+    def check(self, range_: ScrubRange) -> None:
+        """Check a range_.
 
         Raises:
             FileNotFoundError: its segment is no longer there.
         """
-        file = self._disk.open(piece.path)
+        file = self._disk.open(range_.path)
         try:
-            scan = Scan(_Segment(file, piece), piece.position, PIECE_BYTES)
-            while scan.position < piece.next_position:
+            scan = LogScan(_Segment(file, range_), range_.position, RANGE_BYTES)
+            while scan.position < range_.next_position:
                 for header, _ in scan:
-                    if header.position + header.length >= piece.next_position:
+                    if header.position + header.length >= range_.next_position:
                         scan.position += header.length
                         break
                 else:
-                    if scan.position >= piece.next_position:
+                    if scan.position >= range_.next_position:
                         break
-                    piece.damaged[scan.position] = (
+                    range_.damaged[scan.position] = (
                         "nothing is there" if scan.reason == END_OF_LOG else scan.reason
                     )
                     scan.find_next()
-            piece.position = min(scan.position, piece.end_position)
+            range_.position = min(scan.position, range_.end_position)
         finally:
             file.close()
 
-    def checked(self, piece: Piece) -> None:
-        """Go on behind a piece."""
-        self.position = piece.position
+    def checked(self, range_: ScrubRange) -> None:
+        """Go on behind a range_."""
+        self.position = range_.position
 
 
 class _Segment:
     """One segment, as far as it is safe, as a scan wants it."""
 
-    def __init__(self, file: File, piece: Piece) -> None:
-        self._file, self._piece = file, piece
-        self.next_position = piece.end_position
+    def __init__(self, file: File, range_: ScrubRange) -> None:
+        self._file, self._range = file, range_
+        self.next_position = range_.end_position
 
     def segment_end(self, position: int) -> int:
-        return self._piece.segment_end_position
+        return self._range.segment_end_position
 
     def read(self, position: int, bytes_max: int) -> bytes:
         """What a file that was cut short has lost reads as zeros, and so does a bad sector."""
-        at = position - self._piece.segment_position
-        wanted = min(bytes_max, self._piece.segment_end_position - position)
+        at = position - self._range.segment_position
+        wanted = min(bytes_max, self._range.segment_end_position - position)
         try:
             found = self._file.read(at, wanted)
         except OSError as error:

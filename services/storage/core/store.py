@@ -38,7 +38,7 @@ from batonmq.errors import (
     OffsetOutOfRangeDetail,
     QueueNotFound,
 )
-from batonmq_server.storage.core.commitlog import CommitLog, Stamped
+from batonmq_server.storage.core.commitlog import CommitLog, StampedBatch
 from batonmq_server.storage.core.consumequeue import (
     ConsumeQueue,
     Entries,
@@ -47,12 +47,12 @@ from batonmq_server.storage.core.consumequeue import (
     topic_of,
 )
 from batonmq_server.storage.core.files import FileCache
-from batonmq_server.storage.core.filter import HashFilter, batch_starts, select
-from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import KeyIndex
-from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
-from batonmq_server.storage.core.properties import find_passing
+from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
+from batonmq_server.storage.core.property_filter import find_passing
 from batonmq_server.storage.core.schedule import Schedule
+from batonmq_server.storage.core.tag_filter import HashFilter, batch_starts, select
 
 SCANNED_MAX = 16_384
 """Entries one read looks at, unless the caller wants more messages than that."""
@@ -85,7 +85,7 @@ class TopicQueues:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedBatch:
     """A batch that passed every check that needs no state."""
 
     header: Header
@@ -93,11 +93,11 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadSpec:
     """What a pull asks for.
 
     Attributes:
-        offset: First offset wanted.
+        offset: First offset spec.
         bytes_max: Stop at about this many bytes; the first batch always fits.
         messages_max: Stop at this many messages that pass the filter.
     """
@@ -109,7 +109,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadResult:
     """What a pull may deliver.
 
     Attributes:
@@ -130,14 +130,14 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueRange:
+class VisibleRange:
     """Offsets [first_offset, next_offset) of a queue are visible to consumers."""
 
     first_offset: int
     next_offset: int
 
 
-def check(batch: bytes) -> Checked:
+def check(batch: bytes) -> CheckedBatch:
     """Check a batch as it came from a producer.
 
     Raises:
@@ -149,7 +149,7 @@ def check(batch: bytes) -> Checked:
         raise BadBatch(
             f"producer id {header.producer_id} is negative", facts={"field": "producer_id"}
         )
-    return Checked(header, batch)
+    return CheckedBatch(header, batch)
 
 
 def check_queue(topic: str, queues: TopicQueues, queue_id: int) -> QueueKey:
@@ -237,11 +237,11 @@ class Store:
 
     def append(
         self,
-        batches: Sequence[Checked],
+        batches: Sequence[CheckedBatch],
         topics: Mapping[str, TopicQueues | BatonError],
         now_unix_ms: int,
         refusal: BatonError | None = None,
-    ) -> list[Receipt | BatonError]:
+    ) -> list[StoreReceipt | BatonError]:
         """Write `batches`; one outcome each, in order. Nothing is safe until a sync.
 
         A batch that was stored by an earlier try has its receipt whatever speaks against writing.
@@ -251,8 +251,8 @@ class Store:
             refusal: Why nothing may be written.
         """
         self.store_unix_ms = max(self.store_unix_ms, now_unix_ms)
-        outcomes: dict[int, Receipt | BatonError] = {}
-        run = _Run()
+        outcomes: dict[int, StoreReceipt | BatonError] = {}
+        run = _WriteRun()
         for index, checked in enumerate(batches):
             header, topic = checked.header, topics[checked.header.topic]
             try:
@@ -261,7 +261,7 @@ class Store:
                 key = check_queue(header.topic, topic, header.queue_id)
                 if run.decides(header, key):
                     outcomes |= self._write(run)
-                    run = _Run()
+                    run = _WriteRun()
                 receipt = self.producers.check(header, key)
                 if receipt is None:
                     check_takes(header, topic)
@@ -276,8 +276,8 @@ class Store:
         outcomes |= self._write(run)
         return [outcomes[index] for index in range(len(batches))]
 
-    def read(self, key: QueueKey, wanted: Wanted) -> Reading | None:
-        """What is to be delivered from `wanted.offset` on; None if nothing is there yet.
+    def read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
+        """What is to be delivered from `spec.offset` on; None if nothing is there yet.
 
         Raises:
             OffsetAheadOfLog: the offset is beyond the end of the queue.
@@ -285,49 +285,51 @@ class Store:
             DataLoss: a stored batch fails its checksum.
         """
         queue = self._queues.get(key)
-        _check_offset(queue, wanted.offset)
-        if queue is None or wanted.offset >= queue.visible_offset:
+        _check_offset(queue, spec.offset)
+        if queue is None or spec.offset >= queue.visible_offset:
             return None
-        scanned_max = wanted.messages_max
-        if isinstance(wanted.filter, SqlFilter) or not wanted.filter.keeps_all:
+        scanned_max = spec.messages_max
+        if isinstance(spec.filter, SqlFilter) or not spec.filter.keeps_all:
             scanned_max = max(SCANNED_MAX, scanned_max)
-        entries = queue.read(wanted.offset, min(queue.visible_offset, wanted.offset + scanned_max))
-        if isinstance(wanted.filter, SqlFilter):
-            return self._find(key, entries, wanted, wanted.filter)
+        entries = queue.read(spec.offset, min(queue.visible_offset, spec.offset + scanned_max))
+        if isinstance(spec.filter, SqlFilter):
+            return self._find(key, entries, spec, spec.filter)
         selection = select(
-            entries, wanted.filter, bytes_max=wanted.bytes_max, messages_max=wanted.messages_max
+            entries, spec.filter, bytes_max=spec.bytes_max, messages_max=spec.messages_max
         )
-        return Reading(
+        return ReadResult(
             list(self._read_batches(key, selection.positions, selection.sizes)),
-            wanted.offset + selection.scanned_count,
+            spec.offset + selection.scanned_count,
             selection.kept_count,
             selection.scanned_count - selection.kept_count,
             kept=selection.kept,
         )
 
-    def pull(self, key: QueueKey, wanted: Wanted) -> Reading | None:
+    def pull(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
         """As `read`, but what is no longer kept counts as scanned, and as lost.
 
         Raises:
             OffsetAheadOfLog, DataLoss: as `read`.
         """
         queue = self._queues.get(key)
-        lost_count = max(0, queue.first_offset - wanted.offset) if queue else 0
+        lost_count = max(0, queue.first_offset - spec.offset) if queue else 0
         if not lost_count:
-            return self.read(key, wanted)
-        kept_from = wanted.offset + lost_count
-        reading = self.read(key, replace(wanted, offset=kept_from))
-        return replace(reading or Reading([], kept_from, 0, 0), lost_count=lost_count)
+            return self.read(key, spec)
+        kept_from = spec.offset + lost_count
+        reading = self.read(key, replace(spec, offset=kept_from))
+        return replace(reading or ReadResult([], kept_from, 0, 0), lost_count=lost_count)
 
-    def offsets(self, key: QueueKey) -> QueueRange:
+    def offsets(self, key: QueueKey) -> VisibleRange:
         """What consumers can read; nothing of a queue without messages."""
         queue = self._queues.get(key)
-        return QueueRange(queue.first_offset, queue.visible_offset) if queue else QueueRange(0, 0)
+        return (
+            VisibleRange(queue.first_offset, queue.visible_offset) if queue else VisibleRange(0, 0)
+        )
 
     def synced(self, position: int) -> frozenset[QueueKey]:
         """Everything below `position` is on disk; the queues in which readers see more now."""
         self.log.synced(position)
-        return self._show()
+        return self._make_visible()
 
     def confirmed(self, position: int) -> frozenset[QueueKey]:
         """As `synced`: the replicas that have to have it have everything below `position`.
@@ -335,16 +337,16 @@ class Store:
         Of a node that is never told everything counts as confirmed.
         """
         self._confirmed = max(position, self._confirmed or 0)
-        return self._show()
+        return self._make_visible()
 
-    def _show(self) -> frozenset[QueueKey]:
+    def _make_visible(self) -> frozenset[QueueKey]:
         position = self.readable_position
         grown: dict[QueueKey, int] = {}
         while self._unseen and self._unseen[0][0] <= position:
             _, key, next_offset = self._unseen.popleft()
             grown[key] = next_offset
         for key, next_offset in grown.items():
-            self._queues[key].show(next_offset)
+            self._queues[key].make_visible(next_offset)
         return frozenset(grown)
 
     def restore(self, header: Header, batch: bytes | memoryview) -> None:
@@ -364,7 +366,7 @@ class Store:
                 detail=DataLossDetail(position=header.position),
             )
         self.store_unix_ms = max(self.store_unix_ms, header.store_unix_ms)
-        receipt = Receipt(
+        receipt = StoreReceipt(
             header.first_offset,
             header.position,
             header.position + header.length,
@@ -386,10 +388,10 @@ class Store:
         self.store_unix_ms = store_unix_ms
         self._queues.update(queues)
 
-    def floors(self) -> list[Floor]:
+    def floors(self) -> list[QueueFloor]:
         """Where the queues go on whose first messages are gone, if nothing but that were known."""
         return [
-            Floor(topic_of(queue.folder), *key, queue.first_offset)
+            QueueFloor(topic_of(queue.folder), *key, queue.first_offset)
             for key, queue in self._queues.items()
             if queue.first_offset
         ]
@@ -408,7 +410,7 @@ class Store:
         queue = self._queues.get(key)
         return queue.next_offset if queue else 0
 
-    def _write(self, run: _Run) -> dict[int, Receipt | BatonError]:
+    def _write(self, run: _WriteRun) -> dict[int, StoreReceipt | BatonError]:
         """Write a run, then take it into queues and producers; outcomes by index."""
         admitted = run.admitted
         if not admitted:
@@ -420,11 +422,11 @@ class Store:
             )
         except DiskFull as error:
             return {one.index: error for one in admitted}
-        outcomes: dict[int, Receipt | BatonError] = {}
+        outcomes: dict[int, StoreReceipt | BatonError] = {}
         for one, position in zip(admitted, positions, strict=True):
             header = one.checked.header
             queue = self._queues.get(one.key) or self.add_queue(one.key, header.topic)
-            receipt = Receipt(
+            receipt = StoreReceipt(
                 one.first_offset, position, position + header.length, self.store_unix_ms
             )
             self._take(one.key, queue, receipt, header, one.checked.batch)
@@ -432,7 +434,7 @@ class Store:
             outcomes[one.index] = receipt
         return outcomes
 
-    def _stamped(self, one: _Admitted, position: int) -> Stamped:
+    def _stamped(self, one: _Admitted, position: int) -> StampedBatch:
         batch = one.checked.batch
         head = stamped_head(
             batch,
@@ -442,13 +444,13 @@ class Store:
             topic_id=one.key[0],
             epoch=self.epoch,
         )
-        return Stamped(position, head, memoryview(batch)[BODY_FROM:])
+        return StampedBatch(position, head, memoryview(batch)[BODY_FROM:])
 
     def _take(
         self,
         key: QueueKey,
         queue: ConsumeQueue,
-        receipt: Receipt,
+        receipt: StoreReceipt,
         header: Header,
         batch: bytes | memoryview,
     ) -> None:
@@ -462,8 +464,8 @@ class Store:
             self.schedule.take(header, receipt, batch)
 
     def _find(
-        self, key: QueueKey, entries: Entries, wanted: Wanted, condition: SqlFilter
-    ) -> Reading:
+        self, key: QueueKey, entries: Entries, spec: ReadSpec, condition: SqlFilter
+    ) -> ReadResult:
         """As `read`; batches have to be read to see what passes."""
         starts = batch_starts(entries.positions)
         places = entries.positions[starts].tolist(), entries.sizes[starts].tolist()
@@ -471,14 +473,14 @@ class Store:
             zip(
                 [*starts[1:].tolist(), len(entries)], self._read_batches(key, *places), strict=True
             ),
-            wanted.offset,
+            spec.offset,
             condition,
-            bytes_max=wanted.bytes_max,
-            messages_max=wanted.messages_max,
+            bytes_max=spec.bytes_max,
+            messages_max=spec.messages_max,
         )
-        return Reading(
+        return ReadResult(
             found.batches,
-            wanted.offset + found.scanned_count,
+            spec.offset + found.scanned_count,
             found.kept_count,
             found.scanned_count - found.kept_count,
             kept=np.array(found.kept, np.int64),
@@ -547,12 +549,12 @@ def verified(batch: bytes, position: int, key: QueueKey) -> bytes:
 @dataclass(frozen=True, slots=True)
 class _Admitted:
     index: int
-    checked: Checked
+    checked: CheckedBatch
     key: QueueKey
     first_offset: int
 
 
-class _Run:
+class _WriteRun:
     """Batches that are written together: none of them decides about a later one."""
 
     def __init__(self) -> None:
@@ -567,7 +569,7 @@ class _Run:
             self._epochs.get(header.producer_id, header.producer_epoch) != header.producer_epoch
         )
 
-    def add(self, index: int, checked: Checked, key: QueueKey, next_offset: int) -> None:
+    def add(self, index: int, checked: CheckedBatch, key: QueueKey, next_offset: int) -> None:
         """Add a batch; `next_offset` is where its queue ended before the run."""
         header = checked.header
         first_offset = self._next_offsets.get(key, next_offset)

@@ -22,9 +22,9 @@ class UpsetDisk(Disk):
         self._upsets = upsets
         super().__init__(folder, free_bytes_min=free_bytes_min, free_bytes=self._free)
 
-    def write_now(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
+    def write_blocking(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
         self._upsets.sync()
-        super().write_now(entries, anew=anew)
+        super().write_blocking(entries, anew=anew)
 
     def _free(self, folder: Path) -> int:
         return 0 if self._upsets.now().full else disk_usage(folder).free

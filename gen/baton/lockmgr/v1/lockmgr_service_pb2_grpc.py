@@ -159,9 +159,12 @@ class LockmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Lists lock entries by group, topic, broker and queue.
+        """Lists lock entries in pages, ascending by group, topic, broker and queue id. An entry that exists
+        during the whole listing is listed exactly once, whatever is added or removed meanwhile. A page
+        also ends when its entries have more than 1 MB.
 
-        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (also for a malformed page_token), UNAVAILABLE (NOT_LEADER,
+        NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

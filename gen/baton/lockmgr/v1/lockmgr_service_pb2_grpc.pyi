@@ -83,9 +83,12 @@ class LockmgrServiceStub:
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     List: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ListRequest, _lockmgr_service_pb2.ListResponse]
-    """Lists lock entries by group, topic, broker and queue.
+    """Lists lock entries in pages, ascending by group, topic, broker and queue id. An entry that exists
+    during the whole listing is listed exactly once, whatever is added or removed meanwhile. A page
+    also ends when its entries have more than 1 MB.
 
-    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (also for a malformed page_token), UNAVAILABLE (NOT_LEADER,
+    NOT_SERVING).
     """
 
 @_typing.type_check_only
@@ -143,9 +146,12 @@ class LockmgrServiceAsyncStub(LockmgrServiceStub):
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     List: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ListRequest, _lockmgr_service_pb2.ListResponse]  # type: ignore[assignment]
-    """Lists lock entries by group, topic, broker and queue.
+    """Lists lock entries in pages, ascending by group, topic, broker and queue id. An entry that exists
+    during the whole listing is listed exactly once, whatever is added or removed meanwhile. A page
+    also ends when its entries have more than 1 MB.
 
-    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (also for a malformed page_token), UNAVAILABLE (NOT_LEADER,
+    NOT_SERVING).
     """
 
 class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -248,9 +254,12 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lockmgr_service_pb2.ListRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lockmgr_service_pb2.ListResponse, _abc.Awaitable[_lockmgr_service_pb2.ListResponse]]:
-        """Lists lock entries by group, topic, broker and queue.
+        """Lists lock entries in pages, ascending by group, topic, broker and queue id. An entry that exists
+        during the whole listing is listed exactly once, whatever is added or removed meanwhile. A page
+        also ends when its entries have more than 1 MB.
 
-        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (also for a malformed page_token), UNAVAILABLE (NOT_LEADER,
+        NOT_SERVING).
         """
 
 def add_LockmgrServiceServicer_to_server(servicer: LockmgrServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

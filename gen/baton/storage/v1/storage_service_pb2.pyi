@@ -519,7 +519,7 @@ class DescribeResponse(_message.Message):
     NEXT_POSITION_FIELD_NUMBER: _builtins.int
     SYNCED_POSITION_FIELD_NUMBER: _builtins.int
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
-    PARKED_PULL_COUNT_FIELD_NUMBER: _builtins.int
+    LONG_POLL_COUNT_FIELD_NUMBER: _builtins.int
     APPENDED_COUNT_FIELD_NUMBER: _builtins.int
     DISK_STATE_FIELD_NUMBER: _builtins.int
     DISK_USED_PERCENT_FIELD_NUMBER: _builtins.int
@@ -537,7 +537,7 @@ class DescribeResponse(_message.Message):
     """Physical position up to which the log is durable."""
     queue_count: _builtins.int
     """Number of queues."""
-    parked_pull_count: _builtins.int
+    long_poll_count: _builtins.int
     """Number of parked pulls."""
     appended_count: _builtins.int
     """Messages appended since the node started."""
@@ -561,7 +561,7 @@ class DescribeResponse(_message.Message):
         next_position: _builtins.int = ...,
         synced_position: _builtins.int = ...,
         queue_count: _builtins.int = ...,
-        parked_pull_count: _builtins.int = ...,
+        long_poll_count: _builtins.int = ...,
         appended_count: _builtins.int = ...,
         disk_state: Global___DiskState.ValueType = ...,
         disk_used_percent: _builtins.float = ...,
@@ -572,7 +572,7 @@ class DescribeResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_count", b"appended_count", "broker", b"broker", "damaged_batch_count", b"damaged_batch_count", "disk_seconds_until_full", b"disk_seconds_until_full", "disk_state", b"disk_state", "disk_used_percent", b"disk_used_percent", "first_position", b"first_position", "next_position", b"next_position", "parked_pull_count", b"parked_pull_count", "queue_count", b"queue_count", "scheduled_count", b"scheduled_count", "scrubbed_position", b"scrubbed_position", "synced_position", b"synced_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_count", b"appended_count", "broker", b"broker", "damaged_batch_count", b"damaged_batch_count", "disk_seconds_until_full", b"disk_seconds_until_full", "disk_state", b"disk_state", "disk_used_percent", b"disk_used_percent", "first_position", b"first_position", "long_poll_count", b"long_poll_count", "next_position", b"next_position", "queue_count", b"queue_count", "scheduled_count", b"scheduled_count", "scrubbed_position", b"scrubbed_position", "synced_position", b"synced_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,131 @@
+"""What there is to set, what it means, and where a value comes from: settings told to people."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from batonmq._process.config import ConfigError, ConfigProblem, Settings, load, read_raw_settings
+
+
+@dataclass(frozen=True, slots=True)
+class SettingHelp:
+    """One setting of a process.
+
+    Attributes:
+        default: As people type it; None if it has to be given.
+        allowed: What values there may be, in Markdown; empty for any.
+        value: What it is here, as it was typed, also if that is not allowed.
+        source: default, environment, or the name of the file; empty if it is missing.
+    """
+
+    name: str
+    variable: str
+    unit: str
+    default: str | None
+    allowed: str
+    meaning: str
+    value: str | None
+    source: str
+
+
+def settings_help(
+    kind: type[Settings], prefix: str, env: Mapping[str, str] | None = None
+) -> tuple[tuple[SettingHelp, ...], tuple[ConfigProblem, ...]]:
+    """Every setting of `kind`, and what is wrong with them.
+
+    Args:
+        env: The environment; the process's if not given.
+    """
+    problems: tuple[ConfigProblem, ...] = ()
+    by_env: Mapping[str, object] = {}
+    by_file: Mapping[str, object] = {}
+    path = ""
+    try:
+        found = read_raw_settings(prefix, env)
+        by_env, by_file, path = found.by_env, found.by_file, found.path
+        load(kind, prefix, env)
+    except ConfigError as error:
+        problems = error.problems
+    told, settings = meanings(kind), []
+    for name, field in kind.model_fields.items():
+        value, source = default_of(field), "default"
+        if name in by_env:
+            value, source = str(by_env[name]), "environment"
+        elif name in by_file:
+            value, source = str(by_file[name]), path
+        elif value is None:
+            source = ""
+        settings.append(
+            SettingHelp(
+                name=name,
+                variable=f"{prefix}_{name.upper()}",
+                unit=unit_of(name, field),
+                default=default_of(field),
+                allowed=allowed_of(field),
+                meaning=told[name],
+                value=value,
+                source=source,
+            )
+        )
+    return tuple(settings), problems
+
+
+def meanings(kind: type[Settings]) -> dict[str, str]:
+    """What the class says of each setting: the string below its field, on one line."""
+    found: dict[str, str] = {}
+    for cls in reversed(kind.__mro__):
+        if not issubclass(cls, Settings):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in zip(tree.body, tree.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                found[field.target.id] = " ".join(str(below.value.value).split())
+    return found
+
+
+def unit_of(name: str, field: FieldInfo) -> str:
+    """In what it is measured, or its kind."""
+    units = {"_ms": "ms", "_s": "s", "bytes": "bytes", "_percent": "%", "port": "port"}
+    for part, unit in units.items():
+        if name.endswith(part) or f"{part}_" in name:
+            return unit
+    kinds = {bool: "true or false", int: "count", float: "number", Path: "path"}
+    return kinds.get(field.annotation, "text") if isinstance(field.annotation, type) else "text"
+
+
+def default_of(field: FieldInfo) -> str | None:
+    """Its default as people type it; None if it has to be given."""
+    if field.default is PydanticUndefined:
+        return None
+    value = field.default.value if isinstance(field.default, Enum) else field.default
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def allowed_of(field: FieldInfo) -> str:
+    """What values it may have, in Markdown; empty for any."""
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
+    limits = {
+        limit: getattr(rule, limit)
+        for rule in field.metadata
+        for limit in ("gt", "ge", "lt", "le", "pattern")
+        if getattr(rule, limit, None) is not None
+    }
+    signs = {"gt": "> {:,}", "ge": "≥ {:,}", "lt": "< {:,}", "le": "≤ {:,}", "pattern": "`{}`"}
+    return ", ".join(signs[limit].format(value) for limit, value in limits.items())

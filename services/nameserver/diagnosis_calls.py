@@ -1,0 +1,37 @@
+"""The call that asks why queues do not move: check, inspect, answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq_server.nameserver.diagnosis_proto import diagnosis_to_pb
+from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.inspector import GroupQueues, QueueInspector
+from batonmq_server.nameserver.topic_calls import TopicCalls
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisCalls:
+    """Each method is the call of that name; see the proto."""
+
+    groups: GroupCalls
+    topics: TopicCalls
+    inspector: QueueInspector
+
+    async def why(self, request: pb.WhyStuckRequest) -> pb.WhyStuckResponse:
+        """See the proto."""
+        group = await self.groups.group(request.group)
+        if request.topic:
+            topic = await self.topics.topic(request.topic)
+            queues = tuple(self.inspector.queues_of_topic(topic.name))
+        else:
+            queues = self.inspector.queues_of(group)
+        wanted = tuple(
+            queue
+            for queue in queues
+            if request.broker in ("", queue.broker)
+            and (not request.HasField("queue_id") or request.queue_id == queue.queue_id)
+        )
+        found = await self.inspector.inspect([GroupQueues(group, wanted)], patient=True)
+        return pb.WhyStuckResponse(queues=[diagnosis_to_pb(d.evidence, d.finding) for d in found])

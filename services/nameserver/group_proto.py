@@ -1,0 +1,335 @@
+"""Groups: protobuf to the core's values and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.common.v1 import error_pb2, queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.rpc import differences_to_pb, error_to_pb
+from batonmq._core.names import check_client_id, check_group, check_host, check_topic
+from batonmq._core.subscription import parse_filter
+from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
+from batonmq_server.nameserver.core.assignment import AssignmentStrategy
+from batonmq_server.nameserver.core.group_transaction import GroupSettings, SubscriptionVerdict
+from batonmq_server.nameserver.core.groups import (
+    SUBSCRIPTIONS_MAX,
+    BrokerAssignment,
+    Group,
+    Heartbeat,
+    Member,
+    Pause,
+    StagedSubscription,
+    Subscription,
+    SubscriptionPolicy,
+    Subscriptions,
+    Terms,
+    TopicAssignment,
+    TopicBeginning,
+)
+from batonmq_server.nameserver.enum_values import enum_value
+
+BY_CHARACTERS_MAX = 255
+REASON_CHARACTERS_MAX = 1_024
+ROOM_CHARACTERS_MAX = 127
+_MODELS: Mapping[int, str] = {
+    pb.MESSAGE_MODEL_UNSPECIFIED: "CLUSTERING",
+    pb.MESSAGE_MODEL_CLUSTERING: "CLUSTERING",
+    pb.MESSAGE_MODEL_BROADCASTING: "BROADCASTING",
+}
+_STARTS: Mapping[int, str] = {
+    pb.CONSUME_FROM_UNSPECIFIED: "LAST",
+    pb.CONSUME_FROM_LAST: "LAST",
+    pb.CONSUME_FROM_FIRST: "FIRST",
+    pb.CONSUME_FROM_TIMESTAMP: "TIMESTAMP",
+}
+_POLICIES: Mapping[int, SubscriptionPolicy | None] = {
+    pb.SUBSCRIPTION_POLICY_UNSPECIFIED: None,
+    pb.SUBSCRIPTION_POLICY_REJECT: SubscriptionPolicy.REJECT,
+    pb.SUBSCRIPTION_POLICY_STAGED: SubscriptionPolicy.STAGED,
+    pb.SUBSCRIPTION_POLICY_STAGED_LATEST: SubscriptionPolicy.STAGED_LATEST,
+    pb.SUBSCRIPTION_POLICY_WARN: SubscriptionPolicy.WARN,
+}
+_OWNED: Mapping[int, bool | None] = {
+    pb.OWNERSHIP_UNSPECIFIED: None,
+    pb.OWNERSHIP_ON: True,
+    pb.OWNERSHIP_OFF: False,
+}
+_STRATEGIES: Mapping[int, AssignmentStrategy | None] = {
+    pb.STRATEGY_UNSPECIFIED: None,
+    pb.STRATEGY_STICKY: AssignmentStrategy.STICKY,
+    pb.STRATEGY_AVERAGE: AssignmentStrategy.AVERAGE,
+    pb.STRATEGY_AVERAGE_BY_CIRCLE: AssignmentStrategy.AVERAGE_BY_CIRCLE,
+    pb.STRATEGY_CONSISTENT_HASH: AssignmentStrategy.CONSISTENT_HASH,
+    pb.STRATEGY_MACHINE_ROOM: AssignmentStrategy.MACHINE_ROOM,
+}
+
+
+def group_to_pb(group: Group) -> pb.Group:
+    """As sent, and as it stands in etcd."""
+    staged = group.staged
+    return pb.Group(
+        name=group.name,
+        generation=group.generation,
+        members=[_member_to_pb(member) for member in group.members],
+        subscriptions=_subscriptions_to_pb(group.terms.subscriptions),
+        subscription_generation=group.subscription_generation,
+        model=_model_to_pb(group),
+        consume_from=pb.ConsumeFrom.Value(f"CONSUME_FROM_{group.terms.consume_from}"),
+        orderly=group.terms.orderly,
+        policy=pb.SubscriptionPolicy.Value(f"SUBSCRIPTION_POLICY_{group.policy.value}"),
+        ownership=_ownership_to_pb(group),
+        strategy=pb.Strategy.Value(f"STRATEGY_{group.strategy.value}"),
+        assignments=[
+            pb.TopicAssignment(
+                topic=topic.topic,
+                brokers=[
+                    pb.BrokerAssignment(broker=part.broker, owners=part.owners)
+                    for part in topic.brokers
+                ],
+            )
+            for topic in group.assignments
+        ],
+        staged=pb.StagedSubscription(
+            subscriptions=_subscriptions_to_pb(staged.subscriptions),
+            draining=staged.draining,
+            since_unix_ms=staged.since_unix_ms,
+        )
+        if staged
+        else None,
+        pause=_pause_to_pb(group.pause),
+        beginnings=[
+            pb.TopicBeginning(
+                topic=one.topic,
+                topic_id=one.topic_id,
+                spread=[pb.QueueSpread(broker=b, queue_count=n) for b, n in one.queue_counts],
+            )
+            for one in group.beginnings
+        ],
+    )
+
+
+def gate_of(group: Group) -> pb.Gate:
+    """What the other services have to know of the group."""
+    return pb.Gate(
+        subscription_generation=group.subscription_generation,
+        model=_model_to_pb(group),
+        ownership=_ownership_to_pb(group),
+        bound=group.policy is not SubscriptionPolicy.WARN,
+        draining=group.draining,
+        pause=_pause_to_pb(group.pause),
+    )
+
+
+def group_from_pb(group: pb.Group) -> Group:
+    """Inverse of `group_to_pb`."""
+    staged, pause = group.staged, group.pause
+    return Group(
+        name=group.name,
+        generation=group.generation,
+        members=tuple(
+            Member(
+                m.incarnation.client_id,
+                m.incarnation.incarnation_id,
+                m.host,
+                m.join_unix_ms,
+                m.room,
+                m.subscription_hash,
+                m.differs,
+            )
+            for m in group.members
+        ),
+        terms=Terms(
+            subscriptions=_subscriptions_from_pb(group.subscriptions),
+            model=_MODELS[group.model],
+            consume_from=_STARTS[group.consume_from],
+            orderly=group.orderly,
+        ),
+        subscription_generation=group.subscription_generation,
+        policy=_POLICIES[group.policy] or SubscriptionPolicy.REJECT,
+        owned=_OWNED[group.ownership] is not False,
+        strategy=_STRATEGIES[group.strategy] or AssignmentStrategy.STICKY,
+        assignments=tuple(
+            TopicAssignment(
+                topic.topic,
+                tuple(BrokerAssignment(part.broker, tuple(part.owners)) for part in topic.brokers),
+            )
+            for topic in group.assignments
+        ),
+        staged=StagedSubscription(
+            _subscriptions_from_pb(staged.subscriptions), staged.draining, staged.since_unix_ms
+        )
+        if group.HasField("staged")
+        else None,
+        pause=Pause(pause.by, pause.reason, pause.since_unix_ms)
+        if group.HasField("pause")
+        else None,
+        beginnings=tuple(
+            TopicBeginning(
+                one.topic,
+                one.topic_id,
+                tuple((part.broker, part.queue_count) for part in one.spread),
+            )
+            for one in group.beginnings
+        ),
+    )
+
+
+def heartbeat_from_pb(request: pb.HeartbeatRequest) -> Heartbeat:
+    """The heartbeat in canonical form.
+
+    Raises:
+        InvalidArgument, InvalidName, LimitExceeded, BadExpression: as the proto says.
+    """
+    client_id, incarnation_id = incarnation_from_pb(request.incarnation)
+    return Heartbeat(
+        group=check_group(request.group),
+        client_id=client_id,
+        incarnation_id=incarnation_id,
+        host=check_host(request.host),
+        room=_text("room", request.room, ROOM_CHARACTERS_MAX),
+        terms=Terms(
+            subscriptions=_checked_subscriptions(request.subscriptions),
+            model=enum_value("model", request.model, _MODELS),
+            consume_from=enum_value("consume_from", request.consume_from, _STARTS),
+            orderly=request.orderly,
+        ),
+    )
+
+
+def settings_from_pb(request: pb.UpdateGroupRequest, now_unix_ms: int) -> GroupSettings:
+    """What is to be changed.
+
+    Raises:
+        InvalidArgument, LimitExceeded: as the proto says.
+    """
+    paused = request.paused if request.HasField("paused") else None
+    by = _text("by", request.by, BY_CHARACTERS_MAX)
+    reason = _text("reason", request.reason, REASON_CHARACTERS_MAX)
+    if paused is not None and not by:
+        raise InvalidArgument(
+            "by is empty", remedy="Say who pauses or resumes the group.", facts={"field": "by"}
+        )
+    return GroupSettings(
+        policy=enum_value("policy", request.policy, _POLICIES),
+        owned=enum_value("ownership", request.ownership, _OWNED),
+        strategy=enum_value("strategy", request.strategy, _STRATEGIES),
+        paused=paused,
+        pause=Pause(by, reason, now_unix_ms) if paused else None,
+    )
+
+
+def refused_to_pb(heartbeat: Heartbeat, error: BatonError, since_unix_ms: int) -> pb.RefusedClient:
+    """The refusal of a heartbeat, as it stands in etcd."""
+    return pb.RefusedClient(
+        incarnation=queue_pb2.Incarnation(
+            client_id=heartbeat.client_id, incarnation_id=heartbeat.incarnation_id
+        ),
+        host=heartbeat.host,
+        error=error_to_pb(error),
+        since_unix_ms=since_unix_ms,
+    )
+
+
+def verdict_to_pb(
+    verdict: SubscriptionVerdict,
+) -> tuple[pb.Verdict.ValueType, list[error_pb2.SubscriptionDifference]]:
+    """The kind of verdict, and the differences."""
+    return (
+        pb.Verdict.Value(f"VERDICT_{verdict.kind.value}"),
+        differences_to_pb(verdict.differences),
+    )
+
+
+def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> tuple[str, int]:
+    """Client id and incarnation id.
+
+    Raises:
+        InvalidName: the client id is not allowed.
+        InvalidArgument: the incarnation id is missing.
+    """
+    client_id = check_client_id(incarnation.client_id)
+    if not incarnation.incarnation_id:
+        raise InvalidArgument(
+            "incarnation_id is 0",
+            remedy="Draw a random number other than 0 at process start.",
+            facts={"field": "incarnation_id"},
+        )
+    return client_id, incarnation.incarnation_id
+
+
+def _checked_subscriptions(asked: Sequence[pb.Subscription]) -> Subscriptions:
+    if not asked:
+        raise InvalidArgument(
+            "subscriptions is empty",
+            remedy=f"Subscribe to 1 to {SUBSCRIPTIONS_MAX} topics.",
+            facts={"field": "subscriptions"},
+        )
+    if len(asked) > SUBSCRIPTIONS_MAX:
+        raise LimitExceeded(
+            f"{len(asked)} subscriptions; the limit is {SUBSCRIPTIONS_MAX}",
+            remedy="Use another group for the rest.",
+            facts={
+                "field": "subscriptions",
+                "limit": SUBSCRIPTIONS_MAX,
+                "actual": len(asked),
+            },
+        )
+    by_topic: dict[str, str] = {}
+    for subscription in asked:
+        topic = check_topic(subscription.topic)
+        if topic in by_topic:
+            raise InvalidArgument(
+                f"topic {topic} is subscribed to twice",
+                remedy="Join the tags of the topic in one expression.",
+                facts={"field": "subscriptions"},
+            )
+        by_topic[topic] = parse_filter(subscription.expression).canonical()
+    return tuple(Subscription(topic, by_topic[topic]) for topic in sorted(by_topic))
+
+
+def _member_to_pb(member: Member) -> pb.Member:
+    return pb.Member(
+        incarnation=queue_pb2.Incarnation(
+            client_id=member.client_id, incarnation_id=member.incarnation_id
+        ),
+        host=member.host,
+        join_unix_ms=member.join_unix_ms,
+        differs=member.differs,
+        room=member.room,
+        subscription_hash=member.subscription_hash,
+    )
+
+
+def _model_to_pb(group: Group) -> pb.MessageModel.ValueType:
+    return pb.MessageModel.Value(f"MESSAGE_MODEL_{group.terms.model}")
+
+
+def _ownership_to_pb(group: Group) -> pb.Ownership.ValueType:
+    return pb.OWNERSHIP_ON if group.owned else pb.OWNERSHIP_OFF
+
+
+def _pause_to_pb(pause: Pause | None) -> pb.Pause | None:
+    if pause is None:
+        return None
+    return pb.Pause(by=pause.by, reason=pause.reason, since_unix_ms=pause.since_unix_ms)
+
+
+def _subscriptions_to_pb(subscriptions: Subscriptions) -> list[pb.Subscription]:
+    return [pb.Subscription(topic=s.topic, expression=s.expression) for s in subscriptions]
+
+
+def _subscriptions_from_pb(subscriptions: Sequence[pb.Subscription]) -> Subscriptions:
+    return tuple(Subscription(s.topic, s.expression) for s in subscriptions)
+
+
+def _text(field: str, text: str, characters_max: int) -> str:
+    """`text`, if it is fit to be shown to people."""
+    if len(text) > characters_max:
+        raise LimitExceeded(
+            f"{field} has {len(text)} characters; the limit is {characters_max}",
+            facts={"field": field, "limit": characters_max, "actual": len(text)},
+        )
+    if not text.isprintable():
+        raise InvalidArgument(f"{field} is not printable", facts={"field": field})
+    return text

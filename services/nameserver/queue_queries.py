@@ -1,0 +1,288 @@
+"""What the nameserver asks the other services about queues.
+
+A service that does not answer, or refuses, is an answer too: nothing here fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import grpc.aio
+
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import query_service_pb2 as query_pb
+from baton.storage.v1 import query_service_pb2_grpc as query_grpc
+from baton.storage.v1 import storage_service_pb2 as storage_pb
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._core.queues import QueueRef
+from batonmq._core.records import read_header
+from batonmq.errors import BatonError, Unreachable
+from batonmq_server.nameserver.core.evidence import (
+    FilterScan,
+    LockEvidence,
+    LogExtent,
+    ProgressEvidence,
+)
+
+CALL_TIMEOUT_S = 4.0
+CALLS_MAX = 32
+"""Calls under way at a time."""
+QUEUES_MAX = 10_000
+"""Queues in one question to a broker."""
+FILTER_READS_MAX = 4
+"""Reads of one queue to find a message that passes a filter; each covers thousands of messages."""
+
+Value = TypeVar("Value")
+Key = tuple[str, QueueRef]
+"""A queue as a group sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryResult(Generic[Value]):
+    """What a service said, or why it said nothing."""
+
+    value: Value | None = None
+    failure: BatonError | None = None
+
+    @property
+    def error(self) -> str:
+        """The failure for people; empty if there is none."""
+        return f"{self.failure.reason}: {self.failure.message}" if self.failure else ""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageStamp:
+    """A stored message, without what is in it."""
+
+    offset: int
+    message_id: str
+    store_unix_ms: int
+
+
+class BrokerChannels:
+    """Channels to the storage nodes, made when needed.
+
+    Args:
+        addresses: host:port by name, of those that are alive.
+        connect: Makes a channel to `host:port`.
+    """
+
+    def __init__(
+        self,
+        addresses: Callable[[], Mapping[str, str]],
+        connect: Callable[[str], grpc.aio.Channel],
+    ) -> None:
+        self._addresses, self._connect = addresses, connect
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def storage(self, broker: str) -> storage_grpc.StorageServiceAsyncStub:
+        """A stub for the offsets of queues.
+
+        Raises:
+            Unreachable: the broker is not registered.
+        """
+        return storage_grpc.StorageServiceStub(self._channel(broker))
+
+    def query(self, broker: str) -> query_grpc.QueryServiceAsyncStub:
+        """A stub for single messages; raises as `storage`."""
+        return query_grpc.QueryServiceStub(self._channel(broker))
+
+    async def close(self) -> None:
+        """Close the channels; calls under way are cancelled."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels = {}
+
+    def _channel(self, broker: str) -> grpc.aio.Channel:
+        address = self._addresses().get(broker)
+        if address is None:
+            raise Unreachable(f"broker {broker} is not registered", facts={"service": broker})
+        if address not in self._channels:
+            self._channels[address] = self._connect(address)
+        return self._channels[address]
+
+
+class QueueQueries:
+    """Asks with a deadline, and not too much at a time.
+
+    Args:
+        lockmgr: A stub for the leader; raises `Unreachable` if there is none.
+        offsets: The same, of the set that keeps a group.
+        timeout_s: Deadline of each question.
+    """
+
+    def __init__(
+        self,
+        lockmgr: Callable[[], lockmgr_grpc.LockmgrServiceAsyncStub],
+        offsets: Callable[[str], offsets_grpc.OffsetsServiceAsyncStub],
+        brokers: BrokerChannels,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        self._lockmgr, self._offsets, self._brokers = lockmgr, offsets, brokers
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(CALLS_MAX)
+
+    async def locks(self, group: str) -> QueryResult[dict[Key, LockEvidence]]:
+        """The lock entries of a group; of all groups if it is empty."""
+        request = lockmgr_pb.ListRequest(group=group)
+        locks: dict[Key, LockEvidence] = {}
+        while True:
+            answer = await self._ask(lambda: self._lockmgr().List(request, timeout=self._timeout_s))
+            if answer.value is None:
+                return QueryResult(failure=answer.failure)
+            locks.update((_key(entry.queue), _lock(entry)) for entry in answer.value.entries)
+            request.page_token = answer.value.next_page_token
+            if not request.page_token:
+                return QueryResult(locks)
+
+    async def lock(self, group: str, queue: QueueRef) -> QueryResult[LockEvidence]:
+        """One lock entry with everything known about it."""
+        request = lockmgr_pb.DescribeRequest(queue=_group_queue(group, queue))
+        answer = await self._ask(lambda: self._lockmgr().Describe(request, timeout=self._timeout_s))
+        if answer.value is None:
+            return QueryResult(failure=answer.failure)
+        return QueryResult(_described(answer.value))
+
+    async def progress(self, group: str) -> QueryResult[dict[QueueRef, ProgressEvidence]]:
+        """The progress of a group, by queue."""
+        request = offsets_pb.QueryGroupRequest(group=group)
+        answer = await self._ask(
+            lambda: self._offsets(group).QueryGroup(request, timeout=self._timeout_s)
+        )
+        if answer.value is None:
+            return QueryResult(failure=answer.failure)
+        return QueryResult(
+            {_key(found.queue)[1]: _progress(found) for found in answer.value.queues}
+        )
+
+    async def logs(
+        self, broker: str, queues: Sequence[QueueRef]
+    ) -> dict[QueueRef, QueryResult[LogExtent]]:
+        """What queues of a broker hold, each with an answer of its own."""
+        found: dict[QueueRef, QueryResult[LogExtent]] = {}
+        for first in range(0, len(queues), QUEUES_MAX):
+            found |= await self._logs(broker, queues[first : first + QUEUES_MAX])
+        return found
+
+    async def message_at(self, queue: QueueRef, offset: int) -> QueryResult[MessageStamp]:
+        """The message at an offset; neither value nor failure if there is none any more."""
+        answer = await self._read(queue, offset, "")
+        if answer.value is None or not answer.value.batches:
+            return QueryResult(failure=answer.failure)
+        header = read_header(answer.value.batches[0])
+        index = offset - header.first_offset
+        if not 0 <= index < header.count:
+            return QueryResult()
+        message_id = f"{queue.broker}-{header.position:x}-{index:x}"
+        return QueryResult(MessageStamp(offset, message_id, header.store_unix_ms))
+
+    async def unwanted(self, queue: QueueRef, offset: int, expression: str) -> FilterScan | None:
+        """How many messages there are from `offset` to the end, if none passes the filter.
+
+        None if one does, or there are too many to tell.
+        """
+        at = offset
+        for _ in range(FILTER_READS_MAX):
+            answer = await self._read(queue, at, expression)
+            if answer.value is None or answer.value.batches:
+                return None
+            at = answer.value.next_offset
+            if at >= answer.value.queue_next_offset:
+                return FilterScan(at - offset)
+        return None
+
+    async def _logs(
+        self, broker: str, queues: Sequence[QueueRef]
+    ) -> dict[QueueRef, QueryResult[LogExtent]]:
+        request = storage_pb.QueryOffsetsRequest(queues=map(_queue, queues))
+        answer = await self._ask(
+            lambda: self._brokers.storage(broker).QueryOffsets(request, timeout=self._timeout_s)
+        )
+        if answer.value is None:
+            return dict.fromkeys(queues, QueryResult(failure=answer.failure))
+        return dict(zip(queues, map(_log, answer.value.outcomes), strict=True))
+
+    async def _read(
+        self, queue: QueueRef, offset: int, expression: str
+    ) -> QueryResult[query_pb.ReadResponse]:
+        """The first batch from `offset` on that has a message that passes."""
+        request = query_pb.ReadRequest(
+            queue=_queue(queue), offset=offset, expression=expression, bytes_max=1, messages_max=1
+        )
+        return await self._ask(
+            lambda: self._brokers.query(queue.broker).Read(request, timeout=self._timeout_s)
+        )
+
+    async def _ask(self, call: Callable[[], Awaitable[Value]]) -> QueryResult[Value]:
+        async with self._slots:
+            try:
+                return QueryResult(await call())
+            except grpc.aio.AioRpcError as error:
+                return QueryResult(failure=from_rpc_error(error))
+            except BatonError as error:  # nobody to ask
+                return QueryResult(failure=error)
+
+
+def _key(queue: queue_pb2.GroupQueue) -> Key:
+    return queue.group, QueueRef(queue.queue.topic, queue.queue.broker, queue.queue.queue_id)
+
+
+def _queue(queue: QueueRef) -> queue_pb2.QueueRef:
+    return queue_pb2.QueueRef(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id)
+
+
+def _group_queue(group: str, queue: QueueRef) -> queue_pb2.GroupQueue:
+    return queue_pb2.GroupQueue(group=group, queue=_queue(queue))
+
+
+def _lock(entry: lockmgr_pb.LockEntry) -> LockEvidence:
+    pending = entry.state == lockmgr_pb.LOCK_STATE_PENDING
+    return LockEvidence(
+        owner=entry.owner.client_id,
+        token=entry.token,
+        held_ms=entry.held_ms,
+        lease_age_ms=entry.lease_age_ms,
+        waiters=tuple(entry.waiters),
+        step="begun" if pending else "",
+    )
+
+
+def _described(answer: lockmgr_pb.DescribeResponse) -> LockEvidence:
+    lock = _lock(answer.entry)
+    last = error_from_pb(answer.denials[0].error) if answer.denials else None
+    return replace(
+        lock,
+        lease_left_ms=answer.lease_left_ms,
+        step=answer.pending_step or lock.step,
+        attempt=answer.pending_attempt,
+        refusal=f"{last.reason}: {last.message}" if last else "",
+    )
+
+
+def _log(outcome: storage_pb.QueryOffsetsOutcome) -> QueryResult[LogExtent]:
+    if outcome.HasField("error"):
+        return QueryResult(failure=error_from_pb(outcome.error))
+    return QueryResult(LogExtent(outcome.offsets.first_offset, outcome.offsets.next_offset))
+
+
+def _progress(found: offsets_pb.Progress) -> ProgressEvidence:
+    return ProgressEvidence(
+        token=found.token,
+        committed_offset=found.committed_offset,
+        unacked_count=found.unacked_count,
+        acked_count=found.acked_count,
+        delivered_offset=found.delivered_offset,
+        acked_range_count=found.acked_range_count,
+        capped=found.ack_capped,
+        idle_ms=found.idle_ms,
+        reset_epoch=found.reset_epoch,
+    )

@@ -1,0 +1,120 @@
+"""An operator lets a node be elected that is not in sync: all that were are lost for good."""
+
+from __future__ import annotations
+
+import logging
+
+from baton.common.v1 import replicas_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq.errors import InvalidArgument, LimitExceeded, StillInSync
+from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
+from batonmq_server.runtime.replicas import Standing, decode
+
+log = logging.getLogger(__name__)
+
+BY_CHARS_MAX = 200
+_SERVICES = {pb.SERVICE_KIND_STORAGE: "storage", pb.SERVICE_KIND_OFFSETS: "offsets"}
+
+
+class UncleanElection:
+    """Reads etcd itself: nothing here may be older than the set."""
+
+    def __init__(self, etcd: EtcdSession) -> None:
+        self._etcd = etcd
+
+    async def elect(self, request: pb.ElectReplicaRequest) -> pb.ElectReplicaResponse:
+        """The call of that name; see the proto."""
+        service = _checked(request)
+        key = self._etcd.key("replicas", service, request.replica_set)
+        standing = decode(await self._etcd.get(key))
+        up = await self._up(service, request.replica_set)
+        _check(request, standing, up)
+        if request.execute:
+            await self._write(service, request, standing)
+        before = replicas_pb2.ReplicaSet.FromString(standing.encode())
+        return pb.ElectReplicaResponse(before=before, up=[up[name] for name in sorted(up)])
+
+    async def _up(self, service: str, name: str) -> dict[str, pb.Node]:
+        found, _ = await self._etcd.get_prefix(f"nodes/{service}/")
+        nodes = [pb.Node.FromString(stored.value) for stored in found]
+        return {node.node_id: node for node in nodes if node.replica_set == name}
+
+    async def _write(
+        self, service: str, request: pb.ElectReplicaRequest, standing: Standing
+    ) -> None:
+        """Write, if nobody leads and nobody who is in sync has come back meanwhile."""
+        etcd, lost = self._etcd, sorted(standing.in_sync)
+        loss = replicas_pb2.AcceptedLoss(
+            node_id=request.node_id,
+            lost=lost,
+            epoch=standing.epoch,
+            unix_ms=etcd.clock.unix_ms(),
+            by=request.by,
+        )
+        key = etcd.key("replicas", service, request.replica_set)
+        absent = [
+            etcd.key("elections", service, request.replica_set),
+            *(etcd.key("nodes", service, name) for name in lost),
+        ]
+        revision = await etcd.txn(
+            compare=[
+                Compare(key, mod_revision=standing.mod_revision),
+                *(Compare(one, create_revision=0) for one in absent),
+            ],
+            put=[Put(key, standing.elected(loss).encode())],
+        )
+        if revision is None:
+            raise StillInSync(
+                f"somebody leads {request.replica_set}, or has come back meanwhile",
+                remedy="Look at the replica set again.",
+            )
+        log.warning(
+            "loss accepted service=%s replica_set=%s node_id=%s lost=%s epoch=%d by=%s",
+            service,
+            request.replica_set,
+            request.node_id,
+            ",".join(lost),
+            standing.epoch,
+            request.by,
+        )
+
+
+def _checked(request: pb.ElectReplicaRequest) -> str:
+    """The name of the service, after a look at the request alone."""
+    service = _SERVICES.get(request.service)
+    if service is None:
+        raise InvalidArgument("only storage and offsets elect", facts={"field": "service"})
+    for field in ("replica_set", "node_id"):
+        value = getattr(request, field)
+        if not value or "/" in value:
+            raise InvalidArgument(f"{field} is {value!r}", facts={"field": field})
+    if request.execute and not request.by:
+        raise InvalidArgument("somebody has to do it", facts={"field": "by"})
+    if len(request.by) > BY_CHARS_MAX:
+        raise LimitExceeded(
+            f"by has {len(request.by)} characters; the limit is {BY_CHARS_MAX}",
+            facts={"field": "by", "limit": BY_CHARS_MAX, "actual": len(request.by)},
+        )
+    return service
+
+
+def _check(request: pb.ElectReplicaRequest, standing: Standing, up: dict[str, pb.Node]) -> None:
+    """Refuse what would not help, or give up something for nothing.
+
+    Raises:
+        InvalidArgument, StillInSync: so it is.
+    """
+    if not standing.mod_revision:
+        raise InvalidArgument(
+            f"there is no replica set {request.replica_set}",
+            remedy="Name one of several nodes that `baton cluster replication` shows.",
+            facts={"field": "replica_set"},
+        )
+    if request.node_id not in up:
+        raise InvalidArgument(
+            f"{request.node_id} is no node of {request.replica_set} that is up",
+            remedy="Start it as a member of the set first.",
+            facts={"field": "node_id"},
+        )
+    for name in sorted(standing.in_sync & up.keys()):
+        raise StillInSync(f"{name} is in sync, and up", facts={"node_id": name})

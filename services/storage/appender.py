@@ -1,0 +1,104 @@
+"""Writes batches to the store as one step: refusals, group commit and what others are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from batonmq._common.clock import Clock
+from batonmq.errors import BatonError, DiskFull
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.retention import DiskState, DiskUsage, Retention
+from batonmq_server.storage.core.store import CheckedBatch, Store, TopicQueues
+from batonmq_server.storage.flusher import Flusher
+from batonmq_server.storage.metric_stream import StorageMetricStream
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.node_role import NodeRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appender:
+    """See the module.
+
+    Attributes:
+        broker: Name of the replica set, or of a node without replicas.
+        space: Bytes in use on the disk, and bytes free; returns at once.
+    """
+
+    broker: str
+    store: Store
+    space: Callable[[], tuple[int, int]]
+    flusher: Flusher
+    retention: Retention
+    role: NodeRole
+    metrics: StorageMetrics
+    stream: StorageMetricStream
+    clock: Clock
+
+    def append(
+        self,
+        batches: Sequence[CheckedBatch],
+        topics: Mapping[str, TopicQueues | BatonError],
+        members_min: int = 1,
+    ) -> list[StoreReceipt | BatonError]:
+        """Write `batches`; one outcome each, in order. Nothing is safe until a sync.
+
+        Args:
+            topics: Every topic of `batches`, or why it can't be used.
+            members_min: Refuse unless so many replicas are in sync.
+
+        Raises:
+            NotServing: the disk has failed.
+            NotLeader: this node is not the leader.
+        """
+        if not batches:
+            return []
+        self.flusher.check()
+        refusal = self.role.refusal(members_min) or self._refusal()
+        try:
+            outcomes = self.store.append(batches, topics, self.clock.unix_ms(), refusal)
+        except Exception as error:
+            self.flusher.fail(error)  # log and indexes may disagree: recovery has to look
+            if isinstance(error, OSError):
+                self.flusher.check()  # tells it as whoever waits is told
+            raise
+        self.flusher.notify_written()
+        return [self._with_disk_numbers(one) for one in outcomes]
+
+    def count_appended(
+        self, batches: Sequence[CheckedBatch], outcomes: Sequence[StoreReceipt | BatonError]
+    ) -> None:
+        """Count what was appended to queues that consumers read."""
+        messages: dict[tuple[str, int], tuple[int, int, int]] = {}
+        for checked, outcome in zip(batches, outcomes, strict=True):
+            if not isinstance(outcome, StoreReceipt):
+                continue
+            if outcome.duplicate:
+                self.metrics.duplicate_batches.inc()
+                continue
+            header = checked.header
+            count, size, _ = messages.get((header.topic, header.queue_id), (0, 0, 0))
+            messages[header.topic, header.queue_id] = (
+                count + header.count,
+                size + header.length,
+                outcome.first_offset + header.count,
+            )
+        for (topic, queue_id), sums in messages.items():
+            self.metrics.appended_messages.inc(sums[0])
+            self.metrics.appended_bytes.inc(sums[1])
+            self.metrics.traffic.stored(topic, sums[0], sums[1])
+            if self.stream.hub.watched:
+                self.stream.appended(topic, queue_id, sums)
+
+    def _with_disk_numbers(self, outcome: StoreReceipt | BatonError) -> StoreReceipt | BatonError:
+        """`outcome`; if the disk has refused it just now, with what is known of the disk."""
+        if not isinstance(outcome, DiskFull) or outcome.facts:
+            return outcome
+        self.retention.met_no_space()
+        return self._refusal() or outcome
+
+    def _refusal(self) -> DiskFull | None:
+        """Why nothing may be written, with the numbers of now and not of the last look."""
+        if self.retention.state is DiskState.FULL:
+            self.retention.usage = DiskUsage(*self.space())
+        return self.retention.refusal()

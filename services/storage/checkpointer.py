@@ -1,0 +1,85 @@
+"""Takes checkpoints now and then, and at a clean stop, while the node goes on working."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from batonmq.errors import BatonError
+from batonmq_server.storage.core.commitlog import NO_SPACE
+from batonmq_server.storage.flusher import Flusher, InThread
+from batonmq_server.storage.node import StorageNode
+
+log = logging.getLogger(__name__)
+
+BYTES_MAX = 256 * 1024 * 1024
+"""A checkpoint is due once the log has grown by so much."""
+INTERVAL_S = 30
+"""A checkpoint is due after so long, if the log has grown at all."""
+_LOOK_S = 1
+
+
+class Checkpointer:
+    """See the module.
+
+    Args:
+        in_thread: Makes the blocking call that writes.
+
+    Attributes:
+        one_at_a_time: Held while a checkpoint is taken.
+    """
+
+    def __init__(self, node: StorageNode, flusher: Flusher, in_thread: InThread) -> None:
+        self._log, self._steps = node.store.log, node.checkpointing
+        self._flusher, self._in_thread = flusher, in_thread
+        self.one_at_a_time = asyncio.Lock()
+
+    def position(self) -> int:
+        """Position of the last checkpoint: the next start needs the log from there on."""
+        return self._steps.position
+
+    async def run(self) -> None:
+        """Take checkpoints for ever; to be run as one task.
+
+        Raises:
+            OSError: the disk has failed.
+        """
+        now = asyncio.get_running_loop().time
+        taken = now()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            grown = self._log.next_position - self._steps.position
+            if grown >= BYTES_MAX or (
+                (grown or self._steps.has_obsolete) and now() - taken >= INTERVAL_S
+            ):
+                await self.take()
+                taken = now()
+
+    async def take(self) -> bool:
+        """Take a checkpoint; False if there was no space for it.
+
+        Raises:
+            OSError: the disk has failed: which entries of an index are on it is not known.
+        """
+        async with self.one_at_a_time:
+            begin = asyncio.get_running_loop().time()
+            capture = self._steps.begin()
+            position = capture.position
+            try:
+                for _ in self._steps.collect(capture):
+                    await asyncio.sleep(0)
+                await self._flusher.wait_until_safe(position)
+                await self._in_thread(self._steps.write, capture)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                log.warning("no space for a checkpoint position=%d error=%s", position, error)
+                return False
+            except BatonError as error:  # the log can't be written, or somebody gave up waiting
+                log.warning("no checkpoint position=%d error=%s", position, error)
+                return False
+            for _ in self._steps.done(capture):
+                await asyncio.sleep(0)
+            seconds = asyncio.get_running_loop().time() - begin
+            log.info("checkpoint taken position=%d ms=%d", position, seconds * 1000)
+            return True

@@ -1,0 +1,211 @@
+"""Everything that works on an open data directory, for as long as it is open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from batonmq.errors import NotLeader
+from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.process import Loop, Runtime
+from batonmq_server.storage.appender import Appender
+from batonmq_server.storage.checkpointer import Checkpointer
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core.retention import Retention
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.delivery_router import DeliveryRouter
+from batonmq_server.storage.flusher import Flusher, InThread
+from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
+from batonmq_server.storage.long_polls import LongPolls
+from batonmq_server.storage.metric_stream import FSYNC, StorageMetricStream
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.node import StorageNode
+from batonmq_server.storage.node_role import NodeRole
+from batonmq_server.storage.query_server import QueryServicer
+from batonmq_server.storage.retention_losses import RetentionLosses
+from batonmq_server.storage.schedule_server import ScheduleServicer
+from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
+from batonmq_server.storage.scrubber import Scrubber
+from batonmq_server.storage.server import ServicerParts, StorageServicer
+from batonmq_server.storage.topic_cache import TopicCache
+
+EXPIRE_INTERVAL_S = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageEnvironment:
+    """What stays while a data directory is closed and opened again.
+
+    Attributes:
+        deliveries: Its `run` runs beside.
+        in_thread: Calls what blocks away from the event loop.
+    """
+
+    settings: StorageSettings
+    runtime: Runtime
+    metrics: StorageMetrics
+    stream: StorageMetricStream
+    topics: TopicCache
+    gates: Gates
+    deliveries: DeliveryRouter
+    in_thread: InThread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageComponents:
+    """See the module.
+
+    Attributes:
+        loops: Run as long as the directory is open,
+        due: and this one only where batches for later are delivered.
+    """
+
+    node: StorageNode
+    flusher: Flusher
+    pulls: LongPolls
+    checkpointer: Checkpointer
+    cleaner: LogCleaner
+    due: ScheduledDeliverer
+    damage: DamageTracker
+    servicer: StorageServicer
+    queries: QueryServicer
+    scheduling: ScheduleServicer
+    loops: Sequence[Loop]
+
+    async def drain(self) -> None:
+        """Make everything durable, and a checkpoint if nothing of it may still be taken back."""
+        await self.flusher.sync()
+        store = self.node.store
+        if store.readable_position == store.log.next_position:
+            await self.checkpointer.take()
+
+    def fail_waiting_calls(self, why: str) -> None:
+        """This node is no leader any more: what waits is told that nothing is known."""
+        self.flusher.fail_waiters(why)
+        self.pulls.end(NotLeader(why, retry_after_ms=100))
+
+
+def build_components(
+    node: StorageNode,
+    environment: StorageEnvironment,
+    role: NodeRole,
+    leader_first_position: Callable[[], int | None] = lambda: None,
+) -> StorageComponents:
+    """Build the components that work on the open data directory `node`.
+
+    Args:
+        role: Role of this node in its replica set.
+        leader_first_position: First position of the leader's log: a follower removes what lies
+            before it.
+    """
+    settings, runtime, metrics = environment.settings, environment.runtime, environment.metrics
+    in_thread, topics, stream = environment.in_thread, environment.topics, environment.stream
+    require = runtime.guard.require if runtime.guard.on else None
+    pulls = LongPolls(
+        environment.deliveries.touch,
+        polls_max=settings.long_polls_max,
+        interval_ms=settings.touch_interval_ms,
+    )
+    metrics.parked_pulls.set_function(lambda: len(pulls))
+    flusher = Flusher(
+        node,
+        pulls.wake,
+        partial(_synced, metrics, stream),
+        interval_ms=settings.flush_interval_ms if settings.flush == "async" else 0,
+        in_thread=in_thread,
+    )
+    retention = Retention(settings.retention_policy(), settings.segment_bytes)
+    stream.usage = lambda: retention.usage
+    checkpointer = Checkpointer(node, flusher, in_thread)
+    damage = DamageTracker(metrics.damaged_batches.inc)
+    scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=in_thread)
+    store = node.store
+    cleaner = LogCleaner(
+        store,
+        node.disk,
+        retention,
+        CleaningBounds(
+            needed_from=(
+                store.schedule.waiting.oldest_position,
+                lambda: store.readable_position,
+            ),
+            checkpointed=checkpointer.position,
+            checkpoint=checkpointer.take,
+            wait_until_safe=flusher.wait_until_safe,
+            is_gone=topics.is_gone,
+            remove_later=node.checkpointing.remove_later,
+            leader_first_position=leader_first_position,
+        ),
+        metrics,
+        clock=runtime.clock,
+        interval_ms=settings.disk_interval_ms,
+        in_thread=in_thread,
+    )
+    appender = Appender(
+        broker=settings.broker_name,
+        store=store,
+        space=node.disk.space,
+        flusher=flusher,
+        retention=retention,
+        role=role,
+        metrics=metrics,
+        stream=stream,
+        clock=runtime.clock,
+    )
+    due = ScheduledDeliverer(appender, topics, age_ms_max=settings.retention_ms)
+    servicer = StorageServicer(
+        ServicerParts(
+            broker=settings.broker_name,
+            syncs_at_once=settings.flush == "fsync",
+            store=store,
+            appender=appender,
+            topics=topics,
+            gates=environment.gates,
+            flusher=flusher,
+            pulls=pulls,
+            deliveries=environment.deliveries,
+            retention=retention,
+            role=role,
+            losses=RetentionLosses(metrics.traffic),
+            damage=damage,
+            scrubbed=lambda: scrubber.position,
+            metrics=metrics,
+            stream=stream,
+            clock=runtime.clock,
+        )
+    )
+
+    async def expire_producers() -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_INTERVAL_S)
+            store.producers.expire(runtime.clock.unix_ms())
+
+    return StorageComponents(
+        node=node,
+        flusher=flusher,
+        pulls=pulls,
+        checkpointer=checkpointer,
+        cleaner=cleaner,
+        due=due,
+        damage=damage,
+        servicer=servicer,
+        queries=QueryServicer(
+            settings.broker_name, store, topics, damage, lambda: role.is_follower, require
+        ),
+        scheduling=ScheduleServicer(appender, topics, due.wake, require),
+        loops=(
+            flusher.run,
+            pulls.run,
+            checkpointer.run,
+            scrubber.run,
+            cleaner.run,
+            expire_producers,
+        ),
+    )
+
+
+def _synced(metrics: StorageMetrics, stream: StorageMetricStream, seconds: float) -> None:
+    metrics.fsync_seconds.observe(seconds)
+    stream.observe_us(FSYNC, int(seconds * 1e6))

@@ -1,0 +1,420 @@
+"""Which batches wait for their time: 18 bytes each, whatever their number.
+
+It knows times and places in the log, not batches; the caller's clock comes in as an argument and
+may jump. Delays of any length are one mechanism; RocketMQ's levels are names for 18 of them.
+
+Entries wait in buckets of a minute. A minute that has come is split into seconds, and a second that
+has come is put in order and taken from its front: what one step has to sort stays small.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, KeysView, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+MINUTE_MS, SECOND_MS = 60_000, 1_000
+ROW = np.dtype([("deliver_unix_ms", ">i8"), ("schedule_id", ">i8"), ("position", ">i8")])
+_ROW = ROW.newbyteorder("=")
+_GONE = -1
+_GONE_MAX = 64
+
+DelayKey = tuple[int, int]
+"""Delivery time and schedule id."""
+
+
+class DelayedBatch(NamedTuple):
+    """A batch that waits.
+
+    Attributes:
+        deliver_unix_ms: Not to be delivered before; not negative.
+        schedule_id: Position at which it was stored first.
+        position: Where it is stored now.
+    """
+
+    deliver_unix_ms: int
+    schedule_id: int
+    position: int
+
+    @property
+    def key(self) -> DelayKey:
+        """What names the entry."""
+        return self.deliver_unix_ms, self.schedule_id
+
+
+class DelayQueue:
+    """See the module. Entries are added, taken by `due`, and removed once delivered.
+
+    Adding an entry that waits already only gives it another position.
+    """
+
+    def __init__(self) -> None:
+        self._minutes: dict[int, _Bucket] = {}
+        self._seconds: dict[int, _Bucket] = {}
+        self._runs: deque[_Run] = deque()
+        self._late: dict[DelayKey, int] = {}
+        self._late_keys: list[DelayKey] = []
+        self._taken: dict[DelayKey, int] = {}
+        self._first_minute: int | None = None
+        self._split_ms = self._opened_ms = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, key: DelayKey) -> bool:
+        return self.position(key) is not None
+
+    def position(self, key: DelayKey) -> int | None:
+        """Where an entry is stored now; None if there is none."""
+        if (loose := self._loose(key)) is not None:
+            return loose[key]
+        stored = self._stored(key)
+        return stored[0].positions[stored[1]] if stored is not None else None
+
+    def add(self, entry: DelayedBatch) -> None:
+        """Let an entry wait."""
+        key, position = entry.key, entry.position
+        if (loose := self._loose(key)) is not None:
+            loose[key] = position
+        elif (stored := self._stored(key)) is not None:
+            stored[0].move(stored[1], position)
+        else:
+            self._count += 1
+            if entry.deliver_unix_ms < self._opened_ms:
+                self._add_late(key, position)
+            else:
+                self._bucket(entry.deliver_unix_ms).add(entry)
+
+    def remove(self, key: DelayKey) -> bool:
+        """Forget an entry; False if there is none."""
+        if (loose := self._loose(key)) is not None:
+            del loose[key]
+        elif (stored := self._stored(key)) is not None:
+            bucket, index = stored
+            bucket.remove(index)
+            if key[0] >= self._opened_ms:
+                bucket.tidy()
+        else:
+            return False
+        self._count -= 1
+        return True
+
+    def due(self, now_unix_ms: int, count_max: int) -> list[DelayedBatch]:
+        """Take entries whose time has come, the earliest first.
+
+        They still count, but are not given again until they are released.
+        """
+        taken: list[DelayedBatch] = []
+        while len(taken) < count_max:
+            head = self._head()
+            if head is None and self._open_next(now_unix_ms):
+                continue
+            if head is None or head.deliver_unix_ms > now_unix_ms:
+                break
+            if self._late.pop(head.key, None) is None:
+                self._runs[0].take()
+            self._taken[head.key] = head.position
+            taken.append(head)
+        return taken
+
+    @property
+    def taken(self) -> KeysView[DelayKey]:
+        """What `due` gave, and was neither removed nor released."""
+        return self._taken.keys()
+
+    def release(self, keys: Iterable[DelayKey]) -> None:
+        """Let entries that are taken be due again."""
+        for key in list(keys):
+            self._add_late(key, self._taken.pop(key))
+
+    def next_unix_ms(self) -> int | None:
+        """No entry that is not taken is due sooner than this; None if there is none."""
+        head = self._head()
+        if head is not None:
+            return head.deliver_unix_ms
+        if self._seconds:
+            return min(self._seconds) * SECOND_MS
+        return None if self._first_minute is None else self._first_minute * MINUTE_MS
+
+    def oldest_position(self) -> int | None:
+        """The lowest position of an entry; None if there is none."""
+        found = [bucket.oldest() for bucket in self._buckets()]
+        found += [*self._late.values(), *self._taken.values()]
+        return min((position for position in found if position != _GONE), default=None)
+
+    def before(self, position: int, count_max: int) -> list[DelayedBatch]:
+        """Entries that lie below `position`, the lowest first."""
+        buckets = [bucket for bucket in self._buckets() if 0 <= bucket.oldest() < position]
+        rows = self._copy(buckets).rows()
+        rows = rows[rows["position"] < position]
+        order = np.argsort(rows["position"], kind="stable")[:count_max]
+        return [DelayedBatch(*row) for row in rows[order].tolist()]
+
+    def snapshot(self) -> DelaySnapshot:
+        """All entries as they are now."""
+        return self._copy(list(self._buckets()))
+
+    def restore(self, raw: bytes) -> None:
+        """Take what `DelaySnapshot.encode` gave; nothing waits yet."""
+        rows = np.frombuffer(raw, ROW).astype(_ROW)
+        minutes = rows["deliver_unix_ms"] // MINUTE_MS
+        order = np.lexsort((rows["schedule_id"], minutes))
+        found, begins = np.unique(minutes[order], return_index=True)
+        for minute, part in zip(found.tolist(), np.split(rows[order], begins[1:]), strict=False):
+            self._minutes[minute] = _Bucket.of(minute * MINUTE_MS, part)
+        self._first_minute = min(self._minutes, default=None)
+        self._count = len(rows)
+
+    def _head(self) -> DelayedBatch | None:
+        """The earliest entry of those that are in order."""
+        while self._late_keys and self._late_keys[0] not in self._late:
+            heappop(self._late_keys)
+        while self._runs and (head := self._runs[0].head()) is None:
+            self._runs.popleft()
+        run = head if self._runs else None
+        if not self._late_keys or (run is not None and run.key < self._late_keys[0]):
+            return run
+        return DelayedBatch(*self._late_keys[0], self._late[self._late_keys[0]])
+
+    def _open_next(self, now_unix_ms: int) -> bool:
+        """Put the next second in order if it has come."""
+        while not self._seconds:
+            minute = self._first_minute
+            if minute is None or minute * MINUTE_MS > now_unix_ms:
+                return False
+            self._seconds = self._minutes.pop(minute).split()
+            self._split_ms = (minute + 1) * MINUTE_MS
+            self._first_minute = min(self._minutes, default=None)
+        second = min(self._seconds)
+        if second * SECOND_MS > now_unix_ms:
+            return False
+        self._runs.append(_Run(self._seconds.pop(second)))
+        self._opened_ms = (second + 1) * SECOND_MS
+        return True
+
+    def _add_late(self, key: DelayKey, position: int) -> None:
+        self._late[key] = position
+        heappush(self._late_keys, key)
+
+    def _bucket(self, deliver_unix_ms: int) -> _Bucket:
+        if deliver_unix_ms < self._split_ms:
+            second = deliver_unix_ms // SECOND_MS
+            return self._seconds.setdefault(second, _Bucket(second * SECOND_MS))
+        minute = deliver_unix_ms // MINUTE_MS
+        bucket = self._minutes.get(minute)
+        if bucket is None:
+            bucket = self._minutes[minute] = _Bucket(minute * MINUTE_MS)
+            if self._first_minute is None or minute < self._first_minute:
+                self._first_minute = minute
+        return bucket
+
+    def _loose(self, key: DelayKey) -> dict[DelayKey, int] | None:
+        if key in self._taken:
+            return self._taken
+        return self._late if key in self._late else None
+
+    def _stored(self, key: DelayKey) -> tuple[_Bucket, int] | None:
+        deliver_unix_ms = key[0]
+        if deliver_unix_ms >= self._split_ms:
+            bucket = self._minutes.get(deliver_unix_ms // MINUTE_MS)
+        elif deliver_unix_ms >= self._opened_ms:
+            bucket = self._seconds.get(deliver_unix_ms // SECOND_MS)
+        else:
+            begin = deliver_unix_ms - deliver_unix_ms % SECOND_MS
+            runs = (run.bucket for run in self._runs)
+            bucket = next((one for one in runs if one.begin_unix_ms == begin), None)
+        index = bucket.index(key) if bucket is not None else None
+        return (bucket, index) if bucket is not None and index is not None else None
+
+    def _buckets(self) -> Iterator[_Bucket]:
+        yield from self._minutes.values()
+        yield from self._seconds.values()
+        yield from (run.bucket for run in self._runs)
+
+    def _copy(self, buckets: Sequence[_Bucket]) -> DelaySnapshot:
+        """What is in `buckets`, and whatever is in none."""
+        return DelaySnapshot(
+            [
+                (*key, position)
+                for table in (self._late, self._taken)
+                for key, position in table.items()
+            ],
+            [bucket.begin_unix_ms for bucket in buckets],
+            [len(bucket.ids) for bucket in buckets],
+            b"".join([bucket.after_ms for bucket in buckets]),
+            b"".join([bucket.ids for bucket in buckets]),
+            b"".join([bucket.positions for bucket in buckets]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DelaySnapshot:
+    """Entries as they were at one moment: those in no bucket, then the columns of all buckets.
+
+    Taking one is only copying bytes; another thread may make of it what is wanted.
+    """
+
+    loose: list[tuple[int, int, int]]
+    begins_unix_ms: list[int]
+    counts: list[int]
+    after_ms: bytes
+    ids: bytes
+    positions: bytes
+
+    def rows(self) -> npt.NDArray[np.void]:
+        """One row per entry."""
+        positions = np.frombuffer(self.positions, np.int64)
+        kept = positions != _GONE
+        rows = np.empty(int(kept.sum()), _ROW)
+        begins = np.repeat(np.array(self.begins_unix_ms, np.int64), self.counts)
+        rows["deliver_unix_ms"] = (begins + np.frombuffer(self.after_ms, np.uint16))[kept]
+        rows["schedule_id"] = np.frombuffer(self.ids, np.int64)[kept]
+        rows["position"] = positions[kept]
+        return np.concatenate([np.array(self.loose, _ROW), rows])
+
+    def encode(self) -> bytes:
+        """24 bytes per entry, for `restore`."""
+        return self.rows().astype(ROW).tobytes()
+
+
+class _Bucket:
+    """Entries of a minute or a second from `begin_unix_ms` on, ascending by schedule id."""
+
+    __slots__ = ("_gone_count", "_oldest", "after_ms", "begin_unix_ms", "ids", "positions")
+
+    def __init__(self, begin_unix_ms: int) -> None:
+        self.begin_unix_ms = begin_unix_ms
+        self.after_ms, self.ids, self.positions = array("H"), array("q"), array("q")
+        self._gone_count = 0
+        self._oldest: int | None = None
+
+    @classmethod
+    def of(cls, begin_unix_ms: int, rows: npt.NDArray[np.void]) -> Self:
+        """A bucket of `rows`, ascending by schedule id."""
+        bucket = cls(begin_unix_ms)
+        after_ms = rows["deliver_unix_ms"] - begin_unix_ms
+        bucket.after_ms.frombytes(after_ms.astype(np.uint16).tobytes())
+        bucket.ids.frombytes(rows["schedule_id"].astype(np.int64).tobytes())
+        bucket.positions.frombytes(rows["position"].astype(np.int64).tobytes())
+        bucket._oldest = int(rows["position"].min())
+        return bucket
+
+    def add(self, entry: DelayedBatch) -> None:
+        """Take an entry that is not there."""
+        ids = self.ids
+        at = len(ids)
+        if ids and entry.schedule_id < ids[-1]:
+            at = bisect_left(ids, entry.schedule_id)
+        if at < len(ids) and ids[at] == entry.schedule_id:  # it was removed
+            self._gone_count -= 1
+            self.after_ms[at] = entry.deliver_unix_ms - self.begin_unix_ms
+            self.positions[at] = entry.position
+        else:
+            self.after_ms.insert(at, entry.deliver_unix_ms - self.begin_unix_ms)
+            ids.insert(at, entry.schedule_id)
+            self.positions.insert(at, entry.position)
+        if self._oldest is not None:
+            self._oldest = min(self._oldest, entry.position)
+
+    def index(self, key: DelayKey) -> int | None:
+        """Where an entry is."""
+        deliver_unix_ms, schedule_id = key
+        at = bisect_left(self.ids, schedule_id)
+        if at == len(self.ids) or self.ids[at] != schedule_id or self.positions[at] == _GONE:
+            return None
+        return at if self.after_ms[at] == deliver_unix_ms - self.begin_unix_ms else None
+
+    def entry(self, at: int) -> DelayedBatch | None:
+        """The entry at an index; None if it was removed."""
+        position = self.positions[at]
+        if position == _GONE:
+            return None
+        return DelayedBatch(self.begin_unix_ms + self.after_ms[at], self.ids[at], position)
+
+    def move(self, at: int, position: int) -> None:
+        """Give the entry at an index another position."""
+        if self.positions[at] == self._oldest:
+            self._oldest = None
+        self.positions[at] = position
+
+    def remove(self, at: int) -> None:
+        """Remove the entry at an index; other entries keep theirs."""
+        self.move(at, _GONE)
+        self._gone_count += 1
+
+    def tidy(self) -> None:
+        """Give back the room of what was removed, if it is worth it: indexes change."""
+        if self._gone_count < max(_GONE_MAX, len(self.ids) // 2):
+            return
+        kept = self._kept()
+        for column in (self.after_ms, self.ids, self.positions):
+            left = np.frombuffer(column, column.typecode)[kept].tobytes()
+            del column[:]
+            column.frombytes(left)
+        self._gone_count = 0
+
+    def oldest(self) -> int:
+        """The lowest position; negative if there is none."""
+        if self._oldest is None:
+            positions = np.frombuffer(self.positions, np.int64)[self._kept()]
+            if not positions.size:
+                return _GONE
+            self._oldest = int(positions.min())
+        return self._oldest
+
+    def rows(self) -> npt.NDArray[np.void]:
+        """All entries."""
+        kept = self._kept()
+        rows = np.empty(int(kept.sum()), _ROW)
+        rows["deliver_unix_ms"] = np.frombuffer(self.after_ms, np.uint16)[kept]
+        rows["deliver_unix_ms"] += self.begin_unix_ms
+        rows["schedule_id"] = np.frombuffer(self.ids, np.int64)[kept]
+        rows["position"] = np.frombuffer(self.positions, np.int64)[kept]
+        return rows
+
+    def split(self) -> dict[int, _Bucket]:
+        """The entries of a minute by second."""
+        rows = self.rows()
+        seconds = rows["deliver_unix_ms"] // SECOND_MS
+        return {
+            second: _Bucket.of(second * SECOND_MS, rows[seconds == second])
+            for second in np.unique(seconds).tolist()
+        }
+
+    def order(self) -> npt.NDArray[np.int64]:
+        """Indexes by time, then by id."""
+        return np.argsort(np.frombuffer(self.after_ms, np.uint16), kind="stable")
+
+    def _kept(self) -> npt.NDArray[np.bool_]:
+        kept: npt.NDArray[np.bool_] = np.frombuffer(self.positions, np.int64) != _GONE
+        return kept
+
+
+class _Run:
+    """A bucket that takes no more entries, in order of time."""
+
+    __slots__ = ("_cursor", "_order", "bucket")
+
+    def __init__(self, bucket: _Bucket) -> None:
+        self.bucket, self._order, self._cursor = bucket, bucket.order(), 0
+
+    def head(self) -> DelayedBatch | None:
+        """The first entry left, if any."""
+        while self._cursor < len(self._order):
+            if (entry := self.bucket.entry(int(self._order[self._cursor]))) is not None:
+                return entry
+            self._cursor += 1
+        return None
+
+    def take(self) -> None:
+        """Remove the head."""
+        self.bucket.remove(int(self._order[self._cursor]))
+        self._cursor += 1

@@ -1,0 +1,125 @@
+"""Log on its way from one node to another: cut where batches end, checked where it arrives."""
+
+from __future__ import annotations
+
+from batonmq._core.records import MAGIC, Header
+from batonmq.errors import DataLoss, DataLossDetail
+from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC, CommitLog, PositionRange
+from batonmq_server.storage.core.epochs import EpochHistory
+from batonmq_server.storage.core.recovery import Recovery
+from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
+
+_MAGIC, _FILLER_MAGIC = MAGIC.to_bytes(4, "big"), FILLER_MAGIC.to_bytes(4, "big")
+_LENGTH_FROM = {_MAGIC: 8, _FILLER_MAGIC: 4}
+_HEAD_BYTES = 12
+
+
+def read_whole_batches(
+    log: CommitLog, history: EpochHistory, position: int, bytes_max: int
+) -> bytes:
+    """What is on disk from `position` on: whole batches and fillers of one segment, one epoch.
+
+    Args:
+        bytes_max: About; one batch always fits.
+
+    Raises:
+        DataLoss: what stands there is neither.
+    """
+    if position >= log.synced_position:
+        return b""
+    segment_end = log.segment_end(position)
+    end = min(log.synced_position, segment_end, history.next_start(position) or segment_end)
+    whole, wanted = 0, bytes_max
+    while not whole:  # at most three times: the first batch may be longer than all that was read
+        raw = log.read(position, min(end - position, wanted))
+        whole, wanted = count_whole_bytes(raw, position, segment_end)
+        if not whole and wanted <= len(raw):
+            raise DataLoss(
+                f"the log ends within a batch at {end}", detail=DataLossDetail(position=position)
+            )
+    return raw[:whole]
+
+
+def count_whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int, int]:
+    """How many bytes of the log from `position` on are whole, and how many the next batch has.
+
+    Raises:
+        DataLoss: something else than a batch or filler begins there.
+    """
+    at = 0
+    while at < len(raw):
+        room = segment_end - position - at
+        if room < FILLER.size:
+            return (at + room, 0) if len(raw) - at >= room else (at, room)
+        if len(raw) - at < _HEAD_BYTES and raw[at : at + 4] != _FILLER_MAGIC:
+            return at, _HEAD_BYTES
+        length_from = _LENGTH_FROM.get(raw[at : at + 4])
+        length = 0
+        if length_from is not None:
+            field = raw[at + length_from : at + length_from + 4]
+            length = int.from_bytes(field, "big") if len(field) == 4 else FILLER.size
+        if not 0 < length <= room:
+            raise DataLoss(
+                f"nothing good begins at {position + at}",
+                detail=DataLossDetail(position=position + at),
+            )
+        if at + length > len(raw):
+            return at, length
+        at += length
+    return at, 0
+
+
+def check_received(
+    recovery: Recovery, position: int, data: bytes, segment: PositionRange
+) -> list[tuple[Header, memoryview]]:
+    """The batches in `data`, after the checks of a start, for the end of the log.
+
+    Raises:
+        DataLoss: one is damaged, or does not follow the last one of its queue.
+    """
+    first_position, end = segment
+    if not first_position <= position <= position + len(data) <= end:
+        raise DataLoss(
+            f"{len(data)} bytes at {position} are not in the segment [{first_position}, {end})",
+            detail=DataLossDetail(position=position),
+        )
+    scan = LogScan(_Received(position, data, end), position, len(data))
+    batches = list(scan)
+    after = position + len(data)
+    ends = {after, end} if end - after < FILLER.size else {after}  # a rest that takes nothing
+    if scan.position not in ends or scan.reason != END_OF_LOG:
+        raise DataLoss(
+            f"what the leader sent is wrong at {scan.position}: {scan.reason}",
+            detail=DataLossDetail(position=scan.position),
+        )
+    next_offsets: dict[tuple[int, int], int] = {}
+    for header, _ in batches:
+        key = header.topic_id, header.queue_id
+        expected = next_offsets.get(key)
+        if expected is None:
+            expected = recovery.expected_offset(header)
+        if header.first_offset != expected:
+            raise DataLoss(
+                f"the batch at {header.position} starts at offset {header.first_offset}; queue "
+                f"{header.queue_id} of {header.topic} goes on at {expected}",
+                detail=DataLossDetail(position=header.position),
+            )
+        next_offsets[key] = header.next_offset
+    return batches
+
+
+class _Received:
+    """Bytes of a log, as a scan wants them."""
+
+    def __init__(self, position: int, data: bytes, segment_end: int) -> None:
+        self._position, self._data, self._segment_end = position, data, segment_end
+        self.next_position = position + len(data)
+
+    def segment_end(self, position: int) -> int:
+        return self._segment_end
+
+    def read(self, position: int, bytes_max: int) -> bytes:
+        """What is missing of the segment counts as nothing written."""
+        at = position - self._position
+        wanted = min(bytes_max, self._segment_end - position)
+        return self._data[at : at + wanted].ljust(wanted, b"\0")

@@ -1,0 +1,263 @@
+"""Carries out what retention decides: looks at the disk, gives up queues' heads, removes files.
+
+The order keeps every state good that a crash, or a reader in between, may meet: queues give up
+their messages first; then the floors of those without a safe one are made durable; then the log
+forgets its segments; then these are removed, oldest first. Files of indexes go later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+
+from batonmq._common.clock import Clock
+from batonmq._core.records import HEADER_BYTES, check_stamp, read_header
+from batonmq.errors import BatonError, DiskFull, NotServing
+from batonmq_server.storage.core import floors
+from batonmq_server.storage.core.commitlog import NO_SPACE
+from batonmq_server.storage.core.consumequeue import topic_of
+from batonmq_server.storage.core.files import Disk
+from batonmq_server.storage.core.floors import QueueFloor
+from batonmq_server.storage.core.retention import (
+    CleaningTime,
+    DiskState,
+    DiskUsage,
+    Retention,
+    SealedSegment,
+)
+from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.flusher import InThread
+from batonmq_server.storage.metrics import StorageMetrics
+
+log = logging.getLogger(__name__)
+
+QUEUES_AT_ONCE = 64
+RESERVE = "reserve"
+RESERVE_BYTES = 256 * 1024
+"""Kept so that a checkpoint and floors can be written, and segments removed, on a full disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CleaningBounds:
+    """Which part of the log must be kept, whatever retention decides.
+
+    Attributes:
+        needed_from: Return positions from which the log is still needed, or None. A segment that
+            contains or follows one of them is kept.
+        checkpointed: Return the position of the last checkpoint; a start reads the log from there.
+        checkpoint: Takes a checkpoint; returns False if there was no space for it.
+        wait_until_safe: Waits until everything below a position is safe.
+        is_gone: Whether the topic with this name and id no longer exists.
+        remove_later: Removes index files once no checkpoint refers to them.
+        leader_first_position: First position of the leader's log, which a follower follows; None
+            for a node that decides by itself.
+    """
+
+    needed_from: Sequence[Callable[[], int | None]]
+    checkpointed: Callable[[], int]
+    checkpoint: Callable[[], Awaitable[bool]]
+    wait_until_safe: Callable[[int], Awaitable[None]]
+    is_gone: Callable[[str, int], bool]
+    remove_later: Callable[[Iterable[str]], None]
+    leader_first_position: Callable[[], int | None] = lambda: None
+
+
+class LogCleaner:
+    """Keeps the log within what retention allows.
+
+    Args:
+        interval_ms: Time between two looks at the disk.
+        in_thread: Calls what blocks away from the event loop.
+    """
+
+    def __init__(  # noqa: PLR0913  the parts of a node
+        self,
+        store: Store,
+        disk: Disk,
+        retention: Retention,
+        bounds: CleaningBounds,
+        metrics: StorageMetrics,
+        *,
+        clock: Clock,
+        interval_ms: int,
+        in_thread: InThread,
+    ) -> None:
+        self._store, self._disk, self._retention, self._bounds = store, disk, retention, bounds
+        self._metrics, self._clock, self._in_thread = metrics, clock, in_thread
+        self._interval_ms = interval_ms
+        self._space = (0, 0)
+        self._newest: dict[int, int] = {}
+        self._floors: bytes | None = None
+        self._reserved = False
+        self.one_at_a_time = asyncio.Lock()
+        metrics.disk_used_ratio.set_function(lambda: retention.usage.used_percent / 100)
+        metrics.disk_free_bytes.set_function(lambda: retention.usage.free_bytes)
+        metrics.disk_seconds_until_full.set_function(lambda: retention.seconds_until_full)
+        metrics.disk_state.set_function(lambda: retention.state)
+
+    async def run(self) -> None:
+        """Clean for ever; to be run as one task.
+
+        Raises:
+            OSError: the disk has failed.
+        """
+        while True:
+            try:
+                while await self.clean():
+                    pass
+            except NotServing as error:  # the node becomes something else, or its process ends
+                log.warning("log not cleaned error=%s", error)
+            await asyncio.sleep(self._interval_ms / 1000)
+
+    async def clean(self) -> bool:
+        """One round; whether something was removed, so that the next may begin at once.
+
+        Raises:
+            NotServing: the log can't be written any more, or somebody gave up waiting for it.
+        """
+        async with self.one_at_a_time:
+            return await self._clean()
+
+    async def _clean(self) -> bool:
+        await self.observe()
+        position, written = self._keep_from(), self._store.log.next_position
+        if position > self._bounds.checkpointed() and not await self._bounds.checkpoint():
+            await self._in_thread(self._free_reserve, None)
+            await self._bounds.checkpoint()
+        position = min(position, self._bounds.checkpointed())
+        ends = [end for _, end in self._store.log.sealed() if end <= position]
+        if not ends:
+            return False
+        # Nobody needs these segments because of what the log says: a delivery, or a later place.
+        await self._bounds.wait_until_safe(written)
+        await self._remove(ends[-1])
+        await self.observe()
+        return True
+
+    async def observe(self) -> None:
+        """Look at the disk."""
+        before = self._retention.state
+        await self._in_thread(self._measure, None)
+        unwritten = self._store.log.end_position - self._store.log.next_position
+        state = self._retention.observe(
+            DiskUsage(*self._space), unwritten, self._clock.monotonic_ms()
+        )
+        if state is not before:
+            usage = self._retention.usage
+            log.log(
+                logging.WARNING if state > max(before, DiskState.OK) else logging.INFO,
+                "disk state state=%s was=%s used_percent=%.1f free_bytes=%d",
+                state.name,
+                before.name,
+                usage.used_percent,
+                usage.free_bytes,
+            )
+
+    def _measure(self, _: None) -> None:
+        if not self._reserved and self._retention.state is not DiskState.FULL:
+            with suppress(DiskFull):
+                if not self._disk.load(RESERVE):
+                    self._disk.remove(RESERVE)  # empty, if a crash came while it was made
+                    self._disk.create(RESERVE, RESERVE_BYTES).close()
+                self._reserved = True
+        self._space = self._disk.space()
+
+    def _moment(self) -> CleaningTime:
+        unix_ms = self._clock.unix_ms()
+        return CleaningTime(unix_ms, datetime.fromtimestamp(unix_ms / 1000).astimezone().hour)
+
+    def _keep_from(self) -> int:
+        """Position from which the log is to be kept."""
+        log = self._store.log
+        sealed = self._removable()
+        if not sealed:
+            return log.first_position
+        first_position = self._bounds.leader_first_position()
+        if first_position is not None:
+            ends = (segment.next_position for segment in sealed)
+            return max((end for end in ends if end <= first_position), default=log.first_position)
+        log_bytes = log.end_position - log.first_position
+        return self._retention.keep_from(sealed, log_bytes, self._moment(), self._newest_in)
+
+    def _removable(self) -> list[SealedSegment]:
+        """SealedSegment segments before the first that somebody needs."""
+        positions = [position() for position in self._bounds.needed_from]
+        needed_from = min((p for p in positions if p is not None), default=math.inf)
+        sealed = (SealedSegment(*segment) for segment in self._store.log.sealed())
+        return [segment for segment in sealed if segment.next_position <= needed_from]
+
+    def _newest_in(self, segment: SealedSegment) -> int:
+        """Store time of the batch behind the segment, or of a later one: none in it is younger."""
+        position = segment.next_position
+        if position not in self._newest:
+            try:
+                head = self._store.log.read(position, HEADER_BYTES)
+                header = read_header(head)
+                check_stamp(head)
+                self._newest[position] = header.store_unix_ms
+            except BatonError as error:
+                log.error("segment without a good first batch position=%d %s", position, error)
+                self._newest[position] = self._store.store_unix_ms
+        return self._newest[position]
+
+    async def _remove(self, position: int) -> None:
+        store = self._store
+        paths = await self._give_up(position)
+        await self._write_floors()
+        self._bounds.remove_later([*paths, *store.keys.drop_before(position)])
+        segments = store.log.drop_before(position)
+        self._newest = {at: time for at, time in self._newest.items() if at > position}
+        for path in segments:
+            await self._in_thread(self._disk.remove, path)
+        self._metrics.removed_segments.inc(len(segments))
+        log.info(
+            "log cleaned first_position=%d segments=%d state=%s",
+            position,
+            len(segments),
+            self._retention.state.name,
+        )
+
+    async def _give_up(self, position: int) -> list[str]:
+        """Let the queues give up what lies before `position`; files that hold nothing now."""
+        paths: list[str] = []
+        for number, (key, queue) in enumerate(list(self._store.queues.items()), start=1):
+            paths += queue.trim_before(position)
+            empty = queue.first_offset == queue.next_offset
+            if empty and self._bounds.is_gone(topic_of(queue.folder), key[0]):
+                self._store.forget_queue(key)
+                paths.append(queue.folder)
+            if number % QUEUES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return paths
+
+    async def _write_floors(self) -> None:
+        """Make durable where the queues go on of which the log holds nothing that is safe."""
+        content = floors.encode(
+            [
+                QueueFloor(topic_of(queue.folder), *key, queue.first_offset)
+                for key, queue in self._store.queues.items()
+                if queue.first_offset >= max(queue.visible_offset, 1)
+            ]
+        )
+        if content == self._floors:
+            return
+        await self._in_thread(self._replace_floors, content)
+        self._floors = content
+
+    def _replace_floors(self, content: bytes) -> None:
+        try:
+            self._disk.replace(floors.PATH, content)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._free_reserve(None)
+            self._disk.replace(floors.PATH, content)
+
+    def _free_reserve(self, _: None) -> None:
+        self._disk.remove(RESERVE)
+        self._reserved = False

@@ -1,0 +1,197 @@
+"""The replication loop of a follower: fetch the leader's log, write it durably, fetch again.
+
+Each fetch tells the leader the end of the follower's log. Where the two logs differ, the follower
+cuts its own log. If the leader has already removed what the follower needs, the follower discards
+its copy and starts at the leader's first position. It never returns to an older epoch. Received
+bytes are checked like a log at recovery before any of them is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TypeAlias
+
+import grpc.aio
+
+from baton.storage.v1 import replication_service_pb2 as pb
+from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
+from batonmq._common.backoff import Backoff
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDetail
+from batonmq_server.runtime.peers import Peer
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.storage.components import StorageComponents
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core import checkpoint
+from batonmq_server.storage.core.commitlog import NO_SPACE, PositionRange
+from batonmq_server.storage.core.epochs import EpochHistory, read_history
+from batonmq_server.storage.core.log_transfer import check_received
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.node import LogStart
+
+log = logging.getLogger(__name__)
+
+ReplicationPeer: TypeAlias = "Peer[pb_grpc.ReplicationServiceAsyncStub]"
+CALL_TIMEOUT_S = 5.0
+_BACKOFF = Backoff(first_ms=50, delay_ms_max=500)
+
+
+class LogFollower:
+    """Keeps this node's copy like the leader's.
+
+    Attributes:
+        first_position: Of the leader's log, by its last answer.
+    """
+
+    def __init__(
+        self,
+        copy: LogCopy,
+        peer: ReplicationPeer,
+        settings: StorageSettings,
+        runtime: Runtime,
+        stuck: Stuck,
+    ) -> None:
+        self._copy, self._peer, self._runtime, self._stuck = copy, peer, runtime, stuck
+        self._node_id, self._broker = settings.node_id, settings.broker_name
+        self._hold_ms = settings.replica_policy.hold_ms
+        self.first_position = 0
+        self._last_answer_ms: int | None = None
+
+    def is_connected(self) -> bool:
+        """Whether the leader has answered lately."""
+        now_ms = self._runtime.clock.monotonic_ms()
+        return (
+            self._last_answer_ms is not None and now_ms - self._last_answer_ms < 2 * self._hold_ms
+        )
+
+    async def run(self) -> None:
+        """Follow for ever; waits while this node writes by itself. To be run as one task."""
+        failures = 0
+        while True:
+            try:
+                await self._step()
+                self._stuck.passed()
+                failures = 0
+            except OSError as error:
+                self._copy.fail(error)
+            except BatonError as error:
+                self._stuck.met(error)
+                level = logging.WARNING if failures in (10, 1_000) else logging.DEBUG
+                log.log(level, "not following position=%s error=%s", self._copy.position, error)
+                delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)
+                await asyncio.sleep(delay_ms / 1000)
+                failures += 1
+
+    async def _step(self) -> None:
+        async with self._copy.writing:
+            await self._copy.recover()
+            components = self._copy.components
+            history, end = components.node.history, components.node.store.log.next_position
+        request = pb.FetchRequest(
+            node_id=self._node_id,
+            broker=self._broker,
+            position=end,
+            history=[pb.EpochStart(epoch=epoch, position=at) for epoch, at in history.starts],
+            hold_ms=self._hold_ms,
+            problem=self._stuck.problem,
+        )
+        try:
+            answer = await self._peer.stub().Fetch(
+                request, timeout=self._hold_ms / 1000 + CALL_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if answer.epoch < history.epoch:
+            raise OldEpoch(
+                f"the leader has epoch {answer.epoch}, this node {history.epoch}",
+                detail=OldEpochDetail(epoch=answer.epoch, current=history.epoch),
+            )
+        theirs = read_history((start.epoch, start.position) for start in answer.history)
+        async with self._copy.writing:
+            now = self._copy.components.node
+            if now is not components.node or (now.history, now.store.log.next_position) != (
+                history,
+                end,
+            ):
+                return  # it was leader meanwhile
+            self._last_answer_ms = self._runtime.clock.monotonic_ms()
+            await self._obey(components, answer, theirs)
+
+    async def _obey(
+        self, components: StorageComponents, answer: pb.FetchResponse, theirs: EpochHistory
+    ) -> None:
+        log_, position = components.node.store.log, answer.position
+        segment = (answer.segment_position, answer.segment_position + answer.segment_bytes)
+        damaged_from = components.damage.first_damaged_position
+        if damaged_from is not None and damaged_from >= log_.first_position:
+            # There is a leader from which to fetch it anew.
+            await self._copy.cut(damaged_from, damaged=True)
+        elif answer.HasField("floors"):
+            await self._copy.reset(LogStart(answer.floors, segment, theirs.truncated(position)))
+            if (known := checkpoint.decode(answer.producers)) is not None:
+                self._copy.components.node.store.producers.load(known.producers)
+        elif position < log_.first_position:
+            await self._copy.reset(LogStart())
+        elif position < log_.next_position:
+            await self._copy.cut(position)
+        elif position > log_.next_position:
+            raise DataLoss(f"the leader sent {position} after {log_.next_position}")
+        else:
+            self.first_position = answer.first_position
+            await self._adopt(components, theirs)
+            if answer.data:
+                await self._write(components, answer.data, segment)
+            components.flusher.confirmed(min(answer.confirmed_position, log_.next_position))
+            await self._settle(components, answer)
+
+    async def _adopt(self, components: StorageComponents, theirs: EpochHistory) -> None:
+        """Take over the epochs that this log has all of that was written before them."""
+        node = components.node
+        adopted = theirs.truncated(node.store.log.next_position)
+        await self._keep(components, replace(adopted, damaged=node.history.damaged))
+
+    async def _settle(self, components: StorageComponents, answer: pb.FetchResponse) -> None:
+        """Once nothing that was confirmed is missing any more, this node may be leader again."""
+        node = components.node
+        whole = node.store.log.synced_position >= answer.confirmed_position
+        if node.history.damaged and node.history.epoch == answer.epoch and whole:
+            log.info("copy is whole again position=%d", node.store.log.next_position)
+            await self._keep(components, replace(node.history, damaged=False))
+
+    async def _keep(self, components: StorageComponents, history: EpochHistory) -> None:
+        if history == components.node.history:
+            return
+        try:
+            await self._copy.in_thread(components.node.keep, history)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise DiskFull("no space on disk for the epochs of the log") from error
+
+    async def _write(
+        self, components: StorageComponents, data: bytes, segment: PositionRange
+    ) -> None:
+        """Write what the leader has sent, and let everything that is derived from it follow.
+
+        Raises:
+            DataLoss, DiskFull: nothing was written.
+            OSError: the disk has failed.
+        """
+        components.flusher.check()
+        recovery, log_ = components.node.recovery, components.node.store.log
+        batches = check_received(recovery, log_.next_position, data, segment)
+        try:
+            log_.copy(data, segment)
+        except OSError as error:
+            components.flusher.fail(error)
+            raise
+        try:
+            for header, batch in batches:
+                recovery.take(header, batch)
+        except Exception as error:
+            components.flusher.fail(error)  # log and indexes may disagree: recovery has to look
+            raise
+        await components.flusher.sync()

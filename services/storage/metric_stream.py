@@ -1,0 +1,141 @@
+"""What a storage node tells live: appends, deliveries, times, its disk; gathered about once a
+second.
+
+Nothing is told of the topic of the metrics themselves, or of syncs that only it has caused: else
+telling would be news, and an idle cluster would never rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+from baton.common.v1 import queue_pb2
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._core.names import METRICS_TOPIC
+from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.latencies import Latencies, Timed
+from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDelivery, ReportedRange
+from batonmq_server.storage.core.retention import DiskUsage
+from batonmq_server.storage.core.store import ReadResult
+from batonmq_server.storage.long_polls import QueueOwner
+
+VOLUME_INTERVAL_S = 10.0
+APPEND = Timed(pb.Latency.OPERATION_APPEND)
+FSYNC = Timed(pb.Latency.OPERATION_FSYNC)
+REPLICATION = Timed(pb.Latency.OPERATION_REPLICATION)
+PULL = Timed(pb.Latency.OPERATION_PULL)
+
+
+class StorageMetricStream:
+    """Of one process. Callers ask `hub.watched` first.
+
+    Args:
+        broker: Name of the replica set, or of a node without replicas.
+
+    Attributes:
+        usage: Of the disk; nothing as long as nobody has looked.
+    """
+
+    def __init__(self, hub: EventHub, broker: str) -> None:
+        self.hub, self._broker = hub, broker
+        self.usage: Callable[[], DiskUsage] = lambda: DiskUsage(0, 0)
+        self._appended: dict[tuple[str, int], tuple[int, int, int]] = {}
+        self._delivered: dict[tuple[QueueOwner, str], DeliveredRange] = {}
+        self._closed: list[tuple[QueueOwner, str, DeliveredRange]] = []
+        self._latencies = Latencies()
+        self._volume_due_s = 0.0
+        hub.gatherers.append(self._events)
+
+    def now_s(self) -> float:
+        """For `took`."""
+        return asyncio.get_running_loop().time()
+
+    def observe_since(self, what: Timed, begin_s: float) -> None:
+        """Something has ended that had begun then."""
+        self.observe_us(what, int((self.now_s() - begin_s) * 1e6))
+
+    def observe_us(self, what: Timed, us: int) -> None:
+        """Something took so long."""
+        if self.hub.watched:
+            self._latencies.add(what, us)
+
+    def appended(self, topic: str, queue_id: int, sums: tuple[int, int, int]) -> None:
+        """A queue has grown: by so many messages and bytes, to this next offset."""
+        if topic == METRICS_TOPIC:
+            return
+        count, size, next_offset = sums
+        before = self._appended.get((topic, queue_id), (0, 0, 0))
+        self._appended[topic, queue_id] = (
+            before[0] + count,
+            before[1] + size,
+            max(before[2], next_offset),
+        )
+
+    def delivered(
+        self,
+        owner: QueueOwner,
+        client_id: str,
+        offset: int,
+        reading: ReadResult,
+        redelivered: Sequence[queue_pb2.OffsetRange],
+    ) -> None:
+        """A pull from `offset` on is answered with `reading`."""
+        step = PullDelivery(
+            first_offset=offset,
+            next_offset=reading.next_offset,
+            kept=reading.kept,
+            lost_count=reading.lost_count,
+            redelivered_count=sum(one.next_offset - one.first_offset for one in redelivered),
+            byte_count=sum(map(len, reading.batches)),
+        )
+        known = self._delivered.get((owner, client_id))
+        if known is None:
+            self._delivered[owner, client_id] = DeliveredRange(step)
+        elif not known.extend(step):
+            self._closed.append((owner, client_id, known))
+            self._delivered[owner, client_id] = DeliveredRange(step)
+
+    def _events(self) -> Iterator[pb.MetricEvent]:
+        appended, self._appended = self._appended, {}
+        for (topic, queue_id), (count, size, next_offset) in appended.items():
+            queue = queue_pb2.QueueRef(topic=topic, broker=self._broker, queue_id=queue_id)
+            yield pb.MetricEvent(
+                queue=queue_pb2.GroupQueue(queue=queue),
+                appended=pb.Appended(message_count=count, byte_count=size, next_offset=next_offset),
+            )
+        closed, self._closed = self._closed, []
+        delivered, self._delivered = self._delivered, {}
+        for owner, client_id, range_ in [*closed, *((*key, r) for key, r in delivered.items())]:
+            for told in range_.reports():
+                yield _delivered(owner, client_id, told)
+        if not appended:
+            self._latencies.forget(FSYNC.operation)
+            self._latencies.forget(REPLICATION.operation)
+        yield from self._latencies.events()
+        usage, now_s = self.usage(), self.now_s()
+        if usage.bytes_count and now_s >= self._volume_due_s:
+            self._volume_due_s = now_s + VOLUME_INTERVAL_S
+            yield pb.MetricEvent(
+                volume_state=pb.VolumeState(
+                    used_bytes=usage.used_bytes, free_bytes=usage.free_bytes
+                )
+            )
+
+
+def _delivered(owner: QueueOwner, client_id: str, told: ReportedRange) -> pb.MetricEvent:
+    range_ = queue_pb2.OffsetRange(first_offset=told.first_offset, next_offset=told.next_offset)
+    return pb.MetricEvent(
+        queue=owner.queue(),
+        delivered=pb.DeliveredRange(
+            range=range_,
+            token=owner.token,
+            message_count=told.message_count,
+            filtered_count=told.filtered_count,
+            client_id=client_id,
+            redelivered_count=told.redelivered_count,
+            byte_count=told.byte_count,
+            runs=told.runs,
+            lost_count=told.lost_count,
+        ),
+    )

@@ -1,0 +1,64 @@
+"""The background scrub: reads the log again and again, slowly, and reports what has rotted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from batonmq_server.storage.core.scrub import LogScrub, ScrubRange
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.flusher import InThread, in_thread
+from batonmq_server.storage.node import StorageNode
+
+log = logging.getLogger(__name__)
+
+ROUND_INTERVAL_S = 600
+"""A round does not begin earlier than so long after the one before has ended."""
+
+
+class Scrubber:
+    """Checks everything that is safe on disk, round by round.
+
+    Args:
+        bytes_per_s: Not faster than this; 0 for not at all.
+        in_thread: Makes the blocking call that reads.
+    """
+
+    def __init__(
+        self,
+        node: StorageNode,
+        damage: DamageTracker,
+        *,
+        bytes_per_s: int,
+        in_thread: InThread = in_thread,
+    ) -> None:
+        self._scrub = LogScrub(node.disk, node.store.log)
+        self._damage, self._bytes_per_s, self._in_thread = damage, bytes_per_s, in_thread
+
+    @property
+    def position(self) -> int:
+        """How far the present round has come."""
+        return self._scrub.position
+
+    async def run(self) -> None:
+        """LogScrub for ever; to be run as one task.
+
+        Raises:
+            OSError: the disk can't be read.
+        """
+        while self._bytes_per_s:
+            while (range_ := self._scrub.next_range()) is not None:
+                begin = range_.position
+                await self.check(range_)
+                await asyncio.sleep((range_.position - begin) / self._bytes_per_s)
+            await asyncio.sleep(ROUND_INTERVAL_S)
+
+    async def check(self, range_: ScrubRange) -> None:
+        """Check one range_, and report what is damaged."""
+        try:
+            await self._in_thread(self._scrub.check, range_)
+        except FileNotFoundError:  # retention was faster
+            range_.position = range_.segment_end_position
+        for position, detail in range_.damaged.items():
+            self._damage.report_batch(position, detail)
+        self._scrub.checked(range_)

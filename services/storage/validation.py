@@ -1,0 +1,186 @@
+"""Reads the requests: limits and names as the proto's comments have them, defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import query_service_pb2 as query_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._core.names import check_broker, check_group, check_offsets_set, check_topic
+from batonmq._core.subscription import SqlFilter, parse_filter
+from batonmq.errors import InvalidArgument, LimitExceeded, WrongBroker
+from batonmq_server.storage.core.store import ReadSpec
+from batonmq_server.storage.core.tag_filter import HashFilter
+from batonmq_server.storage.long_polls import QueueOwner
+
+APPEND_BATCHES_MAX = 1_024
+APPEND_BYTES_MAX = 32 * 1024 * 1024
+PULL_BYTES_MAX = 4 * 1024 * 1024
+PULL_BYTES_DEFAULT = 1024 * 1024
+PULL_MESSAGES_MAX = 65_535
+PULL_MESSAGES_DEFAULT = 1_000
+HOLD_MS_MAX = 30_000
+QUERY_QUEUES_MAX = 10_000
+QUEUE_ID_MAX = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPull:
+    """A pull whose fields are all in range.
+
+    Attributes:
+        progress: Acks that ride along; for offsets to check.
+        client_id: Who says to pull; only told, never trusted.
+    """
+
+    owner: QueueOwner
+    spec: ReadSpec
+    hold_ms: int
+    offsets_epoch: int
+    subscription_generation: int
+    progress: offsets_pb.Acks | None
+    offsets_set: str
+    client_id: str = ""
+
+
+def parse_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
+    """The batches of a request, each still to be checked.
+
+    Raises:
+        InvalidArgument: there are none, or a durability that this node can't reach.
+        LimitExceeded: too many, or too many bytes.
+    """
+    batches = list(request.batches)
+    check_batches(batches)
+    if request.durability not in (
+        pb.DURABILITY_UNSPECIFIED,
+        pb.DURABILITY_MEMORY,
+        pb.DURABILITY_FSYNCED,
+        pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_UNSPECIFIED,
+    ):
+        raise InvalidArgument(
+            f"durability {request.durability} can't be reached by a node without replicas",
+            facts={"field": "durability"},
+        )
+    return batches
+
+
+def check_batches(batches: Sequence[bytes]) -> None:
+    """Check how many batches a request has, and how long they are together.
+
+    Raises:
+        InvalidArgument: there are none.
+        LimitExceeded: too many, or too many bytes.
+    """
+    if not batches:
+        raise InvalidArgument("a request needs a batch", facts={"field": "batches"})
+    check_limit("batches", len(batches), APPEND_BATCHES_MAX)
+    check_limit("bytes", sum(map(len, batches)), APPEND_BYTES_MAX)
+
+
+def parse_pull(request: pb.PullRequest, broker: str) -> ParsedPull:
+    """A pull, checked against everything but the state of topic and queue.
+
+    Raises:
+        InvalidArgument, InvalidName, LimitExceeded, BadExpression, WrongBroker: it is refused.
+    """
+    if not request.HasField("queue"):
+        raise InvalidArgument("a pull names a queue", facts={"field": "queue"})
+    check_group(request.queue.group)
+    queue = check_queue_name(request.queue.queue, broker)
+    _check_least("token", request.token, 0)
+    _check_least("offsets_epoch", request.offsets_epoch, 0)
+    _check_least("subscription_generation", request.subscription_generation, 0)
+    check_limit("hold_ms", request.hold_ms, HOLD_MS_MAX)
+    return ParsedPull(
+        QueueOwner(request.queue.group, queue.topic, broker, queue.queue_id, request.token),
+        parse_read(request),
+        request.hold_ms,
+        request.offsets_epoch,
+        request.subscription_generation,
+        request.progress if request.HasField("progress") else None,
+        check_offsets_set(request.offsets_set) if request.offsets_set else "",
+        request.client_id,
+    )
+
+
+def parse_read(request: pb.PullRequest | query_pb.ReadRequest) -> ReadSpec:
+    """What a request wants to read, defaults filled in.
+
+    Raises:
+        InvalidArgument, LimitExceeded, BadExpression: a field is out of range.
+    """
+    _check_least("offset", request.offset, 0)
+    check_limit("bytes_max", request.bytes_max, PULL_BYTES_MAX)
+    check_limit("messages_max", request.messages_max, PULL_MESSAGES_MAX)
+    return ReadSpec(
+        request.offset,
+        request.bytes_max or PULL_BYTES_DEFAULT,
+        request.messages_max or PULL_MESSAGES_DEFAULT,
+        filter_of(request.expression),
+    )
+
+
+def parse_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.QueueRef]:
+    """The queues of a request, each still to be checked.
+
+    Raises:
+        InvalidArgument: there are none.
+        LimitExceeded: too many.
+    """
+    queues = list(request.queues)
+    if not queues:
+        raise InvalidArgument("a request needs a queue", facts={"field": "queues"})
+    check_limit("queues", len(queues), QUERY_QUEUES_MAX)
+    return queues
+
+
+def check_queue_name(queue: queue_pb2.QueueRef, broker: str) -> queue_pb2.QueueRef:
+    """`queue`, if it may be a queue of this node.
+
+    Raises:
+        InvalidName, LimitExceeded: a field is out of range.
+        WrongBroker: it names another node.
+    """
+    check_topic(queue.topic)
+    check_broker(queue.broker)
+    check_limit("queue_id", queue.queue_id, QUEUE_ID_MAX)
+    if queue.broker != broker:
+        raise WrongBroker(
+            f"this is broker {broker}, not {queue.broker}",
+            facts={"asked": queue.broker, "actual": broker},
+        )
+    return queue
+
+
+@lru_cache(maxsize=1_024)
+def filter_of(expression: str) -> HashFilter | SqlFilter:
+    """How this node filters by `expression`.
+
+    Raises:
+        BadExpression, LimitExceeded: it means nothing.
+    """
+    found = parse_filter(expression)
+    return found if isinstance(found, SqlFilter) else HashFilter(found.hashes)
+
+
+def check_limit(field: str, actual: int, most: int) -> None:
+    """Refuse a field that is larger than `most`.
+
+    Raises:
+        LimitExceeded: it is.
+    """
+    if actual > most:
+        raise LimitExceeded(
+            f"{field} is {actual}; the limit is {most}",
+            facts={"field": field, "limit": most, "actual": actual},
+        )
+
+
+def _check_least(field: str, actual: int, least: int) -> None:
+    if actual < least:
+        raise InvalidArgument(f"{field} {actual} is below {least}", facts={"field": field})

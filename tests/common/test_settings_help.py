@@ -1,0 +1,59 @@
+"""Goal: a setting is told with its meaning, its value and the place of it, also when it is wrong.
+
+Method: settings of nothing that exists, with files and environments made here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from batonmq._process.config import Settings
+from batonmq._process.settings_help import settings_help
+
+
+class Lamp(Settings):
+    """Settings of nothing that exists."""
+
+    node_id: str
+    """Its name."""
+    warm_ms: int = Field(60, ge=1, le=1_000)
+    """How long it takes,
+    at most."""
+
+
+def test_values_come_from_environment_file_or_nowhere(tmp_path: Path) -> None:
+    file = tmp_path / "lamp.toml"
+    file.write_text('node_id = "file"\nlog_level = "DEBUG"\n')
+    env = {"BATON_LAMP_CONFIG_FILE": str(file), "BATON_LAMP_NODE_ID": "env", "OTHER": "x"}
+    settings, problems = settings_help(Lamp, "BATON_LAMP", env)
+    found = {setting.name: setting for setting in settings}
+    assert problems == ()
+    assert (found["node_id"].value, found["node_id"].source) == ("env", "environment")
+    assert (found["log_level"].value, found["log_level"].source) == ("DEBUG", str(file))
+    warm = found["warm_ms"]
+    assert (warm.variable, warm.value, warm.source) == ("BATON_LAMP_WARM_MS", "60", "default")
+    assert (warm.unit, warm.allowed) == ("ms", "≥ 1, ≤ 1,000")
+    assert warm.meaning == "How long it takes, at most."
+
+
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    settings, problems = settings_help(
+        Lamp, "BATON_LAMP", {"BATON_LAMP_WARM_MS": "0", "BATON_LAMP_X": ""}
+    )
+    assert [problem.place for problem in problems] == [
+        "BATON_LAMP_X", "BATON_LAMP_NODE_ID", "BATON_LAMP_WARM_MS",
+    ]  # fmt: skip
+    found = {setting.name: setting for setting in settings}
+    assert (found["node_id"].value, found["node_id"].default, found["node_id"].source) == (
+        None, None, "",
+    )  # fmt: skip
+    assert (found["warm_ms"].value, found["warm_ms"].source) == ("0", "environment")
+
+
+def test_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    env = {"BATON_LAMP_CONFIG_FILE": str(tmp_path / "absent.toml")}
+    settings, problems = settings_help(Lamp, "BATON_LAMP", env)
+    assert [problem.place for problem in problems] == ["BATON_LAMP_CONFIG_FILE"]
+    assert {setting.source for setting in settings} == {"default", ""}

@@ -1,0 +1,327 @@
+"""The producer's books of one queue.
+
+Goal: batches leave in order, one at a time, with sequences that leave no gap and are never given
+to two different batches that may both be stored.
+Method: stories by hand, then a Hypothesis state machine against a storage node that is a list and
+judges sequences as the real one does (`batonmq_server.storage.core.producers`), while requests and
+answers get lost.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from batonmq._core.queue_sender import Batch, QueueSender
+from batonmq._core.queues import QueueRef
+from batonmq._core.records import (
+    BatchBuilder,
+    Header,
+    Message,
+    check_batch,
+    decode_records,
+    encode_record,
+    read_header,
+)
+from batonmq.errors import BatonError
+from batonmq_server.storage.core.producers import ProducerTable, StoreReceipt
+
+QUEUE = QueueRef("orders", "broker-a", 3)
+PRODUCER_ID = 77
+BYTES_MAX, COUNT_MAX = 10_000, 4
+
+
+def new_sender() -> QueueSender[str]:
+    return QueueSender(QUEUE, PRODUCER_ID, BYTES_MAX, COUNT_MAX)
+
+
+def submit(sender: QueueSender[str], body: bytes, monotonic_ms: int = 0) -> Batch[str]:
+    """What the producer does with a message."""
+    message = Message(body)
+    record = encode_record(message)
+    batch = sender.open_batch(len(record)) or sender.begin_batch(f"of {body!r}", monotonic_ms)
+    batch.builder.add(message, record)
+    return batch
+
+
+def bodies(batch: bytes) -> list[bytes]:
+    header = read_header(batch)
+    return [record.body for record in decode_records(batch, header, range(header.count))]
+
+
+def send(sender: QueueSender[str]) -> Header:
+    return read_header(sender.take(1_000).encoded)
+
+
+# ---- after a loss
+
+
+def test_what_follows_a_lost_batch_is_sent_again_in_a_new_epoch() -> None:
+    sender = new_sender()
+    for body in (b"lost", b"next"):
+        submit(sender, body)
+        first = send(sender)
+        if body == b"lost":
+            sender.stored()
+    assert (first.producer_epoch, first.sequence) == (0, 1)
+    sender.again(anew=True)
+    sender.backing_off = False
+    second = send(sender)
+    assert (second.producer_epoch, second.sequence) == (1, 0)
+    assert sender.in_flight is not None
+    assert bodies(sender.in_flight.encoded) == [b"next"]
+
+
+# ---- batches
+
+
+def test_messages_that_wait_share_a_batch() -> None:
+    sender = new_sender()
+    assert submit(sender, b"1") is submit(sender, b"2")
+    batch = sender.take(1_234)
+    header = check_batch(batch.encoded, stamped=False)
+    assert bodies(batch.encoded) == [b"1", b"2"]
+    assert (header.topic, header.queue_id, header.born_unix_ms) == ("orders", 3, 1_234)
+    assert (header.producer_id, header.producer_epoch, header.sequence) == (PRODUCER_ID, 0, 0)
+
+
+def test_add_tells_the_place_in_the_batch() -> None:
+    sender = new_sender()
+    batch = sender.begin_batch("", 0)
+    message = Message(b"x")
+    assert [batch.builder.add(message, encode_record(message)) for _ in range(3)] == [0, 1, 2]
+
+
+def test_batch_with_the_most_messages_takes_no_more() -> None:
+    sender = new_sender()
+    batches = [submit(sender, b"x") for _ in range(COUNT_MAX + 1)]
+    assert len({id(batch) for batch in batches}) == 2
+    assert batches[-1] is not batches[0]
+
+
+def test_batch_takes_no_message_beyond_its_bytes() -> None:
+    sender = new_sender()
+    first = submit(sender, bytes(BYTES_MAX // 2))
+    assert submit(sender, bytes(BYTES_MAX // 2)) is not first
+
+
+def test_message_larger_than_a_batch_travels_alone() -> None:
+    sender = new_sender()
+    large = submit(sender, bytes(2 * BYTES_MAX))
+    assert submit(sender, b"small") is not large
+    assert bodies(sender.take(0).encoded) == [bytes(2 * BYTES_MAX)]
+
+
+def test_only_one_batch_is_in_flight() -> None:
+    sender = new_sender()
+    submit(sender, b"1")
+    assert sender.ready
+    send(sender)
+    submit(sender, b"2")
+    assert not sender.ready
+    sender.stored()
+    assert sender.ready
+
+
+def test_batch_in_flight_takes_no_message() -> None:
+    sender = new_sender()
+    first = submit(sender, b"1")
+    send(sender)
+    assert submit(sender, b"2") is not first
+
+
+def test_sequence_counts_stored_messages() -> None:
+    sender = new_sender()
+    sequences = []
+    for count in (1, 3, 2):
+        for _ in range(count):
+            submit(sender, b"x")
+        sequences.append(send(sender).sequence)
+        sender.stored()
+    assert sequences == [0, 1, 4]
+
+
+# ---- outcomes
+
+
+def test_again_sends_the_same_bytes_before_all_others() -> None:
+    sender = new_sender()
+    submit(sender, b"1")
+    first = sender.take(1_000).encoded
+    sender.again()
+    submit(sender, b"2")
+    assert not sender.ready, "it backs off"
+    assert sender.failures == 1
+    sender.backing_off = False
+    assert sender.take(9_999).encoded == first
+    sender.again()
+    assert sender.failures == 2
+    sender.backing_off = False
+    sender.take(0)
+    sender.stored()
+    assert sender.failures == 0
+    assert bodies(sender.take(0).encoded) == [b"2"]
+
+
+def test_refused_batch_leaves_its_sequence_to_the_next() -> None:
+    sender = new_sender()
+    batch = submit(sender, b"1")
+    send(sender)
+    submit(sender, b"2")
+    assert sender.refused() is batch
+    header = send(sender)
+    assert (header.producer_epoch, header.sequence) == (0, 0)
+
+
+def test_batch_refused_after_a_try_without_answer_may_be_stored_and_keeps_its_sequence() -> None:
+    sender = new_sender()
+    submit(sender, b"1")
+    send(sender)
+    sender.again()
+    sender.backing_off = False
+    send(sender)
+    sender.refused()
+    submit(sender, b"2")
+    header = send(sender)
+    assert (header.producer_epoch, header.sequence) == (1, 0)
+
+
+def test_batch_of_unknown_fate_begins_a_new_epoch() -> None:
+    sender = new_sender()
+    batch = submit(sender, b"1")
+    send(sender)
+    submit(sender, b"2")
+    assert sender.unknown() is batch
+    header = send(sender)
+    assert (header.producer_epoch, header.sequence) == (1, 0)
+
+
+def test_expire_drops_what_was_begun_in_time_and_never_sent() -> None:
+    sender = new_sender()
+    sent = submit(sender, bytes(BYTES_MAX), 10)
+    late = submit(sender, bytes(BYTES_MAX), 20)
+    young = submit(sender, bytes(BYTES_MAX), 21)
+    sender.take(0)
+    sender.again()
+    assert sender.expire(20) == [late]
+    sender.backing_off = False
+    assert sender.take(0) is sent, "it may be stored already"
+    sender.stored()
+    assert sender.take(0) is young
+
+
+def test_drop_gives_everything_back() -> None:
+    sender = new_sender()
+    first = submit(sender, b"1")
+    send(sender)
+    second = submit(sender, b"2")
+    assert sender.drop() == [first, second]
+    assert sender.idle
+
+
+def test_idle_only_with_nothing_waiting_or_in_flight() -> None:
+    sender = new_sender()
+    assert sender.idle
+    submit(sender, b"1")
+    assert not sender.idle
+    send(sender)
+    assert not sender.idle
+    sender.stored()
+    assert sender.idle
+
+
+# ---- model
+
+
+class LossyStorage(RuleBasedStateMachine):
+    """One queue, a storage node that is a list, and a network that loses requests and answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sender = new_sender()
+        self.table = ProducerTable()
+        self.log: list[bytes] = []
+        self.count = 0
+        self.confirmed: dict[bytes, int] = {}
+        self.refused: set[bytes] = set()
+
+    def store(self, encoded: bytes) -> StoreReceipt | BatonError:
+        header = read_header(encoded)
+        try:
+            earlier = self.table.check(header, (1, 3))
+        except BatonError as error:
+            return error
+        if earlier is not None:
+            return earlier
+        receipt = StoreReceipt(len(self.log), 0, 0, 0)
+        self.table.record(header, (1, 3), receipt)
+        self.log += bodies(encoded)
+        return receipt
+
+    @rule(count=st.integers(1, 6))
+    def submit(self, count: int) -> None:
+        for _ in range(count):
+            submit(self.sender, b"%d" % self.count)
+            self.count += 1
+
+    @precondition(lambda self: self.sender.ready)
+    @rule()
+    def stored_and_answered(self) -> None:
+        batch = self.sender.take(0)
+        outcome = self.store(batch.encoded)
+        assert isinstance(outcome, StoreReceipt), outcome
+        self.sender.stored()
+        for index, body in enumerate(bodies(batch.encoded)):
+            self.confirmed[body] = outcome.first_offset + index
+
+    @precondition(lambda self: self.sender.ready)
+    @rule(arrives=st.booleans())
+    def no_answer(self, arrives: bool) -> None:
+        batch = self.sender.take(0)
+        if arrives:
+            assert isinstance(self.store(batch.encoded), StoreReceipt)
+        self.sender.again()
+        self.sender.backing_off = False
+
+    @precondition(lambda self: self.sender.ready)
+    @rule(arrives=st.booleans())
+    def no_answer_till_the_timeout(self, arrives: bool) -> None:
+        batch = self.sender.take(0)
+        if arrives:
+            assert isinstance(self.store(batch.encoded), StoreReceipt)
+        self.sender.unknown()
+
+    @precondition(lambda self: self.sender.ready)
+    @rule()
+    def refused_for_good(self) -> None:
+        self.refused |= set(bodies(self.sender.take(0).encoded)) - set(self.log)
+        self.sender.refused()
+
+    @invariant()
+    def every_receipt_is_true(self) -> None:
+        for body, offset in self.confirmed.items():
+            assert self.log[offset] == body
+
+    @invariant()
+    def nothing_is_stored_twice_or_out_of_order(self) -> None:
+        numbers = [int(body) for body in self.log]
+        assert numbers == sorted(set(numbers))
+
+    @invariant()
+    def nothing_refused_is_stored(self) -> None:
+        assert not self.refused & set(self.log)
+
+
+LossyStorage.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLossyStorage = LossyStorage.TestCase
+
+
+def test_builder_counts_what_open_batch_compares() -> None:
+    """`batch_bytes_max` bounds what is encoded but for the header and the topic."""
+    builder, message = BatchBuilder(), Message(b"x" * 100, tag="t", keys=("k",))
+    record = encode_record(message)
+    for _ in range(10):
+        builder.add(message, record)
+    encoded = builder.encode(topic="orders", queue_id=0)
+    assert builder.bytes_count == len(encoded) - 96 - len("orders")

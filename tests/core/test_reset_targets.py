@@ -1,0 +1,89 @@
+"""Goal: a reset goes where it was told to, never outside of the queue, and says where it couldn't.
+
+Method: tables of targets on one queue; Hypothesis for the bounds.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq._core.reset_targets import (
+    ResetBounds,
+    ResetOffset,
+    ResetTarget,
+    ShiftBy,
+    ToEarliest,
+    ToLatest,
+    ToOffset,
+    ToTime,
+    resolve_target,
+)
+
+QUEUE = ResetBounds(first_offset=10, next_offset=20, committed_offset=15, time_offset=17)
+
+
+@pytest.mark.parametrize(
+    ("target", "offset"),
+    [
+        (ToOffset(10), 10),
+        (ToOffset(20), 20),
+        (ToEarliest(), 10),
+        (ToLatest(), 20),
+        (ToTime(1), 17),
+        (ShiftBy(-5), 10),
+        (ShiftBy(5), 20),
+        (ShiftBy(0), 15),
+    ],
+)
+def test_target_within_the_queue_is_where_it_says(target: ResetTarget, offset: int) -> None:
+    assert resolve_target(target, QUEUE) == ResetOffset(offset)
+
+
+@pytest.mark.parametrize("target", [ToOffset(9), ShiftBy(-6)])
+def test_what_is_not_kept_becomes_the_first_with_a_note(target: ResetTarget) -> None:
+    assert resolve_target(target, QUEUE) == ResetOffset(
+        10, "offset 9 is not kept; 10 is the first that is"
+    )
+
+
+@pytest.mark.parametrize("target", [ToOffset(21), ShiftBy(6)])
+def test_what_is_past_the_end_becomes_the_end_with_a_note(target: ResetTarget) -> None:
+    assert resolve_target(target, QUEUE) == ResetOffset(
+        20, "offset 21 is past the end; 20 is the end"
+    )
+
+
+def test_queue_without_progress_is_not_shifted() -> None:
+    found = resolve_target(ShiftBy(1), ResetBounds(10, 20))
+    assert found.offset is None
+    assert "no progress" in found.note
+
+
+def test_progress_ahead_of_the_log_is_brought_back_to_its_end() -> None:
+    assert resolve_target(ShiftBy(0), ResetBounds(0, 5, committed_offset=8)).offset == 5
+
+
+TARGETS = st.one_of(
+    st.builds(ToOffset, st.integers(0, 1_000)),
+    st.builds(ShiftBy, st.integers(-1_000, 1_000)),
+    st.builds(ToTime, st.integers(0, 1_000)),
+    st.just(ToEarliest()),
+    st.just(ToLatest()),
+)
+
+
+@given(
+    TARGETS,
+    st.integers(0, 500),
+    st.integers(0, 500),
+    st.integers(0, 1_000),
+    st.integers(0, 1_000),
+)
+def test_no_target_leaves_the_queue(
+    target: ResetTarget, first: int, length: int, committed: int, found: int
+) -> None:
+    placed = resolve_target(target, ResetBounds(first, first + length, committed, found))
+    assert placed.offset is not None
+    assert first <= placed.offset <= first + length

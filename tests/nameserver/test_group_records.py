@@ -1,0 +1,214 @@
+"""What stands in etcd of a group: the record, its gate, and whose the queues are.
+
+Goal: nothing gets lost on the way to etcd and back, and no record outgrows it.
+Method: round trips of groups with every field set, assignments by hand, and the largest group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq_server.nameserver.core.assignment import AssignableQueue, AssignmentStrategy
+from batonmq_server.nameserver.core.groups import (
+    MEMBERS_MAX,
+    BrokerAssignment,
+    Group,
+    Member,
+    Pause,
+    StagedSubscription,
+    Subscription,
+    SubscriptionPolicy,
+    Terms,
+    TopicAssignment,
+    TopicBeginning,
+    assign_topics,
+    assigned_members,
+    hash_of,
+    is_fully_assigned,
+)
+from batonmq_server.nameserver.core.member_silence import Silence, next_look_ms, silence_of
+from batonmq_server.nameserver.core.topics import QUEUES_MAX, QueueSpread, Topic
+from batonmq_server.nameserver.group_proto import gate_of, group_from_pb, group_to_pb
+from batonmq_server.nameserver.group_store import RECORD_BYTES_MAX
+from tests.nameserver.transaction_scene import subscribed, terms
+
+
+def topic(name: str, *spread: QueueSpread) -> Topic:
+    return Topic(name=name, topic_id=1, spread=spread, create_unix_ms=1)
+
+
+FULL = Group(
+    name="g",
+    generation=77,
+    members=(Member("a", 2**64 - 1, "h", 5, "north", 2**63, differs=True), Member("b", 2, "", 6)),
+    terms=terms("x", model="BROADCASTING", consume_from="FIRST", orderly=True),
+    subscription_generation=3,
+    policy=SubscriptionPolicy.STAGED_LATEST,
+    owned=False,
+    strategy=AssignmentStrategy.MACHINE_ROOM,
+    assignments=(TopicAssignment("flights", (BrokerAssignment("a", (1, 0, 2)),)),),
+    staged=StagedSubscription(subscribed("y"), draining=True, since_unix_ms=9),
+    pause=Pause("op", "disk", 8),
+    beginnings=(TopicBeginning("flights", 7, (("a", 3), ("b", 1))),),
+)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        FULL,
+        Group(name="g", generation=1),
+        *(replace(FULL, policy=policy) for policy in SubscriptionPolicy),
+        *(replace(FULL, strategy=strategy) for strategy in AssignmentStrategy),
+        replace(FULL, staged=StagedSubscription(subscribed("y"), draining=False, since_unix_ms=9)),
+    ],
+)
+def test_a_record_survives_storing(group: Group) -> None:
+    stored = group_to_pb(group).SerializeToString()
+    assert group_from_pb(pb.Group.FromString(stored)) == group
+
+
+def test_a_record_of_an_earlier_version_has_the_default_settings() -> None:
+    group = group_from_pb(pb.Group(name="g", generation=3))
+    assert (group.policy, group.owned, group.strategy) == (
+        SubscriptionPolicy.REJECT,
+        True,
+        AssignmentStrategy.STICKY,
+    )
+
+
+def test_the_gate_tells_what_others_act_on_and_nothing_of_the_members() -> None:
+    gate = gate_of(FULL)
+    assert gate == pb.Gate(
+        subscription_generation=3,
+        model=pb.MESSAGE_MODEL_BROADCASTING,
+        ownership=pb.OWNERSHIP_OFF,
+        bound=True,
+        draining=True,
+        pause=pb.Pause(by="op", reason="disk", since_unix_ms=8),
+    )
+    assert gate_of(replace(FULL, members=(), assignments=(), generation=78)) == gate
+    assert not gate_of(replace(FULL, policy=SubscriptionPolicy.WARN)).bound
+
+
+def test_owners_are_places_among_the_members() -> None:
+    members = tuple(Member(client_id, 1, "", 0) for client_id in ("a", "b"))
+    group = Group(name="g", members=members, terms=terms("*", "t", "u"))
+    topics = [topic("u", QueueSpread("x", 1)), topic("t", QueueSpread("x", 2), QueueSpread("y", 1))]
+    assignments = assign_topics(group, topics, group)
+    assert [(a.topic, [(p.broker, len(p.owners)) for p in a.brokers]) for a in assignments] == [
+        ("t", [("x", 2), ("y", 1)]),
+        ("u", [("x", 1)]),
+    ]
+    dealt = replace(group, assignments=assignments)
+    assert sorted(assigned_members(dealt).values()) == ["a", "a", "b", "b"]
+    assert assign_topics(dealt, topics, dealt) == assignments, "what is dealt stays"
+
+
+def test_queues_stay_with_their_members_when_places_shift() -> None:
+    members = tuple(Member(client_id, 1, "", 0) for client_id in ("b", "c"))
+    group = Group(name="g", members=members, terms=terms("*", "t"))
+    topics = [topic("t", QueueSpread("x", 4))]
+    before = replace(group, assignments=assign_topics(group, topics, group))
+    after = replace(before, members=(Member("a", 1, "", 0), *members))
+    after = replace(after, assignments=assign_topics(after, topics, before))
+    had, has = assigned_members(before), assigned_members(after)
+    moved = {queue: has[queue] for queue in had if had[queue] != has[queue]}
+    assert list(moved.values()) == ["a"]
+
+
+def test_machine_room_strategy_keeps_queues_in_the_room() -> None:
+    members = (Member("a", 1, "", 0, "north"), Member("b", 1, "", 0, "south"))
+    group = Group(
+        name="g", members=members, terms=terms("*", "t"), strategy=AssignmentStrategy.MACHINE_ROOM
+    )
+    spread = (QueueSpread("x", 3, room="south"), QueueSpread("y", 1, room="north"))
+    dealt = replace(group, assignments=assign_topics(group, [topic("t", *spread)], group))
+    assert assigned_members(dealt) == {
+        **{AssignableQueue("t", "x", queue_id): "b" for queue_id in range(3)},
+        AssignableQueue("t", "y", 0): "a",
+    }
+
+
+def test_assignments_that_miss_or_keep_a_queue_are_noticed() -> None:
+    group = Group(name="g", members=(Member("a", 1, "", 0),), terms=terms("*", "t", "gone"))
+    two, three = topic("t", QueueSpread("x", 2)), topic("t", QueueSpread("x", 3))
+    dealt = replace(group, assignments=assign_topics(group, [two], group))
+    assert not is_fully_assigned(group, {"t": two})
+    assert is_fully_assigned(dealt, {"t": two})
+    assert not is_fully_assigned(dealt, {"t": three})
+    assert not is_fully_assigned(dealt, {"t": two, "gone": topic("gone", QueueSpread("x", 1))})
+    assert not is_fully_assigned(dealt, {})
+    assert is_fully_assigned(replace(dealt, members=(), assignments=()), {"t": two})
+
+
+def test_the_largest_group_fits_into_etcd() -> None:
+    """1,000 members with names of usual length, 64 topics of 1,024 queues on 16 brokers each."""
+    names = [f"topic-{number:02}-{'x' * 40}" for number in range(64)]
+    subscriptions = tuple(Subscription(name, "x" * 2_048) for name in names)
+    members = tuple(
+        Member(
+            f"client-{number:04}-{'x' * 60}",
+            2**64 - 1,
+            "h" * 60,
+            1_800_000_000_000,
+            "room-1",
+            hash_of(subscriptions),
+        )
+        for number in range(MEMBERS_MAX)
+    )
+    assignments = tuple(
+        TopicAssignment(
+            name,
+            tuple(
+                BrokerAssignment(f"broker-{broker:02}", (MEMBERS_MAX,) * (QUEUES_MAX // 16))
+                for broker in range(16)
+            ),
+        )
+        for name in names
+    )
+    group = Group(
+        name="g",
+        generation=2**40,
+        members=members,
+        terms=Terms(subscriptions=subscriptions),
+        assignments=assignments,
+        staged=StagedSubscription(subscriptions, draining=True, since_unix_ms=2**40),
+    )
+    size = group_to_pb(group).ByteSize()
+    assert size < RECORD_BYTES_MAX / 2
+    packed = sum(
+        a.ByteSize() for a in group_to_pb(replace(group, members=(), staged=None)).assignments
+    )
+    assert packed < 65_536 * 2 + 64 * 16 * 20 + 64 * 80, "two bytes a queue, and the names"
+
+
+@pytest.mark.parametrize(
+    ("since_break_ms", "heartbeat_ms", "expected"),
+    [
+        (4_900, -10, Silence.OVER),  # too close to the break to be told apart
+        (4_900, -200, Silence.SURE),
+        (4_900, -9_000, Silence.SURE),
+        (4_900, 1, Silence.OVER),
+        (4_900, 3_000, Silence.OVER),
+        (5_300, -100, Silence.UNKNOWN),  # looked late: look again
+        (5_300, -900, Silence.SURE),
+        (5_300, 1_000, Silence.OVER),
+    ],
+)
+def test_silence_is_told_from_whole_seconds_of_the_lease(
+    since_break_ms: int, heartbeat_ms: int, expected: Silence
+) -> None:
+    left_s = (30_000 - (since_break_ms - heartbeat_ms)) // 1_000
+    assert silence_of(left_s, 30, 0, since_break_ms, since_break_ms + 2) is expected
+    assert silence_of(-1, 30, 0, since_break_ms, since_break_ms + 2) is Silence.OVER
+
+
+def test_the_look_comes_after_the_grace_just_before_a_full_second() -> None:
+    assert next_look_ms(0, 5_000) == 4_900
+    assert next_look_ms(0, 1_200) == 1_900
+    assert next_look_ms(4_903, 5_000) == 5_900
+    assert next_look_ms(5_200, 5_000) == 5_900

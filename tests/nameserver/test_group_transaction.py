@@ -1,0 +1,555 @@
+"""The ledger of a group as a plain function of plain values (protocol section 14).
+
+Goal: a group is served under one subscription at a time, and only the living have a say.
+Method: stories for each policy, then properties over arbitrary histories of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batonmq.errors import (
+    ClientIdInUse,
+    Difference,
+    GroupInUse,
+    Overloaded,
+    SubscriptionConflict,
+)
+from batonmq_server.nameserver.core.group_transaction import SubscriptionVerdictKind, target_of
+from batonmq_server.nameserver.core.groups import (
+    MEMBERS_MAX,
+    Group,
+    Member,
+    Pause,
+    Subscription,
+    SubscriptionPolicy,
+    Terms,
+    TopicBeginning,
+    hash_of,
+)
+from batonmq_server.nameserver.core.topics import QueueSpread
+from tests.nameserver.transaction_scene import TOPIC, Scene, beat, scene, subscribed, terms
+
+ACCEPTED, STAGED, REPLACED, OVERRULED = SubscriptionVerdictKind
+BOUND = (SubscriptionPolicy.REJECT, SubscriptionPolicy.STAGED, SubscriptionPolicy.STAGED_LATEST)
+
+
+def test_first_member_sets_the_subscription() -> None:
+    group = Scene()
+    assert group.beat("c1", "AA||DL").kind is ACCEPTED
+    (member,) = group.record.members
+    assert member == Member(
+        "c1", 1, "host-of-c1", 101, subscription_hash=hash_of(subscribed("AA||DL"))
+    )
+    assert group.record.terms == terms("AA||DL")
+    assert (group.record.generation, group.record.subscription_generation) == (1, 1)
+    assert group.owners == {"c1"}
+
+
+def test_second_member_with_other_tags_is_refused_with_both_clients_named() -> None:
+    """The story that made RocketMQ lose messages: c1 wants tag1, c2 wants tag2."""
+    group = Scene()
+    group.beat("c1", "tag1")
+    before = group.record
+    with pytest.raises(SubscriptionConflict) as refused:
+        group.beat("c2", "tag2")
+    assert refused.value.differences == (
+        Difference("flights", "expression", "c2", "tag2", "c1", "tag1"),
+    )
+    assert "c2 wants 'tag2'" in refused.value.message
+    assert "c1 has 'tag1'" in refused.value.message
+    assert group.record is before
+
+
+def test_every_difference_is_listed() -> None:
+    group = Scene()
+    group.beat("c1", terms("*", "both", "only-group", "same"))
+    newcomer = Terms(
+        subscriptions=(
+            Subscription("both", "x"),
+            Subscription("only-newcomer", "*"),
+            Subscription("same", "*"),
+        ),
+        model="BROADCASTING",
+        consume_from="FIRST",
+        orderly=True,
+    )
+    with pytest.raises(SubscriptionConflict) as refused:
+        group.beat("c2", newcomer)
+    assert [
+        (d.topic, d.setting, d.newcomer_value, d.member_value) for d in refused.value.differences
+    ] == [
+        ("both", "expression", "x", "*"),
+        ("only-group", "expression", "", "*"),
+        ("only-newcomer", "expression", "*", ""),
+        ("", "model", "BROADCASTING", "CLUSTERING"),
+        ("", "orderly", "true", "false"),
+        ("", "consume_from", "FIRST", "LAST"),
+    ]
+
+
+def test_conflict_names_the_longest_standing_live_member() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c2", "c1", "c0")
+    for dead, named in (("", "c2"), ("c2", "c1")):
+        group.die(dead)
+        with pytest.raises(SubscriptionConflict) as refused:
+            group.beat("c9", "x")
+        assert {d.member_client_id for d in refused.value.differences} == {named}
+
+
+def test_agreeing_member_joins_and_members_stay_sorted() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c2", "c10")
+    assert group.ids == ["c10", "c2"]
+    assert group.record.subscription_generation == 1
+
+
+def test_repeated_heartbeat_changes_nothing() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    before = group.record
+    group.beat("c1")
+    assert group.record is before
+
+
+def test_member_whose_lease_ended_unnoticed_stays_one() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
+    before = group.record
+    group.die("c1")
+    group.beat("c1")
+    assert group.record is before
+    assert group.live.keys() == {"c1", "c2"}
+
+
+@pytest.mark.parametrize("policy", BOUND)
+def test_a_change_nobody_objects_to_waits_only_until_no_queue_has_an_owner(
+    policy: SubscriptionPolicy,
+) -> None:
+    group = scene(policy)
+    group.beat("c1", "tag1")
+    verdict = group.beat("c1", "tag2")
+    assert (verdict.kind, len(verdict.differences)) == (STAGED, 1)
+    assert group.record.draining
+    assert group.record.terms == terms("tag1")
+    assert group.owners == set()
+    group.tend()
+    assert group.record.draining, "a queue has an owner still"
+    group.tend(drained=True)
+    assert (group.record.terms, group.record.subscription_generation) == (terms("tag2"), 2)
+    assert (group.record.staged, group.owners, group.waiting) == (None, {"c1"}, set())
+
+
+@pytest.mark.parametrize("policy", BOUND)
+def test_group_whose_members_have_all_died_takes_a_new_subscription_after_their_owners(
+    policy: SubscriptionPolicy,
+) -> None:
+    """They may be alive, and own queues, without reaching a nameserver."""
+    group = scene(policy, "c1")
+    group.die("c1")
+    assert group.beat("c2", "tag2").kind is STAGED
+    assert group.ids == ["c2"]
+    assert group.record.draining
+
+
+def test_settings_change_without_the_subscription_generation() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    group.beat("c1", terms(orderly=True))
+    assert group.record.terms.orderly
+    assert group.record.subscription_generation == 1
+
+
+@pytest.mark.parametrize("policy", SubscriptionPolicy)
+@pytest.mark.parametrize(
+    "asked", [terms(model="BROADCASTING"), terms(consume_from="FIRST"), terms(orderly=True)]
+)
+def test_settings_never_differ_whatever_the_policy(
+    policy: SubscriptionPolicy, asked: Terms
+) -> None:
+    group = scene(policy, "c1")
+    before = group.record
+    with pytest.raises(SubscriptionConflict) as refused:
+        group.beat("c2", asked)
+    (difference,) = refused.value.differences
+    assert getattr(asked, difference.setting) != getattr(terms(), difference.setting)
+    assert group.record is before
+
+
+def test_rejected_member_stays_what_it_was() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
+    before = group.record
+    with pytest.raises(SubscriptionConflict):
+        group.beat("c2", "x")
+    assert group.record is before
+
+
+def test_reject_lets_nobody_in_on_the_terms_that_are_going() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    group.beat("c1", "x")
+    with pytest.raises(SubscriptionConflict) as refused:
+        group.beat("c2", "*")
+    assert [(d.newcomer_value, d.member_value) for d in refused.value.differences] == [("*", "x")]
+    assert refused.value.retry_after_ms > 0
+    assert group.beat("c2", "x").kind is STAGED
+
+
+def test_staged_waits_until_every_live_member_asks_for_it() -> None:
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2", "c3")
+    verdict = group.beat("c1", "x")
+    assert verdict.kind is STAGED
+    assert verdict.differences == (Difference("flights", "expression", "c1", "x", "c2", "*"),)
+    assert group.record.staged is not None
+    assert group.record.staged.subscriptions == subscribed("x")
+    assert (group.waiting, group.owners) == ({"c1"}, {"c2", "c3"})
+    assert group.beat("c2", "x").kind is STAGED
+    assert (group.record.draining, group.owners) == (False, {"c3"})
+    assert group.record.subscription_generation == 1
+    group.beat("c3", "x")
+    assert (group.record.draining, group.owners) == (True, set())
+    group.tend(drained=True)
+    assert (group.owners, group.waiting) == ({"c1", "c2", "c3"}, set())
+    assert (group.record.terms, group.record.subscription_generation) == (terms("x"), 2)
+
+
+@pytest.mark.parametrize("how", ["leave", "die"])
+def test_staged_starts_when_the_last_one_of_the_old_has_gone(how: str) -> None:
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
+    group.beat("c1", "x")
+    if how == "leave":
+        group.leave("c2")
+    else:
+        group.die("c2")
+        group.tend()
+    assert group.record.draining
+
+
+def test_staged_is_forgotten_when_nobody_asks_for_it_any_more() -> None:
+    for how in ("leave", "die", "back"):
+        group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
+        group.beat("c1", "x")
+        if how == "back":
+            assert group.beat("c1", "*").kind is ACCEPTED
+        elif how == "leave":
+            group.leave("c1")
+        else:
+            group.die("c1")
+            group.tend()
+        assert (group.record.staged, group.waiting) == (None, set())
+
+
+def test_a_third_subscription_is_refused_with_the_difference_to_the_staged_one() -> None:
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
+    group.beat("c1", "x")
+    before = group.record
+    with pytest.raises(SubscriptionConflict) as refused:
+        group.beat("c3", "y")
+    assert refused.value.differences == (Difference("flights", "expression", "c3", "y", "c1", "x"),)
+    assert group.record is before
+
+
+def test_who_alone_asked_for_the_staged_one_may_ask_for_another() -> None:
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
+    group.beat("c1", "x")
+    assert group.beat("c1", "y").kind is STAGED
+    assert group.record.staged is not None
+    assert group.record.staged.subscriptions == subscribed("y")
+
+
+@pytest.mark.parametrize("policy", [SubscriptionPolicy.STAGED, SubscriptionPolicy.STAGED_LATEST])
+def test_what_is_decided_is_done_whoever_comes_meanwhile(policy: SubscriptionPolicy) -> None:
+    group = scene(policy, "c1")
+    group.beat("c1", "x")
+    assert group.beat("old", "*").kind is OVERRULED
+    with pytest.raises(SubscriptionConflict):
+        group.beat("third", "y")
+    group.leave("c1")
+    assert group.record.draining
+    group.tend(drained=True)
+    assert (group.record.terms, group.waiting, group.owners) == (terms("x"), {"old"}, set())
+    assert group.beat("old", "*").kind is STAGED, "the only one there is has its way"
+
+
+def test_staged_latest_waits_for_owners_only_and_old_members_get_nothing() -> None:
+    group = scene(SubscriptionPolicy.STAGED_LATEST, "c1", "c2")
+    assert group.beat("c3", "x").kind is STAGED
+    assert (group.record.draining, group.owners) == (True, set())
+    group.tend(drained=True)
+    assert (group.waiting, group.owners) == ({"c1", "c2"}, {"c3"})
+    before = group.record
+    assert group.beat("c1", "*").kind is OVERRULED
+    assert group.record is before, "repeating itself is not asking anew"
+    group.leave("c3")
+    assert group.beat("c1", "*").kind is STAGED, "nobody asks for the newest any more"
+    group.tend(drained=True)
+    assert group.owners == {"c1", "c2"}
+
+
+def test_warn_lets_the_last_change_win_and_says_against_whom() -> None:
+    group = scene(SubscriptionPolicy.WARN, "c1", "c2")
+    verdict = group.beat("c2", "x")
+    assert verdict.kind is REPLACED
+    assert verdict.differences == (Difference("flights", "expression", "c2", "x", "c1", "*"),)
+    assert (group.record.terms, group.record.subscription_generation) == (terms("x"), 2)
+    assert group.waiting == {"c1"}
+    assert group.owners == {"c1", "c2"}, "the overruled keep their queues"
+    before = group.record
+    verdict = group.beat("c1", "*")
+    assert verdict.kind is OVERRULED
+    assert verdict.differences == (Difference("flights", "expression", "c1", "*", "c2", "x"),)
+    assert group.record is before
+    assert group.beat("c1", "y").kind is REPLACED
+    assert group.record.subscription_generation == 3
+
+
+def test_warn_goes_back_to_the_old_when_who_replaced_it_has_left() -> None:
+    group = scene(SubscriptionPolicy.WARN, "c1")
+    group.beat("c2", "x")
+    group.leave("c2")
+    assert group.beat("c1", "*").kind is ACCEPTED
+    assert group.record.terms == terms("*")
+
+
+def test_of_two_who_replace_at_once_the_first_is_overruled() -> None:
+    group = scene(SubscriptionPolicy.WARN, "c0")
+    first, second = beat("c1", "x"), beat("c2", "y")
+    ledger = group.ask(lambda it: it.join(first), lambda it: it.join(second))
+    assert ledger.verdict(first, group.record).kind is OVERRULED
+    assert ledger.verdict(second, group.record).kind is REPLACED
+
+
+def test_broadcasting_members_filter_for_themselves() -> None:
+    group = Scene()
+    group.beat("c1", terms("x", model="BROADCASTING"))
+    assert group.beat("c2", terms("y", model="BROADCASTING")).kind is ACCEPTED
+    assert (group.waiting, group.record.assignments) == (set(), ())
+    before = group.record
+    group.beat("c2", terms("y", model="BROADCASTING"))
+    assert group.record is before
+
+
+def test_policy_that_changes_forgets_what_waited_and_finishes_what_is_decided() -> None:
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
+    group.beat("c1", "x")
+    group.update(policy=SubscriptionPolicy.REJECT)
+    assert (group.record.staged, group.waiting, group.owners) == (None, {"c1"}, {"c2"})
+    group = scene(SubscriptionPolicy.STAGED_LATEST, "c1", "c2")
+    group.beat("c1", "x")
+    group.update(policy=SubscriptionPolicy.REJECT)
+    assert group.record.draining
+
+
+def test_group_that_all_have_left_keeps_its_terms_and_generations() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    before = group.record
+    group.leave("c1")
+    assert (group.ids, group.record.assignments) == ([], ())
+    group.beat("c1", incarnation_id=7)
+    assert group.record.generation == before.generation + 2
+    assert group.record.subscription_generation == 1
+
+
+def test_dead_members_are_taken_out_by_the_change_that_notices() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
+    group.die("c1")
+    group.beat("c3")
+    assert group.ids == ["c2", "c3"]
+    assert group.owners == {"c2", "c3"}
+
+
+def test_client_id_of_a_live_process_is_refused_with_its_host() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    with pytest.raises(ClientIdInUse) as refused:
+        group.beat("c1", "x", incarnation_id=2)
+    assert refused.value.facts == {"client_id": "c1", "host": "host-of-c1"}
+    assert refused.value.retry_after_ms == 30_000
+    assert "30000 ms" in refused.value.remedy
+
+
+def test_client_id_of_a_dead_process_passes_on_with_its_queues() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
+    before = group.record.assignments
+    group.die("c1")
+    group.beat("c1", incarnation_id=2)
+    assert [m.incarnation_id for m in group.record.members] == [2, 1]
+    assert group.record.assignments == before
+
+
+def test_leave_of_another_incarnation_changes_nothing() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    before = group.record
+    group.leave("c1", 2)
+    group.leave("c2", 1)
+    assert group.record is before
+    nobody = Scene()
+    nobody.leave("c1")
+    assert nobody.group is None
+
+
+def test_a_refused_newcomer_founds_no_group() -> None:
+    group = Scene()
+    ledger = group.ask(lambda it: it.leave("c1", 1))
+    assert (group.group, ledger.joined, ledger.is_unchanged()) == (None, {}, True)
+
+
+def test_group_takes_no_more_members_than_its_limit() -> None:
+    group = Scene()
+    members = tuple(
+        Member(f"c{i:04}", 1, "host-of-" + f"c{i:04}", i, "", hash_of(subscribed()))
+        for i in range(MEMBERS_MAX)
+    )
+    group.group = Group(name="g", generation=9, members=members, terms=terms())
+    group.live = {member.client_id: 1 for member in members}
+    with pytest.raises(Overloaded):
+        group.beat("one-more")
+    assert group.beat("c0000").kind is ACCEPTED
+    group.die("c0000")
+    group.beat("one-more")
+    assert len(group.record.members) == MEMBERS_MAX
+
+
+def test_settings_make_a_group_and_ownership_changes_only_without_members() -> None:
+    group = Scene(owned=False, policy=SubscriptionPolicy.STAGED)
+    assert (group.record.generation, group.record.owned) == (1, False)
+    group.update(owned=True)
+    group.beat("c1")
+    with pytest.raises(GroupInUse) as refused:
+        group.update(owned=False)
+    assert refused.value.facts == {"group": "g", "members": "1"}
+    before = group.record
+    group.update(owned=True)
+    assert group.record is before, "what stays as it is may be said"
+    group.die("c1")
+    group.update(owned=False)
+    assert (group.ids, group.record.owned, group.record.policy) == (
+        [],
+        False,
+        SubscriptionPolicy.STAGED,
+    )
+
+
+def test_pause_is_kept_until_it_is_lifted() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    group.update(paused=True, pause=Pause("op", "disk", 5))
+    group.update(paused=True, pause=Pause("op", "disk", 9))
+    assert group.record.pause == Pause("op", "disk", 5)
+    group.beat("c2")
+    assert group.record.pause == Pause("op", "disk", 5)
+    group.update(paused=False)
+    assert group.record.pause is None
+
+
+CLIENTS = ["c1", "c2", "c3", "c4"]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("beat"),
+            st.sampled_from(CLIENTS),
+            st.integers(1, 2),
+            st.sampled_from(["*", "x", "y"]),
+        ),
+        st.tuples(st.just("leave"), st.sampled_from(CLIENTS), st.integers(1, 2), st.just("")),
+        st.tuples(st.just("die"), st.sampled_from(CLIENTS), st.just(0), st.just("")),
+        st.tuples(st.just("tend"), st.just(""), st.integers(0, 1), st.just("")),
+        st.tuples(
+            st.just("policy"), st.just(""), st.just(0), st.sampled_from([*SubscriptionPolicy])
+        ),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(SubscriptionPolicy), STEPS)
+def test_one_subscription_at_a_time_and_every_queue_dealt(
+    policy: SubscriptionPolicy, steps: list[tuple[str, str, int, str | SubscriptionPolicy]]
+) -> None:
+    group = scene(policy)
+    wanted: dict[str, str] = {}
+    for what, client_id, number, value in steps:
+        before = group.record
+        if what == "policy":
+            group.update(policy=value)
+        elif what == "die":
+            group.die(client_id)
+        elif what == "leave":
+            group.leave(client_id, number)
+        elif what == "tend":
+            group.tend(drained=bool(number))
+        else:
+            try:
+                group.beat(client_id, str(value), number)
+            except (ClientIdInUse, SubscriptionConflict):
+                continue
+            wanted[client_id] = str(value)
+        _check(group, before, wanted, drained=what == "tend" and bool(number))
+
+
+def _check(scene: Scene, before: Group, wanted: dict[str, str], *, drained: bool) -> None:
+    record = scene.record
+    assert record.generation == before.generation + (record is not before)
+    assert scene.ids == sorted(set(scene.ids))
+    assert scene.live.keys() <= set(scene.ids)
+    if record is not before:
+        assert scene.live.keys() == set(scene.ids), "a change takes out the dead"
+    if record.draining and not before.draining and record.policy is SubscriptionPolicy.STAGED:
+        assert {subscribed(wanted[c]) for c in scene.ids} == {target_of(record)}, "all agree"
+    mine = record.terms.subscriptions
+    assert scene.waiting == {c for c in scene.ids if subscribed(wanted[c]) != mine}
+    changed = record.subscription_generation - before.subscription_generation
+    assert changed == (mine != before.terms.subscriptions) or (drained and changed == 1)
+    if changed and before.subscription_generation and record.policy is not SubscriptionPolicy.WARN:
+        assert before.draining, "decided before"
+        assert drained, "and no queue had an owner"
+    without = set() if record.policy is SubscriptionPolicy.WARN else scene.waiting
+    may_own = set() if record.draining else set(scene.ids) - without
+    owners = [o for t in record.assignments for part in t.brokers for o in part.owners]
+    assert len(owners) == (5 if record.members else 0)
+    assert all(owners) if may_own else not any(owners)
+    assert scene.owners == may_own
+    counts = [owners.count(owner) for owner in {*owners} - {0}]
+    assert not counts or max(counts) - min(counts) <= 1
+
+
+# ---- what a topic was when the group began with it
+
+
+def test_queues_that_come_later_are_told_from_those_of_the_beginning() -> None:
+    began = (TopicBeginning("flights", 1, (("a", 3), ("b", 2))),)
+    group = Scene()
+    group.beat("c1")
+    assert group.record.beginnings == began
+    group.topics = (replace(TOPIC, spread=(QueueSpread("a", 8), QueueSpread("c", 1))),)
+    group.leave("c1")
+    assert group.record.beginnings == began
+    group.beat("c2")
+    assert group.record.beginnings == began
+
+
+def test_topic_created_again_is_begun_with_anew() -> None:
+    group = Scene()
+    group.beat("c1")
+    group.topics = ()
+    group.leave("c1")
+    group.topics = (replace(TOPIC, topic_id=2, spread=(QueueSpread("a", 5),)),)
+    group.beat("c1", incarnation_id=2)
+    assert group.record.beginnings == (TopicBeginning("flights", 2, (("a", 5),)),)
+
+
+def test_topic_that_a_group_comes_to_later_has_a_beginning_of_its_own() -> None:
+    other = replace(TOPIC, name="weather", topic_id=7, spread=(QueueSpread("b", 1),))
+    group = Scene((TOPIC, other))
+    group.beat("c1")
+    group.leave("c1")
+    group.beat("c2", terms("*", "flights", "weather"))
+    group.tend(drained=True)
+    assert group.record.beginnings == (
+        TopicBeginning("flights", 1, (("a", 3), ("b", 2))),
+        TopicBeginning("weather", 7, (("b", 1),)),
+    )
+
+
+def test_broadcasting_group_has_no_beginnings() -> None:
+    group = Scene()
+    group.beat("c1", terms(model="BROADCASTING"))
+    assert group.record.beginnings == ()

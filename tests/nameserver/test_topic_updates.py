@@ -1,0 +1,359 @@
+"""Topics that change, through a real server on a real etcd.
+
+Goal: a change is seen at once, wins or loses as a whole, and queues go only when they are read.
+Method: in-process replicas; storage and offsets are twins that answer by their contracts as a
+test scripts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from baton.common.v1 import queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import storage_service_pb2 as storage_pb
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+from batonmq._core.keyed_queues import TOPICS_REVISION
+from batonmq_server.runtime.etcd import EtcdSession
+from tests.nameserver.replica import (
+    CALL_TIMEOUT_S,
+    Replica,
+    refusal,
+    register_broker,
+    register_offsets,
+    replica,
+)
+from tests.support.serving import serving_at
+from tests.support.waiting import until
+
+INTERVAL_MS = 50
+
+
+async def update(
+    nameserver: Replica, topic: str, queue_count: int = 0, permission: Any = 0
+) -> pb.Topic:
+    request = pb.UpdateTopicRequest(topic=topic, queue_count=queue_count, permission=permission)
+    return (await nameserver.stub.UpdateTopic(request, timeout=CALL_TIMEOUT_S)).topic
+
+
+def spread(topic: pb.Topic) -> list[tuple[str, int, int]]:
+    return [(part.broker, part.queue_count, part.write_queue_count) for part in topic.spread]
+
+
+async def test_more_queues_are_there_at_once(nameserver: Replica, etcd: EtcdSession) -> None:
+    await register_broker(etcd, "broker-b")
+    await until(lambda: len(nameserver.runtime.nodes.values) == 3)
+    updated = await update(nameserver, "flights", 12)
+    assert spread(updated) == [("broker-a", 8, 0), ("broker-b", 4, 0)]
+    assert (await nameserver.route("flights")).topic == updated
+    assert updated.permission == pb.TOPIC_PERMISSION_READ_WRITE
+
+
+async def test_fewer_queues_take_messages_at_once_and_the_route_is_pushed(
+    nameserver: Replica,
+) -> None:
+    with nameserver.watch_route("flights") as call:
+        await call.read()
+        await update(nameserver, "flights", 3)
+        pushed = (await call.read()).route
+    assert spread(pushed.topic) == [("broker-a", 8, 3)]
+    again = await nameserver.create("flights", 3)
+    assert not again.created
+
+
+async def test_permission_is_changed_alone(nameserver: Replica) -> None:
+    updated = await update(nameserver, "flights", permission=pb.TOPIC_PERMISSION_READ)
+    assert updated.permission == pb.TOPIC_PERMISSION_READ
+    assert spread(updated) == [("broker-a", 8, 0)]
+    assert (await update(nameserver, "flights", 9)).permission == pb.TOPIC_PERMISSION_READ
+
+
+async def test_a_change_that_changes_nothing_writes_nothing(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    before = await etcd.get(etcd.key("topics", "flights"))
+    await update(nameserver, "flights", 8, pb.TOPIC_PERMISSION_READ_WRITE)
+    assert await etcd.get(etcd.key("topics", "flights")) == before
+
+
+async def test_racing_changes_are_all_made(
+    nameserver: Replica, etcd_endpoint: str, cluster: str
+) -> None:
+    async with replica(etcd_endpoint, cluster) as other, asyncio.TaskGroup() as tasks:
+        for _ in range(4):
+            tasks.create_task(update(nameserver, "flights", 20))
+            tasks.create_task(update(other, "flights", permission=pb.TOPIC_PERMISSION_WRITE))
+
+    async def both_made() -> bool:
+        topic = (await nameserver.route("flights")).topic
+        made = spread(topic), topic.permission
+        return made == ([("broker-a", 20, 0)], pb.TOPIC_PERMISSION_WRITE)
+
+    await until(both_made)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (pb.UpdateTopicRequest(topic="nobody", queue_count=3), "TOPIC_NOT_FOUND"),
+        (pb.UpdateTopicRequest(topic="flights", queue_count=1_025), "LIMIT_EXCEEDED"),
+        (pb.UpdateTopicRequest(topic="a/b", queue_count=1), "INVALID_NAME"),
+        (pb.UpdateTopicRequest(topic="BATON_SYS_METRICS", queue_count=1), "INVALID_NAME"),
+        (
+            pb.UpdateTopicRequest(topic="flights", permission=99),  # type: ignore[arg-type]
+            "INVALID_ARGUMENT",
+        ),
+    ],
+)
+async def test_bad_changes_are_refused(
+    nameserver: Replica, request_: pb.UpdateTopicRequest, reason: str
+) -> None:
+    error = await refusal(nameserver.stub.UpdateTopic(request_, timeout=CALL_TIMEOUT_S))
+    assert error.reason == reason
+
+
+async def test_a_missing_topic_is_not_created_by_asking_for_its_route(nameserver: Replica) -> None:
+    assert (await refusal(nameserver.route("new"))).reason == "TOPIC_NOT_FOUND"
+
+
+async def test_a_missing_topic_is_created_for_a_producer_if_configured(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    settings: dict[str, Any] = {"auto_create_topics": True, "auto_create_queue_count": 3}
+    async with replica(etcd_endpoint, cluster, **settings) as configured:
+        await until(lambda: len(configured.runtime.nodes.values) == 2)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(configured.route("new")) for _ in range(5)]
+        assert {(r.result().topic.topic_id, *spread(r.result().topic)) for r in asked} == {
+            (1, ("broker-a", 3, 0))
+        }
+        for name, reason in (("BATON_SYS_X", "INVALID_NAME"), ("a/b", "INVALID_NAME")):
+            assert (await refusal(configured.route(name))).reason == reason
+        with configured.watch_route("other") as call:
+            assert (await refusal(call.read())).reason == "TOPIC_NOT_FOUND"
+        member = await refusal(configured.join("g", "c1"))
+        assert (member.reason, member.facts) == ("TOPIC_NOT_FOUND", {"topic": "flights"})
+
+
+async def test_a_topic_created_on_demand_takes_its_settings_from_an_inherited_template(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    settings: dict[str, Any] = {
+        "auto_create_topics": True,
+        "auto_create_queue_count": 3,
+        "auto_create_template": "template",
+    }
+    async with replica(etcd_endpoint, cluster, **settings) as configured:
+        await until(lambda: len(configured.runtime.nodes.values) == 2)
+        stub = configured.stub
+        request = pb.CreateTopicRequest(topic="template", queue_count=5)
+        await stub.CreateTopic(request, timeout=CALL_TIMEOUT_S)
+        plain = (await configured.route("plain")).topic
+        assert (spread(plain), plain.permission) == (
+            [("broker-a", 3, 0)],
+            pb.TOPIC_PERMISSION_READ_WRITE,
+        )
+        change = pb.UpdateTopicRequest(
+            topic="template", permission=pb.TOPIC_PERMISSION_WRITE, inherited=True
+        )
+        assert (await stub.UpdateTopic(change, timeout=CALL_TIMEOUT_S)).topic.inherited
+        heir = (await configured.route("heir")).topic
+        assert (spread(heir), heir.permission, heir.inherited) == (
+            [("broker-a", 5, 0)],
+            pb.TOPIC_PERMISSION_WRITE,
+            False,
+        )
+        other = pb.UpdateTopicRequest(topic="template", queue_count=6)
+        assert (await stub.UpdateTopic(other, timeout=CALL_TIMEOUT_S)).topic.inherited
+
+
+class StorageTwin(storage_grpc.StorageServiceServicer):
+    """Answers QueryOffsets with `ends` by queue id, and by the topics of `revision`.
+
+    Attributes:
+        first: Called once, before the next answer.
+    """
+
+    def __init__(self) -> None:
+        self.ends: dict[int, tuple[int, int]] = {}
+        self.revision = 0
+        self.asked = 0
+        self.first: Callable[[], Awaitable[object]] | None = None
+
+    async def QueryOffsets(
+        self, request: storage_pb.QueryOffsetsRequest, context: Any
+    ) -> storage_pb.QueryOffsetsResponse:
+        self.asked += 1
+        if (first := self.first) is not None:
+            self.first = None
+            await first()
+        context.set_trailing_metadata(((TOPICS_REVISION, str(self.revision)),))
+        found = [self.ends.get(queue.queue_id, (0, 0)) for queue in request.queues]
+        return storage_pb.QueryOffsetsResponse(
+            outcomes=[
+                storage_pb.QueryOffsetsOutcome(
+                    offsets=storage_pb.QueueOffsets(first_offset=first, next_offset=end)
+                )
+                for first, end in found
+            ]
+        )
+
+
+class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
+    """Answers QueryGroup with `committed` by group and queue id of `flights`; it has progress on
+    no topic before that is created.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 2
+        self.committed: dict[tuple[str, int], int] = {}
+
+    async def DeleteTopic(
+        self, request: offsets_pb.DeleteTopicRequest, context: Any
+    ) -> offsets_pb.DeleteTopicResponse:
+        return offsets_pb.DeleteTopicResponse(offsets_epoch=self.epoch)
+
+    async def QueryGroup(
+        self, request: offsets_pb.QueryGroupRequest, context: Any
+    ) -> offsets_pb.QueryGroupResponse:
+        return offsets_pb.QueryGroupResponse(
+            queues=[
+                offsets_pb.Progress(
+                    queue=queue_pb2.GroupQueue(
+                        group=group,
+                        queue=queue_pb2.QueueRef(
+                            topic="flights", broker="broker-a", queue_id=queue_id
+                        ),
+                    ),
+                    committed_offset=committed,
+                )
+                for (group, queue_id), committed in self.committed.items()
+                if group == request.group
+            ]
+        )
+
+
+class Scene:
+    """A replica whose topic `flights` has 4 queues and is asked to shrink to 2."""
+
+    def __init__(self, nameserver: Replica, etcd: EtcdSession) -> None:
+        self.nameserver, self.etcd = nameserver, etcd
+        self.storage = StorageTwin()  # type: ignore[abstract]
+        self.offsets = OffsetsTwin()  # type: ignore[abstract]
+
+    async def spread(self) -> list[tuple[str, int, int]]:
+        return spread((await self.nameserver.route("flights")).topic)
+
+    async def looked(self) -> None:
+        """Until the replica has asked storage, and made up its mind, at least once from now on."""
+        asked = self.storage.asked
+        await until(lambda: self.storage.asked >= asked + 3)
+
+    async def shrunk(self, queue_count: int = 2) -> None:
+        """Until the topic has only `queue_count` queues."""
+
+        async def seen() -> bool:
+            return await self.spread() == [("broker-a", queue_count, 0)]
+
+        await until(seen)
+
+
+@asynccontextmanager
+async def scene(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Scene]:
+    async with replica(etcd_endpoint, cluster, shrink_interval_ms=INTERVAL_MS) as nameserver:
+        here = Scene(nameserver, etcd)
+        add_storage = storage_grpc.add_StorageServiceServicer_to_server
+        add_offsets = offsets_grpc.add_OffsetsServiceServicer_to_server
+        async with serving_at(
+            lambda server: add_storage(here.storage, server),
+            lambda server: add_offsets(here.offsets, server),
+        ) as address:
+            await register_broker(etcd, "broker-a", address)
+            revision = await register_offsets(etcd, address, here.offsets.epoch)
+            await nameserver.runtime.nodes.reached(revision)
+            await nameserver.create("flights", 4)
+            await nameserver.join("readers", "c1")
+            await update(nameserver, "flights", 2)
+            stored = await etcd.get(etcd.key("topics", "flights"))
+            assert stored is not None
+            here.storage.revision = stored.mod_revision
+            yield here
+
+
+async def test_queues_go_once_the_last_group_has_read_them(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with scene(etcd_endpoint, cluster, etcd) as here:
+        here.storage.ends = {2: (0, 10), 3: (5, 20)}
+        for committed in ({}, {2: 10, 3: 19}, {2: 9, 3: 20}):
+            here.offsets.committed = {("readers", q): c for q, c in committed.items()}
+            await here.looked()
+            assert await here.spread() == [("broker-a", 4, 2)], committed
+        here.offsets.committed = {("readers", 2): 10, ("readers", 3): 20}
+        await here.shrunk()
+
+
+async def test_no_queue_goes_before_its_broker_knows_that_it_takes_no_more(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with scene(etcd_endpoint, cluster, etcd) as here:
+        revision, here.storage.revision = here.storage.revision, here.storage.revision - 1
+        await here.looked()
+        assert await here.spread() == [("broker-a", 4, 2)]
+        here.storage.revision = revision
+        await here.shrunk()
+
+
+async def test_growing_again_keeps_the_queues(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with scene(etcd_endpoint, cluster, etcd) as here:
+        here.storage.ends = {3: (0, 1)}
+        await here.looked()
+        await update(here.nameserver, "flights", 4)
+        here.storage.ends = {}
+        asked = here.storage.asked
+        await until(lambda: not here.nameserver.metric("shrinking_topics"))
+        assert await here.spread() == [("broker-a", 4, 0)]
+        assert here.storage.asked <= asked + 1
+
+
+async def test_a_replica_that_was_overtaken_removes_nothing(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    """The topic grows while storage is being asked."""
+    async with scene(etcd_endpoint, cluster, etcd) as here:
+        here.storage.ends = {3: (0, 1)}
+        await here.looked()
+        grown = asyncio.Event()
+
+        async def grow() -> None:
+            await update(here.nameserver, "flights", 3)
+            here.storage.ends = {}
+            grown.set()
+
+        here.storage.first = grow
+        await grown.wait()
+        stored = await etcd.get(etcd.key("topics", "flights"))
+        assert stored is not None
+        await here.looked()
+        assert await here.spread() == [("broker-a", 4, 3)]
+        here.storage.revision = stored.mod_revision
+        await here.shrunk(3)
+
+
+async def test_without_the_broker_nothing_goes(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with scene(etcd_endpoint, cluster, etcd) as here:
+        here.storage.revision = 0
+        await etcd.delete(etcd.key("nodes", "storage", "broker-a"))
+        await until(lambda: len(here.nameserver.runtime.nodes.values) == 1)
+        assert await here.spread() == [("broker-a", 4, 2)]

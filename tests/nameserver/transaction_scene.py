@@ -1,0 +1,132 @@
+"""A group of the ledger's tests: heartbeats, deaths and what the record becomes, without etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from batonmq_server.nameserver.core.group_transaction import (
+    GroupSettings,
+    GroupTransaction,
+    SubscriptionVerdict,
+)
+from batonmq_server.nameserver.core.groups import (
+    Group,
+    Heartbeat,
+    Subscription,
+    SubscriptionPolicy,
+    Subscriptions,
+    Terms,
+)
+from batonmq_server.nameserver.core.topics import QueueSpread, Topic
+
+LEASE_MS = 30_000
+TOPIC = Topic(
+    name="flights",
+    topic_id=1,
+    spread=(QueueSpread("a", 3), QueueSpread("b", 2)),
+    create_unix_ms=1,
+)
+
+
+def subscribed(expression: str = "*", *topics: str) -> Subscriptions:
+    return tuple(Subscription(topic, expression) for topic in topics or ("flights",))
+
+
+def terms(expression: str = "*", *topics: str, **settings: str | bool) -> Terms:
+    return Terms(subscriptions=subscribed(expression, *topics), **settings)  # type: ignore[arg-type]
+
+
+def beat(
+    client_id: str, asked: Terms | str = "*", incarnation_id: int = 1, room: str = ""
+) -> Heartbeat:
+    return Heartbeat(
+        group="g",
+        client_id=client_id,
+        incarnation_id=incarnation_id,
+        host=f"host-of-{client_id}",
+        terms=terms(asked) if isinstance(asked, str) else asked,
+        room=room,
+    )
+
+
+class Scene:
+    """The record and the living; each call is one transaction of the nameserver."""
+
+    def __init__(self, topics: Sequence[Topic] = (TOPIC,), **settings: object) -> None:
+        self.group: Group | None = None
+        self.live: dict[str, int] = {}
+        self.topics = topics
+        self.now_unix_ms = 100
+        if settings:
+            self.update(**settings)
+
+    @property
+    def record(self) -> Group:
+        assert self.group is not None
+        return self.group
+
+    def update(self, **settings: object) -> None:
+        change = GroupSettings(**settings)  # type: ignore[arg-type]
+        self.ask(lambda ledger: ledger.update(change))
+
+    def beat(
+        self, client_id: str, asked: Terms | str = "*", incarnation_id: int = 1, room: str = ""
+    ) -> SubscriptionVerdict:
+        heartbeat = beat(client_id, asked, incarnation_id, room)
+        ledger = self.ask(lambda ledger: ledger.join(heartbeat))
+        return ledger.verdict(heartbeat, self.record)
+
+    def leave(self, client_id: str, incarnation_id: int = 1) -> None:
+        self.ask(lambda ledger: ledger.leave(client_id, incarnation_id))
+
+    def die(self, *client_ids: str) -> None:
+        for client_id in client_ids:
+            self.live.pop(client_id, None)
+
+    def tend(self, *, drained: bool = False) -> None:
+        self.ask(lambda ledger: ledger.finish_draining() if drained else None)
+
+    def ask(self, *calls: Callable[[GroupTransaction], object]) -> GroupTransaction:
+        """Put calls to the ledger in turn; what raises changes nothing."""
+        self.now_unix_ms += 1
+        ledger = GroupTransaction(
+            "g", self.group, self.live, now_unix_ms=self.now_unix_ms, lease_ms=LEASE_MS
+        )
+        for call in calls:
+            call(ledger)
+        wanted = {s.topic for s in ledger.settled().terms.subscriptions}
+        before, self.group = self.group, ledger.dealt([t for t in self.topics if t.name in wanted])
+        if self.group is before:
+            assert ledger.is_unchanged() or before is None
+        self.live |= ledger.joined
+        for client_id in ledger.left:
+            self.live.pop(client_id, None)
+        return ledger
+
+    @property
+    def ids(self) -> list[str]:
+        return [member.client_id for member in self.record.members]
+
+    @property
+    def waiting(self) -> set[str]:
+        """Members that ask for another subscription."""
+        return {member.client_id for member in self.record.members if member.differs}
+
+    @property
+    def owners(self) -> set[str]:
+        """Members that have a queue."""
+        return {
+            self.record.members[owner - 1].client_id
+            for topic in self.record.assignments
+            for part in topic.brokers
+            for owner in part.owners
+            if owner
+        }
+
+
+def scene(policy: SubscriptionPolicy, *members: str) -> Scene:
+    """A group with the policy whose members all want everything."""
+    made = Scene(policy=policy)
+    for client_id in members:
+        made.beat(client_id)
+    return made

@@ -1,0 +1,261 @@
+"""The protocol's tables for one queue, on Python sets: slow, short, and built in another way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from batonmq._core.queues import Incarnation
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.values import (
+    Acks,
+    AckState,
+    DeliveryRange,
+    FenceAttempt,
+    FenceCondition,
+    ProgressSource,
+    QueueLimits,
+)
+
+SPAN = 5
+RANGES_MAX = 2
+LIMITS = QueueLimits(span_max=SPAN, ack_ranges_max=RANGES_MAX)
+
+
+def members(ranges: RangeSet) -> frozenset[int]:
+    return frozenset(o for first, next_ in ranges.runs for o in range(first, next_))
+
+
+class Refused(Exception):
+    """The model refuses; the argument is the reason."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A reset or clone to `to` or, if `undone` names one, an undo."""
+
+    op_id: str
+    to: AckState
+    kind: ProgressSource = ProgressSource.RESET
+    undone: str = ""
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the model remembers of a move: the answer, and where the queue was before."""
+
+    move: Move
+    answer: tuple[int, ...]
+    before: frozenset[int]
+
+
+@dataclass
+class Naive:
+    """The protocol's tables, on sets. `acked` has everything below C too."""
+
+    known: bool = False
+    token: int = 0
+    holder: Incarnation | None = None
+    closed: bool = True
+    acked: set[int] = field(default_factory=set)
+    delivered: int = 0
+    reserved: int = 0
+    maybe_seen: set[int] = field(default_factory=set)
+    reset_epoch: int = 0
+    first_reset_epoch: int = 0
+    generation: int = 0
+    source: ProgressSource = ProgressSource.NOTHING
+    moves: dict[str, Done] = field(default_factory=dict)
+    topic_id: int = 0
+    attempt: str = ""
+    answer: tuple[Any, ...] | None = None
+    access_ms: int = 0
+    ever_delivered: set[int] = field(default_factory=set)
+
+    @property
+    def committed(self) -> int:
+        offset = 0
+        while offset in self.acked:
+            offset += 1
+        return offset
+
+    @property
+    def in_flight(self) -> set[int]:
+        return set(range(self.committed, self.delivered)) - self.acked
+
+    @property
+    def above(self) -> set[int]:
+        committed = self.committed
+        return {o for o in self.acked if o > committed}
+
+    def check(self, token: int, reset_epoch: int | None = None) -> None:
+        if not self.known and not self.token:
+            raise Refused("UNKNOWN_QUEUE")
+        other_epoch = reset_epoch is not None and reset_epoch != self.reset_epoch
+        if not self.known or token != self.token or self.closed or other_epoch:
+            raise Refused("FENCED")
+
+    def delete(self, topic_id: int, life_start_ms: int) -> int | None:
+        """All is gone but what keeps tokens apart."""
+        if topic_id <= self.topic_id:
+            return None
+        return self.end(topic_id, life_start_ms)
+
+    def touch(self, token: int, now_ms: int) -> None:
+        self.check(token)
+        self.access_ms = now_ms
+
+    def end(self, topic_id: int, life_start_ms: int) -> int:
+        ended = int(self.known)
+        anew = Naive(
+            token=self.token + ended,
+            reset_epoch=self.reset_epoch + ended,
+            topic_id=topic_id,
+            moves=self.moves,
+            access_ms=life_start_ms,
+        )
+        vars(self).update(vars(anew))
+        return ended
+
+    def fence(self, wish: FenceAttempt, now_ms: int) -> tuple[Any, ...]:
+        if not self.known and wish.holder is None:
+            raise Refused("UNKNOWN_QUEUE")
+        if self.attempt == wish.attempt:
+            if self.answer is None:
+                raise Refused("SUPERSEDED")
+            return self.answer
+        if wish.expected_token != self.token:
+            raise Refused("TOKEN_MISMATCH")
+        same = not self.closed and self.holder == wish.holder
+        if (
+            wish.condition is FenceCondition.CLOSED_OR_DRAINED
+            and self.in_flight
+            and not self.closed
+        ):
+            raise Refused("UNACKED")
+        if wish.condition is FenceCondition.SAME_HOLDER and not same:
+            raise Refused("NOT_HOLDER")
+        if wish.condition is FenceCondition.IDLE and now_ms - self.access_ms < wish.idle_ms:
+            raise Refused("NOT_IDLE")
+        if not self.known:
+            self.begin(wish.initial_offset)
+        current = wish.reset_epoch == self.reset_epoch
+        live = members(wish.resume) - self.acked if current else frozenset()
+        if not self.closed:
+            self.maybe_seen |= self.in_flight - (live if same else frozenset())
+        end = max(live, default=-1) + 1
+        self.delivered = max(self.delivered if same else self.committed, end)
+        self.ever_delivered |= set(range(self.delivered))
+        self.reserved = self.delivered
+        self.holder, self.closed = wish.holder, wish.holder is None
+        self.generation, self.source = wish.subscription_generation, ProgressSource.FENCE
+        self.token = max(self.token, wish.token_min) + 1
+        self.attempt, self.access_ms = wish.attempt, now_ms
+        self.answer = (
+            self.token,
+            self.committed,
+            frozenset(self.above),
+            frozenset(self.maybe_seen),
+        )
+        return self.answer
+
+    def begin(self, offset: int) -> None:
+        self.known, self.first_reset_epoch = True, self.reset_epoch
+        self.acked = set(range(offset))
+        self.delivered = self.reserved = offset
+
+    def reset(self, move: Move, now_ms: int) -> tuple[int, ...]:
+        """Counts one by one. What was started lies below everything that is known of the queue."""
+        done = self.moves.get(move.op_id)
+        if done is not None and not move.dry_run:
+            if done.move != move:
+                raise Refused("OPERATION_EXISTS")
+            return done.answer
+        after = set(range(move.to.committed_offset)) | members(move.to.acked)
+        if move.undone:
+            if move.undone not in self.moves:
+                raise Refused("OPERATION_NOT_FOUND")
+            undone = self.moves[move.undone]
+            if not self.known or undone.answer[-2] <= self.first_reset_epoch:
+                raise Refused("UNKNOWN_QUEUE")
+            after = set(undone.before)
+        if not self.known:
+            self.begin(move.to.committed_offset)
+        before, committed = self.acked, self.committed
+        started = max([committed, self.delivered, *(o + 1 for o in before | self.maybe_seen)])
+        self.acked, self.maybe_seen = after, set(range(started)) - after
+        self.delivered = self.reserved = self.committed
+        self.token, self.reset_epoch = self.token + 1, self.reset_epoch + 1
+        self.holder, self.closed, self.answer = None, True, None
+        self.generation, self.source, self.access_ms = 0, move.kind, now_ms
+        counts = len(before - after), len(after - before)
+        answer = (committed, self.committed, *counts, self.reset_epoch, self.token)
+        self.moves[move.op_id] = Done(move, answer, frozenset(before))
+        return answer
+
+    def commit_unowned(self, acks: Acks) -> tuple[int, bool]:
+        if acks.reset_epoch != self.reset_epoch:
+            raise Refused("FENCED")
+        new = (set(range(acks.committed_offset)) | members(acks.acked)) - self.acked
+        news = bool(new) or not self.known
+        if not self.known:
+            self.begin(0)
+        if news:
+            self.add(new, ProgressSource.COMMIT)
+        return self.committed, news
+
+    def record(self, token: int, delivery: DeliveryRange, now_ms: int) -> frozenset[int]:
+        self.check(token)
+        first, next_, generation = delivery
+        if self.generation and generation != self.generation:
+            raise Refused("FENCED")
+        if any(o not in self.acked for o in range(self.delivered, first)):
+            raise Refused("DELIVERY_GAP")
+        above = self.above
+        runs = sum(o + 1 not in above for o in above)
+        beyond = next_ > max(self.delivered, max(above, default=-1) + 1)
+        if runs >= RANGES_MAX and beyond:
+            raise Refused("ACK_CAP")
+        self.delivered = max(self.delivered, next_)
+        self.ever_delivered |= set(range(first, next_))
+        if self.delivered > self.reserved:
+            self.reserved = self.delivered + SPAN
+        self.access_ms = now_ms
+        return frozenset(self.maybe_seen & set(range(first, next_)))
+
+    def acknowledge(self, acks: Acks) -> set[int]:
+        new = (set(range(acks.committed_offset)) | members(acks.acked)) - self.acked
+        if any(o >= self.delivered for o in new):
+            raise Refused("BEYOND_DELIVERED")
+        return new
+
+    def commit(
+        self, token: int, acks: Acks, source: ProgressSource, now_ms: int
+    ) -> tuple[int, bool]:
+        self.check(token, acks.reset_epoch)
+        new = self.acknowledge(acks)
+        if new:
+            self.add(new, source)
+        self.access_ms = now_ms
+        return self.committed, bool(new)
+
+    def close(self, token: int, acks: Acks, unfinished: RangeSet) -> tuple[int, bool]:
+        if self.known and token == self.token and self.closed:
+            return self.committed, False
+        self.check(token, acks.reset_epoch)
+        new = self.acknowledge(acks)
+        left = members(unfinished) - self.acked - new
+        if any(o >= self.delivered for o in left):
+            raise Refused("BEYOND_DELIVERED")
+        self.add(new, ProgressSource.COMMIT)
+        self.maybe_seen |= left
+        self.delivered = self.reserved = self.committed
+        self.closed = True
+        return self.committed, True
+
+    def add(self, new: set[int], source: ProgressSource) -> None:
+        self.acked, self.source = self.acked | new, source
+        self.maybe_seen -= self.acked
+        self.delivered = max(self.delivered, self.committed)
+        self.reserved = max(self.reserved, self.delivered)

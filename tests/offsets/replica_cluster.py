@@ -1,0 +1,358 @@
+"""An offsets replica set in one process: real disks, a real etcd, real gRPC between the nodes.
+
+A node can be cut off from etcd, its followers can be kept waiting, and it can end without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq.errors import BatonError, NoQuorum
+from batonmq_server.offsets.app import served
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.offsets.disk import Disk, StoredEntry
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.replicas import Standing, decode
+from tests.offsets.service_calls import run
+from tests.support.waiting import until
+
+TIMEOUT_S = 20.0
+LEASE_MS = 8_000
+"""No pause of a loaded machine is as long; nobody waits for it, but where that is the claim."""
+LAG_MS_MAX = 4_000
+TERM = 1
+NOT_LEADER = {"NOT_LEADER", "NOT_SERVING", "NO_QUORUM", "UNREACHABLE"}
+
+
+class Session(EtcdSession):
+    """A connection to etcd that can be cut, or on which no lease is refreshed nor refused."""
+
+    cut = silent = False
+
+    def anew(self) -> EtcdSession:
+        """Another connection, for the test."""
+        cluster = self.prefix.strip("/").rpartition("/")[2]
+        return EtcdSession(self._endpoint, cluster, Clock())
+
+    async def txn(self, **parts: Any) -> int | None:
+        self._check()
+        return await super().txn(**parts)
+
+    async def get(self, key: str) -> Stored | None:
+        self._check()
+        return await super().get(key)
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        self._check()
+        if self.silent:
+            await asyncio.Event().wait()
+        return await super().keep_alive(lease_id)
+
+    async def revoke(self, lease_id: int) -> None:
+        self._check()
+        await super().revoke(lease_id)
+
+    def _check(self) -> None:
+        if self.cut:
+            raise NoQuorum("cut off")
+
+
+Proceed = Callable[[], Awaitable[Any]]
+Rule = Callable[[Any, Proceed], Awaitable[Any]]
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Holds up, at the leader, the calls of followers that a test has shut out.
+
+    Attributes:
+        rules: What becomes of other calls, by method.
+    """
+
+    def __init__(self) -> None:
+        self.shut: set[str] = set()
+        self.rules: dict[str, Rule] = {}
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        method = details.method.rpartition("/")[2]
+        if method in self.rules:
+
+            async def ruled(request: Any, context: Any) -> Any:
+                rule = self.rules.get(method)
+                if rule is None:
+                    return await handler.unary_unary(request, context)
+                return await rule(request, lambda: handler.unary_unary(request, context))
+
+            return grpc.unary_unary_rpc_method_handler(
+                ruled, handler.request_deserializer, handler.response_serializer
+            )
+        if method != "Fetch":
+            return handler
+
+        async def fetch(request: Any, context: Any) -> Any:
+            if request.node_id in self.shut:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "shut out")
+            answer = await handler.unary_unary(request, context)
+            if request.node_id in self.shut:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "shut out")
+            return answer
+
+        return grpc.unary_unary_rpc_method_handler(
+            fetch, handler.request_deserializer, handler.response_serializer
+        )
+
+
+@dataclass
+class Replica:
+    """A node that runs."""
+
+    name: str
+    replica_set: str
+    session: Session
+    disk: Disk
+    stub: pb_grpc.OffsetsServiceAsyncStub
+    replication: replication_grpc.ReplicationServiceAsyncStub
+    gate: Gate
+    stopping: asyncio.Event
+    caught_up: Callable[[], Awaitable[bool]]
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def serves(self) -> bool:
+        """Whether it is the leader, and answers."""
+        try:
+            await self.stub.ListResets(pb.ListResetsRequest(group="readers"), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            assert from_rpc_error(error).reason in NOT_LEADER
+            return False
+        return True
+
+    async def crash(self) -> None:
+        """End without another word to etcd, for which the time of the leases is up then."""
+        self.session.cut = True
+        await self.stop()
+        await leases_end(self.session, "offsets", self.replica_set, self.name)
+
+    async def stop(self) -> None:
+        """End in good order."""
+        self.stopping.set()
+        await self.ended.wait()
+
+    def stored(self) -> list[StoredEntry]:
+        """Everything it has."""
+        return list(self.disk.read())
+
+
+class ReplicaSet:
+    """Some nodes of one set, by name."""
+
+    def __init__(self, endpoint: str, cluster: str, folder: Path, tasks: asyncio.TaskGroup) -> None:
+        self.endpoint, self.cluster, self.folder, self._tasks = endpoint, cluster, folder, tasks
+        self.nodes: dict[str, Replica] = {}
+        self.settings: dict[str, Any] = {}
+
+    async def start(self, *names: str) -> list[Replica]:
+        """Start nodes of the set a, b, c."""
+        for name in names:
+            started: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+            common: dict[str, Any] = {
+                "replicas": "a,b,c",
+                "replica_lag_ms_max": LAG_MS_MAX,
+                "leader_lease_ms": LEASE_MS,
+                "node_lease_ms": LEASE_MS,
+            }
+            settings = OffsetsSettings(
+                node_id=name,
+                data_dir=self.folder / name,
+                cluster=self.cluster,
+                etcd=self.endpoint,
+                **(common | self.settings),
+            )
+            self._tasks.create_task(_run(settings, started))
+            self.nodes[name] = await started
+        return [self.nodes[name] for name in names]
+
+    async def leader(self) -> Replica:
+        """The one that serves, once there is one."""
+        found: list[Replica] = []
+
+        async def look() -> bool:
+            for node in list(self.nodes.values()):
+                if not node.ended.is_set() and await node.serves():
+                    found.append(node)
+                    return True
+            return False
+
+        await until(look)
+        return found[0]
+
+    async def fingerprint(self) -> Standing:
+        """The set as etcd has it."""
+        async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
+            return decode(await session.get("replicas/offsets/offsets"))
+
+    async def in_sync(self, *names: str) -> None:
+        """Wait until exactly these are in sync."""
+
+        async def look() -> bool:
+            return (await self.fingerprint()).in_sync == set(names)
+
+        await until(look)
+
+    async def alike(self, *names: str) -> None:
+        """Wait until these hold the same bytes."""
+        first, *others = [self.nodes[name] for name in names]
+        await until(lambda: all(first.stored() == other.stored() for other in others))
+
+    async def stop(self) -> None:
+        """End all."""
+        for node in self.nodes.values():
+            await node.stop()
+
+
+@asynccontextmanager
+async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterator[ReplicaSet]:
+    """An empty scene."""
+    async with asyncio.TaskGroup() as tasks:
+        scene = ReplicaSet(endpoint, cluster, folder, tasks)
+        try:
+            yield scene
+        finally:
+            await scene.stop()
+
+
+async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> None:
+    gate, stopping, ended = Gate(), asyncio.Event(), asyncio.Event()
+    try:
+        async with Session(settings.etcd, settings.cluster, Clock()) as session:
+            runtime = Runtime("offsets", settings, session)
+            with Disk(settings.data_dir) as disk:
+                async with served(settings, runtime, disk) as app:
+                    edge = EdgeInterceptor(runtime.clock, runtime.registry, app.held)
+                    server = grpc.aio.server(interceptors=[edge, gate], options=OPTIONS)
+                    for add in app.servicers.values():
+                        add(server)
+                    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+                    runtime.bound(address, "")
+                    await server.start()
+                    async with connect(address) as channel, asyncio.TaskGroup() as tasks:
+                        loops: list[Callable[[], Any]] = [
+                            *app.loops,
+                            runtime.nodes.run,
+                            runtime.keep_registered,
+                        ]
+                        if app.leader:
+                            await runtime.register(epoch=app.epoch, replica_set=app.replica_set)
+                        running = [tasks.create_task(loop()) for loop in loops]
+                        started.set_result(
+                            Replica(
+                                settings.node_id,
+                                settings.replica_set,
+                                session,
+                                disk,
+                                pb_grpc.OffsetsServiceStub(channel),
+                                replication_grpc.ReplicationServiceStub(channel),
+                                gate,
+                                stopping,
+                                app.caught_up,
+                                ended,
+                            )
+                        )
+                        await stopping.wait()
+                        await server.stop(None)
+                        await runtime.unregister()
+                        for task in running:
+                            task.cancel()
+    finally:
+        ended.set()
+
+
+async def leases_end(ended: Session, service: str, replica_set: str, name: str) -> None:
+    """What etcd does when nobody refreshes the leases of a node any more."""
+    async with ended.anew() as etcd:
+        for key in (f"nodes/{service}/{name}", f"elections/{service}/{replica_set}"):
+            stored = await etcd.get(key)
+            if stored is not None and (key.startswith("nodes/") or stored.value == name.encode()):
+                await etcd.attach(stored.lease_id).revoke()
+
+
+def queue(queue_id: int = 0) -> queue_pb2.GroupQueue:
+    """A queue of the set's one group."""
+    inner = queue_pb2.QueueRef(topic="news", broker="broker-a", queue_id=queue_id)
+    return queue_pb2.GroupQueue(group="readers", queue=inner)
+
+
+async def hold(node: Replica, *queue_ids: int) -> None:
+    """Pass queues without progress to a holder, and deliver 100 messages of each."""
+    await node.stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
+    holder = queue_pb2.Incarnation(client_id="client-a", incarnation_id=1)
+    fences = [
+        pb.FenceItem(
+            queue=queue(queue_id),
+            attempt="attempt-1",
+            condition=pb.FENCE_CONDITION_CLOSED_OR_DRAINED,
+            holder=holder,
+        )
+        for queue_id in queue_ids
+    ]
+    await node.stub.Fence(pb.FenceRequest(term=TERM, items=fences), timeout=TIMEOUT_S)
+    deliveries = [
+        pb.DeliveryItem(queue=queue(queue_id), token=1, first_offset=0, next_offset=100)
+        for queue_id in queue_ids
+    ]
+    await node.stub.RecordDelivered(pb.RecordDeliveredRequest(items=deliveries), timeout=TIMEOUT_S)
+
+
+async def commit(
+    node: Replica, committed: int, *acked: tuple[int, int], queue_id: int = 0, timeout_s: float = 0
+) -> None:
+    """Ack what is below `committed`, and ranges above.
+
+    Raises:
+        BatonError: as the node refused, or did not answer.
+    """
+    item = pb.CommitItem(
+        queue=queue(queue_id),
+        token=1,
+        committed_offset=committed,
+        acked=[run(*each) for each in acked],
+    )
+    try:
+        answer = await node.stub.Commit(
+            pb.CommitRequest(items=[item]), timeout=timeout_s or TIMEOUT_S
+        )
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    if answer.outcomes[0].HasField("error"):
+        raise error_from_pb(answer.outcomes[0].error)
+
+
+async def committed(node: Replica, queue_id: int = 0) -> int:
+    """The committed offset, as the node answers."""
+    answer = await node.stub.Query(pb.QueryRequest(queues=[queue(queue_id)]), timeout=TIMEOUT_S)
+    return answer.outcomes[0].progress.committed_offset
+
+
+async def refusal(node: Replica, committed_offset: int) -> BatonError:
+    """Why the node does not take an ack."""
+    try:
+        await commit(node, committed_offset)
+    except BatonError as error:
+        return error
+    raise AssertionError("it was taken")

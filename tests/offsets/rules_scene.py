@@ -1,0 +1,190 @@
+"""One queue and its callers, for tests of the rules: a real table, short calls, a real restart."""
+
+from __future__ import annotations
+
+from batonmq._core.queues import GroupQueue, Incarnation
+from batonmq.errors import BatonError
+from batonmq_server.offsets.codec import (
+    decode_progress,
+    decode_reset,
+    encode_progress,
+    encode_reset,
+)
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.progress_table import ProgressTable
+from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
+from batonmq_server.offsets.core.resets import (
+    ResetExecutor,
+    ResetHistory,
+    ResetOrder,
+    ResetOutcome,
+    ResetStep,
+    ResetTarget,
+)
+from batonmq_server.offsets.core.values import (
+    Acks,
+    AckState,
+    CommitResult,
+    DeliveryRange,
+    DeliveryResult,
+    FenceAttempt,
+    FenceCondition,
+    FenceGrant,
+    Instant,
+    ProgressSource,
+    QueueLimits,
+)
+
+KEY = GroupQueue("readers", "news", "broker-a", 3)
+A, B, C = (Incarnation(f"client-{name}", number) for number, name in enumerate("abc", 1))
+CLOSED_OR_DRAINED, SAME_HOLDER = FenceCondition.CLOSED_OR_DRAINED, FenceCondition.SAME_HOLDER
+IDLE, FORCED = FenceCondition.IDLE, FenceCondition.FORCED
+UNIX_MS = 1_700_000_000_000
+
+
+def offsets(*runs: tuple[int, int]) -> RangeSet:
+    """The set of ascending half-open runs."""
+    return RangeSet.merged(runs)
+
+
+class Scene:
+    """A table with the term 7 announced, its clock, and what of the queue is on the disk."""
+
+    def __init__(self, limits: QueueLimits | None = None) -> None:
+        self.limits = limits or QueueLimits()
+        self.now_ms = 1_000_000
+        self.table = ProgressTable(self.limits, 1, 7, self.now)
+        self.stored: bytes | None = None
+        self.stored_topic_id = 0
+        self.stored_operations: dict[int, bytes] = {}
+        self.resets = ResetExecutor(self.table, ResetHistory())
+        self._attempts = 0
+
+    @property
+    def now(self) -> Instant:
+        return Instant(self.now_ms, UNIX_MS + self.now_ms)
+
+    @property
+    def queue(self) -> Progress:
+        return self.table.query(KEY)
+
+    def fence(
+        self,
+        holder: Incarnation | None,
+        expected_token: int,
+        condition: FenceCondition = CLOSED_OR_DRAINED,
+        *,
+        attempt: str = "",
+        resume: RangeSet = EMPTY,
+        reset_epoch: int = 0,
+        idle_ms: int = 30_000,
+        token_min: int = 0,
+        initial_offset: int = 0,
+        generation: int = 0,
+        term: int = 7,
+    ) -> FenceGrant:
+        self._attempts += 1
+        wish = FenceAttempt(
+            attempt=attempt or f"attempt-{self._attempts}",
+            expected_token=expected_token,
+            condition=condition,
+            holder=holder,
+            resume=resume,
+            reset_epoch=reset_epoch,
+            idle_ms=idle_ms,
+            token_min=token_min,
+            initial_offset=initial_offset,
+            subscription_generation=generation,
+            forced_by="operator" if condition is FORCED else "",
+            forced_reason="stuck" if condition is FORCED else "",
+        )
+        grant = self.table.fence(KEY, term, wish, self.now)
+        self._store(grant.changed)
+        return grant
+
+    def record(
+        self, token: int, first_offset: int, next_offset: int, generation: int = 0
+    ) -> DeliveryResult:
+        delivery = DeliveryRange(first_offset, next_offset, generation)
+        delivered = self.table.record_delivered(KEY, token, delivery, self.now)
+        self._store(delivered.changed)
+        return delivered
+
+    def touch(self, token: int) -> None:
+        self.table.touch(KEY, token, self.now)
+
+    def commit(
+        self, token: int, committed: int = 0, acked: RangeSet = EMPTY, reset_epoch: int = 0
+    ) -> CommitResult:
+        acks = Acks(reset_epoch, committed, acked)
+        result = self.table.commit(KEY, token, acks, self.now)
+        self._store(result.changed)
+        return result
+
+    def commit_unowned(
+        self, committed: int = 0, acked: RangeSet = EMPTY, reset_epoch: int = 0
+    ) -> CommitResult:
+        result = self.table.commit_unowned(KEY, Acks(reset_epoch, committed, acked), self.now)
+        self._store(result.changed)
+        return result
+
+    def close(
+        self,
+        token: int,
+        committed: int = 0,
+        acked: RangeSet = EMPTY,
+        unfinished: RangeSet = EMPTY,
+        reset_epoch: int = 0,
+    ) -> CommitResult:
+        acks = Acks(reset_epoch, committed, acked)
+        result = self.table.close(KEY, token, acks, unfinished, self.now)
+        self._store(result.changed)
+        return result
+
+    def delete(self, topic_id: int) -> list[GroupQueue] | None:
+        ended = self.table.delete_topic(KEY.topic, topic_id, self.now)
+        self.stored_topic_id = self.table.deleted_topic_id(KEY.topic)
+        self._store(bool(ended))
+        return ended
+
+    def delete_group(self) -> list[GroupQueue]:
+        ended = self.table.delete_group(KEY.group, "", self.now)
+        self._store(bool(ended))
+        return ended
+
+    def reset(self, to: int, op_id: str = "op", *, dry_run: bool = False) -> ResetStep | BatonError:
+        order = ResetOrder(op_id, ProgressSource.RESET, "admin", "replay")
+        targets = [ResetTarget(KEY, AckState(to))]
+        outcome = self.resets.reset(KEY.group, order, targets, self.now, dry_run=dry_run)
+        (result,) = self.carried_out(outcome)
+        return result
+
+    def undo(self, undone: str, op_id: str = "undo") -> list[ResetStep | BatonError]:
+        order = ResetOrder(op_id, ProgressSource.RESET, "admin", "a mistake", undone_op_id=undone)
+        outcome = self.resets.undo(KEY.group, order, self.now, dry_run=False)
+        return self.carried_out(outcome)
+
+    def carried_out(self, outcome: ResetOutcome) -> list[ResetStep | BatonError]:
+        """The results, after making durable what has to be."""
+        if outcome.fresh:
+            assert outcome.record is not None
+            operation = self.resets.records.at(outcome.record)
+            self.stored_operations[outcome.record.slot] = encode_reset(operation)
+            self._store(True)
+        return outcome.results
+
+    def restart(self) -> None:
+        """A new life from what is on the disk."""
+        self.table = ProgressTable(self.limits, self.table.epoch + 1, self.table.term, self.now)
+        if self.stored_topic_id:
+            self.table.restore_topic(KEY.topic, self.stored_topic_id)
+        if self.stored is not None:
+            self.table.restore(KEY, decode_progress(KEY, self.stored))
+        records = ResetHistory()
+        for stored in self.stored_operations.values():
+            records.put(KEY.group, decode_reset(stored))
+        self.resets = ResetExecutor(self.table, records)
+
+    def _store(self, changed: bool) -> None:
+        if changed:
+            self.stored = encode_progress(self.table.state(KEY))

@@ -1,0 +1,136 @@
+"""Calls of the offsets service, and the service itself, for tests over a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.common.v1 import error_pb2, queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from batonmq._common.rpc import from_rpc_error
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import BatonError
+from batonmq_server.offsets.codec import META
+from batonmq_server.offsets.core.change_log import POSITION
+from batonmq_server.offsets.disk import StoredEntry
+from batonmq_server.offsets.epoch import OffsetsEpoch
+from batonmq_server.offsets.group_importer import PlacementDirectory
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.places import OFFSETS, PREFIX, Place
+
+TERM = 7
+TIMEOUT_S = 20
+
+
+def queue(group: str = "readers", queue_id: int = 3) -> queue_pb2.GroupQueue:
+    inner = queue_pb2.QueueRef(topic="news", broker="broker-a", queue_id=queue_id)
+    return queue_pb2.GroupQueue(group=group, queue=inner)
+
+
+def run(first_offset: int, next_offset: int) -> queue_pb2.OffsetRange:
+    return queue_pb2.OffsetRange(first_offset=first_offset, next_offset=next_offset)
+
+
+def wish(**fields: object) -> pb.FenceItem:
+    """A fence that passes on a queue without progress, with other `fields`."""
+    item = pb.FenceItem(
+        queue=queue(),
+        attempt="attempt-1",
+        condition=pb.FENCE_CONDITION_CLOSED_OR_DRAINED,
+        holder=queue_pb2.Incarnation(client_id="client-a", incarnation_id=1),
+    )
+    for name, value in fields.items():
+        item.ClearField(name)  # type: ignore[arg-type]
+        item.MergeFrom(pb.FenceItem(**{name: value}))  # type: ignore[arg-type]
+    return item
+
+
+@dataclass
+class Service:
+    """A stub of the service, and the service itself."""
+
+    stub: pb_grpc.OffsetsServiceAsyncStub
+    offsets: OffsetsEpoch
+    hub: EventHub
+    registry: CollectorRegistry
+
+    def stored(self) -> list[StoredEntry]:
+        """All that is kept, but the position, which every change moves."""
+        return [found for found in self.offsets.disk.read() if found[0] != META + POSITION]
+
+    def knows(self, group: str, **fields: Any) -> None:
+        """The gate of `group` has arrived from etcd."""
+        gates = self.offsets.gates
+        gates.revision += 1
+        value = nameserver_pb.Gate(**fields).SerializeToString()
+        gates.values[group] = Stored(group, value, gates.revision, gates.revision)
+
+    async def held(self, queue_id: int = 3, delivered: int = 10) -> None:
+        """client-a gets token 1 and has [0, delivered) in flight."""
+        await self.stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
+        item = wish(queue=queue(queue_id=queue_id))
+        answer = await self.stub.Fence(pb.FenceRequest(term=TERM, items=[item]), timeout=TIMEOUT_S)
+        assert answer.outcomes[0].fenced.token == 1
+        if delivered:
+            delivery = pb.DeliveryItem(
+                queue=queue(queue_id=queue_id), token=1, next_offset=delivered
+            )
+            done = await self.stub.RecordDelivered(
+                pb.RecordDeliveredRequest(items=[delivery]), timeout=TIMEOUT_S
+            )
+            assert done.outcomes[0].HasField("delivered")
+
+
+def only_set(etcd: EtcdSession, *groups: str) -> PlacementDirectory:
+    """The surroundings of the only replica set, to which etcd has given `groups` already."""
+    places = Mirror(etcd, PREFIX)
+    for group in groups:
+        places.values[group] = Stored(group, Place(OFFSETS).encode(), 1, 1)
+
+    def stub(replica_set: str) -> pb_grpc.OffsetsServiceAsyncStub:
+        raise AssertionError(f"there is no set {replica_set}")
+
+    return PlacementDirectory(OFFSETS, etcd, places, stub)
+
+
+async def call(service: Service, name: str, request: Any) -> Any:
+    return await getattr(service.stub, name)(request, timeout=TIMEOUT_S)
+
+
+async def refusal(service: Service, name: str, request: Any) -> tuple[grpc.StatusCode, BatonError]:
+    """Status and error of a call, after checking that nothing was written and no queue made."""
+    before, known = service.stored(), len(service.offsets.table)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call(service, name, request)
+    await service.offsets.commits.wait_all_durable()
+    assert (service.stored(), len(service.offsets.table)) == (before, known)
+    return raised.value.code(), from_rpc_error(raised.value)
+
+
+def reasons(outcomes: Sequence[Any]) -> list[str]:
+    return [error_pb2.Reason.Name(outcome.error.reason) for outcome in outcomes]
+
+
+GOOD: dict[str, Callable[..., Any]] = {
+    "Fence": lambda **fields: wish(**{"queue": queue(queue_id=9), **fields}),
+    "RecordDelivered": lambda **fields: pb.DeliveryItem(
+        **{"queue": queue(queue_id=9), "token": 1, "next_offset": 1, **fields}
+    ),
+    "Touch": lambda **fields: pb.TouchItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
+    "Commit": lambda **fields: pb.CommitItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
+    "Close": lambda **fields: pb.CloseItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
+}
+"""One good item of each batched call, on a queue that nobody holds, with other fields."""
+
+
+def deletion(**fields: Any) -> pb.DeleteTopicRequest:
+    return pb.DeleteTopicRequest(**{"topic": "news", "topic_id": 7, **fields})

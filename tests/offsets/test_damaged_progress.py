@@ -1,0 +1,99 @@
+"""Goal: a replica of offsets does not live with damaged progress, nor die of it: it begins anew.
+
+Method: a real store with queues; its file is cut short, or has bits turned over, in many places.
+Whatever is left afterwards is either everything, as it was, or nothing, and the damaged file aside.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from random import Random
+
+import lmdb
+import pytest
+
+from batonmq_server.offsets.codec import seal
+from batonmq_server.offsets.disk import Disk, StoredEntry, set_aside_damage
+from batonmq_server.offsets.persistence import FORMAT
+from batonmq_server.offsets.verify import verify
+
+COUNT = 400
+
+
+def stored(folder: Path) -> list[StoredEntry]:
+    with Disk(folder) as disk:
+        return list(disk.read())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    keys = [b"group\0topic\0broker\0%d" % number for number in range(COUNT)]
+    with Disk(tmp_path) as disk:
+        disk.write_blocking([(FORMAT, b"1")])
+        for begin in range(0, COUNT, 50):  # pages are given up and used again
+            disk.write_blocking([(key, seal(key, b"x" * 60)) for key in keys[: begin + 50]])
+    return tmp_path
+
+
+def data(folder: Path) -> Path:
+    return folder / "progress" / "data.mdb"
+
+
+def test_progress_that_is_whole_stays(folder: Path) -> None:
+    before = stored(folder)
+    set_aside_damage(folder)
+    assert stored(folder) == before
+    assert len(before) == COUNT + 1
+
+
+def test_without_progress_there_is_nothing_to_set_aside(tmp_path: Path) -> None:
+    set_aside_damage(tmp_path)
+    assert stored(tmp_path) == []
+
+
+def test_progress_that_was_cut_short_is_set_aside(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reading it would end the process."""
+    with data(folder).open("r+b") as file:
+        file.truncate(data(folder).stat().st_size // 2)
+    with caplog.at_level(logging.ERROR):
+        set_aside_damage(folder)
+    assert "progress is damaged" in caplog.text
+    assert (folder / "progress.damaged" / "data.mdb").exists()
+    assert stored(folder) == []
+    with Disk(folder) as disk:
+        disk.write_blocking([(FORMAT, b"1")])
+    set_aside_damage(folder)
+    assert stored(folder) == [(FORMAT, b"1")]
+
+
+def test_what_is_stored_and_not_what_was_written_is_found(folder: Path) -> None:
+    before, content = stored(folder), data(folder).read_bytes()
+    data(folder).write_bytes(content.replace(b"x" * 60, b"y" + b"x" * 59))
+    with pytest.raises(Exception, match="checksum"):
+        verify(folder / "progress")
+    set_aside_damage(folder)
+    assert stored(folder) == []
+    assert len(before) == COUNT + 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_after_a_look_there_is_everything_or_nothing(folder: Path, seed: int) -> None:
+    """Eight bits are turned over; the first two pages, which say what counts, are left alone."""
+    before, content, random = stored(folder), bytearray(data(folder).read_bytes()), Random(seed)
+    for _ in range(8):
+        at = random.randrange(2 * 4_096, len(content))
+        content[at] ^= 1 << random.randrange(8)
+    data(folder).write_bytes(content)
+    set_aside_damage(folder)
+    assert stored(folder) in (before, [])
+
+
+def test_verifying_writes_nothing(folder: Path) -> None:
+    before = data(folder).read_bytes()
+    verify(folder / "progress")
+    assert data(folder).read_bytes() == before
+    with pytest.raises(lmdb.Error):
+        verify(folder / "nothing")

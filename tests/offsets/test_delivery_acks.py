@@ -1,0 +1,213 @@
+"""Goal: acks that ride along with a delivery obey section 6.6 of the protocol, and a call is taken
+only in the mode of its group (section 15).
+
+Method: the real service behind a real channel; the gates of groups are put into its mirror.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from tests.offsets.service_calls import GOOD, TERM, Service, call, queue, reasons, run, wish
+
+OFF = nameserver_pb.OWNERSHIP_OFF
+BROADCASTING = nameserver_pb.MESSAGE_MODEL_BROADCASTING
+
+
+def pull(
+    first: int, next_: int, progress: pb.Acks | None = None, **fields: Any
+) -> pb.RecordDeliveredRequest:
+    item: dict[str, Any] = {"queue": queue(), "token": 1, "progress": progress, **fields}
+    delivery = pb.DeliveryItem(first_offset=first, next_offset=next_, **item)
+    return pb.RecordDeliveredRequest(items=[delivery])
+
+
+async def outcome(service: Service, request: pb.RecordDeliveredRequest) -> pb.DeliveryOutcome:
+    answer: pb.DeliveryOutcome = (await call(service, "RecordDelivered", request)).outcomes[0]
+    return answer
+
+
+async def progress(service: Service, group: str = "readers") -> pb.Progress:
+    answer = await call(service, "Query", pb.QueryRequest(queues=[queue(group)]))
+    found: pb.Progress = answer.outcomes[0].progress
+    return found
+
+
+# ---- commit-on-pull
+
+
+async def test_s6_6_acks_ride_along_with_a_delivery(service: Service) -> None:
+    await service.held()
+    request = pull(10, 20, pb.Acks(committed_offset=4, acked=[run(6, 8)]))
+    first, second = [await outcome(service, request) for _ in range(2)]
+    assert first.delivered.progress == pb.Committed(committed_offset=4)
+    assert second.delivered.progress == pb.Committed(committed_offset=4, noop=True)
+    now = await progress(service)
+    assert (now.committed_offset, now.delivered_offset, now.acked_count) == (4, 20, 2)
+    assert now.source == pb.PROGRESS_SOURCE_PULL
+
+
+async def test_s6_6_a_delivery_without_acks_tells_nothing_of_them(service: Service) -> None:
+    await service.held()
+    assert not (await outcome(service, pull(10, 20))).delivered.HasField("progress")
+
+
+async def test_s6_6_acks_that_rode_along_are_on_the_disk_when_it_is_answered(
+    service: Service,
+) -> None:
+    await service.held()
+    before = service.stored()
+    assert (await outcome(service, pull(10, 20))).HasField("delivered")
+    assert service.stored() == before, "the delivery itself is covered by the reservation"
+    await outcome(service, pull(20, 30, pb.Acks(committed_offset=4)))
+    assert service.stored() != before
+
+
+@pytest.mark.parametrize(
+    ("acks", "reason"),
+    [
+        (pb.Acks(committed_offset=11), "REASON_BEYOND_DELIVERED"),
+        (pb.Acks(committed_offset=4, reset_epoch=1), "REASON_FENCED"),
+    ],
+)
+async def test_s6_6_refused_acks_refuse_the_delivery(
+    service: Service, acks: pb.Acks, reason: str
+) -> None:
+    await service.held()
+    assert reasons([await outcome(service, pull(10, 20, acks))]) == [reason]
+    now = await progress(service)
+    assert (now.committed_offset, now.delivered_offset) == (0, 10)
+
+
+async def test_s6_6_acks_under_a_stale_token_count_as_little_as_the_delivery(
+    service: Service,
+) -> None:
+    await service.held()
+    fence = wish(attempt="b", expected_token=1, condition=pb.FENCE_CONDITION_FORCED)
+    fence.forced_by, fence.forced_reason = "operator", "stuck"
+    await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
+    refused = await outcome(service, pull(10, 20, pb.Acks(committed_offset=4)))
+    assert refused.error.facts["why"] == "FORCED"
+    now = await progress(service)
+    assert (now.committed_offset, now.forced_by, now.forced_reason) == (0, "operator", "stuck")
+
+
+async def test_s6_6_acks_open_the_window_that_their_delivery_needs(service: Service) -> None:
+    await service.held(delivered=3_000)
+    holes = [run(at, at + 1) for at in range(1, 2_001, 2)]
+    item = pb.CommitItem(queue=queue(), token=1, acked=holes)
+    await call(service, "Commit", pb.CommitRequest(items=[item]))
+    assert (await progress(service)).ack_capped
+    assert service.registry.get_sample_value("baton_offsets_capped_queues") == 1
+    assert service.registry.get_sample_value("baton_offsets_ack_window_used_ratio") == 1
+    assert reasons([await outcome(service, pull(3_000, 3_001))]) == ["REASON_ACK_CAP"]
+    done = await outcome(service, pull(3_000, 3_001, pb.Acks(committed_offset=2_000)))
+    assert done.delivered.progress.committed_offset == 2_000
+    assert service.registry.get_sample_value("baton_offsets_capped_queues") == 0
+
+
+async def test_s6_6_acks_that_were_taken_stay_when_the_delivery_is_refused(
+    service: Service,
+) -> None:
+    await service.held()
+    refused = await outcome(service, pull(15, 20, pb.Acks(committed_offset=4)))
+    assert reasons([refused]) == ["REASON_DELIVERY_GAP"]
+    assert (await progress(service)).committed_offset == 4
+
+
+async def test_s6_6_acks_of_pulls_are_counted_by_themselves(service: Service) -> None:
+    await service.held()
+    for acks in (pb.Acks(committed_offset=4), None, pb.Acks(committed_offset=99)):
+        await outcome(service, pull(10, 20, acks))
+    values = service.registry.get_sample_value
+    labels = [{"op": "pull", "outcome": each} for each in ("changed", "BEYOND_DELIVERED")]
+    assert [values("baton_offsets_commits_total", each) for each in labels] == [1, 1]
+
+
+async def test_s14_delivery_of_another_subscription_is_fenced(service: Service) -> None:
+    await service.held(delivered=0)
+    fence = wish(attempt="b", expected_token=1, subscription_generation=5)
+    await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
+    refused = await outcome(service, pull(0, 1, token=2, subscription_generation=4))
+    assert refused.error.facts["why"] == "SUBSCRIPTION"
+    assert (await outcome(service, pull(0, 1, token=2, subscription_generation=5))).HasField(
+        "delivered"
+    )
+    assert (await progress(service)).subscription_generation == 5
+
+
+async def test_s4_fence_to_nobody_is_answered_and_told_as_closed(service: Service) -> None:
+    await service.held()
+    item = wish(attempt="b", expected_token=1, condition=pb.FENCE_CONDITION_FORCED)
+    item.forced_by, item.forced_reason = "operator", "stuck"
+    item.ClearField("holder")
+    answer = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
+    assert answer.outcomes[0].fenced == pb.Fenced(token=2, maybe_seen=[run(0, 10)])
+    known = await call(service, "Announce", pb.AnnounceRequest(term=TERM))
+    assert list(known.queues) == [pb.QueueToken(queue=queue(), token=2, closed=True)]
+
+
+# ---- the mode of the group
+
+
+def commit(group: str, **fields: Any) -> pb.CommitRequest:
+    return pb.CommitRequest(items=[pb.CommitItem(queue=queue(group), **fields)])
+
+
+async def test_s15_a_group_without_ownership_commits_without_token(service: Service) -> None:
+    service.knows("free", ownership=OFF)
+    request = commit("free", committed_offset=40, acked=[run(42, 44)])
+    for noop in (False, True):
+        answer = await call(service, "Commit", request)
+        assert answer.outcomes[0].committed == pb.Committed(committed_offset=40, noop=noop)
+    now = await progress(service, "free")
+    assert (now.token, now.closed, now.acked_count, now.delivered_offset) == (0, True, 2, 40)
+
+
+@pytest.mark.parametrize("method", ["RecordDelivered", "Commit", "Close"])
+async def test_s15_call_under_a_token_is_refused_once_nobody_owns_the_queues(
+    service: Service, method: str
+) -> None:
+    await service.held()
+    service.knows("readers", ownership=OFF)
+    before = service.stored()
+    request = getattr(pb, f"{method}Request")(items=[GOOD[method](queue=queue())])
+    answer = await call(service, method, request)
+    assert reasons(answer.outcomes) == ["REASON_MODE_CHANGED"]
+    assert service.stored() == before
+
+
+@pytest.mark.parametrize(
+    ("gate", "reason"),
+    [
+        ({}, "REASON_MODE_CHANGED"),
+        ({"model": BROADCASTING}, "REASON_MODE_CHANGED"),
+        (None, "REASON_GROUP_NOT_FOUND"),
+    ],
+    ids=["owned", "broadcasting", "unknown"],
+)
+async def test_s15_commit_without_token_is_refused_for_any_other_group(
+    service: Service, gate: dict[str, Any] | None, reason: str
+) -> None:
+    service.knows("another", ownership=OFF)
+    if gate is not None:
+        service.knows("free", **gate)
+    answer = await call(service, "Commit", commit("free", committed_offset=4))
+    assert reasons(answer.outcomes) == [reason]
+    assert len(service.offsets.table) == 0
+
+
+async def test_s15_commit_without_token_waits_until_groups_are_known(service: Service) -> None:
+    answer = await call(service, "Commit", commit("free", committed_offset=4))
+    assert reasons(answer.outcomes) == ["REASON_NOT_SERVING"]
+    assert answer.outcomes[0].error.retry_after_ms > 0
+
+
+async def test_s15_unknown_group_is_no_hindrance_under_a_token(service: Service) -> None:
+    await service.held()
+    answer = await call(service, "Commit", commit("readers", token=1, committed_offset=4))
+    assert answer.outcomes[0].committed.committed_offset == 4

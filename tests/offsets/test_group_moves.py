@@ -1,0 +1,607 @@
+"""Goal: a group that is moved to another replica set takes everything along, is kept by one set at
+every moment, and the move comes to its end whoever dies on the way.
+
+Method: two sets, `left` and `right`, with real disks, a real etcd and real gRPC between them. The
+test writes the places as the nameserver does, and decides what becomes of calls between the sets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq.errors import (
+    BatonError,
+    GroupMoved,
+    InvalidArgument,
+    NotServing,
+    OldEpoch,
+    OldMove,
+    Unreachable,
+)
+from batonmq_server.offsets import group_exporter as leaving
+from batonmq_server.offsets.core.local_placements import (
+    LocalPlacement,
+    LocalPlacements,
+    PlacementState,
+)
+from batonmq_server.offsets.disk import StoredEntry
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.places import Place, place_of
+from tests.offsets.replica_cluster import (
+    LEASE_MS,
+    TIMEOUT_S,
+    Gate,
+    Proceed,
+    Replica,
+    ReplicaSet,
+    hold,
+    queue,
+    replica_set,
+)
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(120)
+
+GROUP = "readers"
+ELSEWHERE = ("GROUP_MOVED", "NOT_SERVING")
+HOLDER = queue_pb2.Incarnation(client_id="client-a", incarnation_id=1)
+
+
+@dataclass
+class Scene:
+    """Two sets, and etcd."""
+
+    etcd: EtcdSession
+    left: ReplicaSet
+    right: ReplicaSet
+
+    async def place(self, offsets_set: str, move: int = 0, from_set: str = "") -> None:
+        """Do what the nameserver does."""
+        place = Place(offsets_set, move, from_set)
+        await self.etcd.put(f"places/{GROUP}", place.encode())
+
+    async def finished(self, move: int) -> bool:
+        """Whether etcd says that the move is over."""
+        stored = await self.etcd.get(f"places/{GROUP}")
+        assert stored is not None
+        place = place_of(stored)
+        return place.move == move and not place.from_set
+
+    async def moved(self, move: int) -> None:
+        """Wait until it is."""
+        await until(lambda: self.finished(move), timeout_s=40)
+
+
+@asynccontextmanager
+async def two_sets(
+    endpoint: str, folder: Path, nodes_per_set: int = 1
+) -> AsyncIterator[tuple[Scene, Replica, Replica]]:
+    """Two sets whose leaders serve; group `readers` began at `left`."""
+    cluster = f"test-{secrets.token_hex(8)}"
+    async with (
+        EtcdSession(endpoint, cluster, Clock()) as etcd,
+        replica_set(endpoint, cluster, folder) as left,
+        replica_set(endpoint, cluster, folder) as right,
+    ):
+        scene, leaders = Scene(etcd, left, right), []
+        await scene.place("left")
+        for name, one in (("left", left), ("right", right)):
+            nodes = [f"{name}-{number}" for number in range(nodes_per_set)]
+            one.settings = {"replica_set": name}
+            one.settings["replicas"] = ",".join(nodes) if nodes_per_set > 1 else ""
+            await one.start(*nodes)
+            leaders.append(await leader(one))
+        yield scene, leaders[0], leaders[1]
+
+
+async def leader(of: ReplicaSet) -> Replica:
+    """The node that answers, if only that the group is elsewhere."""
+    found: list[Replica] = []
+
+    async def look() -> bool:
+        for node in of.nodes.values():
+            if not node.ended.is_set():
+                reason = await refused(node)
+                if reason is None or reason in ELSEWHERE:
+                    found.append(node)
+                    return True
+        return False
+
+    await until(look, timeout_s=40)
+    return found[0]
+
+
+async def ask(node: Replica, request: Any) -> Any:
+    """The answer of a node; its outcome if it has one.
+
+    Raises:
+        BatonError: as it, or its outcome, was refused.
+    """
+    method = type(request).__name__.removesuffix("Request")
+    try:
+        answer = await getattr(node.stub, method)(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    for outcome in getattr(answer, "outcomes", ()):
+        if outcome.HasField("error"):
+            raise error_from_pb(outcome.error)
+    return answer
+
+
+async def refused(node: Replica) -> str | None:
+    """Why a node does not tell of the group; None if it does."""
+    try:
+        await ask(node, pb.ListResetsRequest(group=GROUP))
+    except BatonError as error:
+        return error.reason
+    return None
+
+
+async def progress(node: Replica, queue_id: int = 0) -> pb.Progress:
+    answer = await ask(node, pb.QueryRequest(queues=[queue(queue_id)]))
+    found: pb.Progress = answer.outcomes[0].progress
+    found.ClearField("idle_ms")
+    return found
+
+
+def commit(committed_offset: int, token: int = 1, queue_id: int = 0) -> pb.CommitRequest:
+    acked = [queue_pb2.OffsetRange(first_offset=70, next_offset=80)]
+    item = pb.CommitItem(
+        queue=queue(queue_id), token=token, committed_offset=committed_offset, acked=acked
+    )
+    return pb.CommitRequest(items=[item])
+
+
+def fence(expected_token: int, term: int = 1, attempt: str = "attempt-2") -> pb.FenceRequest:
+    item = pb.FenceItem(
+        queue=queue(),
+        attempt=attempt,
+        condition=pb.FENCE_CONDITION_SAME_HOLDER,
+        expected_token=expected_token,
+        holder=HOLDER,
+    )
+    return pb.FenceRequest(term=term, items=[item])
+
+
+def reset(to_offset: int, queue_id: int) -> pb.ResetRequest:
+    items = [pb.ResetItem(queue=queue(queue_id), to_offset=to_offset)]
+    return pb.ResetRequest(op_id="op-1", by="operator", reason="test", items=items)
+
+
+async def work(node: Replica) -> pb.Progress:
+    """Give the group a history: tokens, acks, what may have been seen, a reset.
+
+    Returns:
+        The progress of queue 0.
+    """
+    await hold(node, 0, 1)
+    await ask(node, commit(40))
+    await ask(node, fence(1))
+    await ask(node, reset(7, queue_id=1))
+    return await progress(node)
+
+
+def of_group(node: Replica) -> list[StoredEntry]:
+    """What the disk of a node has of the group, but what became of it."""
+    name = GROUP.encode() + b"\0"
+    return [found for found in node.stored() if name in found[0]]
+
+
+async def test_a_moved_group_takes_everything_along(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        before = await work(left)
+        resets = await ask(left, pb.ListResetsRequest(group=GROUP))
+        holds = await ask(left, pb.ListHoldsRequest(queue=queue()))
+        kept = of_group(left)
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        after = await progress(right)
+        assert before.maybe_seen_count == 50
+        # As after a failover: delivered is what was reserved.
+        before.delivered_offset, before.unacked_count = after.delivered_offset, after.unacked_count
+        assert after == before
+        assert after.delivered_offset >= 100
+        assert (await ask(right, pb.ListResetsRequest(group=GROUP))).resets == resets.resets
+        answer = await ask(right, pb.ListHoldsRequest(queue=queue()))
+        assert [hold.token for hold in answer.holds] == [hold.token for hold in holds.holds]
+        assert of_group(right) == kept
+        assert of_group(left) == [], "what was handed over is forgotten"
+        await ask(right, commit(50, token=2))
+        assert (await progress(right)).committed_offset == 50
+
+
+async def test_the_old_set_refuses_everything_and_says_where_the_group_is(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
+        await work(left)
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        delivery = pb.DeliveryItem(queue=queue(), token=2, first_offset=100, next_offset=110)
+        calls = [
+            commit(90, token=2),
+            fence(2, attempt="attempt-3"),
+            reset(0, 0),
+            pb.RecordDeliveredRequest(items=[delivery]),
+            pb.CloseRequest(items=[pb.CloseItem(queue=queue(), token=2)]),
+            pb.QueryRequest(queues=[queue()]),
+            pb.QueryGroupRequest(group=GROUP),
+            pb.ListResetsRequest(group=GROUP),
+            pb.ListHoldsRequest(queue=queue()),
+            pb.DeleteGroupRequest(group=GROUP),
+        ]
+        for request in calls:
+            with pytest.raises(GroupMoved) as refusal:
+                await ask(left, request)
+            assert refusal.value.facts == {"group": GROUP, "offsets_set": "right", "move": "1"}
+        answer = await left.stub.Touch(
+            pb.TouchRequest(items=[pb.TouchItem(queue=queue(), token=2)]), timeout=TIMEOUT_S
+        )
+        assert isinstance(error_from_pb(answer.outcomes[0].error), GroupMoved)
+        assert not (await ask(left, pb.AnnounceRequest(term=1))).queues
+
+
+async def test_a_group_goes_back_and_forth(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await work(left)
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        await ask(right, commit(60, token=2))
+        await scene.place("left", 2, "right")
+        await scene.moved(2)
+        assert (await progress(left)).committed_offset == 60
+        assert await refused(right) == "GROUP_MOVED"
+        await ask(left, commit(65, token=2))
+        await scene.place("right", 3, "left")
+        await scene.moved(3)
+        assert (await progress(right)).committed_offset == 65
+        # What is late of an earlier move does nothing.
+        with pytest.raises(OldMove):
+            await ask(right, pb.HandOverRequest(group=GROUP, move=2, to_set="left"))
+        await ask(left, pb.ForgetGroupRequest(group=GROUP, move=1))
+        await ask(right, pb.ForgetGroupRequest(group=GROUP, move=2))
+        assert (await progress(right)).committed_offset == 65
+        assert of_group(right)
+
+
+async def test_a_set_answers_nothing_before_all_has_arrived(
+    etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In many parts, of which the last one is held up; then lost."""
+    monkeypatch.setattr(leaving, "PART_BYTES", 1)
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        before = await work(left)
+        held, go_on = asyncio.Event(), asyncio.Event()
+        lost: list[pb.HandOverResponse] = []
+
+        async def hold_up(request: Any, proceed: Proceed) -> Any:
+            answer = await proceed()
+            if answer.last and not lost:
+                held.set()
+                await go_on.wait()
+                lost.append(answer)
+                raise Unreachable("the answer is lost")
+            return answer
+
+        left.gate.rules["HandOver"] = hold_up
+        await scene.place("right", 1, "left")
+        await held.wait()
+        assert await refused(right) == "NOT_SERVING"
+        with pytest.raises(NotServing):
+            await ask(right, commit(90, token=2))
+        assert await refused(left) == "GROUP_MOVED"
+        go_on.set()
+        await scene.moved(1)
+        assert (await progress(right)).committed_offset == before.committed_offset
+
+
+POINTS = (
+    "before the seal",
+    "after the seal",
+    "after a part",
+    "before it forgets",
+    "after it forgot",
+)
+
+
+@pytest.mark.parametrize("victim", ["left", "right"])
+@pytest.mark.parametrize("point", POINTS)
+async def test_a_move_goes_on_whoever_dies_on_the_way(
+    etcd_endpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+    victim: str,
+) -> None:
+    monkeypatch.setattr(leaving, "PART_BYTES", 1)
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
+        await work(left)
+        reached = stop_at(left.gate, point)
+        await scene.place("right", 1, "left")
+        await reached.wait()
+        dying = scene.left if victim == "left" else scene.right
+        name = next(iter(dying.nodes))
+        await dying.nodes[name].crash()
+        left.gate.rules.clear()
+        await dying.start(name)
+        await scene.moved(1)
+        old, new = await leader(scene.left), await leader(scene.right)
+        after = await progress(new)
+        assert (after.token, after.committed_offset, after.acked_count) == (2, 40, 10)
+        assert after.maybe_seen_count == 50
+        assert (await progress(new, 1)).reset_epoch == 1
+        assert await refused(old) == "GROUP_MOVED"
+        assert of_group(old) == []
+
+
+def stop_at(gate: Gate, point: str) -> asyncio.Event:
+    """Let calls between the sets come so far, and no farther; set once they have."""
+    reached = asyncio.Event()
+
+    async def stop(after: int, request: Any, proceed: Proceed) -> Any:
+        gate.count = getattr(gate, "count", 0) + 1  # type: ignore[attr-defined]
+        if gate.count > after:  # type: ignore[attr-defined]
+            if point.startswith("after"):
+                await proceed()
+            reached.set()
+            raise Unreachable("it comes no farther")
+        return await proceed()
+
+    method = "ForgetGroup" if "forg" in point else "HandOver"
+    count = 2 if point == "after a part" else 0
+    gate.rules[method] = lambda request, proceed: stop(count, request, proceed)
+    return reached
+
+
+async def test_what_a_call_cut_short_did_not_forget_the_next_one_does(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
+        await work(left)
+
+        async def cut_short(request: Any, proceed: Proceed) -> Any:
+            del left.gate.rules["ForgetGroup"]
+            try:
+                async with asyncio.timeout(0):  # until it waits for something
+                    return await proceed()
+            except TimeoutError:
+                raise Unreachable("cut short") from None
+
+        left.gate.rules["ForgetGroup"] = cut_short
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        assert "ForgetGroup" not in left.gate.rules
+        assert of_group(left) == []
+
+
+async def test_a_new_leader_of_either_set_goes_on_with_the_move(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """The seal, and what has arrived, are changes like others: the followers have them."""
+    async with two_sets(etcd_endpoint, tmp_path, nodes_per_set=2) as (scene, left, right):
+        before = await work(left)
+        await _all_in_sync(scene)
+        reached = stop_at(left.gate, "after the seal")
+        await scene.place("right", 1, "left")
+        await reached.wait()
+        await left.crash()
+        await right.crash()
+        (heir,) = [node for name, node in scene.left.nodes.items() if name != left.name]
+
+        async def refuses() -> bool:
+            return await refused(heir) == "GROUP_MOVED"
+
+        await until(refuses, timeout_s=40)
+        await scene.moved(1)
+        after = await progress(await leader(scene.right))
+        assert after.committed_offset == before.committed_offset
+        assert after.token == before.token
+
+
+async def _all_in_sync(scene: Scene) -> None:
+    async def look() -> bool:
+        for name in ("left", "right"):
+            stored = await scene.etcd.get(f"replicas/offsets/{name}")
+            if stored is None or stored.value.count(name.encode() + b"-") < 3:
+                return False
+        return True
+
+    await until(look, timeout_s=4 * LEASE_MS / 1000)
+
+
+async def test_nothing_is_counted_twice_or_lost_while_acks_go_on(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Acks go to whoever keeps the group, over five moves: what was answered for is never less."""
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await hold(left, 0)
+        answered, stop = [0], asyncio.Event()
+
+        async def ack() -> None:
+            node, offset = left, 0
+            while not stop.is_set():
+                item = pb.CommitItem(queue=queue(), token=1, committed_offset=min(offset + 1, 100))
+                try:
+                    answer = await ask(node, pb.CommitRequest(items=[item]))
+                except GroupMoved as error:
+                    node = left if error.facts["offsets_set"] == "left" else right
+                except NotServing:
+                    await asyncio.sleep(0.01)
+                else:
+                    offset = answer.outcomes[0].committed.committed_offset
+                    assert offset >= answered[-1]
+                    answered.append(offset)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ack())
+            for move in range(1, 6):
+                sets = ("left", "right") if move % 2 else ("right", "left")
+                seen = len(answered)
+                await until(lambda seen=seen: len(answered) > seen + 3)  # type: ignore[misc]
+                await scene.place(sets[1], move, sets[0])
+                await scene.moved(move)
+            stop.set()
+        assert (await progress(right)).committed_offset == answered[-1]
+
+
+async def test_the_same_fence_at_the_new_set_is_the_same_fence(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """The lock manager repeats an attempt whose answer was lost, wherever the group is by then."""
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await hold(left, 0)
+        first = await ask(left, fence(1))
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        again = await ask(right, fence(1))
+        assert again.outcomes[0].fenced == first.outcomes[0].fenced
+        assert (await progress(right)).token == 2
+
+
+async def test_the_term_comes_along(etcd_endpoint: str, tmp_path: Path) -> None:
+    """An old lock manager finds no set that has not heard of its successor."""
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await hold(left, 0)
+        await ask(left, pb.AnnounceRequest(term=9))
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        with pytest.raises(OldEpoch):
+            await ask(right, pb.AnnounceRequest(term=8))
+        with pytest.raises(OldEpoch):
+            await ask(right, fence(1, term=8))
+        assert (await ask(right, fence(1, term=9))).outcomes[0].fenced.token == 2
+
+
+async def test_a_topic_that_is_deleted_meanwhile_is_deleted_of_the_group_too(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """The sets are told one after the other, and each before or after the group."""
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await hold(left, 0)
+        reached = stop_at(left.gate, "after the seal")
+        await scene.place("right", 1, "left")
+        await reached.wait()
+        for node in (left, right):
+            await ask(node, pb.DeleteTopicRequest(topic="news", topic_id=7))
+        left.gate.rules.clear()
+        await scene.moved(1)
+        assert not (await ask(right, pb.QueryGroupRequest(group=GROUP))).queues
+        request = fence(2, attempt="attempt-7")
+        request.items[0].condition = pb.FENCE_CONDITION_CLOSED_OR_DRAINED
+        again = await ask(right, request)
+        assert again.outcomes[0].fenced.token == 3, "no token is issued twice"
+
+
+async def test_what_the_group_has_begun_since_is_not_deleted_by_a_late_call(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """The old set has heard of the new topic, the new set hears of it after the group has come."""
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await ask(left, pb.DeleteTopicRequest(topic="news", topic_id=7))
+        await hold(left, 0)
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        await ask(right, pb.DeleteTopicRequest(topic="news", topic_id=7))
+        assert (await progress(right)).token == 1
+        await ask(right, pb.DeleteTopicRequest(topic="news", topic_id=8))
+        assert not (await ask(right, pb.QueryGroupRequest(group=GROUP))).queues
+
+
+async def test_a_group_without_a_place_belongs_to_one_set(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with two_sets(etcd_endpoint, tmp_path) as (_, left, right):
+        request = pb.ListResetsRequest(group="strangers")
+        answers = await asyncio.wait_for(
+            _all_of(ask(left, request), ask(right, request)), TIMEOUT_S
+        )
+        assert sorted(type(answer).__name__ for answer in answers) == [
+            "GroupMoved",
+            "ListResetsResponse",
+        ]
+
+
+async def _all_of(*calls: Any) -> list[Any]:
+    results: list[Any] = []
+
+    async def one(call: Any) -> None:
+        try:
+            results.append(await call)
+        except BatonError as error:
+            results.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for call in calls:
+            tasks.create_task(one(call))
+    return results
+
+
+async def test_a_group_that_is_here_gets_its_place_when_its_set_starts(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """What was kept before there were places, or sets, is given to nobody else."""
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
+        await hold(left, 0)
+        await scene.etcd.delete(f"places/{GROUP}")
+        await left.crash()
+        await scene.left.start(left.name)
+
+        async def placed() -> bool:
+            return await scene.etcd.get(f"places/{GROUP}") is not None
+
+        await until(placed)
+        assert await refused(right) == "GROUP_MOVED"
+        assert (await progress(await leader(scene.left))).token == 1
+
+
+def test_a_seal_is_only_lifted_by_a_greater_move() -> None:
+    homes = LocalPlacements()
+    assert homes.seal("g", 1, "b", {"t": 5})
+    assert not homes.seal("g", 1, "b", {"t": 9}), "a repetition changes nothing"
+    assert homes.get("g") == LocalPlacement(1, PlacementState.GONE, "b", {"t": 5})
+    with pytest.raises(OldMove):
+        homes.seal("g", 1, "c", {})
+    with pytest.raises(GroupMoved):
+        homes.check("g")
+    homes.put("g", LocalPlacement(2, PlacementState.ARRIVING))
+    with pytest.raises(NotServing):
+        homes.check("g")
+    with pytest.raises(NotServing):
+        homes.seal("g", 3, "c", {})
+    homes.put("g", LocalPlacement(2, PlacementState.HERE, topic_ids={"u": 4}))
+    homes.check("g")
+    assert homes.topic_id("g", "u") == 4
+    assert not homes.forget("g", 1)
+    assert homes.seal("g", 3, "c", {"t": 6, "u": 1})
+    assert homes.get("g") == LocalPlacement(3, PlacementState.GONE, "c", {"t": 6, "u": 4})
+    assert homes.forget("g", 3)
+    assert homes.get("g") == LocalPlacement(3, PlacementState.FORGOTTEN, "c")
+    assert not homes.forget("g", 3), "once is enough"
+    with pytest.raises(GroupMoved):
+        homes.check("g")
+    with pytest.raises(OldMove):
+        homes.seal("g", 3, "c", {})
+
+
+def test_what_was_not_handed_over_is_not_forgotten() -> None:
+    homes = LocalPlacements()
+    with pytest.raises(InvalidArgument):
+        homes.forget("g", 1)
+    homes.put("g", LocalPlacement(2, PlacementState.HERE))
+    for move in (2, 3):
+        with pytest.raises(InvalidArgument):
+            homes.forget("g", move)
+    assert not homes.forget("g", 1), "that was another one"

@@ -1,0 +1,153 @@
+"""Goal: a node whose disk is full leads only as long as no other member could.
+
+Method: nodes of one set in this process, with real etcd, disks and channels; only how much is free
+on a disk is decided by the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from baton.offsets.v1 import replication_service_pb2 as replication_pb
+from batonmq.errors import BatonError, Unreachable
+from batonmq_server.offsets.disk import FREE_BYTES_MIN
+from tests.offsets.replica_cluster import (
+    TIMEOUT_S,
+    Replica,
+    ReplicaSet,
+    commit,
+    committed,
+    hold,
+    replica_set,
+)
+from tests.support.waiting import until
+
+PATIENCE_S = 45.0
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]:
+    cluster = f"test-{secrets.token_hex(8)}"
+    async with replica_set(etcd_endpoint, cluster, tmp_path) as scene:
+        yield scene
+
+
+class Rooms:
+    """What is free on the disks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def fill(self, node: Replica) -> None:
+        self._patch.setattr(node.disk, "_free_bytes", lambda: FREE_BYTES_MIN - 1)
+
+    def clear(self, node: Replica) -> None:
+        self._patch.setattr(node.disk, "_free_bytes", lambda: FREE_BYTES_MIN)
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
+    return Rooms(monkeypatch)
+
+
+async def caught(node: Replica, offset: int) -> BatonError | None:
+    """What becomes of an ack that the node has applied when it finds its disk full."""
+    try:
+        await commit(node, offset, timeout_s=PATIENCE_S)
+    except BatonError as error:
+        return error
+    return None
+
+
+async def problems(leader: Replica) -> list[str]:
+    """What keeps each of the followers from following, by their own account."""
+    answer = await leader.replication.DescribeReplicas(
+        replication_pb.DescribeReplicasRequest(), timeout=TIMEOUT_S
+    )
+    return [one.problem.partition(":")[0] for one in answer.replicas if not one.leader]
+
+
+async def next_leader(scene: ReplicaSet, before: Replica) -> Replica:
+    """The leader that serves after this one, which may still say that it does."""
+
+    async def look() -> bool:
+        name = (await scene.fingerprint()).leader
+        return name != before.name and await scene.nodes[name].serves()
+
+    await until(look, PATIENCE_S)
+    return scene.nodes[(await scene.fingerprint()).leader]
+
+
+async def test_who_has_no_room_does_not_keep_another_from_leading(
+    scene: ReplicaSet, rooms: Rooms
+) -> None:
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.in_sync("a", "b", "c")
+    await hold(leader, 0)
+    full, away = (node for node in scene.nodes.values() if node is not leader)
+    await away.stop()
+    await scene.in_sync(leader.name, full.name)
+    rooms.fill(full)
+    await leader.stop()  # now nobody else could be elected
+    (again,) = await scene.start(leader.name)
+    await until(again.serves, PATIENCE_S)
+    await commit(again, 10)
+    rooms.clear(full)
+    await scene.in_sync(again.name, full.name)
+
+
+async def test_a_leader_whose_disk_fills_gives_way_to_one_that_has_room(
+    scene: ReplicaSet, rooms: Rooms
+) -> None:
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.in_sync("a", "b", "c")
+    await hold(leader, 0)
+    rooms.fill(leader)
+    async with asyncio.TaskGroup() as tasks:
+        late = tasks.create_task(caught(leader, 5))
+        other = await next_leader(scene, leader)
+        assert isinstance(await late, Unreachable), "it is not known, so it is not called refused"
+    await commit(other, 10)
+    rooms.clear(leader)
+    await scene.in_sync("a", "b", "c")
+    await scene.alike("a", "b", "c")
+
+
+async def test_a_leader_without_room_stays_while_nobody_has_any_and_is_read_from(
+    scene: ReplicaSet, rooms: Rooms
+) -> None:
+    scene.settings = {
+        "replica_lag_ms_max": 1_000,
+        "leader_lease_ms": 8_000,
+        "node_lease_ms": 8_000,
+    }
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.in_sync("a", "b", "c")
+    await hold(leader, 0, 1)
+    epoch = (await scene.fingerprint()).epoch
+    one, other = (node for node in scene.nodes.values() if node is not leader)
+    rooms.fill(one)
+    rooms.fill(other)
+
+    async def both_say_so() -> bool:
+        return set(await problems(leader)) == {"DISK_FULL"}
+
+    await until(both_say_so)
+    rooms.fill(leader)
+    async with asyncio.TaskGroup() as tasks:
+        late = tasks.create_task(caught(leader, 5))
+        await asyncio.sleep(3)  # so that it could have given way in vain
+        assert (await scene.fingerprint()).epoch == epoch
+        assert await committed(leader, queue_id=1) == 0
+        rooms.clear(one)
+        assert await next_leader(scene, leader) is one
+        assert isinstance(await late, Unreachable)
+    await commit(one, 10)

@@ -1,0 +1,155 @@
+"""Goal: in a call that brings items of many clients, what one of them sends costs no other.
+
+Method: the real service behind a real channel, with etcd, or with an etcd that stands still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq_server.offsets import placement_resolver as here
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.places import PREFIX
+from tests.offsets.service_calls import GOOD, TERM, Service, call, queue, reasons, run
+from tests.support.waiting import until
+
+MADE_UP = [f"made-up-{number}" for number in range(5)]
+
+
+class StandingStill(EtcdSession):
+    """An etcd of which reads get no answer while `still`."""
+
+    still = False
+    asked = waiting = 0
+
+    async def get(self, key: str) -> Stored | None:
+        if self.still:
+            self.asked += 1
+            self.waiting += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.waiting -= 1
+        return await super().get(key)
+
+
+@pytest.fixture
+async def etcd(etcd_endpoint: str) -> AsyncIterator[StandingStill]:
+    async with StandingStill(etcd_endpoint, f"test-{secrets.token_hex(8)}", Clock()) as session:
+        yield session
+
+
+def shared(method: str, *items: Any) -> Any:
+    """A call with these items."""
+    term = {"term": TERM} if method == "Fence" else {}
+    return getattr(pb, f"{method}Request")(items=items, **term)
+
+
+async def places(etcd: EtcdSession) -> set[str]:
+    found, _ = await etcd.get_prefix(PREFIX)
+    return {stored.key.removeprefix(PREFIX) for stored in found}
+
+
+@pytest.mark.parametrize("method", ["Fence", "RecordDelivered", "Touch"])
+async def test_malformed_items_leave_the_others_of_the_call_alone(
+    service: Service, method: str
+) -> None:
+    for queue_id in (3, 4):
+        await service.held(queue_id=queue_id)
+    bad: dict[str, Any] = {"attempt": ""} if method == "Fence" else {"token": (1 << 62) + 1}
+    good: dict[str, Any] = {"expected_token": 1} if method == "Fence" else {"token": 1}
+    if method == "Fence":
+        good["condition"] = pb.FENCE_CONDITION_SAME_HOLDER
+        good["attempt"] = "attempt-2"
+    item = GOOD[method]
+    request = shared(
+        method,
+        item(queue=queue(queue_id=3), **bad),
+        item(queue=queue(queue_id=3), **good),
+        item(queue=queue(queue_id=4), **bad),
+        item(queue=queue(queue_id=5), **bad),
+        item(queue=queue(queue_id=4), **good),
+    )
+    answer = await call(service, method, request)
+    refused = [one.HasField("error") for one in answer.outcomes]
+    assert refused == [True, False, True, True, False]
+    facts = [dict(one.error.facts) for one in answer.outcomes if one.HasField("error")]
+    assert facts == [{"field": "attempt" if method == "Fence" else "token"}] * 3
+
+
+async def test_acks_that_are_malformed_cost_only_the_delivery_they_ride_with(
+    service: Service,
+) -> None:
+    await service.held(queue_id=3, delivered=0)
+    await service.held(queue_id=4, delivered=0)
+    acks = pb.Acks(acked=[run(5, 5)])
+    items = [
+        pb.DeliveryItem(queue=queue(queue_id=3), token=1, next_offset=1, progress=acks),
+        pb.DeliveryItem(queue=queue(queue_id=4), token=1, next_offset=1),
+    ]
+    answer = await call(service, "RecordDelivered", shared("RecordDelivered", *items))
+    assert reasons(answer.outcomes)[0] == "REASON_INVALID_ARGUMENT"
+    assert answer.outcomes[0].error.facts["field"] == "progress.acked"
+    assert answer.outcomes[1].HasField("delivered")
+    query = pb.QueryRequest(queues=[queue(queue_id=queue_id) for queue_id in (3, 4)])
+    found = (await call(service, "Query", query)).outcomes
+    assert [one.progress.delivered_offset for one in found] == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
+async def test_a_made_up_group_under_a_token_is_refused_without_a_question_to_etcd(
+    service: Service, etcd: StandingStill, method: str
+) -> None:
+    await service.held()
+    etcd.still = True
+    items = [GOOD[method](queue=queue(group)) for group in MADE_UP]
+    good: dict[str, Any] = {"next_offset": 11} if method == "RecordDelivered" else {}
+    items.append(GOOD[method](queue=queue(), **good))
+    answer = await call(service, method, shared(method, *items))
+    assert reasons(answer.outcomes)[:-1] == ["REASON_NOT_SERVING"] * len(MADE_UP)
+    assert not answer.outcomes[-1].HasField("error")
+    assert etcd.asked == 0
+
+
+async def test_a_made_up_group_that_commits_without_token_gets_no_place(
+    service: Service, etcd: StandingStill
+) -> None:
+    service.knows("readers", ownership="OWNERSHIP_OFF")
+    items = [pb.CommitItem(queue=queue(group), committed_offset=1) for group in MADE_UP]
+    items.append(pb.CommitItem(queue=queue(), committed_offset=1))
+    answer = await call(service, "Commit", shared("Commit", *items))
+    assert reasons(answer.outcomes)[:-1] == ["REASON_GROUP_NOT_FOUND"] * len(MADE_UP)
+    assert answer.outcomes[-1].HasField("committed")
+    assert await places(etcd) == {"readers"}
+
+
+async def test_groups_of_a_call_are_looked_up_at_the_same_time(
+    service: Service, etcd: StandingStill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here, "FIND_S", 10.0)
+    etcd.still = True
+    query = pb.QueryRequest(queues=[queue(group) for group in MADE_UP])
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(call(service, "Query", query))
+        await until(lambda: etcd.waiting == len(MADE_UP))
+        asking.cancel()
+
+
+async def test_what_etcd_does_not_tell_costs_only_those_who_need_it(
+    service: Service, etcd: StandingStill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here, "FIND_S", 0.05)
+    await service.held()
+    etcd.still = True
+    query = pb.QueryRequest(queues=[*map(queue, MADE_UP), queue()])
+    answer = await call(service, "Query", query)
+    assert reasons(answer.outcomes)[:-1] == ["REASON_NOT_SERVING"] * len(MADE_UP)
+    assert answer.outcomes[-1].HasField("progress")
+    assert etcd.asked == len(MADE_UP)

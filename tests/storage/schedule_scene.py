@@ -1,0 +1,169 @@
+"""A node on a disk in memory that schedules and delivers when a test says so, at a time it sets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from baton.storage.v1 import schedule_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
+from batonmq_server.storage.appender import Appender
+from batonmq_server.storage.core.retention import Retention, RetentionPolicy
+from batonmq_server.storage.core.store import Store, TopicQueues
+from batonmq_server.storage.flusher import Flusher
+from batonmq_server.storage.metric_stream import StorageMetricStream
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.node import StorageNode, recovered
+from batonmq_server.storage.node_role import StandaloneRole
+from batonmq_server.storage.schedule_server import ScheduleServicer
+from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
+from batonmq_server.storage.topic_cache import TopicCache
+from batonmq_server.testing.memory_disks import MemoryDisk
+from tests.storage.batches import NOW, TOPIC, TOPIC_ID, bodies
+
+BROKER = "broker-a"
+SEGMENT_BYTES = 4_096
+
+
+class SetClock(Clock):
+    """Wall and monotonic time that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_unix_ms, self.now_ms = NOW, 1_000_000
+
+    def unix_ms(self) -> int:
+        return self.now_unix_ms
+
+    def monotonic_ms(self) -> int:
+        return self.now_ms
+
+    def pass_ms(self, ms: int) -> None:
+        """Both go on."""
+        self.now_unix_ms += ms
+        self.now_ms += ms
+
+
+class TopicsTwin(TopicCache):
+    """TopicCache that a test writes; `errors` says which can't be looked up, and why.
+
+    Attributes:
+        asked: Set when `find` was called; it waits for `gate`.
+    """
+
+    def __init__(self) -> None:
+        self.topics = {TOPIC: TopicQueues(TOPIC_ID, 8)}
+        self.errors: dict[str, BatonError] = {}
+        self.asked, self.gate = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+
+    def known(self, name: str) -> TopicQueues | None:
+        return self.topics.get(name) if name not in self.errors else None
+
+    async def find(self, name: str) -> TopicQueues:
+        self.asked.set()
+        await self.gate.wait()
+        if name in self.errors:
+            raise self.errors[name]
+        if name not in self.topics:
+            raise TopicNotFound(
+                f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name)
+            )
+        return self.topics[name]
+
+
+class Scene:
+    """See the module."""
+
+    def __init__(
+        self, node: StorageNode, disk: MemoryDisk, clock: SetClock, in_thread: Any
+    ) -> None:
+        self.node, self.disk, self.clock = node, disk, clock
+        self.registry = CollectorRegistry()
+        self.topics = TopicsTwin()
+        metrics = StorageMetrics(self.registry)
+        self.flusher = Flusher(
+            node, lambda _: None, metrics.fsync_seconds.observe, in_thread=in_thread
+        )
+        policy = RetentionPolicy(age_ms_max=48 * 3_600_000, hours=frozenset({4}), log_bytes_max=0)
+        self.retention = Retention(policy, SEGMENT_BYTES)
+        self.appender = Appender(
+            broker=BROKER,
+            store=node.store,
+            space=disk.space,
+            flusher=self.flusher,
+            retention=self.retention,
+            role=StandaloneRole(node.store),
+            metrics=metrics,
+            stream=StorageMetricStream(EventHub("storage/a", 1, clock), BROKER),
+            clock=clock,
+        )
+        self.due = ScheduledDeliverer(self.appender, self.topics, age_ms_max=policy.age_ms_max)
+        self.servicer = ScheduleServicer(self.appender, self.topics, self.due.wake)
+
+    @property
+    def store(self) -> Store:
+        return self.node.store
+
+    async def outcomes(self, *items: tuple[bytes, int]) -> list[pb.ScheduleOutcome]:
+        request = pb.ScheduleRequest(
+            items=[pb.ScheduleItem(batch=raw, deliver_unix_ms=at) for raw, at in items]
+        )
+        answer = await self.servicer.Schedule(request, None)  # type: ignore[arg-type]
+        return list(answer.outcomes)
+
+    async def schedule(self, raw: bytes, deliver_unix_ms: int) -> pb.ScheduleReceipt:
+        """The receipt; raises the item's error."""
+        (outcome,) = await self.outcomes((raw, deliver_unix_ms))
+        if outcome.HasField("error"):
+            raise error_from_pb(outcome.error)
+        return outcome.receipt
+
+    async def cancel(self, schedule_id: str) -> None:
+        request = pb.CancelScheduledRequest(schedule_id=schedule_id)
+        await self.servicer.CancelScheduled(request, None)  # type: ignore[arg-type]
+
+    async def deliver(self) -> None:
+        """Rounds until nothing is due."""
+        while await self.due.deliver():
+            pass
+
+    async def move(self) -> None:
+        """Rounds until nothing is to be written anew."""
+        self.clock.now_ms += 10_000
+        while await self.due.move():
+            pass
+
+    def waiting(self) -> int:
+        return len(self.store.schedule.waiting)
+
+    def bodies(self, queue_id: int = 0) -> list[bytes]:
+        return bodies(self.store, queue_id)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"baton_storage_{name}", labels) or 0
+
+
+async def at_once(call: Callable[[Any], None], argument: Any) -> None:
+    """Syncs in the loop: tests stay in step."""
+    call(argument)
+
+
+@asynccontextmanager
+async def scene(
+    disk: MemoryDisk | None = None, clock: SetClock | None = None, in_thread: Any = at_once
+) -> AsyncIterator[Scene]:
+    """A node that has come up on `disk`; its flusher runs."""
+    disk = disk or MemoryDisk()
+    with recovered(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
+        here = Scene(node, disk, clock or SetClock(), in_thread)
+        async with asyncio.TaskGroup() as tasks:
+            flushing = tasks.create_task(here.flusher.run())
+            yield here
+            flushing.cancel()

@@ -1,0 +1,110 @@
+"""Messages that a call names by their ids.
+
+Goal: who may not read a topic does not get a message of it by its id, and who may not write to it
+does not cancel what is scheduled for it; where nobody is asked who calls, both go on.
+Method: the servicers on a node with a disk in memory, and the rules of access with what a test
+grants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.storage.v1 import query_service_pb2 as query_pb
+from baton.storage.v1 import schedule_service_pb2 as pb
+from batonmq.errors import NotScheduled, PermissionDenied
+from batonmq_server.runtime.access import Access, Grant, Need, Role
+from batonmq_server.storage.core.store import check
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.query_server import QueryServicer
+from batonmq_server.storage.schedule_server import ScheduleServicer, decode_id
+from tests.storage.batches import NOW, TOPIC, batch
+from tests.storage.schedule_scene import BROKER, SEGMENT_BYTES, Scene, scene
+
+CONTEXT: Any = None
+HOUR_MS = 3_600_000
+FILL = b"x" * (SEGMENT_BYTES // 2)
+
+
+class Asked:
+    """The guard's question, about one caller."""
+
+    def __init__(self, *grants: Grant) -> None:
+        self._access = Access()
+        self._access.set_grants("caller", grants)
+
+    def __call__(self, context: Any, *needs: Need) -> None:
+        self._access.check("caller", needs)
+
+
+def scheduling(here: Scene, *grants: Grant) -> ScheduleServicer:
+    return ScheduleServicer(here.appender, here.topics, here.due.wake, Asked(*grants))
+
+
+def position(here: Scene, schedule_id: str) -> int | None:
+    """Where a batch for later lies now."""
+    return here.store.schedule.waiting.position(decode_id(schedule_id, BROKER))
+
+
+async def test_only_who_may_write_to_its_topic_cancels_a_batch_for_later() -> None:
+    async with scene() as here:
+        receipt = await here.schedule(batch(b"body"), NOW + 60_000)
+        request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
+        with pytest.raises(PermissionDenied) as refused:
+            servicer = scheduling(here, Grant(Role.CONSUME, f"topic:{TOPIC}"))
+            await servicer.CancelScheduled(request, CONTEXT)
+        assert refused.value.facts["resource"] == f"topic:{TOPIC}"
+        assert here.waiting() == 1
+        allowed = scheduling(here, Grant(Role.PRODUCE, f"topic:{TOPIC}"))
+        await allowed.CancelScheduled(request, CONTEXT)
+        assert here.waiting() == 0
+
+
+async def test_a_batch_that_was_written_anew_is_known_by_its_topic_still() -> None:
+    async with scene() as here:
+        receipt = await here.schedule(batch(b"body"), NOW + 40 * HOUR_MS)
+        for _ in range(2):  # so that what is old stands in the way of retention
+            await here.schedule(batch(FILL), NOW)
+        await here.deliver()
+        first = position(here, receipt.schedule_id)
+        here.clock.pass_ms(24 * HOUR_MS)
+        await here.move()
+        assert position(here, receipt.schedule_id) != first
+        request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
+        with pytest.raises(PermissionDenied):
+            await scheduling(here).CancelScheduled(request, CONTEXT)
+        allowed = scheduling(here, Grant(Role.PRODUCE, f"topic:{TOPIC}"))
+        await allowed.CancelScheduled(request, CONTEXT)
+        assert here.waiting() == 0
+
+
+async def test_what_is_not_scheduled_is_told_to_everybody_who_gets_here() -> None:
+    async with scene() as here:
+        receipt = await here.schedule(batch(b"body"), NOW + 1_000)
+        here.clock.pass_ms(2_000)
+        await here.deliver()
+        request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
+        with pytest.raises(NotScheduled):
+            await scheduling(here).CancelScheduled(request, CONTEXT)
+
+
+async def test_only_who_may_read_its_topic_gets_a_message_by_its_id() -> None:
+    async with scene() as here:
+        (receipt,) = here.appender.append(
+            [check(batch(b"body"))], {TOPIC: here.topics.topics[TOPIC]}
+        )
+        assert not isinstance(receipt, Exception)
+        await here.flusher.wait_until_safe(receipt.next_position)
+        damage = DamageTracker(lambda: None)
+        request = query_pb.GetMessageRequest(message_id=f"{BROKER}-{receipt.position:x}-0")
+
+        def servicer(*grants: Grant) -> QueryServicer:
+            return QueryServicer(BROKER, here.store, here.topics, damage, require=Asked(*grants))
+
+        with pytest.raises(PermissionDenied):
+            denied = servicer(Grant(Role.PRODUCE, f"topic:{TOPIC}"))
+            await denied.GetMessage(request, CONTEXT)
+        answer = await servicer(Grant(Role.CONSUME, f"topic:{TOPIC}")).GetMessage(request, CONTEXT)
+        assert answer.message.batch

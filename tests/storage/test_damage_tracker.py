@@ -1,0 +1,172 @@
+"""Goal: what has rotted below the checkpoint, where no start looks, is found by everybody who looks
+and is never served.
+
+Method: one bit of every byte of a batch in the middle of the log; then the process itself, whose
+log and metrics have to tell. That damage behind the checkpoint is found at start is in
+test_recovery.py, and what a scrub and an fsck do with the rest of the log in theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from batonmq._core.records import Message
+from batonmq.errors import DataLoss, MessageNotFound
+from batonmq_server.storage.core import scrub as scrub_core
+from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
+from batonmq_server.storage.core.commitlog import FILLER
+from batonmq_server.storage.core.fsck import Fsck
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.query import MessageQueries, TimeWindow
+from batonmq_server.storage.core.scrub import LogScrub
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.node import recovered
+from batonmq_server.storage.scrubber import Scrubber
+from batonmq_server.testing.memory_disks import MemoryDisk
+from batonmq_server.testing.virtual_time import VirtualTimeLoop
+from tests.storage.batches import (
+    NOW,
+    TOPIC_ID,
+    Opened,
+    append,
+    batch,
+    open_store,
+    stored,
+    wanted,
+)
+
+SEGMENT_BYTES = 700
+EVER = TimeWindow(0, 1 << 62)
+
+
+def checkpointed() -> tuple[Opened, list[StoreReceipt]]:
+    """Nine batches in three segments, all of them below a checkpoint."""
+    made = open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES)
+    receipts = []
+    for number in range(9):
+        messages = [Message(b"%d" % number * 20, "t", (f"k{number}",)), Message(b"more")]
+        receipts += stored(made.store, batch(*messages, queue_id=number % 3))
+    CheckpointWriter(made.disk, made.store, 0).run()
+    return made, receipts
+
+
+def flipped(made: Opened, position: int, bit: int) -> MemoryDisk:
+    disk = made.disk.killed()
+    path, begin, _ = made.store.log.segment_of(position)
+    disk.files[path].content[position - begin] ^= 1 << bit
+    return disk
+
+
+def scrubbed(made: Opened, disk: MemoryDisk) -> list[int]:
+    """Positions of damaged batches that one round of the scrub finds."""
+    found: list[int] = []
+    scrub = LogScrub(disk, made.store.log)
+    while (piece := scrub.next_range()) is not None:
+        scrub.check(piece)
+        scrub.checked(piece)
+        found += piece.damaged
+    return found
+
+
+def test_no_flipped_bit_is_served_and_everybody_who_looks_finds_it() -> None:
+    made, receipts = checkpointed()
+    victim = receipts[4]
+    unnoticed = 0
+    for at in range(victim.position, victim.next_position):
+        disk = flipped(made, at, at % 8)
+        again = open_store(disk, segment_bytes=SEGMENT_BYTES)
+        assert again.report.rebuilt == "", "a start trusts what lies below the checkpoint"
+        with pytest.raises(DataLoss) as lost:
+            again.store.read((TOPIC_ID, 1), wanted(victim.first_offset))
+        assert lost.value.facts == {"position": str(victim.position)}
+        assert again.store.read((TOPIC_ID, 1), wanted(victim.first_offset + 2)) is not None
+        queries = MessageQueries(again.store)
+        try:
+            queries.message(victim.position, 0)
+        except MessageNotFound:  # where no batch seems to begin, nobody says that one is lost
+            unnoticed += 1
+        except DataLoss:
+            pass
+        else:
+            pytest.fail(f"served with byte {at - victim.position} changed")
+        with pytest.raises(DataLoss):
+            queries.find(TOPIC_ID, "k4", EVER, messages_max=9, bytes_max=1 << 20)
+        assert scrubbed(made, disk) == [victim.position]
+        report = Fsck(disk, made.store.log.synced_position).run()
+        assert (report.damaged_batches, report.problems[0].position) == (1, victim.position)
+    assert unnoticed < 64, "only the fields that say which batch it is"
+
+
+@pytest.mark.parametrize("at", range(FILLER.size))
+def test_a_flipped_bit_of_a_filler_is_found(at: int) -> None:
+    made, receipts = checkpointed()
+    ends = [one.next_position for one in receipts]
+    (filler, *_) = [end for end in ends if end not in {one.position for one in receipts}]
+    disk = flipped(made, filler + at, 1)
+    assert scrubbed(made, disk) == [filler]
+    assert [one.position for one in Fsck(disk, ends[-1]).run().problems] == [filler]
+
+
+def test_every_read_that_meets_damage_counts_it_once_and_logs_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, receipts = checkpointed()
+    disk = flipped(made, receipts[4].next_position - 1, 0)
+    store = open_store(disk, segment_bytes=SEGMENT_BYTES).store
+    counter = Counter("found", "DamageTracker.", registry=CollectorRegistry())
+    damage = DamageTracker(counter.inc)
+    for _ in range(3):
+        with pytest.raises(DataLoss) as lost:
+            store.read((TOPIC_ID, 1), wanted(receipts[4].first_offset))
+        damage.report_error(lost.value)
+    assert (len(damage), counter._value.get()) == (1, 1)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert f"position={receipts[4].position}" in record.getMessage()
+    assert re.search(r"checksum 0x\w+ where 0x\w+ was written", record.getMessage())
+
+
+async def at_once(call: Callable[[Any], None], argument: Any) -> None:
+    call(argument)
+
+
+def test_the_scrub_reads_no_faster_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log of 60,000 bytes takes 6 s at 10,000 bytes/s, and each of its pieces its part."""
+    monkeypatch.setattr(scrub_core, "RANGE_BYTES", 5_000)
+    disk = MemoryDisk()
+    with recovered(disk, segment_bytes=1 << 20, monotonic_ms=lambda: 0) as node:
+        while node.store.log.next_position < 60_000:
+            append(node.store, batch(bytes(900)), now=NOW)
+        node.store.synced(node.store.log.next_position)
+        end = node.store.log.next_position
+        scrubber = Scrubber(
+            node,
+            DamageTracker(lambda: None),
+            bytes_per_s=10_000,
+            in_thread=at_once,
+        )
+
+        async def run() -> list[tuple[float, int]]:
+            loop, seen = asyncio.get_running_loop(), []
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(scrubber.run())
+                for _ in range(100):
+                    await asyncio.sleep(0.1)
+                    seen.append((loop.time(), scrubber.position))
+                running.cancel()
+            return seen
+
+        loop = VirtualTimeLoop()
+        try:
+            seen = loop.run_until_complete(run())
+        finally:
+            loop.close()
+    during = [(time, position) for time, position in seen if position]
+    assert all(position <= 10_000 * time + 6_000 for time, position in during)
+    assert during[-1][0] == pytest.approx(end / 10_000, abs=0.2)

@@ -1,0 +1,97 @@
+"""Goal: what is told of deliveries names exactly the offsets that were delivered, however pulls
+were filtered, joined and split.
+
+Method: Hypothesis: pulls that follow each other, against a set of integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq_server.storage.core import delivered_range as delivered
+from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDelivery, ReportedRange
+
+
+def offsets_of(told: ReportedRange) -> list[int]:
+    """As a reader of the runs counts."""
+    if not told.runs:
+        return list(range(told.first_offset, told.next_offset))
+    found: list[int] = []
+    at = told.first_offset
+    for index, length in enumerate(told.runs):
+        if index % 2:
+            found += range(at, at + length)
+        at += length
+    assert at == told.next_offset
+    return found
+
+
+PULLS = st.lists(
+    st.tuples(st.lists(st.booleans(), max_size=30), st.booleans()), min_size=1, max_size=12
+)
+
+
+@given(PULLS, st.integers(0, 5), st.integers(1, 4))
+def test_runs_name_the_delivered_offsets(
+    pulls: Sequence[tuple[list[bool], bool]], lost_count: int, islands_max: int
+) -> None:
+    begin = at = 100
+    expected: list[int] = []
+    ranges: list[DeliveredRange] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delivered, "ISLANDS_MAX", islands_max)
+        for index, (kept, everything) in enumerate(pulls):
+            lost = lost_count if index == 0 else 0
+            first = at + lost
+            step = PullDelivery(
+                first_offset=at,
+                next_offset=first + len(kept),
+                kept=None if everything else np.flatnonzero(np.array(kept, bool)),
+                lost_count=lost,
+                redelivered_count=1,
+                byte_count=10,
+            )
+            expected += [first + i for i, one in enumerate(kept) if one or everything]
+            at = step.next_offset
+            if not ranges or not ranges[-1].extend(step):
+                ranges.append(DeliveredRange(step))
+        told = [one for range_ in ranges for one in range_.reports()]
+    assert [offset for one in told for offset in offsets_of(one)] == expected
+    assert told[0].first_offset == begin and told[-1].next_offset == at
+    assert all(a.next_offset == b.first_offset for a, b in pairwise(told))
+    assert sum(one.message_count for one in told) == len(expected)
+    assert sum(one.lost_count for one in told) == lost_count
+    assert sum(one.filtered_count for one in told) == at - begin - lost_count - len(expected)
+    assert sum(one.redelivered_count for one in told) == len(pulls)
+    assert sum(one.byte_count for one in told) == 10 * len(pulls)
+    assert all(len(one.runs) <= 2 * islands_max + 1 for one in told)
+
+
+def test_pulls_that_deliver_all_are_one_range_without_runs() -> None:
+    range_ = DeliveredRange(PullDelivery(first_offset=5, next_offset=7))
+    assert range_.extend(PullDelivery(first_offset=7, next_offset=9))
+    (told,) = range_.reports()
+    assert (told.first_offset, told.next_offset, told.message_count, told.runs) == (5, 9, 4, [])
+
+
+def test_a_range_from_which_nothing_passed_the_filter_has_a_run() -> None:
+    step = PullDelivery(first_offset=5, next_offset=7, kept=np.empty(0, np.int64))
+    (told,) = DeliveredRange(step).reports()
+    assert (told.message_count, told.filtered_count, told.runs) == (0, 2, [2])
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        PullDelivery(first_offset=8, next_offset=9),
+        PullDelivery(first_offset=7, next_offset=9, lost_count=1),
+    ],
+)
+def test_a_pull_from_elsewhere_or_over_a_hole_begins_a_range(step: PullDelivery) -> None:
+    assert not DeliveredRange(PullDelivery(first_offset=5, next_offset=7)).extend(step)

@@ -1,0 +1,183 @@
+"""Calls that block in a thread while whoever waits for them is cancelled.
+
+Goal: nobody works on a directory that somebody else has got, or that is closed, whatever became of
+the caller: the number of a closed file may be that of another one by then.
+Method: a real folder and a node whose sync waits for the test; a real replica set in one process,
+in which the node that is elected does not get its epoch noted before it has lost its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import secrets
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from batonmq.errors import NotServing
+from batonmq_server.storage.core import epochs
+from batonmq_server.storage.disk import RealDisk
+from batonmq_server.storage.flusher import Flusher, in_thread
+from tests.storage.batches import append, batch
+from tests.storage.replicas import Scene, replica_set
+from tests.storage.test_flusher import SlowNode, slow_node
+from tests.storage.test_replication import numbered, others, three
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
+    name = f"test-{secrets.token_hex(8)}"
+    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
+        yield scene
+
+
+async def turns() -> None:
+    """Let everything happen that waits for nothing but its turn."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_who_is_cancelled_waits_for_the_thread_however_often() -> None:
+    begun, go, done = threading.Event(), threading.Event(), threading.Event()
+
+    def call(_: None) -> None:
+        begun.set()
+        assert go.wait(20)
+        done.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(in_thread(call, None))
+        await until(begun.is_set)
+        for _ in range(3):
+            task.cancel()
+            await turns()
+            assert not task.done()
+        go.set()
+    assert done.is_set()
+    assert task.cancelled()
+
+
+async def test_what_the_thread_raises_is_raised() -> None:
+    def call(text: str) -> None:
+        raise OSError(errno.EIO, text)
+
+    with pytest.raises(OSError, match="it fails"):
+        await in_thread(call, "it fails")
+
+
+async def cancelled(node: SlowNode, failure: OSError | None = None) -> Flusher:
+    """A flusher whose sync was cancelled while the disk stood still, and has ended since."""
+    append(node.store, batch(b"a"))
+    flusher = Flusher(node, lambda _: None, lambda _: None)
+    node.gate.clear()
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(flusher.sync())
+        await until(lambda: node.synced)
+        task.cancel()
+        await turns()
+        assert flusher.one_at_a_time.locked(), "the disk still syncs"
+        assert not task.done()
+        node.failure = failure
+        node.gate.set()
+    assert task.cancelled()
+    assert not flusher.one_at_a_time.locked()
+    return flusher
+
+
+async def test_nobody_else_may_have_the_log_while_a_cancelled_sync_goes_on(tmp_path: Path) -> None:
+    with slow_node(tmp_path) as node:
+        flusher = await cancelled(node)
+        await flusher.sync()
+        assert node.store.log.synced_position == node.store.log.next_position
+
+
+async def test_a_sync_that_fails_after_it_was_cancelled_has_failed(tmp_path: Path) -> None:
+    """The next one would succeed: the kernel may have dropped what it could not write."""
+    with slow_node(tmp_path) as node:
+        flusher = await cancelled(node, OSError(errno.EIO, "input/output error"))
+        node.failure = None
+        with pytest.raises(NotServing, match="input/output"):
+            flusher.check()
+        with pytest.raises(OSError, match="input/output"):
+            await flusher.sync()
+        assert node.store.log.synced_position == 0
+
+
+async def test_a_log_that_is_closed_is_not_synced_any_more(tmp_path: Path) -> None:
+    with slow_node(tmp_path) as node:
+        append(node.store, batch(b"a"))
+        flusher = Flusher(node, lambda _: None, lambda _: None)
+        flusher.close("cut")
+        await flusher.sync()
+        assert node.synced == []
+
+
+@dataclass
+class Held:
+    """Stops the first node that notes an epoch, and counts how many threads do so there.
+
+    Attributes:
+        folder: Of that node.
+        most: So many threads were at it at the same time.
+    """
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    folder: Path | None = None
+    inside: int = 0
+    most: int = 0
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        real, lock = RealDisk.replace, threading.Lock()
+
+        def replace(disk: RealDisk, path: str, content: bytes) -> None:
+            if path != epochs.PATH:
+                return real(disk, path, content)
+            with lock:
+                self.folder = self.folder or disk._folder
+                here = disk._folder == self.folder
+                self.inside += here
+                self.most = max(self.most, self.inside)
+            try:
+                if here:
+                    assert self.gate.wait(60)
+                return real(disk, path, content)
+            finally:
+                with lock:
+                    self.inside -= here
+
+        patch.setattr(RealDisk, "replace", replace)
+
+
+async def test_an_epoch_that_is_noted_late_does_not_meet_that_of_the_next_leader(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await three(scene)
+    await first.append(*numbered(0, 3))
+    await scene.alike()
+    held = Held()
+    held.patch(monkeypatch)
+    try:
+        await first.crash()
+        await until(lambda: held.folder)
+        heir, third = sorted(
+            (scene.nodes[name] for name in others(scene, first)),
+            key=lambda node: node.folder != held.folder,
+        )
+        heir.session.cut = True
+        assert await scene.leader() is third
+        await scene.in_sync(third.name)
+        assert held.most == 1
+    finally:
+        held.gate.set()
+    heir.session.cut = False
+    await scene.in_sync(heir.name, third.name)
+    await scene.alike(heir.name, third.name)
+    assert held.most == 1
+    assert epochs.decode((heir.folder / epochs.PATH).read_bytes()) == epochs.decode(
+        (third.folder / epochs.PATH).read_bytes()
+    )

@@ -1,0 +1,153 @@
+"""Log on its way from one node to another.
+
+Goal: what is sent is whole batches of one segment, whatever the limit; what arrives is checked
+like a log at a start, and a copy that takes it is the same log with the same queues.
+Method: two stores in memory; Hypothesis writes one and ships it to the other in pieces, and spoils
+them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC
+from batonmq_server.storage.core.epochs import EpochHistory
+from batonmq_server.storage.core.log_transfer import (
+    check_received,
+    count_whole_bytes,
+    read_whole_batches,
+)
+from batonmq_server.storage.core.recovery import Recovery
+from batonmq_server.storage.core.store import Store
+from batonmq_server.testing.memory_disks import MemoryDisk
+from tests.storage.batches import batch, bodies, open_store, stored, sync
+
+SEGMENT_BYTES = 4_096
+HISTORY = EpochHistory(((1, 0),))
+
+
+class Pair:
+    """A leader and a follower."""
+
+    def __init__(self) -> None:
+        self.disks = MemoryDisk(), MemoryDisk()
+        self.leader = open_store(self.disks[0], segment_bytes=SEGMENT_BYTES).store
+        follower = open_store(self.disks[1], segment_bytes=1_024).store
+        self.recovery = Recovery(self.disks[1], follower, synced_position=0)
+
+    @property
+    def follower(self) -> Store:
+        return self.recovery.store
+
+    def next_piece(self, bytes_max: int, history: EpochHistory = HISTORY) -> bytes:
+        return read_whole_batches(
+            self.leader.log, history, self.follower.log.next_position, bytes_max
+        )
+
+    def take(self, data: bytes) -> None:
+        position = self.follower.log.next_position
+        segment = self.leader.log.segment_of(position)[1:]
+        batches = check_received(self.recovery, position, data, segment)
+        self.follower.log.copy(data, segment)
+        for header, one in batches:
+            self.recovery.take(header, one)
+        sync(self.follower)
+
+    def log(self, which: int) -> dict[str, bytes]:
+        files = self.disks[which].files
+        return {path: bytes(files[path].content) for path in files if path.startswith("log/")}
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1_500)), min_size=1, max_size=20),
+    st.integers(1, 6_000),
+)
+def test_a_shipped_log_is_the_same_log(batches: list[tuple[int, int]], bytes_max: int) -> None:
+    pair = Pair()
+    for queue_id, size in batches:
+        stored(pair.leader, batch(bytes(size), queue_id=queue_id))
+    while data := pair.next_piece(bytes_max):
+        pair.take(data)
+    assert pair.follower.log.next_position == pair.leader.log.next_position
+    assert pair.log(0) == pair.log(1)
+    for queue_id in range(4):
+        assert bodies(pair.follower, queue_id) == bodies(pair.leader, queue_id)
+
+
+@pytest.mark.parametrize("rest", range(20))
+def test_a_log_that_ends_shortly_before_its_segment_does_is_shipped_and_goes_on(rest: int) -> None:
+    pair = Pair()
+    least = stored(pair.leader, batch(b""))[0].next_position
+    stored(pair.leader, batch(bytes(SEGMENT_BYTES - 3 * least - rest)))
+    last = stored(pair.leader, batch(b""))[0]
+    assert last.next_position == SEGMENT_BYTES - rest
+    for _ in range(2):
+        while data := pair.next_piece(1_000):
+            pair.take(data)
+        assert pair.follower.log.next_position == pair.leader.log.next_position
+        stored(pair.leader, batch(b"more"))
+
+
+def test_a_piece_ends_where_an_epoch_ends() -> None:
+    pair = Pair()
+    first, second = stored(pair.leader, batch(b"a"), batch(b"b"))
+    history = EpochHistory(((1, 0), (2, second.position)))
+    assert len(pair.next_piece(10_000, history)) == first.next_position
+    assert len(pair.next_piece(10_000)) == second.next_position
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_what_is_spoilt_on_its_way_is_refused_and_changes_nothing(data: st.DataObject) -> None:
+    pair = Pair()
+    stored(pair.leader, batch(b"one", b"two"), batch(b"three", queue_id=1))
+    piece = bytearray(pair.next_piece(10_000))
+    bit = data.draw(st.integers(0, 8 * len(piece) - 1))
+    piece[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(DataLoss):
+        pair.take(bytes(piece))
+    assert pair.follower.log.next_position == 0
+    pair.take(pair.next_piece(10_000))
+    assert bodies(pair.follower) == [b"one", b"two"]
+
+
+def test_a_piece_that_was_cut_short_is_refused() -> None:
+    pair = Pair()
+    stored(pair.leader, batch(b"one"), batch(b"two"))
+    piece = pair.next_piece(10_000)
+    for length in range(1, len(piece)):
+        if length != len(batch(b"one")):
+            with pytest.raises(DataLoss):
+                pair.take(piece[:length])
+
+
+def test_a_batch_that_does_not_follow_its_queue_is_refused() -> None:
+    pair = Pair()
+    (receipt, _) = stored(pair.leader, batch(b"one"), batch(b"two"))
+    pair.take(pair.next_piece(10_000)[: receipt.next_position])
+    pair.follower.queues[7, 0].next_offset = 5
+    with pytest.raises(DataLoss):
+        pair.take(pair.next_piece(10_000))
+
+
+def test_where_nothing_good_stands_nothing_is_sent() -> None:
+    pair = Pair()
+    (receipt, _) = stored(pair.leader, batch(b"one"), batch(b"two"))
+    pair.disks[0].files["log/00000000000000000000"].content[receipt.next_position] ^= 1
+    with pytest.raises(DataLoss):
+        pair.next_piece(10_000)
+
+
+@pytest.mark.parametrize("room", range(24))
+def test_the_end_of_a_segment_is_whole_however_much_room_it_has(room: int) -> None:
+    filler = FILLER.pack(FILLER_MAGIC, room) if room >= FILLER.size else b""
+    raw = filler.ljust(room, b"\0")
+    assert count_whole_bytes(raw, 100, 100 + room) == (room, 0)
+    for length in range(1, room):
+        whole, wanted = count_whole_bytes(raw[:length], 100, 100 + room)
+        assert whole == 0
+        assert wanted > length

@@ -1,0 +1,100 @@
+"""Goal: QueryOffsets and Describe tell what consumers can see, queue by queue.
+
+Method: the whole node over gRPC with a real etcd.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from baton.common.v1 import queue_pb2
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
+from tests.storage.batches import TOPIC, batch
+from tests.storage.running_node import BROKER, TIMEOUT_S, Running, running
+from tests.support.waiting import until
+
+
+def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.QueueRef:
+    return queue_pb2.QueueRef(topic=topic, broker=broker, queue_id=queue_id)
+
+
+async def query(node: Running, *queues: queue_pb2.QueueRef) -> list[tuple[int, int] | BatonError]:
+    request = pb.QueryOffsetsRequest(queues=queues)
+    try:
+        answer = await node.stub.QueryOffsets(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return [
+        error_from_pb(one.error)
+        if one.HasField("error")
+        else (one.offsets.first_offset, one.offsets.next_offset)
+        for one in answer.outcomes
+    ]
+
+
+async def test_offsets_of_queues_with_and_without_messages(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a", b"b", queue_id=3))
+        assert await query(node, queue(queue_id=3), queue(queue_id=4)) == [(0, 2), (0, 0)]
+
+
+async def test_only_what_is_safe_counts(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
+        await node.append(batch(b"a"))
+        assert await query(node, queue()) == [(0, 0)]
+        state = await node.describe()
+        assert (state.synced_position, state.appended_count) == (0, 1)
+        assert state.next_position == len(batch(b"a"))
+        await node.append(batch(b"b"), durability=pb.DURABILITY_FSYNCED)
+        assert await query(node, queue()) == [(0, 2)]
+
+
+async def test_every_bad_queue_has_its_own_refusal(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        refusals = await query(
+            node,
+            queue(topic="nobody"),
+            queue(queue_id=8),
+            queue(broker="broker-b"),
+            queue(topic="a/b"),
+            queue(topic="a\x00"),
+            queue(broker=""),
+            queue(queue_id=65_536),
+            queue(),
+        )
+        assert [getattr(one, "reason", one) for one in refusals] == [
+            "TOPIC_NOT_FOUND", "QUEUE_NOT_FOUND", "WRONG_BROKER", "INVALID_NAME", "INVALID_NAME",
+            "INVALID_NAME", "LIMIT_EXCEEDED", (0, 0),
+        ]  # fmt: skip
+
+
+async def test_empty_and_oversized_requests_are_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        with pytest.raises(InvalidArgument) as refused:
+            await query(node)
+        assert refused.value.facts == {"field": "queues"}
+        with pytest.raises(LimitExceeded) as too_many:
+            await query(node, *[queue()] * 10_001)
+        assert too_many.value.facts == {"field": "queues", "limit": "10000", "actual": "10001"}
+
+
+async def test_a_fresh_node_describes_itself(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path, node_id="broker-x") as node:
+        await until(lambda: _disk_seen(node))
+        state = await node.describe()
+        assert 0 < state.disk_used_percent <= 100
+        state.ClearField("disk_used_percent")
+        assert state.disk_state in pb.DiskState.values()
+        state.ClearField("disk_state")
+        assert state == pb.DescribeResponse(broker="broker-x")
+
+
+async def _disk_seen(node: Running) -> bool:
+    return (await node.describe()).disk_used_percent > 0

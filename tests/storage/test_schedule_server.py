@@ -1,0 +1,508 @@
+"""Goal: a batch for later comes at its time, once, whatever happens to topic, disk, clock or node.
+
+Method: servicer and deliverer on a disk in memory, round by round, with a clock that the test sets;
+a start is a new node on what the disk has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import pytest
+
+from baton.common.v1 import error_pb2
+from baton.storage.v1 import schedule_service_pb2 as pb
+from batonmq._core.delays import AHEAD_MS_MAX
+from batonmq._core.records import Message, decode_records, read_header
+from batonmq.errors import (
+    BatonError,
+    DataLoss,
+    DataLossDetail,
+    DiskFull,
+    DuplicateSequence,
+    InvalidArgument,
+    LimitExceeded,
+    NoQuorum,
+    NotScheduled,
+    NotServing,
+    NotWritable,
+    WrongBroker,
+)
+from batonmq_server.storage.core.retention import DiskUsage
+from batonmq_server.storage.core.store import TopicQueues
+from batonmq_server.storage.schedule_server import decode_id, encode_id
+from batonmq_server.storage.scheduled_deliverer import UNSETTLED_MAX
+from batonmq_server.testing.memory_disks import MemoryDisk
+from tests.storage.batches import NOW, TOPIC, TOPIC_ID, batch, wanted
+from tests.storage.schedule_scene import SEGMENT_BYTES, scene
+
+HOUR_MS = 3_600_000
+FILL = b"x" * (SEGMENT_BYTES // 2)
+
+
+def reasons(outcomes: list[pb.ScheduleOutcome]) -> list[str]:
+    return [
+        error_pb2.Reason.Name(one.error.reason).removeprefix("REASON_")
+        if one.HasField("error")
+        else "stored"
+        for one in outcomes
+    ]
+
+
+async def test_it_comes_at_its_time_with_everything_it_had() -> None:
+    message = Message(b"body", tag="paid", keys=("a", "b"), properties={"x": "y"})
+    async with scene() as here:
+        receipt = await here.schedule(batch(message, b"second", queue_id=3), NOW + 5_000)
+        assert (receipt.deliver_unix_ms, receipt.duplicate) == (NOW + 5_000, False)
+        here.clock.pass_ms(4_999)
+        await here.deliver()
+        assert here.bodies(3) == []
+        here.clock.pass_ms(1)
+        await here.deliver()
+        assert here.bodies(3) == [b"body", b"second"]
+        reading = here.store.read((TOPIC_ID, 3), wanted())
+        assert reading is not None
+        record = next(decode_records(reading.batches[0], read_header(reading.batches[0]), [0]))
+        assert (record.tag, record.keys, record.properties) == ("paid", ("a", "b"), {"x": "y"})
+        assert here.waiting() == 0
+        assert here.metric("appended_messages_total") == 2
+
+
+async def test_a_time_that_has_passed_means_at_once() -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"a"), 1)
+        await here.deliver()
+        assert here.bodies() == [b"a"]
+
+
+async def test_earlier_ones_come_first_whatever_the_order_of_scheduling() -> None:
+    async with scene() as here:
+        for after in (30, 10, 20, 10):
+            await here.schedule(batch(b"%d" % after), NOW + after)
+        here.clock.pass_ms(HOUR_MS)
+        await here.deliver()
+        assert here.bodies() == [b"10", b"10", b"20", b"30"]
+
+
+async def test_a_repeated_batch_has_the_first_receipt_also_after_delivery_and_start() -> None:
+    raw = batch(b"a", producer=(5, 1))
+    async with scene() as here:
+        first = await here.schedule(raw, NOW + 10)
+        again = await here.schedule(raw, NOW + 999)
+        assert (again.schedule_id, again.deliver_unix_ms) == (first.schedule_id, NOW + 10)
+        assert (first.duplicate, again.duplicate) == (False, True)
+        outcomes = await here.outcomes(
+            *((batch(b"b", producer=(6, 1)), NOW + 20) for _ in range(2))
+        )
+        assert [one.receipt.duplicate for one in outcomes] == [False, True]
+        here.clock.pass_ms(100)
+        await here.deliver()
+        disk = here.disk.killed()
+    async with scene(disk, here.clock) as here:
+        again = await here.schedule(raw, NOW + 10)
+        assert (again.schedule_id, again.duplicate) == (first.schedule_id, True)
+        await here.deliver()
+        assert here.bodies() == [b"a", b"b"]
+
+
+async def test_producers_errors_are_those_of_append() -> None:
+    async with scene() as here:
+        for sequence in range(6):
+            await here.schedule(batch(b"x", producer=(5, 2), sequence=sequence), NOW)
+        outcomes = await here.outcomes(
+            (batch(b"x", producer=(5, 2), sequence=7), NOW),
+            (batch(b"x", producer=(5, 1), sequence=6), NOW),
+            (batch(b"x", producer=(5, 2), sequence=0), NOW),
+        )
+        assert reasons(outcomes) == ["SEQUENCE_GAP", "PRODUCER_FENCED", "DUPLICATE_SEQUENCE"]
+        with pytest.raises(DuplicateSequence):
+            await here.schedule(batch(b"x", producer=(5, 2), sequence=0), NOW)
+
+
+async def test_a_bad_item_is_refused_alone() -> None:
+    async with scene() as here:
+        end = here.store.log.next_position
+        refused = await here.outcomes(
+            (b"junk", NOW),
+            (batch(b"a", topic="nobody"), NOW),
+            (batch(b"a", queue_id=8), NOW),
+            (batch(b"a"), 0),
+            (batch(b"a"), -5),
+            (batch(b"a"), NOW + AHEAD_MS_MAX + 1),
+        )
+        assert reasons(refused) == [
+            "BAD_BATCH", "TOPIC_NOT_FOUND", "QUEUE_NOT_FOUND", "INVALID_ARGUMENT",
+            "INVALID_ARGUMENT", "LIMIT_EXCEEDED",
+        ]  # fmt: skip
+        assert refused[5].error.facts["limit"] == str(AHEAD_MS_MAX)
+        assert here.store.log.next_position == end
+        outcomes = await here.outcomes((b"junk", NOW), (batch(b"a"), NOW + AHEAD_MS_MAX))
+        assert reasons(outcomes) == ["BAD_BATCH", "stored"]
+
+
+async def test_a_request_without_items_or_with_too_many_is_refused() -> None:
+    async with scene() as here:
+        with pytest.raises(InvalidArgument):
+            await here.outcomes()
+        with pytest.raises(LimitExceeded):
+            await here.outcomes(*((batch(b"a"), NOW) for _ in range(1_025)))
+
+
+async def test_a_receipt_means_that_it_survives_a_power_cut() -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"a"), NOW + 1)
+        disk = here.disk.power_cut(lambda _: 0)
+    async with scene(disk, here.clock) as here:
+        here.clock.pass_ms(1)
+        await here.deliver()
+        assert here.bodies() == [b"a"]
+
+
+async def test_what_is_cancelled_never_comes_also_after_a_start() -> None:
+    async with scene() as here:
+        kept = await here.schedule(batch(b"kept"), NOW + 1)
+        receipt = await here.schedule(batch(b"cancelled"), NOW + 1)
+        await here.cancel(receipt.schedule_id)
+        with pytest.raises(NotScheduled):
+            await here.cancel(receipt.schedule_id)
+        disk = here.disk.power_cut(lambda _: 0)
+    async with scene(disk, here.clock) as here:
+        with pytest.raises(NotScheduled):
+            await here.cancel(receipt.schedule_id)
+        here.clock.pass_ms(1)
+        await here.deliver()
+        assert here.bodies() == [b"kept"]
+        with pytest.raises(NotScheduled):
+            await here.cancel(kept.schedule_id)
+
+
+@pytest.mark.parametrize(
+    ("schedule_id", "kind"),
+    [
+        ("", InvalidArgument),
+        ("broker", InvalidArgument),
+        ("broker-a-", InvalidArgument),
+        ("Broker-5", InvalidArgument),
+        ("broker-a-0x5", InvalidArgument),
+        ("broker-a-5 ", InvalidArgument),
+        ("broker-a-1_0", InvalidArgument),
+        ("broker-a-" + "f" * 33, InvalidArgument),
+        ("broker-b-5", WrongBroker),
+        ("broker-a-5", NotScheduled),
+        ("broker-a-" + "f" * 32, NotScheduled),
+    ],
+)
+async def test_an_id_that_names_nothing_is_refused(
+    schedule_id: str, kind: type[BatonError]
+) -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"a"), NOW + 1)
+        end = here.store.log.next_position
+        with pytest.raises(kind):
+            await here.cancel(schedule_id)
+        assert here.store.log.next_position == end
+        assert here.waiting() == 1
+
+
+def test_ids_come_back() -> None:
+    for key in ((1, 0), (NOW, (1 << 63) - 1), (NOW + AHEAD_MS_MAX, 12_345)):
+        assert decode_id(encode_id(key, "broker-a"), "broker-a") == key
+    assert encode_id((0x18BCFE56800, 0x2A), "broker-a") == "broker-a-18bcfe56800000000000000002a"
+
+
+async def test_a_cancellation_in_the_middle_of_a_delivery_wins_or_is_refused() -> None:
+    async with scene() as here, asyncio.TaskGroup() as tasks:
+        receipt = await here.schedule(batch(b"cancelled"), NOW)
+        await here.schedule(batch(b"delivered"), NOW)
+        here.topics.asked.clear()
+        here.topics.gate.clear()
+        delivering = tasks.create_task(here.deliver())
+        await here.topics.asked.wait()
+        await here.cancel(receipt.schedule_id)
+        here.topics.gate.set()
+        await delivering
+        assert here.bodies() == [b"delivered"]
+        assert here.waiting() == 0
+
+
+async def test_a_clock_that_steps_back_makes_nothing_early_and_one_that_steps_ahead_delivers() -> (
+    None
+):
+    async with scene() as here:
+        await here.schedule(batch(b"first"), NOW + 1_000)
+        here.clock.now_unix_ms = NOW + 1_000
+        await here.deliver()
+        await here.schedule(batch(b"second"), NOW + 1_500)
+        for unix_ms in (NOW - HOUR_MS, NOW + 1_499):
+            here.clock.now_unix_ms = unix_ms
+            await here.deliver()
+            assert here.bodies() == [b"first"]
+        here.clock.now_unix_ms = NOW + HOUR_MS
+        await here.deliver()
+        assert here.bodies() == [b"first", b"second"]
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+async def test_a_batch_without_a_topic_goes_nowhere_and_that_is_told(made_anew: bool) -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"lost"), NOW + 1)
+        if made_anew:
+            here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID + 1, 8)
+        else:
+            del here.topics.topics[TOPIC]
+        here.clock.pass_ms(1)
+        await here.deliver()
+        assert here.waiting() == 0
+        assert here.metric("undeliverable_batches_total", reason="TOPIC_NOT_FOUND") == 1
+        disk = here.disk.power_cut(lambda _: 0)
+    async with scene(disk, here.clock) as here:
+        await here.deliver()
+        assert here.bodies() == []
+        assert here.metric("undeliverable_batches_total", reason="TOPIC_NOT_FOUND") == 0
+
+
+async def test_a_batch_whose_topic_has_no_queues_here_goes_nowhere() -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"lost"), NOW)
+        here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID, 0)
+        await here.deliver()
+        assert here.waiting() == 0
+        assert here.metric("undeliverable_batches_total", reason="QUEUE_NOT_FOUND") == 1
+
+
+async def test_of_a_queue_that_takes_no_more_it_goes_to_one_that_does() -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"a", queue_id=5), NOW)
+        here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID, 8, write_queue_count=4)
+        await here.deliver()
+        assert (here.bodies(5), here.bodies(1)) == ([], [b"a"])
+
+
+async def test_a_topic_that_became_read_only_gets_what_was_accepted_and_nothing_new() -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"a"), NOW)
+        here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID, 8, writable=False)
+        with pytest.raises(NotWritable):
+            await here.schedule(batch(b"b"), NOW)
+        await here.deliver()
+        assert here.bodies() == [b"a"]
+
+
+async def test_what_nobody_knows_the_topic_of_waits_and_the_others_go() -> None:
+    async with scene() as here:
+        here.topics.topics["other"] = TopicQueues(9, 1)
+        await here.schedule(batch(b"other", topic="other"), NOW)
+        await here.schedule(batch(b"a"), NOW)
+        here.topics.errors["other"] = NoQuorum("etcd is away")
+        await here.deliver()
+        assert (here.bodies(), here.waiting()) == ([b"a"], 1)
+        del here.topics.errors["other"]
+        await here.deliver()
+        assert here.waiting() == 1  # it is not tried again at once
+        here.clock.pass_ms(1_000)
+        await here.deliver()
+        assert here.waiting() == 0
+        assert here.store.offsets((9, 0)).next_offset == 1
+
+
+async def test_what_waits_for_its_topic_can_be_cancelled() -> None:
+    async with scene() as here:
+        receipt = await here.schedule(batch(b"a"), NOW)
+        here.topics.errors[TOPIC] = NoQuorum("etcd is away")
+        await here.deliver()
+        await here.cancel(receipt.schedule_id)
+        here.topics.errors.clear()
+        here.clock.pass_ms(1_000)
+        await here.deliver()
+        assert here.bodies() == []
+
+
+async def test_no_more_than_a_bound_is_kept_aside() -> None:
+    async with scene() as here:
+        for _ in range(UNSETTLED_MAX // 1_024 + 1):
+            await here.outcomes(*((batch(b"a"), NOW) for _ in range(1_024)))
+        here.topics.errors[TOPIC] = NoQuorum("etcd is away")
+        await here.deliver()
+        assert len(here.store.schedule.waiting.taken) == UNSETTLED_MAX
+        here.topics.errors.clear()
+        here.clock.pass_ms(1_000)
+        await here.deliver()
+        assert here.waiting() == 0
+        assert here.store.offsets((TOPIC_ID, 0)).next_offset == UNSETTLED_MAX + 1_024
+
+
+async def test_on_a_full_disk_it_waits_and_goes_on_when_there_is_room() -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"a"), NOW)
+        here.retention.observe(DiskUsage(95, 5), 0, 1)
+        await here.deliver()
+        assert (here.bodies(), here.waiting()) == ([], 1)
+        with pytest.raises(DiskFull):
+            await here.schedule(batch(b"b"), NOW)
+        here.retention.observe(DiskUsage(5, 95), 0, 2)
+        await here.deliver()
+        assert (here.bodies(), here.waiting()) == ([b"a"], 0)
+
+
+async def test_without_room_for_a_segment_it_waits_and_comes_once() -> None:
+    async with scene(MemoryDisk(room=2 * SEGMENT_BYTES)) as here:
+        sent: list[bytes] = []
+        while True:
+            (outcome,) = await here.outcomes((batch(b"%d" % len(sent), FILL[:500]), NOW))
+            if outcome.HasField("error"):
+                break
+            sent.append(b"%d" % len(sent))
+        assert reasons([outcome]) == ["DISK_FULL"]
+        here.retention.observe(DiskUsage(50, 1 << 20), 0, 1)
+        await here.due.deliver()
+        assert here.waiting() == len(sent)
+        here.disk.room = 1 << 30
+        here.retention.observe(DiskUsage(50, 1 << 20), 0, 2)
+        here.clock.pass_ms(1_000)
+        await here.deliver()
+        assert here.waiting() == 0
+        assert here.bodies()[::2] == sent
+
+
+async def test_many_that_are_due_share_few_writes_and_syncs() -> None:
+    syncs = []
+
+    async def counted(call, argument) -> None:  # type: ignore[no-untyped-def]
+        syncs.append(1)
+        call(argument)
+
+    async with scene(in_thread=counted) as here:
+        for _ in range(2):
+            await here.outcomes(*((batch(b"a"), NOW) for _ in range(1_000)))
+        syncs.clear()
+        await here.deliver()
+        assert here.store.offsets((TOPIC_ID, 0)).next_offset == 2_000
+        assert len(syncs) < 30
+
+
+async def test_very_long_batches_come_a_few_at_a_time_and_in_order() -> None:
+    async with scene() as here:
+        here.store.log._segment_bytes = 1 << 26  # room for the longest batches
+        sent = [bytes([n]) * (3 << 20) for n in range(8)]
+        for n, body in enumerate(sent):
+            await here.schedule(batch(body), NOW + n)
+        here.clock.pass_ms(100)
+        assert await here.due.deliver()
+        assert 0 < here.waiting() < 8
+        await here.deliver()
+        assert [body[0] for body in here.bodies()] == list(range(8))
+
+
+async def test_a_failed_sync_is_no_receipt() -> None:
+    with pytest.raises(BaseExceptionGroup) as ended:
+        async with scene() as here:
+            here.store.log._create() if not here.store.log._segments else None
+            for file in here.disk.files.values():
+                file.failure = OSError(errno.EIO, "broken")
+            with pytest.raises((NotServing, OSError)):
+                await here.schedule(batch(b"a"), NOW)
+            with pytest.raises(NotServing):
+                await here.schedule(batch(b"b"), NOW)
+            await asyncio.sleep(0)
+    assert ended.group_contains(OSError)
+
+
+async def test_what_waits_long_is_written_anew_and_frees_the_old_segments() -> None:
+    async with scene() as here:
+        receipt = await here.schedule(batch(b"cancelled"), NOW + 40 * HOUR_MS)
+        kept = await here.schedule(batch(b"kept", producer=(5, 1)), NOW + 40 * HOUR_MS)
+        await here.schedule(batch(FILL), NOW)
+        await here.schedule(batch(FILL), NOW)
+        await here.deliver()
+        await here.move()
+        assert here.store.schedule.waiting.oldest_position() == 0
+        here.clock.pass_ms(24 * HOUR_MS)
+        end = here.store.log.next_position
+        await here.move()
+        oldest = here.store.schedule.waiting.oldest_position()
+        assert oldest is not None
+        assert oldest >= end
+        disk = here.disk.power_cut(lambda _: 0)
+    async with scene(disk, here.clock) as here:
+        assert here.waiting() == 2
+        await here.cancel(receipt.schedule_id)
+        again = await here.schedule(batch(b"kept", producer=(5, 1)), NOW + 40 * HOUR_MS)
+        assert (again.schedule_id, again.duplicate) == (kept.schedule_id, True)
+        here.clock.pass_ms(16 * HOUR_MS - 1)
+        await here.deliver()
+        assert here.bodies() == [FILL, FILL]
+        here.clock.pass_ms(1)
+        await here.deliver()
+        assert here.bodies() == [FILL, FILL, b"kept"]
+
+
+async def test_a_start_from_a_checkpoint_knows_what_waits() -> None:
+    async with scene() as here:
+        receipt = await here.schedule(batch(b"before"), NOW + 10)
+        await here.schedule(batch(b"delivered"), NOW)
+        here.node.checkpointing.run()
+        await here.schedule(batch(b"after"), NOW + 20)
+        await here.deliver()
+        disk = here.disk.killed()
+    async with scene(disk, here.clock) as here:
+        assert here.node.report.checkpoint_position > 0
+        assert here.waiting() == 2
+        here.clock.pass_ms(10)
+        await here.deliver()
+        with pytest.raises(NotScheduled):
+            await here.cancel(receipt.schedule_id)
+        here.clock.pass_ms(10)
+        await here.deliver()
+        assert here.bodies() == [b"delivered", b"before", b"after"]
+
+
+async def test_a_damaged_batch_is_not_served_and_that_is_told() -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"damaged"), NOW)
+        await here.schedule(batch(b"good"), NOW)
+        (log,) = (file for path, file in here.disk.files.items() if path.startswith("log/"))
+        log.content[200] ^= 1
+        await here.deliver()
+        assert here.bodies() == [b"good"]
+        assert here.waiting() == 0
+        assert here.metric("undeliverable_batches_total", reason="DATA_LOSS") == 1
+
+
+@pytest.mark.parametrize("at", [1, 30, 200])
+async def test_a_damaged_batch_that_waits_holds_up_neither_retention_nor_the_node(at: int) -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"damaged"), NOW + 40 * HOUR_MS)
+        await here.schedule(batch(b"good"), NOW + 40 * HOUR_MS)
+        await here.schedule(batch(FILL), NOW)
+        await here.schedule(batch(FILL), NOW)
+        await here.deliver()
+        here.disk.files[f"log/{0:020d}"].content[at] ^= 1
+        here.clock.pass_ms(24 * HOUR_MS)
+        end = here.store.log.next_position
+        await here.move()
+        oldest = here.store.schedule.waiting.oldest_position()
+        assert oldest is not None
+        assert oldest >= end
+        assert here.waiting() == 1
+        assert here.metric("undeliverable_batches_total", reason="DATA_LOSS") == 1
+
+
+async def test_a_batch_that_the_disk_does_not_give_goes_nowhere_and_the_others_are_delivered() -> (
+    None
+):
+    async with scene() as here:
+        for number in range(3):
+            await here.schedule(batch(b"%d" % number * 1_000), NOW + number)
+        first, read = here.store.log.first_position, here.store.log.read
+
+        def unreadable(position: int, bytes_max: int) -> bytes:
+            if position == first:
+                raise DataLoss("the log can't be read", detail=DataLossDetail(position=position))
+            return read(position, bytes_max)
+
+        here.store.log.read = unreadable  # type: ignore[method-assign]
+        here.clock.pass_ms(10)
+        await here.deliver()
+        assert [body[:1] for body in here.bodies()] == [b"1", b"2"]
+        assert here.waiting() == 0

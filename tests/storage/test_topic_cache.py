@@ -1,0 +1,187 @@
+"""Goal: a topic is known as soon as it exists, and asking for one that does not costs little.
+
+Method: a real etcd and a mirror that follows it, or does not yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq.errors import NoQuorum, TopicNotFound
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.storage.core.store import TopicQueues
+from batonmq_server.storage.topic_cache import MISSING_MS, TopicCache
+from tests.storage.clock import JumpingClock
+
+
+class CountingSession(EtcdSession):
+    """Counts the keys it is asked for."""
+
+    asked_count = 0
+
+    async def get(self, key: str) -> Stored | None:
+        self.asked_count += 1
+        return await super().get(key)
+
+
+class Scene:
+    """TopicCache over a mirror that follows etcd only when told to."""
+
+    def __init__(self, session: CountingSession) -> None:
+        self.session, self.clock = session, JumpingClock()
+        self.mirror = Mirror(session, "topics/")
+        self.topics = TopicCache(self.mirror, session, "broker-a", self.clock)
+
+    async def put(self, name: str, topic_id: int, **queue_counts: int) -> int:
+        spread = [
+            pb.QueueSpread(broker=broker.replace("_", "-"), queue_count=count)
+            for broker, count in queue_counts.items()
+        ]
+        value = pb.Topic(name=name, topic_id=topic_id, spread=spread).SerializeToString()
+        return await self.session.put(self.session.key("topics", name), value)
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(self.mirror.run())
+            await self.mirror.ready()
+            yield
+            running.cancel()
+
+
+@asynccontextmanager
+async def scene(etcd_endpoint: str) -> AsyncIterator[Scene]:
+    session = CountingSession(etcd_endpoint, secrets.token_hex(8), Clock())
+    async with session:
+        yield Scene(session)
+
+
+async def test_queues_are_those_of_this_broker(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here:
+        await here.put("a", 7, broker_a=3, broker_b=5)
+        await here.put("b", 8, broker_b=5)
+        async with here.following():
+            assert await here.topics.find("a") == TopicQueues(7, 3)
+            assert await here.topics.find("b") == TopicQueues(8, 0)
+        assert here.session.asked_count == 0
+
+
+async def test_a_topic_the_mirror_does_not_have_yet_is_asked_for_once(
+    etcd_endpoint: str,
+) -> None:
+    async with scene(etcd_endpoint) as here:
+        await here.put("a", 7, broker_a=3)
+        for _ in range(3):
+            assert await here.topics.find("a") == TopicQueues(7, 3)
+        assert here.session.asked_count == 1
+
+
+async def test_a_missing_topic_is_not_asked_for_again_within_a_second(
+    etcd_endpoint: str,
+) -> None:
+    async with scene(etcd_endpoint) as here:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(20):
+                tasks.create_task(missing(here))
+        assert here.session.asked_count == 1
+        here.clock.ahead_ms = MISSING_MS + 1
+        await missing(here)
+        assert here.session.asked_count == 2
+
+
+async def missing(here: Scene) -> None:
+    with pytest.raises(TopicNotFound) as refused:
+        await here.topics.find("a")
+    assert refused.value.facts == {"topic": "a"}
+
+
+async def test_a_topic_made_within_that_second_is_known_at_once(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here, here.following():
+        await missing(here)
+        revision = await here.put("a", 7, broker_a=3)
+        await here.mirror.reached(revision)
+        assert await here.topics.find("a") == TopicQueues(7, 3)
+
+
+async def test_a_topic_that_is_gone_or_made_anew_is_not_the_old_one(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here:
+        await here.put("a", 7, broker_a=3)
+        assert await here.topics.find("a") == TopicQueues(7, 3)
+        async with here.following():
+            await here.mirror.reached(await here.put("a", 8, broker_a=4))
+            assert here.topics.known("a") == TopicQueues(8, 4)
+            await here.session.delete(here.session.key("topics", "a"))
+            await here.mirror.reached(await here.put("marker", 9, broker_a=1))
+            assert here.topics.known("a") is None
+            await missing(here)
+
+
+async def test_a_topic_that_cant_be_read_is_not_found_and_not_gone(etcd_endpoint: str) -> None:
+    """If it were gone, its queues could be forgotten, and would begin at 0 once it is repaired."""
+    async with scene(etcd_endpoint) as here:
+        await here.put("a", 7, broker_a=3)
+        key = here.session.key("topics", "a")
+        async with here.following():
+            await here.mirror.reached(await here.session.put(key, b"\xff\xff\xff"))
+            await missing(here)
+            assert not here.topics.is_gone("a", 7)
+            assert here.topics.revision("a") == 0
+            await here.mirror.reached(await here.put("a", 7, broker_a=4))
+            assert await here.topics.find("a") == TopicQueues(7, 4)
+
+
+async def test_without_etcd_what_is_not_known_stays_open() -> None:
+    session = CountingSession("127.0.0.1:1", "none", Clock(), timeout_ms=500)
+    async with session:
+        with pytest.raises(NoQuorum):
+            await Scene(session).topics.find("a")
+
+
+@pytest.mark.parametrize(
+    ("permission", "readable", "writable"),
+    [
+        (pb.TOPIC_PERMISSION_UNSPECIFIED, True, True),
+        (pb.TOPIC_PERMISSION_READ_WRITE, True, True),
+        (pb.TOPIC_PERMISSION_READ, True, False),
+        (pb.TOPIC_PERMISSION_WRITE, False, True),
+    ],
+)
+async def test_what_a_topic_permits_is_known_queue_by_queue(
+    etcd_endpoint: str,
+    permission: pb.TopicPermission.ValueType,
+    readable: bool,
+    writable: bool,
+) -> None:
+    async with scene(etcd_endpoint) as here:
+        spread = [
+            pb.QueueSpread(broker="broker-a", queue_count=5, write_queue_count=3),
+            pb.QueueSpread(broker="broker-b", queue_count=9, write_queue_count=1),
+        ]
+        topic = pb.Topic(name="a", topic_id=7, spread=spread, permission=permission)
+        key = here.session.key("topics", "a")
+        revision = await here.session.put(key, topic.SerializeToString())
+        found = await here.topics.find("a")
+        assert (found.queue_count, found.readable) == (5, readable)
+        assert [found.takes(queue_id) for queue_id in range(6)] == [writable] * 3 + [False] * 3
+        assert here.topics.revision("a") == revision
+        assert here.topics.revision("b") == 0
+
+
+async def test_a_topic_is_gone_only_if_the_mirror_says_so(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here:
+        assert not here.topics.is_gone("a", 7), "nothing is known yet"
+        await here.put("a", 7, broker_a=3)
+        async with here.following():
+            assert not here.topics.is_gone("a", 7)
+            assert here.topics.is_gone("b", 6)
+            await here.mirror.reached(await here.put("a", 8, broker_a=3))
+            assert here.topics.is_gone("a", 7)
+            assert not here.topics.is_gone("a", 9), "newer than what is known here"

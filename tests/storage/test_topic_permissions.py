@@ -1,0 +1,222 @@
+"""Goal: a topic takes and gives messages only as it may, queue by queue, from the change on.
+
+Method: the whole node over gRPC with a real etcd; the topic is changed as the nameserver does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from baton.common.v1 import queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.rpc import error_from_pb
+from batonmq._core.keyed_queues import TOPICS_REVISION
+from batonmq._core.records import read_header
+from batonmq.errors import BatonError, NotReadable
+from tests.storage.batches import TOPIC, TOPIC_ID, batch
+from tests.storage.running_node import BROKER, TIMEOUT_S, Running, running
+from tests.support.waiting import until
+
+READ, WRITE = nameserver_pb.TOPIC_PERMISSION_READ, nameserver_pb.TOPIC_PERMISSION_WRITE
+READ_WRITE = nameserver_pb.TOPIC_PERMISSION_READ_WRITE
+
+
+async def change(
+    node: Running,
+    permission: nameserver_pb.TopicPermission.ValueType = READ_WRITE,
+    *,
+    write_queue_count: int = 0,
+    queue_count: int = 8,
+) -> int:
+    """Write the topic, and wait until the node knows; the revision."""
+    spread = nameserver_pb.QueueSpread(
+        broker=BROKER, queue_count=queue_count, write_queue_count=write_queue_count
+    )
+    revision = await node.write_topic(
+        nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=[spread], permission=permission)
+    )
+
+    async def known() -> bool:
+        return (await ends(node))[0] >= revision
+
+    await until(known)
+    return revision
+
+
+async def ends(node: Running, *queue_ids: int) -> tuple[int, list[int]]:
+    """The revision that QueryOffsets answers by, and the next offsets of queues."""
+    request = pb.QueryOffsetsRequest(
+        queues=[
+            queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+            for queue_id in queue_ids or (0,)
+        ]
+    )
+    call = node.stub.QueryOffsets(request, timeout=TIMEOUT_S)
+    answer, trailer = await call, dict(await call.trailing_metadata())
+    return int(trailer[TOPICS_REVISION]), [o.offsets.next_offset for o in answer.outcomes]
+
+
+async def reasons(node: Running, *batches: bytes) -> list[str]:
+    """The reason of each refusal; `stored` for what was stored."""
+    return [
+        error_from_pb(outcome.error).reason if outcome.HasField("error") else "stored"
+        for outcome in await node.outcomes(*batches)
+    ]
+
+
+async def test_a_topic_to_be_read_takes_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        await change(node, READ)
+        (outcome,) = await node.outcomes(batch(b"b"))
+        error = error_from_pb(outcome.error)
+        assert error.reason == "NOT_WRITABLE"
+        assert error.facts == {"topic": TOPIC, "queue_id": "0"}
+        assert (await node.pull()).next_offset == 1
+        await change(node, READ_WRITE)
+        assert await reasons(node, batch(b"b")) == ["stored"]
+
+
+async def test_a_topic_to_be_written_gives_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await change(node, WRITE)
+        assert await reasons(node, batch(b"a")) == ["stored"]
+        with pytest.raises(NotReadable) as refused:
+            await node.pull(hold_ms=20_000)
+        assert refused.value.facts == {"topic": TOPIC}
+        assert refused.value.retry_after_ms > 0, "or every consumer asks all the time"
+        assert node.offsets.recorded == []
+
+
+async def test_a_parked_pull_learns_that_its_topic_gives_nothing_any_more(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        pull = tasks.create_task(refusal_of_pull(node))
+        await node.parked(1)
+        await change(node, WRITE)
+        assert isinstance(await pull, NotReadable)
+
+
+async def refusal_of_pull(node: Running) -> BatonError | None:
+    try:
+        await node.pull(hold_ms=20_000)
+    except BatonError as error:
+        return error
+    return None
+
+
+async def test_queues_that_are_given_up_take_nothing_and_give_what_they_have(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a", queue_id=5), batch(b"b", queue_id=2))
+        await change(node, write_queue_count=3)
+        assert await reasons(
+            node, *(batch(b"c", queue_id=queue_id) for queue_id in (2, 3, 5, 8))
+        ) == ["stored", "NOT_WRITABLE", "NOT_WRITABLE", "QUEUE_NOT_FOUND"]
+        assert (await node.pull(queue_id=5)).next_offset == 1
+        await change(node, queue_count=3)
+        assert await reasons(node, batch(b"c", queue_id=5)) == ["QUEUE_NOT_FOUND"]
+        await change(node, queue_count=8)
+        (receipt,) = await node.append(batch(b"d", queue_id=5))
+        assert receipt.first_offset == 1, "the index has kept its place"
+
+
+async def test_a_retry_of_what_was_stored_has_its_receipt_though_the_queue_takes_nothing_more(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        raw = batch(b"a", queue_id=5, producer=(9, 1))
+        (first,) = await node.append(raw)
+        for topic in ({"write_queue_count": 3}, {"permission": READ}):
+            await change(node, **topic)
+            (again,) = await node.append(raw)
+            assert (again.first_offset, again.position) == (first.first_offset, first.position)
+            assert again.duplicate
+
+
+async def test_the_end_of_a_queue_that_takes_nothing_more_is_final(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """A message that is stored but not safe yet counts, and none comes after it."""
+    async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
+        await node.append(batch(b"a", queue_id=5), durability=pb.DURABILITY_MEMORY)
+        assert (await ends(node, 5))[1] == [0], "nobody has asked for it to be safe"
+        revision = await change(node, write_queue_count=3)
+        assert await ends(node, 5) == (revision, [1])
+        assert await reasons(node, batch(b"b", queue_id=5)) == ["NOT_WRITABLE"]
+
+
+async def test_what_a_reader_finds_below_the_first_offset_is_told_as_lost(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(
+        etcd_endpoint, tmp_path, segment_bytes=4_096, retention_bytes=8_192, disk_interval_ms=20
+    ) as node:
+        for n in range(12):
+            await node.append(batch(b"%d" % n + bytes(1_500)))
+        first = await cleaned(node)
+        answer = await node.pull(offset=1, messages_max=2)
+        assert (answer.lost_count, answer.next_offset) == (first - 1, first + 2)
+        assert read_header(answer.batches[0]).first_offset == first
+        assert node.offsets.recorded[-1] == ("billing", 0, 1, first + 2)
+        again = await node.pull(offset=0, messages_max=2)
+        assert again.lost_count == first
+        labels = {"group": "billing", "topic": TOPIC}
+        counted = node.runtime.registry.get_sample_value(
+            "baton_storage_lost_messages_total", labels
+        )
+        assert counted == first - 1, "the hole counts once"
+
+
+async def test_a_hole_without_anything_behind_it_is_answered_at_once(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(
+        etcd_endpoint, tmp_path, segment_bytes=4_096, retention_bytes=8_192, disk_interval_ms=20
+    ) as node:
+        await node.append(batch(b"a", queue_id=3), batch(b"b", queue_id=3))
+        for _ in range(12):
+            await node.append(batch(bytes(1_500)))
+        await cleaned(node)
+        answer = await node.pull(queue_id=3, hold_ms=20_000)
+        assert (answer.lost_count, answer.next_offset, list(answer.batches)) == (2, 2, [])
+        assert node.offsets.recorded == [("billing", 3, 0, 2)]
+        (receipt,) = await node.append(batch(b"c", queue_id=3))
+        assert receipt.first_offset == 2
+        assert (await node.pull(queue_id=3, offset=2)).lost_count == 0
+
+
+async def test_a_hole_that_was_not_recorded_does_not_count(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(
+        etcd_endpoint, tmp_path, segment_bytes=4_096, retention_bytes=8_192, disk_interval_ms=20
+    ) as node:
+        for _ in range(12):
+            await node.append(batch(bytes(1_500)))
+        first = await cleaned(node)
+        node.offsets.tokens["billing", 0] = 7
+        with pytest.raises(BatonError):
+            await node.pull()
+        labels = {"group": "billing", "topic": TOPIC}
+        counter = "baton_storage_lost_messages_total"
+        assert node.runtime.registry.get_sample_value(counter, labels) is None
+        await node.pull(token=7)
+        assert node.runtime.registry.get_sample_value(counter, labels) == first
+
+
+async def cleaned(node: Running) -> int:
+    """Until two of six segments are left; the first offset that queue 0 has then."""
+
+    async def done() -> bool:
+        return (await node.describe()).first_position == 4 * 4_096
+
+    await until(done)
+    next_offset = (await ends(node, 0))[1][0]
+    return (await node.pull(group="onlooker", offset=next_offset)).queue_first_offset

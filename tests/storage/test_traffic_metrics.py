@@ -1,0 +1,102 @@
+"""Messages by topic and group, for Prometheus.
+
+Goal: what comes and goes is counted under its topic and its group, and what is deleted has no
+series any more. Method: a real node on a real disk, with an etcd in which topics and groups come
+and go.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from batonmq._core.records import Message
+from batonmq._core.retries import dead_letter_topic
+from tests.storage.batches import TOPIC, batch
+from tests.storage.running_node import GROUP, Running, running
+from tests.support.waiting import until
+
+NAMES = (
+    "rocketmq_messages_in_total",
+    "rocketmq_throughput_in_total",
+    "rocketmq_messages_out_total",
+    "rocketmq_throughput_out_total",
+    "rocketmq_send_to_dlq_messages_total",
+)
+
+
+def messages(topic: str, *tags: str) -> bytes:
+    return batch(*(Message(b"body", tag=tag) for tag in tags), topic=topic)
+
+
+def shown(node: Running, name: str) -> dict[tuple[str, ...], float]:
+    """Values by those of the labels."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for metric in node.runtime.registry.collect()
+        for sample in metric.samples
+        if sample.name == name
+    }
+
+
+def labels(node: Running) -> set[str]:
+    """Every topic and group that has a series."""
+    return {label for name in NAMES for values in shown(node, name) for label in values}
+
+
+async def delivering(node: Running, *topics: str) -> None:
+    """The group has got what there is."""
+    await node.put_gate()
+    for topic in topics:
+        await node.put_topic(topic)
+        await node.append(messages(topic, "x", "x", "y"))
+        await until(partial(_delivered, node, topic))
+
+
+async def _delivered(node: Running, topic: str) -> bool:
+    """Whether a delivery counts: it does once the group has arrived here."""
+    await node.pull(topic=topic, expression="x")
+    return (topic, GROUP) in shown(node, "rocketmq_messages_out_total")
+
+
+async def test_messages_count_under_topic_and_group(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await delivering(node, TOPIC)
+        assert shown(node, "rocketmq_messages_in_total") == {(TOPIC,): 3}
+        assert shown(node, "rocketmq_messages_out_total") == {(TOPIC, GROUP): 2}
+        (came,) = shown(node, "rocketmq_throughput_in_total").values()
+        assert shown(node, "rocketmq_throughput_out_total") == {(TOPIC, GROUP): came}
+
+
+async def test_dead_letters_count_under_their_group(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        dead = dead_letter_topic(GROUP)
+        await node.put_topic(dead)
+        await node.append(messages(dead, "x", "y"))
+        assert shown(node, "rocketmq_send_to_dlq_messages_total") == {(GROUP,): 2}
+
+
+async def test_a_topic_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await delivering(node, TOPIC, "bills")
+        await node.etcd.delete(node.etcd.key("topics", "bills"))
+        await until(lambda: "bills" not in labels(node))
+        assert labels(node) == {TOPIC, GROUP}
+
+
+async def test_a_group_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await delivering(node, TOPIC)
+        dead = dead_letter_topic(GROUP)
+        await node.put_topic(dead)
+        await node.append(messages(dead, "x"))
+        await node.etcd.delete(node.etcd.key("gates", GROUP))
+        await until(lambda: GROUP not in labels(node))
+        assert labels(node) == {TOPIC, dead}
+
+
+async def test_who_is_no_group_gets_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(messages(TOPIC, "x"))
+        await node.pull()
+        assert shown(node, "rocketmq_messages_out_total") == {}
