@@ -1,42 +1,41 @@
-"""`baton access`: who may do what, where services ask who calls."""
+"""`baton access …`: grants of roles, and bearer tokens, for clusters that check permissions."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
-
 from functools import partial
+from pathlib import Path
 
 import click
 from click.exceptions import Exit
 
 from batonmq.admin.access import AccessControl, Answer, Grant, IdentityAccess, Role
+from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item, OutputFormat, wall_time
-from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 
-app = click.Group(help="Say who may do what, and make tokens.", no_args_is_help=True)
-tokens = click.Group(help="Make bearer tokens, and revoke them.", no_args_is_help=True)
-app.add_typer(tokens, name="token")
+commands = LazyGroup("access", help="Grant roles, and create tokens.", no_args_is_help=True)
+tokens = LazyGroup("token", help="Create and revoke bearer tokens.", no_args_is_help=True)
+commands.add_command(tokens)
 
 identity_argument = partial(
     argument,
     metavar="IDENTITY",
-    help="First URI of a client certificate, else its first DNS name, else its common name; "
-    "or what a token stands for.",
+    help="Identity of a client: the first URI of its certificate, else the first DNS name, else "
+    "the common name; or the identity of a token.",
 )
 role_argument = partial(
     argument,
-    type=click.Choice(["produce", "consume", "admin"]),
+    type=click.Choice([role.value for role in Role]),
     metavar="ROLE",
     help="produce, consume or admin.",
 )
 resource_argument = partial(
     argument,
     metavar="RESOURCE",
-    help="topic:NAME or group:NAME, also with * at the end; or cluster.",
+    help="topic:NAME or group:NAME, where NAME may end with *; or cluster.",
 )
 
 _GRANTS: Columns = {"IDENTITY": "identity", "ROLE": "role", "RESOURCE": "resource"}
@@ -48,44 +47,44 @@ _HELD: Columns = {
 }
 
 
-@app.command()
+@commands.command()
 @identity_argument("identity")
 @role_argument("role")
 @resource_argument("resource")
 @cluster_session
 def grant(session: CommandSession, identity: str, role: str, resource: str) -> None:
-    """Give somebody a role on a resource. Granting it again is no error."""
-    session.run(_grant(session, identity, Grant(role, resource)))
+    """Grant a role on a resource to an identity. Granting it again is not an error."""
+    session.run(_grant(session, identity, Grant(Role(role), resource)))
 
 
 async def _grant(session: CommandSession, identity: str, wanted: Grant) -> None:
     async with session.admin() as admin:
         changed = await AccessControl(admin).grant(identity, wanted)
     if not changed:
-        session.output.note(f"{identity} had it already")
+        session.output.note(f"{identity} has this role already")
     item = {"identity": identity, **asdict(wanted), "changed": changed}
     session.output.detail(item, [item], _GRANTS)
 
 
-@app.command()
+@commands.command()
 @identity_argument("identity")
 @argument(
     "role",
     required=False,
     type=click.Choice(["produce", "consume", "admin"]),
     metavar="[ROLE]",
-    help="As granted.",
+    help="The granted one.",
 )
-@argument("resource", required=False, default="", metavar="[RESOURCE]", help="As granted.")
-@click.option("--all", "all_", is_flag=True, help="Everything that is granted.")
+@argument("resource", required=False, default="", metavar="[RESOURCE]", help="The granted one.")
+@click.option("--all", "all_", is_flag=True, help="Revoke all grants of the identity.")
 @cluster_session
 def revoke(
     session: CommandSession, identity: str, role: str | None, resource: str, all_: bool
 ) -> None:
-    """Take a grant from somebody, or with --all every one; its tokens stay."""
+    """Revoke a grant of an identity, or with --all every grant. Its tokens stay valid."""
     if all_ == bool(role) or bool(role) != bool(resource):
-        raise click.UsageError("give ROLE and RESOURCE, or --all")
-    session.run(_revoke(session, identity, Grant(role, resource) if role else None))
+        raise click.UsageError("ROLE and RESOURCE are required, or else --all")
+    session.run(_revoke(session, identity, Grant(Role(role), resource) if role else None))
 
 
 async def _revoke(session: CommandSession, identity: str, unwanted: Grant | None) -> None:
@@ -96,11 +95,11 @@ async def _revoke(session: CommandSession, identity: str, unwanted: Grant | None
     )
 
 
-@app.command("list")
-@argument("identity", required=False, default="", metavar="[IDENTITY]", help="Only of this one.")
+@commands.command("list")
+@argument("identity", required=False, default="", metavar="[IDENTITY]", help="Only this identity.")
 @cluster_session
 def list_(session: CommandSession, identity: str) -> None:
-    """List what is granted to whom, and whose tokens there are."""
+    """List the grants and the tokens of all identities, or of one."""
     session.run(_list(session, identity))
 
 
@@ -111,20 +110,23 @@ async def _list(session: CommandSession, identity: str) -> None:
 
 
 def _items(one: IdentityAccess) -> list[Item]:
-    """A line for each grant and for each token."""
+    """Return an item for each grant and for each token."""
     nothing = {"role": None, "resource": None, "token_id": None, "create_unix_ms": None, "by": None}
     held = [*map(asdict, one.grants), *map(asdict, one.tokens)]
     return [{"identity": one.identity, **nothing, **item} for item in held]
 
 
-@app.command()
+@commands.command()
 @role_argument("role")
 @resource_argument("resource")
-@click.option("--identity", default="", help="About whom; by default whoever asks.")
+@click.option("--identity", default="", help="Identity to check; by default that of the caller.")
 @cluster_session
 def check(session: CommandSession, role: str, resource: str, identity: str) -> None:
-    """Tell whether somebody may do something, and by which grant; status 1 if not."""
-    answer = session.run(_check(session, Grant(role, resource), identity))
+    """Check whether an identity has a role on a resource, and by which grant.
+
+    Exit status 1 if it has not.
+    """
+    answer = session.run(_check(session, Grant(Role(role), resource), identity))
     if answer.access_on and not answer.allowed:
         raise Exit(1)
 
@@ -136,7 +138,7 @@ async def _check(session: CommandSession, wanted: Grant, identity: str) -> Answe
     by = f": {answer.by.role} on {answer.by.resource}" if answer.by else ""
     session.output.line(asdict(answer), f"{what}: {'yes' if answer.allowed else 'no'}{by}")
     if not answer.access_on:
-        session.output.note("access is off: everybody may do everything")
+        session.output.note("access control is off: every client may do everything")
     return answer
 
 
@@ -146,19 +148,19 @@ async def _check(session: CommandSession, wanted: Grant, identity: str) -> Answe
     "--file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write it to a new file that only you can read.",
+    help="Write the token to a new file that only its owner can read.",
 )
 @cluster_session
 def create(session: CommandSession, identity: str, file: Path | None) -> None:
-    """Make a bearer token that stands for somebody. It is shown once, and kept nowhere."""
+    """Create a bearer token of an identity. It is shown once and not stored."""
     if file is not None and file.exists():
-        session.output.failure("FILE_EXISTS", f"{file} is there already", "Give another name.")
+        session.output.failure("FILE_EXISTS", f"{file} exists already", "Give another name.")
         raise Exit(1)
     session.run(_create(session, identity, file))
 
 
 async def _create(session: CommandSession, identity: str, file: Path | None) -> None:
-    if file is not None:  # before there is a token that would be lost
+    if file is not None:  # checked first: a token that can't be written would be lost
         await asyncio.to_thread(file.touch, 0o600, exist_ok=False)
     try:
         async with session.admin() as admin:
@@ -173,20 +175,20 @@ async def _create(session: CommandSession, identity: str, file: Path | None) -> 
         session.output.line({**item, "file": str(file)}, f"token {made.token_id} is in {file}")
     else:
         session.output.line({**item, "token": token}, token)
-        if session.output.form is not OutputFormat.JSON:  # beside it: the token may go into a file
+        if session.output.form is not OutputFormat.JSON:  # standard output may go into a file
             print(f"token {made.token_id} of {identity}: it is not shown again", file=sys.stderr)
 
 
 @tokens.command("revoke")
-@argument("token_id", metavar="TOKEN_ID", help="As `baton access list`.")
+@argument("token_id", metavar="TOKEN_ID", help="Id of the token, as baton access list shows it.")
 @cluster_session
 def revoke_token(session: CommandSession, token_id: str) -> None:
-    """Let a token stand for nobody any more."""
+    """Revoke a token."""
     session.run(_revoke_token(session, token_id))
 
 
 async def _revoke_token(session: CommandSession, token_id: str) -> None:
     async with session.admin() as admin:
         revoked = await AccessControl(admin).revoke_token(token_id)
-    text = f"token {token_id} revoked" if revoked else f"there is no token {token_id}"
+    text = f"token {token_id} revoked" if revoked else f"token {token_id} does not exist"
     session.output.line({"token_id": token_id, "revoked": revoked}, text)

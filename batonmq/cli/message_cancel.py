@@ -1,21 +1,18 @@
-"""`baton message cancel`."""
+"""`baton message cancel`: cancel a scheduled message."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import click
-
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
-from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
+from batonmq.cli.command_classes import argument, command
+from batonmq.cli.session import CommandSession, cluster_session
 
 
-@click.command("cancel")
-@argument("schedule_id", metavar="SCHEDULE_ID", help="Id of the receipt.")
+@command("cancel")
+@argument("schedule_id", metavar="SCHEDULE_ID", help="Schedule id of the receipt.")
 @cluster_session
 def cancel(session: CommandSession, schedule_id: str) -> None:
-    """Take back a message that was sent for later and is not delivered yet."""
+    """Cancel a scheduled message that is not delivered yet."""
     session.run(_cancel(session, schedule_id))
 
 
