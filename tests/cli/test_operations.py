@@ -265,7 +265,7 @@ def test_queue_taken_by_force_has_an_owner_again(
         told = cluster("lock", "release-all", before["client_id"])
         assert "released: 0 queues; kept: 1" in told.out
     nobody = cluster("lock", "release-all", "nobody")
-    assert (nobody.code, nobody.out.splitlines()[-1]) == (0, "nobody owns nothing")
+    assert (nobody.code, nobody.out.splitlines()[-1]) == (0, "nobody owns no queue")
     never = cluster("lock", "release", "g", read, "broker-0", "0", "--force", "--reason", "r")
     assert (never.code, _reason(never.err)) == (1, "UNKNOWN_QUEUE")
 
