@@ -7,11 +7,12 @@ VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Tests start hundreds of processes: none of them should compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
-PROTOS := $(shell find protos -name '*.proto')
+PROTOS := $(shell find protos/baton -name '*.proto')
+ETCD_PROTOS := $(shell find protos/batonmq_server -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
 
-.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e spark spark-demo faults check bench demo examples docs up clean \
+.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults check bench demo examples docs up clean \
   observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -50,16 +51,22 @@ types: $(SETUP) ## mypy, strict, package, tests and examples
 layers: $(SETUP) ## who may import whom
 	lint-imports
 
-proto: $(SETUP) ## regenerate gen/ from protos/
-	rm -rf gen && mkdir gen
+proto: $(SETUP) ## regenerate gen/ and services/etcd_api/ from protos/
+	rm -rf gen services/etcd_api/*_pb2* && mkdir gen
 	python -m grpc_tools.protoc -I protos --python_out=gen --grpc_python_out=gen \
 	  --mypy_out=quiet:gen --mypy_grpc_out=quiet:gen $(PROTOS)
+	python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. \
+	  --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(ETCD_PROTOS)
 
-proto-check: $(SETUP) ## gen/ is what protos/ says
+proto-check: $(SETUP) ## gen/ and services/etcd_api/ are what protos/ says
 	rm -rf .gen-check && mkdir .gen-check
 	python -m grpc_tools.protoc -I protos --python_out=.gen-check --grpc_python_out=.gen-check \
 	  --mypy_out=quiet:.gen-check --mypy_grpc_out=quiet:.gen-check $(PROTOS)
-	diff -r -x __pycache__ gen .gen-check && rm -rf .gen-check
+	diff -r -x __pycache__ gen .gen-check
+	python -m grpc_tools.protoc -I protos --python_out=.gen-check --grpc_python_out=.gen-check \
+	  --mypy_out=quiet:.gen-check --mypy_grpc_out=quiet:.gen-check $(ETCD_PROTOS)
+	diff -r -x __pycache__ -x __init__.py services/etcd_api .gen-check/batonmq_server/etcd_api
+	rm -rf .gen-check
 
 breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 	buf breaking --against '.git#ref=$(MAIN)'
@@ -70,6 +77,9 @@ test: $(SETUP)  ## every test that CI runs, on two cores
 
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	pytest -q -m "not sim and not e2e and not spark"
+
+pythons: $(SETUP) ## the tests of the client library on every supported Python of this machine
+	python -m tools.pythons
 
 sim: $(SETUP)   ## seeded cluster simulations only
 	pytest -q -m sim
@@ -86,9 +96,17 @@ spark-demo: $(SETUP) ## the demo with the jobs of Spark beside it, and whether w
 faults: $(SETUP) ## faults of every kind, drawn from BATON_FAULT_SEED, for BATON_FAULT_MINUTES, into build/faults
 	python -m tools.faults
 
+coverage: $(SETUP) ## lines and branches that the fast tests reach, per folder
+	coverage erase
+	pytest -q -n 2 -m "not e2e and not sim and not spark" --cov --cov-report= tests
+	python -m tools.coverage_by_folder
+
+audit: $(SETUP) ## known vulnerabilities of the locked dependencies
+	pip-audit --require-hashes --disable-pip --requirement requirements.lock
+
 check: lint k8s test ## what CI runs
 
-bench: $(SETUP) ## how fast it is on this machine, into bench/results.json and docs/performance.md
+bench: $(SETUP) ## how fast it is on this machine, into bench/results.json and docs/explanation/performance.md
 	python -m bench
 
 demo: $(SETUP)  ## the main job: a real data set, moving queues, nothing lost, nothing twice
@@ -97,8 +115,8 @@ demo: $(SETUP)  ## the main job: a real data set, moving queues, nothing lost, n
 examples: $(SETUP) ## every program in examples/, on a cluster of its own
 	python examples
 
-docs: $(SETUP)  ## API reference, into build/docs
-	python -m tools.docs.reference && echo build/docs/batonmq.html
+docs: $(SETUP)  ## this documentation as a site with search and the API reference, into build/site
+	python -m tools.docs.site && echo build/site/index.html
 
 up: $(SETUP)    ## a cluster on loopback ports, until Ctrl-C
 	baton up --data-dir .data
@@ -142,7 +160,7 @@ minikube-down:
 minikube-test:
 	deploy/k8s/scripts/test.sh baton minikube$(if $(SECURE),-secure)
 
-e2e-containers: $(SETUP) ## containers killed, paused and cut off under load, with TLS and access; PAGE=1 writes docs/containers.md
+e2e-containers: $(SETUP) ## containers killed, paused and cut off under load, with TLS and access; PAGE=1 writes docs/reference/containers.md
 	python -m tools.containers $(if $(PAGE),--page)
 
 clean:          ## forget everything that was made here

@@ -1,4 +1,4 @@
-"""BatonMQ's client library: producers, consumers, administration.
+"""Client library of BatonMQ: producers, consumers, administration.
 
 from batonmq import Consumer, Producer
 
@@ -8,6 +8,10 @@ async with Producer("127.0.0.1:9876") as producer:
 async with Consumer("127.0.0.1:9876", "billing", {"orders": "paid"}) as consumer:
     async for message in consumer:
         ...
+
+Public are the names in `__all__` of this package, of `batonmq.admin` and of `batonmq.idempotence`,
+the error classes in `batonmq.errors`, and the program `baton` (`python -m batonmq`). Everything
+else may change in any release.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batonmq import errors
     from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
+    from batonmq._common.secret import Secret
     from batonmq._connection.security import Security
     from batonmq._consumer.consumer import Consumer
     from batonmq._consumer.consumer_settings import ConsumerSettings
@@ -66,6 +71,7 @@ __all__ = [
     "Retry",
     "RetryLater",
     "ScheduleReceipt",
+    "Secret",
     "Security",
     "SubscriptionVerdict",
     "Suspend",
@@ -100,6 +106,7 @@ _HOMES = {
     "Retry": "batonmq.errors",
     "RetryLater": "batonmq._consumer.handler_results",
     "ScheduleReceipt": "batonmq._producer.scheduling",
+    "Secret": "batonmq._common.secret",
     "Security": "batonmq._connection.security",
     "Suspend": "batonmq._consumer.handler_results",
     "SubscriptionVerdict": "batonmq._consumer.membership",
@@ -107,7 +114,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name when it is first used: services need only parts of the library."""
+    """Load a public name when it is first used, which keeps the import of the package fast."""
     if name == "errors":
         return importlib.import_module("batonmq.errors")
     if name not in _HOMES:

@@ -1,12 +1,12 @@
-"""Errors that cross a service boundary.
+"""Errors of BatonMQ, in the client library and in the services.
 
-Every error raised on purpose is a `BatonError`. Its class says why (`reason`, the name of a
-`baton.common.v1.Reason` without the prefix), which kind of failure it is (`kind`, the name of
-a gRPC status) and what the caller may do (`retry`). `batonmq._common.rpc` turns it into a status
-and back into the same class; callers branch on `retry`, not on lists of classes.
+Every deliberate error is a `BatonError`. Its class has a `reason` (the name of a
+`baton.common.v1.Reason` without its prefix), a `kind` (the name of a gRPC status) and a `retry`,
+which says what the caller may do next. `batonmq._common.rpc` converts an error to a gRPC status and
+back to the same class. Callers decide by `retry`, not by lists of classes.
 
-Values that a caller's next step depends on are typed: `error.detail` of the classes that have one.
-`error.facts` is for people.
+Values on which the caller's next step depends are typed: `error.detail`, for the classes that have
+one. `error.facts` is for people.
 """
 
 from __future__ import annotations
@@ -18,17 +18,30 @@ from typing import ClassVar
 
 
 class Retry(Enum):
-    """What a caller may do after the error."""
+    """What the caller may do after an error."""
 
     NEVER = "NEVER"
+    """Nothing: the same call fails until something else is changed."""
     SAME_CALL = "SAME_CALL"
+    """Repeat the call unchanged; it may succeed later."""
     REDO = "REDO"
+    """Repeat the larger step that the call is a part of, such as acquiring the queue."""
     REFRESH_ROUTE = "REFRESH_ROUTE"
+    """Refresh the route, then repeat the call, possibly at another node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One point on which a refused newcomer and a live member of its group disagree."""
+    """One difference between the subscriptions of a rejected client and of a live member.
+
+    Attributes:
+        topic: The topic; empty if the setting holds for all topics.
+        setting: `expression`, `model`, `orderly` or `consume_from`.
+        newcomer_client_id: The rejected client.
+        newcomer_value: Its value; empty if it does not subscribe to the topic.
+        member_client_id: A live member with the group's current subscription.
+        member_value: The group's value; empty if the group does not subscribe to the topic.
+    """
 
     topic: str
     setting: str
@@ -39,22 +52,28 @@ class Difference:
 
 
 class FenceCause(Enum):
-    """What made a token invalid."""
+    """What made a fencing token invalid."""
 
     UNSPECIFIED = "UNSPECIFIED"
+    """Not known."""
     TAKEN = "TAKEN"
+    """The queue was granted to another owner."""
     CLOSED = "CLOSED"
+    """The owner had released the queue."""
     FORCED = "FORCED"
+    """An operator took the queue from its owner."""
     RESET = "RESET"
+    """The group's offset on the queue was reset, or its progress was deleted."""
     SUBSCRIPTION = "SUBSCRIPTION"
+    """The group's subscription changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detail:
-    """Base of the typed details; fields have the names of the messages in `error.proto`."""
+    """Base of the typed details. Their fields are those of the messages in `error.proto`."""
 
     def facts(self) -> dict[str, str]:
-        """Return every field that is known, as text for people."""
+        """Return the fields that are not None, as text for people."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: value.value if isinstance(value, Enum) else str(value)
@@ -162,20 +181,25 @@ class BatonError(Exception):
     """Base of every deliberate error.
 
     Args:
-        message: One sentence: what was refused, and the values that made it so.
-        remedy: One sentence: what to do about it; the class's own if empty.
-        retry_after_ms: Do not try again sooner; 0 for no advice.
-        facts: Values behind the refusal for people, as `error.proto` lists them for the reason; the
-            fields of `detail` are added.
-        detail: Values that a caller's next step depends on, for the classes that have a detail.
-        differences: For `SubscriptionConflict`.
+        message: One sentence: what was wrong with which value.
+        remedy: One sentence: what to do about it; the remedy of the class if empty.
+        retry_after_ms: Earliest time of a retry, in milliseconds from now; 0 for no advice.
+        facts: The values behind the error, for people, as `error.proto` lists them for the reason;
+            the fields of `detail` are added.
+        detail: The values on which the caller's next step depends, for the classes that have them.
+        differences: The differences of a `SubscriptionConflict`.
     """
 
     reason: ClassVar[str] = "INTERNAL"
+    """Name of the `baton.common.v1.Reason`, without its prefix."""
     kind: ClassVar[str] = "INTERNAL"
+    """Name of the gRPC status."""
     retry: ClassVar[Retry] = Retry.NEVER
+    """What the caller may do next."""
     remedy: str = ""
+    """One sentence: what to do about the error."""
     detail_type: ClassVar[type[Detail] | None] = None
+    """Class of `detail`; None if errors of this class have no detail."""
 
     def __init__(
         self,
@@ -201,11 +225,11 @@ class BatonError(Exception):
 
 
 class InvalidArgument(BatonError):
-    """A field is malformed whatever the state."""
+    """A field is invalid, whatever the state of the cluster."""
 
     reason = "INVALID_ARGUMENT"
     kind = "INVALID_ARGUMENT"
-    remedy = "Correct the named field."
+    remedy = "Correct the field that the error names."
 
 
 class InvalidName(BatonError):
@@ -217,7 +241,7 @@ class InvalidName(BatonError):
 
 
 class LimitExceeded(BatonError):
-    """Something exceeds its limit."""
+    """A value exceeds its limit."""
 
     reason = "LIMIT_EXCEEDED"
     kind = "INVALID_ARGUMENT"
@@ -230,11 +254,13 @@ class BadChecksum(BatonError):
     reason = "BAD_CHECKSUM"
     kind = "INVALID_ARGUMENT"
     retry = Retry.SAME_CALL
-    remedy = "Send the batch again; if that fails too, check the producer's memory and network."
+    remedy = (
+        "Send the batch again; if that fails too, check the memory and the network of the producer."
+    )
 
 
 class BadBatch(BatonError):
-    """A batch can't be read: its magic, version or lengths are wrong."""
+    """A batch can't be decoded: its magic, version or lengths are wrong."""
 
     reason = "BAD_BATCH"
     kind = "INVALID_ARGUMENT"
@@ -268,7 +294,7 @@ class TopicNotFound(BatonError):
 
 
 class QueueNotFound(BatonError):
-    """The topic exists, the queue index does not."""
+    """The topic exists, but has no queue with this id."""
 
     reason = "QUEUE_NOT_FOUND"
     kind = "NOT_FOUND"
@@ -281,19 +307,19 @@ class GroupNotFound(BatonError):
 
     reason = "GROUP_NOT_FOUND"
     kind = "NOT_FOUND"
-    remedy = "A group exists once a consumer has joined it."
+    remedy = "Start a consumer of the group: the first member creates it."
 
 
 class TopicExists(BatonError):
-    """The topic exists already with other settings."""
+    """The topic exists already, with other settings."""
 
     reason = "TOPIC_EXISTS"
     kind = "ALREADY_EXISTS"
-    remedy = "Use the topic as it is, or another name."
+    remedy = "Use the topic as it is, or choose another name."
 
 
 class NoBroker(BatonError):
-    """No storage node is registered to take the queues."""
+    """No storage node is registered."""
 
     reason = "NO_BROKER"
     kind = "FAILED_PRECONDITION"
@@ -302,7 +328,7 @@ class NoBroker(BatonError):
 
 
 class WrongBroker(BatonError):
-    """The named broker is not the one that answers."""
+    """The call names another broker than the one it reached."""
 
     reason = "WRONG_BROKER"
     kind = "FAILED_PRECONDITION"
@@ -311,7 +337,7 @@ class WrongBroker(BatonError):
 
 
 class ClientIdInUse(BatonError):
-    """A live client with another incarnation has this client id."""
+    """A live client with another incarnation uses this client id."""
 
     reason = "CLIENT_ID_IN_USE"
     kind = "ALREADY_EXISTS"
@@ -331,7 +357,7 @@ class NotMember(BatonError):
 
 
 class SubscriptionConflict(BatonError):
-    """The group's subscription differs from the newcomer's."""
+    """The client's subscription differs from the subscription of its group."""
 
     reason = "SUBSCRIPTION_CONFLICT"
     kind = "FAILED_PRECONDITION"
@@ -339,7 +365,7 @@ class SubscriptionConflict(BatonError):
 
 
 class NotSubscribed(BatonError):
-    """The topic is not in the group's subscription."""
+    """The group does not subscribe to the topic."""
 
     reason = "NOT_SUBSCRIBED"
     kind = "FAILED_PRECONDITION"
@@ -347,12 +373,12 @@ class NotSubscribed(BatonError):
 
 
 class OffsetOutOfRange(BatonError):
-    """The offset is outside of what the queue holds."""
+    """The queue no longer has the offset, or does not have it yet."""
 
     reason = "OFFSET_OUT_OF_RANGE"
     kind = "OUT_OF_RANGE"
     retry = Retry.REDO
-    remedy = "Go on from an offset between first_offset and next_offset."
+    remedy = "Continue at an offset between first_offset and next_offset."
     detail_type = OffsetOutOfRangeDetail
     detail: OffsetOutOfRangeDetail
 
@@ -362,11 +388,11 @@ class OffsetAheadOfLog(BatonError):
 
     reason = "OFFSET_AHEAD_OF_LOG"
     kind = "OUT_OF_RANGE"
-    remedy = "The log has lost messages; reset the group's offset on this queue."
+    remedy = "The log has lost messages: reset the group's offset on this queue."
 
 
 class SequenceGap(BatonError):
-    """A producer's sequence skips."""
+    """A sequence number of the producer is missing."""
 
     reason = "SEQUENCE_GAP"
     kind = "FAILED_PRECONDITION"
@@ -375,23 +401,23 @@ class SequenceGap(BatonError):
 
 
 class ProducerFenced(BatonError):
-    """A newer epoch of the producer id has written."""
+    """A newer producer with this id has written."""
 
     reason = "PRODUCER_FENCED"
     kind = "FAILED_PRECONDITION"
-    remedy = "Close this producer; a newer one has taken its id."
+    remedy = "Close this producer: a newer one uses its id."
 
 
 class DuplicateSequence(BatonError):
-    """The sequence was stored so long ago that its receipt is forgotten."""
+    """The batch was stored so long ago that its receipt is no longer known."""
 
     reason = "DUPLICATE_SEQUENCE"
     kind = "FAILED_PRECONDITION"
-    remedy = "The messages are stored; do not send them again."
+    remedy = "Do not send the messages again: they are stored."
 
 
 class DataLoss(BatonError):
-    """Stored bytes fail their checksum."""
+    """Stored bytes do not match their checksum."""
 
     reason = "DATA_LOSS"
     kind = "DATA_LOSS"
@@ -401,7 +427,7 @@ class DataLoss(BatonError):
 
 
 class MessageNotFound(BatonError):
-    """No message has this id, or it is no longer kept."""
+    """No message has this id, or the message is no longer kept."""
 
     reason = "MESSAGE_NOT_FOUND"
     kind = "NOT_FOUND"
@@ -409,42 +435,42 @@ class MessageNotFound(BatonError):
 
 
 class NotScheduled(BatonError):
-    """Nothing is scheduled under this id."""
+    """No message is scheduled under this id."""
 
     reason = "NOT_SCHEDULED"
     kind = "NOT_FOUND"
-    remedy = "It was delivered or cancelled already, or the id is wrong."
+    remedy = "Check the id; the message may have been delivered or cancelled already."
 
 
 class NotWritable(BatonError):
-    """The topic, or the queue, takes no messages."""
+    """The topic, or the queue, does not take messages."""
 
     reason = "NOT_WRITABLE"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REFRESH_ROUTE
-    remedy = "Send to another queue; or change it: baton topic update NAME --permission."
+    remedy = "Send to another queue, or allow writing: baton topic update NAME --permission."
 
 
 class NotReadable(BatonError):
-    """The topic, or the queue, gives no messages."""
+    """The topic, or the queue, does not allow reading."""
 
     reason = "NOT_READABLE"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REFRESH_ROUTE
-    remedy = "Change it: baton topic update NAME --permission."
+    remedy = "Allow reading: baton topic update NAME --permission."
 
 
 class DiskFull(BatonError):
-    """The disk is too full to write; reading and retention go on."""
+    """The disk is too full to write. Reading and retention continue."""
 
     reason = "DISK_FULL"
     kind = "RESOURCE_EXHAUSTED"
     retry = Retry.SAME_CALL
-    remedy = "Free space, or keep messages for a shorter time; writing resumes by itself."
+    remedy = "Free space, or keep messages for a shorter time; writing then resumes by itself."
 
 
 class Fenced(BatonError):
-    """The token is not the queue's current one."""
+    """The fencing token of the call is not the queue's current one."""
 
     reason = "FENCED"
     kind = "FAILED_PRECONDITION"
@@ -460,26 +486,26 @@ class OldEpoch(BatonError):
     reason = "OLD_EPOCH"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REFRESH_ROUTE
-    remedy = "Find the present leader and talk to it."
+    remedy = "Find the current leader and repeat the call there."
     detail_type = OldEpochDetail
     detail: OldEpochDetail
 
 
 class DeliveryGap(BatonError):
-    """A delivery would leave out undelivered offsets."""
+    """A delivery would skip offsets that were not delivered."""
 
     reason = "DELIVERY_GAP"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REDO
-    remedy = "Pull from the next undelivered offset."
+    remedy = "Pull from the next offset that was not delivered."
 
 
 class BeyondDelivered(BatonError):
-    """An ack names an offset that was not delivered."""
+    """An acknowledgement names an offset that was not delivered."""
 
     reason = "BEYOND_DELIVERED"
     kind = "FAILED_PRECONDITION"
-    remedy = "Ack only messages that were received under the token."
+    remedy = "Acknowledge only messages that were received under the token."
 
 
 class AckCap(BatonError):
@@ -488,11 +514,11 @@ class AckCap(BatonError):
     reason = "ACK_CAP"
     kind = "FAILED_PRECONDITION"
     retry = Retry.SAME_CALL
-    remedy = "Ack the oldest unacked message; delivery goes on by itself."
+    remedy = "Acknowledge the oldest message in flight; delivery then continues by itself."
 
 
 class UnknownQueue(BatonError):
-    """offsets does not know the queue."""
+    """The offsets service has no progress of the queue."""
 
     reason = "UNKNOWN_QUEUE"
     kind = "NOT_FOUND"
@@ -508,49 +534,49 @@ class TokenMismatch(BatonError):
     reason = "TOKEN_MISMATCH"
     kind = "ABORTED"
     retry = Retry.REDO
-    remedy = "Look at the queue again."
+    remedy = "Read the state of the queue again."
     detail_type = TokenMismatchDetail
     detail: TokenMismatchDetail
 
 
 class Superseded(BatonError):
-    """The fence succeeded once, and a newer token has replaced it."""
+    """The fence succeeded, and a newer token has replaced its token."""
 
     reason = "SUPERSEDED"
     kind = "ABORTED"
     retry = Retry.REDO
-    remedy = "Look at the queue again."
+    remedy = "Read the state of the queue again."
 
 
 class Unacked(BatonError):
-    """Delivered messages are not acked yet."""
+    """Delivered messages are not acknowledged yet."""
 
     reason = "UNACKED"
     kind = "FAILED_PRECONDITION"
     retry = Retry.SAME_CALL
-    remedy = "Wait for the owner to ack, or for its lease to end."
+    remedy = "Wait until the owner has acknowledged them, or until its lease expires."
 
 
 class NotIdle(BatonError):
-    """The holder was active lately."""
+    """The owner was active a short time ago."""
 
     reason = "NOT_IDLE"
     kind = "FAILED_PRECONDITION"
     retry = Retry.SAME_CALL
-    remedy = "Wait for its lease to end."
+    remedy = "Wait until its lease expires."
 
 
 class NotHolder(BatonError):
-    """The holder is another incarnation, or has closed."""
+    """Another incarnation owns the queue, or the owner has released it."""
 
     reason = "NOT_HOLDER"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REDO
-    remedy = "Ask for the queue as a newcomer."
+    remedy = "Acquire the queue as a new owner."
 
 
 class DeliveryUnrecorded(BatonError):
-    """The delivery could not be recorded, so no bytes left."""
+    """The delivery could not be recorded, so no messages were sent."""
 
     reason = "DELIVERY_UNRECORDED"
     kind = "UNAVAILABLE"
@@ -559,16 +585,16 @@ class DeliveryUnrecorded(BatonError):
 
 
 class Held(BatonError):
-    """The queue is owned by another member."""
+    """Another member owns the queue."""
 
     reason = "HELD"
     kind = "ABORTED"
     retry = Retry.SAME_CALL
-    remedy = "Wait for the owner to release it."
+    remedy = "Wait until the owner releases it."
 
 
 class Draining(BatonError):
-    """The owner is letting go."""
+    """The owner is draining the queue before it releases it."""
 
     reason = "DRAINING"
     kind = "ABORTED"
@@ -585,16 +611,16 @@ class OldRequest(BatonError):
 
 
 class NotAssigned(BatonError):
-    """By the newest generation the queue is not the asker's."""
+    """The newest assignment of the group gives the queue to another member."""
 
     reason = "NOT_ASSIGNED"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REDO
-    remedy = "Wait for the newest generation and allocate again."
+    remedy = "Wait for the newest generation and compute the assignment again."
 
 
 class HandoverPending(BatonError):
-    """A hand-over of the queue is under way."""
+    """A hand-over of the queue is in progress."""
 
     reason = "HANDOVER_PENDING"
     kind = "ABORTED"
@@ -603,12 +629,12 @@ class HandoverPending(BatonError):
 
 
 class ModeChanged(BatonError):
-    """The group's queues are owned and the call is for one without ownership, or the other way."""
+    """The call is for a group with ownership of queues and the group has none, or the reverse."""
 
     reason = "MODE_CHANGED"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REDO
-    remedy = "Read the group anew; consume as it says."
+    remedy = "Read the settings of the group again and consume accordingly."
 
 
 class Paused(BatonError):
@@ -621,16 +647,16 @@ class Paused(BatonError):
 
 
 class SubscriptionDraining(BatonError):
-    """The subscription of the group is being changed: no queue is given to anybody."""
+    """The group's subscription is changing: no queue is granted until all are released."""
 
     reason = "SUBSCRIPTION_DRAINING"
     kind = "ABORTED"
     retry = Retry.SAME_CALL
-    remedy = "Wait until every member has given back its queues."
+    remedy = "Wait until every member has released its queues."
 
 
 class OldTopic(BatonError):
-    """The start offset was read of an earlier topic of the name."""
+    """The start offset belongs to an earlier topic of the same name."""
 
     reason = "OLD_TOPIC"
     kind = "FAILED_PRECONDITION"
@@ -643,7 +669,7 @@ class GroupInUse(BatonError):
 
     reason = "GROUP_IN_USE"
     kind = "FAILED_PRECONDITION"
-    remedy = "Stop its members first."
+    remedy = "Stop the members of the group first."
 
 
 class OperationNotFound(BatonError):
@@ -651,11 +677,11 @@ class OperationNotFound(BatonError):
 
     reason = "OPERATION_NOT_FOUND"
     kind = "NOT_FOUND"
-    remedy = "Look at the recorded ones: baton group resets NAME."
+    remedy = "List the recorded operations: baton group resets NAME."
 
 
 class OperationExists(BatonError):
-    """This operation id was used for something else."""
+    """The operation id was used for another operation."""
 
     reason = "OPERATION_EXISTS"
     kind = "ALREADY_EXISTS"
@@ -663,11 +689,11 @@ class OperationExists(BatonError):
 
 
 class StillInSync(BatonError):
-    """Somebody can be elected without a loss."""
+    """A replica can be elected without losing messages."""
 
     reason = "STILL_IN_SYNC"
     kind = "FAILED_PRECONDITION"
-    remedy = "Wait until it is elected; stop it for good if it can't be."
+    remedy = "Wait until it is elected, or stop it for good if it can't be."
 
 
 class SetNotFound(BatonError):
@@ -675,33 +701,33 @@ class SetNotFound(BatonError):
 
     reason = "SET_NOT_FOUND"
     kind = "NOT_FOUND"
-    remedy = "Name one that `baton cluster replication` shows."
+    remedy = "Name a set that `baton cluster replication` shows."
 
 
 class GroupMoving(BatonError):
-    """The group is being moved to another offsets replica set already."""
+    """Another move of the group is in progress."""
 
     reason = "GROUP_MOVING"
     kind = "ABORTED"
     retry = Retry.SAME_CALL
-    remedy = "Wait until it has arrived: baton group describe NAME."
+    remedy = "Wait until that move is complete: baton group describe NAME."
 
 
 class GroupsApart(BatonError):
-    """Two groups would have to be kept by one offsets replica set, and are not."""
+    """The call needs both groups in one offsets replica set, and they are in two."""
 
     reason = "GROUPS_APART"
     kind = "FAILED_PRECONDITION"
-    remedy = "Move one of them to the set of the other: baton group move NAME --to SET."
+    remedy = "Move one group to the set of the other: baton group move NAME --to SET."
 
 
 class GroupMoved(BatonError):
-    """The group is kept by another offsets replica set."""
+    """Another offsets replica set keeps the group."""
 
     reason = "GROUP_MOVED"
     kind = "FAILED_PRECONDITION"
     retry = Retry.REFRESH_ROUTE
-    remedy = "Ask the set that is named."
+    remedy = "Repeat the call at the set that the error names."
     detail_type = GroupMovedDetail
     detail: GroupMovedDetail
 
@@ -715,12 +741,12 @@ class OldMove(BatonError):
 
 
 class NotLeader(BatonError):
-    """This node does not lead."""
+    """The node is not the leader."""
 
     reason = "NOT_LEADER"
     kind = "UNAVAILABLE"
     retry = Retry.REFRESH_ROUTE
-    remedy = "Ask the leader; it is elected within seconds."
+    remedy = "Repeat the call at the leader; a new one is elected within seconds."
 
 
 class NotServing(BatonError):
@@ -738,7 +764,7 @@ class NotEnoughReplicas(BatonError):
     reason = "NOT_ENOUGH_REPLICAS"
     kind = "UNAVAILABLE"
     retry = Retry.SAME_CALL
-    remedy = "Bring replicas back, or lower the number that has to be in sync."
+    remedy = "Restart the missing replicas, or lower the number that must be in sync."
 
 
 class NoQuorum(BatonError):
@@ -751,7 +777,7 @@ class NoQuorum(BatonError):
 
 
 class OffsetsUnreachable(BatonError):
-    """offsets can't be reached."""
+    """The offsets service can't be reached."""
 
     reason = "OFFSETS_UNREACHABLE"
     kind = "UNAVAILABLE"
@@ -760,7 +786,7 @@ class OffsetsUnreachable(BatonError):
 
 
 class Overloaded(BatonError):
-    """A bound on connections, memory or queued work is reached."""
+    """A limit on connections, memory or queued work is reached."""
 
     reason = "OVERLOADED"
     kind = "RESOURCE_EXHAUSTED"
@@ -769,16 +795,16 @@ class Overloaded(BatonError):
 
 
 class Unreachable(BatonError):
-    """A peer service can't be reached."""
+    """A service can't be reached."""
 
     reason = "UNREACHABLE"
     kind = "UNAVAILABLE"
     retry = Retry.SAME_CALL
-    remedy = "Check that the service runs, and that this is its address."
+    remedy = "Check that the service runs and that its address is right."
 
 
 class Unauthenticated(BatonError):
-    """It is not known who calls."""
+    """The call has no valid credentials."""
 
     reason = "UNAUTHENTICATED"
     kind = "UNAUTHENTICATED"
@@ -786,7 +812,7 @@ class Unauthenticated(BatonError):
 
 
 class PermissionDenied(BatonError):
-    """The caller is known, and nothing that is granted to it covers the call."""
+    """No grant of the authenticated caller covers the call."""
 
     reason = "PERMISSION_DENIED"
     kind = "PERMISSION_DENIED"
@@ -794,8 +820,8 @@ class PermissionDenied(BatonError):
 
 
 class Internal(BatonError):
-    """A bug; the log of the server has the rest."""
+    """A bug; the log of the server has the details."""
 
     reason = "INTERNAL"
     kind = "INTERNAL"
-    remedy = "Look into the log of the server."
+    remedy = "Read the log of the server."

@@ -18,7 +18,7 @@ import grpc.aio
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._connection.channels import OPTIONS
-from batonmq_server.runtime.memory import keep_freed
+from batonmq_server.runtime.malloc_settings import keep_freed_memory
 from bench.setup import BATCH_BYTES
 
 
@@ -42,7 +42,7 @@ def _answer(bytes_count: int) -> pb.PullResponse:
 
 async def main(port_file: Path) -> None:
     """Serve until killed; the port is told in `port_file`."""
-    keep_freed()
+    keep_freed_memory()
     server = grpc.aio.server(options=OPTIONS)
     pb_grpc.add_StorageServiceServicer_to_server(EchoServicer(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")

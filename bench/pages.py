@@ -26,11 +26,11 @@ def table(figures: Sequence[Figure]) -> Table:
 
 
 def write_docs(results: Path) -> None:
-    """Replace the table in docs/performance.md, and the plots."""
+    """Replace the table in docs/explanation/performance.md, and the plots."""
     figures = [Figure(**one) for one in read(results)]  # type: ignore[arg-type]
     lines = ["| figure | value | reference | ratio | goal | met |", "|---|---:|---:|---:|---|---|"]
     lines += [f"| {' | '.join((*_cells(one), _MET[one.met]))} |" for one in figures]
-    page = DOCS / "performance.md"
+    page = DOCS / "explanation" / "performance.md"
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text("\n".join((before + BEGIN, *lines, END + after)))

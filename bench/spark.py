@@ -14,9 +14,9 @@ from time import perf_counter
 from pyspark.sql import DataFrameReader, SparkSession
 
 from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
+from batonmq._columns.metric_arrow import encode_events
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._telemetry.metric_arrow import encode_events
 from batonmq.admin.admin import Admin
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster

@@ -13,7 +13,7 @@ import secrets
 import sys
 
 from batonmq import Admin, Consumer, ConsumerSettings, Producer, ReceivedMessage, RetryLater
-from batonmq.admin.dead_letters import Criteria, DeadLetter, DeadLetters
+from batonmq.admin import Criteria, DeadLetter, DeadLetters
 
 TOPIC, GROUP = "shop-orders", "shipping"
 RETRIES_MAX = 3

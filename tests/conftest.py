@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from xdist.scheduler import LoadFileScheduling
 from tests.support.cluster import fork_server
 
 pytest_plugins = ["tests.support.etcd", "tests.support.skips"]
+
+
+# A parent that ignores SIGINT (nohup, a shell's background job) hands that down to every process
+# that a test starts, and those would not end by Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

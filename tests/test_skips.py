@@ -89,7 +89,7 @@ def test_what_is_allowed_is_what_tests_say_and_the_page_tells() -> None:
         for path in (ROOT / "tests").rglob("*.py")
         if path.name not in ("skips.py", Path(__file__).name)
     )
-    page = (ROOT / "docs" / "testing.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "testing.md").read_text()
     for reason in ALLOWED:
         assert f": {reason}" in sources or f'"{reason}' in sources
         assert f"`{reason}`" in page

@@ -115,7 +115,7 @@ class Directory:
         self._turn = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._nodes: list[pb.Node] = []
-        self._places: dict[str, pb.Place] = {}
+        self._places: dict[str, pb.Placement] = {}
         self._refreshing = asyncio.Lock()
 
     async def close(self) -> None:
@@ -279,15 +279,15 @@ class Directory:
         answer = await self.ask_nameserver(
             lambda stub: stub.LocateGroup(request, timeout=CALL_TIMEOUT_S)
         )
-        self._places[group] = answer.place
-        return answer.place.offsets_set
+        self._places[group] = answer.placement
+        return answer.placement.offsets_set
 
     def moved(self, error: GroupMoved) -> None:
         """Note where an offsets set says that a group is."""
         moved = error.detail
         known = self._places.get(moved.group)
         if known is None or known.move < moved.move:
-            place = pb.Place(offsets_set=moved.offsets_set, move=moved.move)
+            place = pb.Placement(offsets_set=moved.offsets_set, move=moved.move)
             self._places[moved.group] = place
 
     async def storage_replication(

@@ -11,8 +11,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import SecretStr
-
+from batonmq._common.secret import Secret
 from batonmq.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Security:
     cert_file: str = ""
     key_file: str = ""
     server_name: str = ""
-    token: SecretStr | None = None
+    token: Secret | None = None
     token_file: str = ""
 
     def __post_init__(self) -> None:
@@ -73,7 +72,7 @@ class Security:
 
 def to_json(security: Security) -> str:
     """For another process; the token stands there in clear."""
-    token = security.token.get_secret_value() if security.token else None
+    token = security.token.reveal() if security.token else None
     return json.dumps({"token": token} | {name: getattr(security, name) for name in _TEXTS})
 
 
@@ -81,7 +80,7 @@ def from_json(text: str) -> Security:
     """Inverse of `to_json`."""
     found = json.loads(text)
     token = found.pop("token")
-    return Security(**found, token=None if token is None else SecretStr(token))
+    return Security(**found, token=None if token is None else Secret(token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def _read_once(security: Security) -> tuple[Pems, str]:
         except (OSError, ValueError) as error:
             raise _unusable(f"{security.cert_file}, {security.key_file}", error) from error
     paths = (security.ca_file, security.key_file, security.cert_file)
-    token = security.token.get_secret_value() if security.token else ""
+    token = security.token.reveal() if security.token else ""
     try:
         pems = Pems(*(Path(path).read_bytes() if path else None for path in paths))
         if security.token_file:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import lz4.block
-import zstandard
 
 from batonmq.errors import BadBatch
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 Bytes = bytes | memoryview
 ZSTD_LEVEL = 1
@@ -17,7 +22,7 @@ ZSTD_LEVEL = 1
 
 
 class Compression(IntEnum):
-    """How the records of a batch are compressed; the numbers are those of its flags."""
+    """Compression of the records of a batch; the numbers are those of the batch's flags."""
 
     NONE = 0
     LZ4 = 1
@@ -26,75 +31,81 @@ class Compression(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RecordCompressor:
-    """How a producer packs records.
+    """Compresses the records of a batch together.
 
     Attributes:
-        compression: Of the records of a batch together.
-        bytes_min: Fewer bytes are not compressed.
+        compression: The method; NONE for no compression.
+        bytes_min: Records of fewer bytes are not compressed.
     """
 
     compression: Compression = Compression.NONE
     bytes_min: int = 0
 
-    def pack(self, records: bytes) -> tuple[Compression, bytes]:
-        """The records as they travel: compressed only if that makes them smaller."""
+    def compress(self, records: bytes) -> tuple[Compression, bytes]:
+        """Return the records compressed; as they are if that does not make them smaller."""
         if self.compression is Compression.NONE or len(records) < self.bytes_min:
             return Compression.NONE, records
-        packed = _PACK[self.compression](records)
-        if len(packed) >= len(records):
+        compressed = _COMPRESS[self.compression](records)
+        if len(compressed) >= len(records):
             return Compression.NONE, records
-        return self.compression, packed
+        return self.compression, compressed
 
 
-def decompress(compression: Compression, packed: Bytes, size: int) -> bytes:
-    """Inverse of `RecordCompressor.pack`; takes no more memory than `size`, whatever `packed` says.
+def decompress(compression: Compression, compressed: Bytes, size: int) -> bytes:
+    """Inverse of `RecordCompressor.compress`; takes memory for `size` bytes and no more.
 
     Args:
-        size: Of the records, in bytes.
+        size: Size of the records in bytes.
 
     Raises:
-        BadBatch: they can't be unpacked, or have another size.
+        BadBatch: The bytes can't be decompressed, or the records have another size.
     """
     try:
-        records = _UNPACK[compression](packed, size)
-    except (lz4.block.LZ4BlockError, zstandard.ZstdError) as error:
+        records = _DECOMPRESS[compression](compressed, size)
+    except (lz4.block.LZ4BlockError, zstd.ZstdError) as error:
         raise _bad(compression, str(error)) from None
     if len(records) != size:
-        raise _bad(compression, f"{len(records)} bytes where the lengths add up to {size}")
+        raise _bad(compression, f"they have {len(records)} bytes, their lengths add up to {size}")
     return records
 
 
 def _bad(compression: Compression, problem: str) -> BadBatch:
     return BadBatch(
-        f"records can't be unpacked by {compression.name.lower()}: {problem}",
+        f"records can't be decompressed by {compression.name.lower()}: {problem}",
         facts={"field": "records"},
     )
 
 
-def _pack_lz4(records: bytes) -> bytes:
+def _compress_lz4(records: bytes) -> bytes:
     return bytes(lz4.block.compress(records, store_size=False))
 
 
-def _unpack_lz4(packed: Bytes, size: int) -> bytes:
-    return bytes(lz4.block.decompress(packed, uncompressed_size=size))
+def _decompress_lz4(compressed: Bytes, size: int) -> bytes:
+    return bytes(lz4.block.decompress(compressed, uncompressed_size=size))
 
 
-def _pack_zstd(records: bytes) -> bytes:
-    return zstandard.ZstdCompressor(ZSTD_LEVEL).compress(records)
+def _compress_zstd(records: bytes) -> bytes:
+    return zstd.compress(records, ZSTD_LEVEL)
 
 
-def _unpack_zstd(packed: Bytes, size: int) -> bytes:
-    named = zstandard.get_frame_parameters(packed).content_size
-    if named != size:  # the library would allocate what the frame names
-        raise _bad(Compression.ZSTD, f"the frame does not name {size} bytes as its content")
-    return zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
+def _decompress_zstd(compressed: Bytes, size: int) -> bytes:
+    stated = zstd.get_frame_info(compressed).decompressed_size
+    if stated != size:
+        raise _bad(Compression.ZSTD, f"the frame does not state {size} bytes as its content")
+    decompressor = zstd.ZstdDecompressor()
+    records = decompressor.decompress(compressed, size)
+    if not decompressor.eof:  # what is left holds no content, if the frame is as it states
+        records += decompressor.decompress(b"", 1)
+    if not decompressor.eof or decompressor.unused_data:
+        raise _bad(Compression.ZSTD, "the bytes are not exactly one frame")
+    return records
 
 
-_PACK: dict[Compression, Callable[[bytes], bytes]] = {
-    Compression.LZ4: _pack_lz4,
-    Compression.ZSTD: _pack_zstd,
+_COMPRESS: dict[Compression, Callable[[bytes], bytes]] = {
+    Compression.LZ4: _compress_lz4,
+    Compression.ZSTD: _compress_zstd,
 }
-_UNPACK: dict[Compression, Callable[[Bytes, int], bytes]] = {
-    Compression.LZ4: _unpack_lz4,
-    Compression.ZSTD: _unpack_zstd,
+_DECOMPRESS: dict[Compression, Callable[[Bytes, int], bytes]] = {
+    Compression.LZ4: _decompress_lz4,
+    Compression.ZSTD: _decompress_zstd,
 }

@@ -1,96 +1,94 @@
-"""Sketches of many values: counts in buckets whose bounds grow by the factor 2^(1/8).
+"""Histograms of many values, in buckets whose bounds grow by the factor 2^(1/8).
 
-Bucket i holds what is greater than 2^((i-1)/8) and not greater than 2^(i/8); values up to 1 are in
-bucket 0. Two sketches are merged by adding the counts of equal buckets, in any order.
+Bucket i counts values greater than 2^((i-1)/8) and not greater than 2^(i/8); bucket 0 counts values
+up to 1. Two histograms are merged by adding the counts of equal buckets, in any order.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from functools import partial
+from itertools import accumulate
 
 PER_DOUBLING = 8
 BUCKETS = 63 * PER_DOUBLING + 1
 """Enough for any value below 2^63."""
+_UPPER_BOUNDS = [2 ** (bucket / PER_DOUBLING) for bucket in range(BUCKETS - 1)]
 
-Int64Array = npt.NDArray[np.int64]
-
-
-def bucket_of(values: npt.ArrayLike) -> Int64Array:
-    """The bucket of each value; negative values count as 0."""
-    positive = np.maximum(np.asarray(values, np.float64), 1.0)
-    buckets: Int64Array = (
-        np.ceil(np.log2(positive) * PER_DOUBLING).astype(np.int64).clip(max=BUCKETS - 1)
-    )
-    return buckets
+bucket_of = partial(bisect_left, _UPPER_BOUNDS)
+"""Return the bucket of a value; a negative value counts as 0."""
 
 
-def percentile(first_bucket: int, counts: Sequence[int] | Int64Array, share: float) -> float:
-    """The value below or at which `share` of all values lie, wrong by 4.5 % at most.
+def percentile(first_bucket: int, counts: Sequence[int], share: float) -> float:
+    """Return the value at or below which `share` of all values are, with an error of 4.5 % at most.
 
     Args:
-        counts: Of `first_bucket` and those that follow.
+        counts: Counts of `first_bucket` and of the buckets after it.
         share: 0 to 1; 0.99 for the 99th percentile.
 
     Returns:
-        The middle of the bucket; 0 without values.
+        The middle of the bucket; 0 if there are no values.
     """
-    summed = np.cumsum(np.asarray(counts, np.int64))
-    if not len(summed) or not summed[-1]:
+    sums = list(accumulate(counts))
+    if not sums or not sums[-1]:
         return 0.0
-    bucket = first_bucket + int(np.searchsorted(summed, max(share * float(summed[-1]), 1.0)))
+    bucket = first_bucket + bisect_left(sums, max(share * sums[-1], 1.0))
     return 1.0 if bucket <= 0 else float(2 ** ((bucket - 0.5) / PER_DOUBLING))
 
 
 class LogBuckets:
-    """One sketch.
+    """One histogram.
 
     Attributes:
-        counts: Of all buckets from 0 on.
+        counts: Counts of all buckets, from 0 on.
         total: Sum of all values.
     """
 
     __slots__ = ("counts", "total")
 
-    def __init__(self, values: npt.ArrayLike = ()) -> None:
-        self.counts: Int64Array = np.zeros(BUCKETS, np.int64)
+    def __init__(self, values: Sequence[int] = ()) -> None:
+        self.counts = [0] * BUCKETS
         self.total = 0
         self.add(values)
 
     @classmethod
     def of(cls, first_bucket: int, counts: Iterable[int], total: int) -> LogBuckets:
-        """Inverse of `parts`; buckets that can't be are taken for the nearest."""
-        sketch, given = cls(), np.fromiter(counts, np.int64)
-        places = np.arange(first_bucket, first_bucket + len(given)).clip(0, BUCKETS - 1)
-        np.add.at(sketch.counts, places, given)
-        sketch.total = total
-        return sketch
+        """Inverse of `parts`; counts of impossible buckets go to the nearest one."""
+        histogram = cls()
+        for bucket, count in enumerate(counts, first_bucket):
+            histogram.counts[min(max(bucket, 0), BUCKETS - 1)] += count
+        histogram.total = total
+        return histogram
 
     def __len__(self) -> int:
-        return int(self.counts.sum())
+        return sum(self.counts)
 
-    def add(self, values: npt.ArrayLike) -> None:
-        """Count `values`, all at once."""
-        given = np.asarray(values)
-        if given.size:
-            self.counts += np.bincount(bucket_of(given), minlength=BUCKETS)
-            self.total += int(np.maximum(given, 0).sum())
+    def add(self, values: Sequence[int]) -> None:
+        """Count `values`."""
+        ordered, begin = sorted(values), 0
+        while begin < len(ordered):
+            bucket = bucket_of(ordered[begin])
+            last = bucket == BUCKETS - 1
+            end = len(ordered) if last else bisect_right(ordered, _UPPER_BOUNDS[bucket], begin)
+            self.counts[bucket] += end - begin
+            begin = end
+        self.total += sum(ordered[bisect_right(ordered, 0) :])
 
     def merge(self, other: LogBuckets) -> None:
-        """Count what `other` has counted, too."""
-        self.counts += other.counts
+        """Add the counts of `other`."""
+        self.counts = [
+            mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)
+        ]
         self.total += other.total
 
     def percentile(self, share: float) -> float:
-        """See `percentile` of the module."""
+        """As `percentile` of the module."""
         return percentile(0, self.counts, share)
 
     def parts(self) -> tuple[int, list[int], int]:
-        """First bucket with a value, counts from there to the last one with a value, and total."""
-        filled = np.flatnonzero(self.counts)
-        if not len(filled):
+        """Return the first used bucket, the counts up to the last used one, and the total."""
+        used = [bucket for bucket, count in enumerate(self.counts) if count]
+        if not used:
             return 0, [], 0
-        first = int(filled[0])
-        return first, self.counts[first : int(filled[-1]) + 1].tolist(), self.total
+        return used[0], self.counts[used[0] : used[-1] + 1], self.total

@@ -1,8 +1,8 @@
 """Which columns an event of each kind fills. Pure: messages come in as whatever has their fields.
 
-docs/metrics-streams.md tells what the kinds mean. A column has one meaning in all kinds that fill
-it, and is null in the others; what has no column of its own is in `attrs`, as text. Text that is
-empty is null; in `attrs` nothing stands that is 0, false or empty.
+docs/reference/metrics-streams.md tells what the kinds mean. A column has one meaning in all kinds
+that fill it, and is null in the others; what has no column of its own is in `attrs`, as text. Text
+that is empty is null; in `attrs` nothing stands that is 0, false or empty.
 """
 
 from __future__ import annotations

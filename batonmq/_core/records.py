@@ -1,8 +1,8 @@
-"""The batch: how messages stand on the wire, in the log and in a pull response, byte for byte.
+"""The batch format: the bytes of messages on the wire, in the log and in a pull response.
 
-A batch belongs to one queue. It is encoded once, by the producer; storage stamps the head of
-the header and touches nothing else. Two checksums make that possible: the producer's covers
-everything it wrote, storage's covers the stamp. docs/format.md has the same table in prose.
+A batch belongs to one queue. The producer encodes it once; storage writes only the stamp in the
+header. Two checksums make that possible: the producer's covers everything that the producer wrote,
+storage's covers the stamp. docs/reference/format.md has the same table in prose.
 
 All numbers are big-endian.
 
@@ -21,7 +21,7 @@ All numbers are big-endian.
     56     8  producer id, 0 for none                           producer
     64     4  producer epoch
     68     4  sequence of the first record, per producer and queue
-    72     8  born time of the batch, Unix milliseconds
+    72     8  creation time of the batch, Unix milliseconds
     80     4  queue id
     84     4  record count n, at least 1
     88     4  extra key count k
@@ -32,13 +32,16 @@ All numbers are big-endian.
            4n tag hashes: Java String.hashCode of the tag, 0 without tag
            4n key hashes: CRC-32 of the first key, 0 without key
            8k extra keys: record index, CRC-32 of the key
-              records, together one LZ4 block or one Zstandard frame if they are compressed
+              records, compressed together as one LZ4 block or one Zstandard frame, or plain
 
 Lengths are those of the records before compression, and so are all limits. A Zstandard frame
-names its content's size; with LZ4 it is the sum of the lengths.
+states the size of its content; with LZ4 the size is the sum of the lengths.
 
 A record is: 2 keys length, 2 tag length, 4 properties length, then keys (separated by one
 space), tag, properties (name 0x01 value 0x02, repeated), body; all text UTF-8.
+
+This module needs no numpy. `batonmq._columns.batch_columns` reads the columns of large batches with
+numpy, for storage and for Spark.
 """
 
 from __future__ import annotations
@@ -48,11 +51,10 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeVar
+from itertools import accumulate, chain, repeat
+from typing import NamedTuple, TypeVar
 
-import google_crc32c
-import numpy as np
-import numpy.typing as npt
+from crc32c import crc32c
 
 from batonmq._core.compression import Compression, RecordCompressor, decompress
 from batonmq.errors import BadBatch, BadChecksum, LimitExceeded
@@ -70,28 +72,30 @@ _BARE = RECORD.pack(0, 0, 0)
 BATCH_BYTES_MAX = 8 * 1024 * 1024
 BODY_BYTES_MAX = 4 * 1024 * 1024
 PROPERTIES_BYTES_MAX = 32 * 1024
-"""Of what a producer attaches."""
+"""Limit of the properties that a producer attaches."""
 STORED_PROPERTIES_BYTES_MAX = PROPERTIES_BYTES_MAX + 16 * 1024
-"""With what is added to a message that is sent back, or sent again."""
+"""Limit with the properties that are added to a message sent to a retry topic, to the dead letters,
+or back from there."""
 KEYS_BYTES_MAX = 1024
 TAG_BYTES_MAX = 127
 TOPIC_BYTES_MAX = 127
 RECORDS_MAX = 65_535
-_LIMITED = ("keys", "tag", "properties", "body")
-_LIMITS = (KEYS_BYTES_MAX, TAG_BYTES_MAX, STORED_PROPERTIES_BYTES_MAX, BODY_BYTES_MAX)
+_PART_LIMITS = {
+    "keys": KEYS_BYTES_MAX,
+    "tag": TAG_BYTES_MAX,
+    "properties": STORED_PROPERTIES_BYTES_MAX,
+    "body": BODY_BYTES_MAX,
+}
+"""Limits of the parts of a record, in bytes."""
 _COMPRESSIONS = {int(one): one for one in Compression}
-_FEW = 40
-"""Up to so many records a loop is faster than numpy."""
+_NO_COMPRESSION = RecordCompressor()
 
 Raw = TypeVar("Raw", bytes, memoryview, bytes | memoryview)
-Int64Array = npt.NDArray[np.int64]
-_PLAIN = RecordCompressor()
-_NO_KEYS = (np.empty(0, np.uint16), np.empty(0, np.uint32))
 
 
 @dataclass(slots=True)
 class Message:
-    """A message as a producer hands it over; what is changed afterwards is not sent.
+    """A message to send. Changes made after the call of `send` have no effect.
 
     Attributes:
         body: Payload, at most 4 MiB.
@@ -108,7 +112,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fixed part of a batch and its topic; field names as in the table above."""
+    """The fixed part of a batch and its topic; the fields are those of the table above."""
 
     length: int
     position: int
@@ -128,13 +132,13 @@ class Header:
 
     @property
     def next_offset(self) -> int:
-        """One past the queue offset of the last record."""
+        """Queue offset after the last record."""
         return self.first_offset + self.count
 
 
 @lru_cache(maxsize=4096)
 def tag_hash(tag: str) -> int:
-    """Java's String.hashCode of `tag`, a signed 32-bit number; 0 for the empty tag.
+    """Return Java's String.hashCode of `tag`, a signed 32-bit number; 0 for the empty tag.
 
     Source: RocketMQ MessageExtBrokerInner.tagsString2tagsCode.
     """
@@ -147,38 +151,38 @@ def tag_hash(tag: str) -> int:
 
 @lru_cache(maxsize=4096)
 def check_tag(tag: str) -> str:
-    """Why `tag`, which is not empty, can't be a tag; empty if it can."""
+    """Return what makes the non-empty `tag` invalid; an empty string if it is valid."""
     length = len(tag.encode("utf-8", "surrogatepass"))
     if length > TAG_BYTES_MAX:
         return f"a tag has {length} bytes; the limit is {TAG_BYTES_MAX}"
     if not tag.isprintable() or " " in tag or "|" in tag:
-        return f"tag {tag!r} holds white space, '|' or a character that can't be shown"
+        return f"tag {tag!r} contains white space, '|' or a character that is not printable"
     return ""
 
 
 def key_hash(key: str) -> int:
-    """CRC-32 of the key, unsigned; 0 is kept for "no key" and becomes 1."""
+    """Return the unsigned CRC-32 of the key; 0 stands for "no key", so a CRC of 0 becomes 1."""
     return zlib.crc32(key.encode()) or 1
 
 
 def encode_properties(
     properties: Mapping[str, str], bytes_max: int = PROPERTIES_BYTES_MAX
 ) -> bytes:
-    """Properties as RocketMQ writes them: name 0x01 value 0x02, repeated.
+    """Return properties encoded as in RocketMQ: name 0x01 value 0x02, repeated.
 
     Raises:
-        BadBatch: a name or value holds a separator.
-        LimitExceeded: they are longer than `bytes_max`.
+        BadBatch: A name is empty, or a name or value contains 0x01 or 0x02.
+        LimitExceeded: The encoded properties are longer than `bytes_max`.
     """
     for name, value in properties.items():
         if not name or any(c in name or c in value for c in "\x01\x02"):
             raise BadBatch(
-                f"property {name!r} is empty or holds 0x01 or 0x02",
-                remedy="Use names and values without these two characters.",
+                f"property name {name!r} is empty, or it or its value contains 0x01 or 0x02",
+                remedy="Use names that are not empty, and no 0x01 or 0x02 in names and values.",
                 facts={"field": "properties"},
             )
     raw = "".join(f"{name}\x01{value}\x02" for name, value in properties.items()).encode()
-    _limit("properties", len(raw), bytes_max)
+    check_limit("properties", len(raw), bytes_max)
     return raw
 
 
@@ -189,35 +193,36 @@ def decode_properties(raw: bytes) -> dict[str, str]:
 
 
 def encode_record(message: Message, *, properties_bytes_max: int = PROPERTIES_BYTES_MAX) -> bytes:
-    """One record of a batch.
+    """Return `message` encoded as one record.
 
     Args:
-        properties_bytes_max: More than a producer may attach, where something is added to that.
+        properties_bytes_max: Limit of the encoded properties; larger than the default for messages
+            to which the client adds properties.
 
     Raises:
-        LimitExceeded: keys, tag, properties or body are too long.
-        BadBatch: a key, the tag or a property holds a separator.
+        LimitExceeded: Keys, tag, properties or body are too long.
+        BadBatch: A key, the tag or a property is empty or contains a separator.
     """
-    _limit("body", len(message.body), BODY_BYTES_MAX)
+    check_limit("body", len(message.body), BODY_BYTES_MAX)
     if not (message.keys or message.tag or message.properties):
         return _BARE + message.body
     keys = " ".join(message.keys).encode()
     tag = message.tag.encode()
     if message.keys and (b"" in keys.split(b" ") or len(keys.split()) != len(message.keys)):
         raise BadBatch(
-            "a key is empty or holds white space",
-            remedy="Use keys without white space.",
+            "a key is empty or contains white space",
+            remedy="Use non-empty keys without white space.",
             facts={"field": "keys"},
         )
-    _limit("tag", len(tag), TAG_BYTES_MAX)
+    check_limit("tag", len(tag), TAG_BYTES_MAX)
     if tag and (problem := check_tag(message.tag)):
         raise BadBatch(
-            problem, remedy="Use a tag without white space and '|'.", facts={"field": "tag"}
+            problem, remedy="Use a tag without white space and without '|'.", facts={"field": "tag"}
         )
     properties = b""
     if message.properties:
         properties = encode_properties(message.properties, properties_bytes_max)
-    _limit("keys", len(keys), KEYS_BYTES_MAX)
+    check_limit("keys", len(keys), KEYS_BYTES_MAX)
     head = RECORD.pack(len(keys), len(tag), len(properties))
     return b"".join((head, keys, tag, properties, message.body))
 
@@ -225,16 +230,18 @@ def encode_record(message: Message, *, properties_bytes_max: int = PROPERTIES_BY
 class BatchBuilder:
     """Collects the messages of one queue and encodes them as one batch.
 
-    Args:
-        packing: Whether and how the records are compressed.
+    Attributes:
+        bytes_count: Size of the records before compression and of their columns.
+        count: Number of messages.
     """
 
     __slots__ = (
-        "_extra_keys", "_key_hashes", "_packing", "_records", "_tag_hashes", "bytes_count", "count",
+        "_compressor", "_extra_keys", "_key_hashes", "_records", "_tag_hashes", "bytes_count",
+        "count",
     )  # fmt: skip
 
-    def __init__(self, packing: RecordCompressor = _PLAIN) -> None:
-        self._packing = packing
+    def __init__(self, compressor: RecordCompressor = _NO_COMPRESSION) -> None:
+        self._compressor = compressor
         self._records: list[bytes] = []
         self._tag_hashes: list[int] = []
         self._key_hashes: list[int] = []
@@ -242,7 +249,7 @@ class BatchBuilder:
         self.bytes_count = self.count = 0
 
     def add(self, message: Message, record: bytes) -> int:
-        """Add `message`, already encoded as `record` by `encode_record`; its index."""
+        """Add `message`, which `encode_record` encoded as `record`; return its index."""
         index, keys = self.count, message.keys
         if len(keys) > 1:
             self._extra_keys += [(index, key_hash(key)) for key in keys[1:]]
@@ -254,7 +261,7 @@ class BatchBuilder:
         return index
 
     def messages(self) -> Iterator[tuple[Message, bytes]]:
-        """What was added, in order: each message, and the record that it is encoded as."""
+        """Yield each added message and its encoded record, in order."""
         for record in self._records:
             keys_bytes, tag_bytes, properties_bytes = RECORD.unpack_from(record)
             tag_at = RECORD.size + keys_bytes
@@ -278,30 +285,34 @@ class BatchBuilder:
         sequence: int = 0,
         born_unix_ms: int = 0,
     ) -> bytes:
-        """The batch, unstamped: everything that storage writes is zero.
+        """Return the batch without a stamp: the fields that storage writes are zero.
 
         Args:
             producer: Producer id and epoch.
-            sequence: Sequence of the first message within (producer, queue).
+            sequence: Sequence of the first message, per producer and queue.
         """
         if not self.count:
-            raise BadBatch("a batch needs at least one record", facts={"field": "count"})
+            raise BadBatch("the batch has no record", facts={"field": "count"})
         name = topic.encode("ascii")
         count = self.count
         columns_bytes = 12 * count + 8 * len(self._extra_keys)
         records_bytes = self.bytes_count - 12 * count
-        _limit("batch", HEADER_BYTES + len(name) + columns_bytes + records_bytes, BATCH_BYTES_MAX)
+        check_limit(
+            "batch", HEADER_BYTES + len(name) + columns_bytes + records_bytes, BATCH_BYTES_MAX
+        )
         compression, records = Compression.NONE, self._records
-        if self._packing.compression:
-            compression, packed = self._packing.pack(b"".join(self._records))
-            records = [packed]
+        if self._compressor.compression:
+            compression, compressed = self._compressor.compress(b"".join(self._records))
+            records = [compressed]
         body = b"".join(
             (
                 name,
                 struct.pack(f">{count}I", *map(len, self._records)),
                 struct.pack(f">{count}i", *self._tag_hashes),
                 struct.pack(f">{count}I", *self._key_hashes),
-                np.array(self._extra_keys, ">u4").tobytes() if self._extra_keys else b"",
+                struct.pack(
+                    f">{2 * len(self._extra_keys)}I", *chain.from_iterable(self._extra_keys)
+                ),
                 *records,
             )
         )
@@ -312,32 +323,41 @@ class BatchBuilder:
                 born_unix_ms, queue_id, count, len(self._extra_keys), len(name), compression,
             )
         )  # fmt: skip
-        crc = google_crc32c.extend(google_crc32c.value(bytes(head[BODY_FROM:])), body)
+        crc = crc32c(body, crc32c(head[BODY_FROM:]))
         struct.pack_into(">I", head, STAMP_TO, crc)
         return bytes(head) + body
 
 
 def read_header(batch: bytes | memoryview) -> Header:
-    """The header of the batch that starts at byte 0; no checksum is looked at.
+    """Return the header of the batch that starts at byte 0, without comparing checksums.
 
     Raises:
-        BadBatch: these bytes are not a batch of a version that is known, or its lengths can't be.
+        BadBatch: The bytes are not a batch of a known version, or its lengths are impossible.
     """
     if len(batch) < HEADER_BYTES:
-        raise BadBatch(f"{len(batch)} bytes are less than a header", facts={"field": "length"})
+        raise BadBatch(
+            f"{len(batch)} bytes are fewer than the {HEADER_BYTES} of a header",
+            facts={"field": "length"},
+        )
     (
         magic, version, reserved, length, _, position, first_offset, store_unix_ms, topic_id, epoch,
         _, producer_id, producer_epoch, sequence, born_unix_ms, queue_id, count, extra_key_count,
         topic_bytes, flags,
     ) = HEADER.unpack_from(batch)  # fmt: skip
     if magic != MAGIC or version != VERSION or reserved:
-        raise BadBatch(f"magic {magic:#x} version {version}", facts={"field": "magic"})
+        raise BadBatch(
+            f"not a batch of version {VERSION}: magic {magic:#x}, version {version}, "
+            f"reserved {reserved}",
+            facts={"field": "magic"},
+        )
     if flags not in _COMPRESSIONS:
         raise BadBatch(f"unknown flags {flags:#x}", facts={"field": "flags"})
     columns = HEADER_BYTES + topic_bytes + 12 * count + 8 * extra_key_count
     records_min = 1 if flags else RECORD.size * count
     if not 1 <= count <= RECORDS_MAX or columns + records_min > length:
-        raise BadBatch(f"{count} records can't fit into {length} bytes", facts={"field": "count"})
+        raise BadBatch(
+            f"a batch of {length} bytes can't have {count} records", facts={"field": "count"}
+        )
     topic = bytes(batch[HEADER_BYTES : HEADER_BYTES + topic_bytes]).decode("ascii", "replace")
     return Header(
         length, position, first_offset, store_unix_ms, topic_id, epoch, producer_id,
@@ -347,29 +367,39 @@ def read_header(batch: bytes | memoryview) -> Header:
 
 
 def read_topic(batch: bytes) -> str:
-    """The topic alone, as `read_header` reads it.
+    """Return only the topic of the batch, as `read_header` reads it.
 
     Raises:
-        BadBatch: the bytes are fewer than a header.
+        BadBatch: The bytes are fewer than a header.
     """
     if len(batch) < HEADER_BYTES:
-        raise BadBatch(f"{len(batch)} bytes are less than a header", facts={"field": "length"})
+        raise BadBatch(
+            f"{len(batch)} bytes are fewer than the {HEADER_BYTES} of a header",
+            facts={"field": "length"},
+        )
     (topic_bytes,) = _TOPIC_BYTES.unpack_from(batch, _TOPIC_BYTES_AT)
     return batch[HEADER_BYTES : HEADER_BYTES + topic_bytes].decode("ascii", "replace")
 
 
 def check_batch(batch: bytes | memoryview, *, stamped: bool) -> Header:
-    """The header of `batch`, after every check that does not need the state of a queue.
+    """Return the header of `batch` after every check that needs no state of a queue.
 
     Args:
-        stamped: Whether storage's stamp is there and has to be right.
+        stamped: Whether the batch has storage's stamp, which is then checked too.
 
     Raises:
-        BadBatch: lengths, magic, version or a column are wrong.
-        BadChecksum: a checksum is wrong.
-        LimitExceeded: the batch, or keys, tag, properties or body of a record, are too long.
+        BadBatch: Lengths, magic, version or a column are wrong.
+        BadChecksum: A checksum is wrong.
+        LimitExceeded: The batch, or keys, tag, properties or body of a record, are too long.
     """
-    _limit("batch", len(batch), BATCH_BYTES_MAX)
+    header = check_frame(batch, stamped=stamped)
+    check_columns(batch, header)
+    return header
+
+
+def check_frame(batch: bytes | memoryview, *, stamped: bool) -> Header:
+    """Return the header of `batch` after the checks of `check_batch` but those of the columns."""
+    check_limit("batch", len(batch), BATCH_BYTES_MAX)
     header = read_header(batch)
     if header.length != len(batch):
         raise BadBatch(
@@ -378,7 +408,6 @@ def check_batch(batch: bytes | memoryview, *, stamped: bool) -> Header:
     if stamped:
         check_stamp(batch)
     check_body(batch)
-    _check_columns(batch, header)
     return header
 
 
@@ -386,16 +415,16 @@ def check_stamp(batch: bytes | memoryview) -> None:
     """Compare the checksum of storage's stamp.
 
     Raises:
-        BadChecksum: it is wrong.
+        BadChecksum: The checksum is wrong.
     """
     _check_crc(batch, 12, STAMP_FROM, STAMP_TO)
 
 
 def check_body(batch: bytes | memoryview) -> None:
-    """Compare the checksum of what the producer wrote.
+    """Compare the checksum of everything that the producer wrote.
 
     Raises:
-        BadChecksum: it is wrong.
+        BadChecksum: The checksum is wrong.
     """
     _check_crc(batch, STAMP_TO, BODY_FROM, len(batch))
 
@@ -409,36 +438,13 @@ def stamped_head(
     topic_id: int,
     epoch: int,
 ) -> bytes:
-    """Bytes [0, 56) of `batch` with storage's stamp; the rest of the batch stays as it is."""
+    """Return bytes [0, 56) of `batch` with storage's stamp; the other bytes do not change."""
     written = STAMP.pack(position, first_offset, store_unix_ms, topic_id, epoch)
-    crc = google_crc32c.value(written).to_bytes(4, "big")
+    crc = crc32c(written).to_bytes(4, "big")
     return b"".join((batch[:12], crc, written, batch[STAMP_TO:BODY_FROM]))
 
 
-def tag_hashes(batch: bytes | memoryview, header: Header) -> npt.NDArray[np.int32]:
-    """The tag-hash column: shape (count,), big-endian signed 32 bit, a view of `batch`."""
-    return np.frombuffer(batch, ">i4", header.count, _columns_at(header)[1])
-
-
-def key_hashes(
-    batch: bytes | memoryview, header: Header
-) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
-    """Every key of a batch: index of its record and its hash, first keys before extra keys."""
-    _, _, keys_at, extra_at, _ = _columns_at(header)
-    column = np.frombuffer(batch, ">u4", header.count, keys_at)
-    if not column.any():  # no message has a key
-        return _NO_KEYS
-    indexes = column.nonzero()[0]
-    hashes = column[indexes]
-    if header.extra_key_count:
-        extra = np.frombuffer(batch, ">u4", 2 * header.extra_key_count, extra_at)
-        indexes = np.concatenate((indexes, extra[::2]))
-        hashes = np.concatenate((hashes, extra[1::2]))
-    return indexes.astype(np.uint16), hashes.astype(np.uint32)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One record of a batch, decoded."""
 
     offset: int
@@ -448,46 +454,51 @@ class Record:
     body: bytes
 
 
-def record_lengths(batch: bytes | memoryview, header: Header) -> Int64Array:
-    """Lengths of the records, bytes: shape (count,)."""
-    return np.frombuffer(batch, ">u4", header.count, _columns_at(header)[0]).astype(np.int64)
+def record_lengths(batch: bytes | memoryview, header: Header) -> tuple[int, ...]:
+    """Return the length of each record, before compression, in bytes."""
+    return struct.unpack_from(f">{header.count}I", batch, HEADER_BYTES + len(header.topic))
+
+
+def tag_hashes(batch: bytes | memoryview, header: Header) -> tuple[int, ...]:
+    """Return the tag hash of each record; 0 for a record without a tag."""
+    return struct.unpack_from(f">{header.count}i", batch, column_starts(header).tags)
 
 
 def record_section(batch: bytes, header: Header) -> bytes:
-    """The records, one behind the other; unpacked if the batch has them compressed.
+    """Return the records, one behind the other, decompressed.
 
     Raises:
-        BadBatch: they can't be unpacked, or their size is not that of the lengths.
-        LimitExceeded: the batch would be longer than 8 MiB with them.
+        BadBatch: The records can't be decompressed, or their size is not the sum of the lengths.
+        LimitExceeded: The batch would be longer than 8 MiB after decompression.
     """
-    records, begin = _records(batch, header)
+    records, begin = locate_records(batch, header, sum(record_lengths(batch, header)))
     return bytes(records[begin:])
 
 
 def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iterator[Record]:
     """Decode the records at `indexes` (0-based within the batch, ascending), one by one.
 
-    Text that is not UTF-8 comes with U+FFFD in it: nobody may stop a queue with it.
+    Bytes that are not UTF-8 become U+FFFD: a malformed message must not stop its queue.
 
     Raises:
-        BadBatch: a record's inner lengths are wrong, or `record_section` can't be had.
+        BadBatch: A record's inner lengths are wrong, or as `record_section`.
+        LimitExceeded: As `record_section`.
     """
-    section, records_at = _records(batch, header)
     lengths = record_lengths(batch, header)
-    ends_array = np.cumsum(lengths) + records_at
-    begins, ends = (ends_array - lengths).tolist(), ends_array.tolist()
-    unpack_from = RECORD.unpack_from
+    section, records_at = locate_records(batch, header, sum(lengths))
+    begins = tuple(accumulate(lengths, initial=records_at))
+    unpack_from, first_offset = RECORD.unpack_from, header.first_offset
     for index in indexes:
-        begin, end = begins[index], ends[index]
+        begin, end = begins[index], begins[index + 1]
         keys_bytes, tag_bytes, properties_bytes = unpack_from(section, begin)
         keys_at = begin + RECORD.size
         tag_at = keys_at + keys_bytes
         properties_at = tag_at + tag_bytes
         body_at = properties_at + properties_bytes
         if body_at > end:
-            raise BadBatch(f"record {index} is cut short", facts={"field": "record"})
+            raise BadBatch(f"record {index} is truncated", facts={"field": "record"})
         yield Record(
-            header.first_offset + index,
+            first_offset + index,
             section[tag_at:properties_at].decode("utf-8", "replace") if tag_bytes else "",
             tuple(section[keys_at:tag_at].decode("utf-8", "replace").split(" "))
             if keys_bytes
@@ -497,94 +508,108 @@ def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iter
         )
 
 
-def _columns_at(header: Header) -> tuple[int, int, int, int, int]:
-    lengths_at = HEADER_BYTES + len(header.topic)
-    tags_at = lengths_at + 4 * header.count
-    keys_at = tags_at + 4 * header.count
-    extra_at = keys_at + 4 * header.count
-    return lengths_at, tags_at, keys_at, extra_at, extra_at + 8 * header.extra_key_count
+class ColumnStarts(NamedTuple):
+    """Byte positions in a batch at which its columns begin."""
+
+    lengths: int
+    tags: int
+    keys: int
+    extra_keys: int
 
 
-def _records(batch: Raw, header: Header) -> tuple[Raw | bytes, int]:
-    """Bytes that hold the records, and where these begin in them: a copy only if compressed."""
-    records_at = _columns_at(header)[4]
+def column_starts(header: Header) -> ColumnStarts:
+    """Return where the columns of a batch begin."""
+    lengths, size = HEADER_BYTES + len(header.topic), 4 * header.count
+    return ColumnStarts(lengths, lengths + size, lengths + 2 * size, lengths + 3 * size)
+
+
+def locate_records(batch: Raw, header: Header, size: int) -> tuple[Raw | bytes, int]:
+    """Return the bytes that contain the records, and where the records begin in them.
+
+    The bytes are those of the batch, without a copy, unless the records are compressed.
+
+    Args:
+        size: Sum of the lengths of the records.
+    """
+    records_at = HEADER_BYTES + len(header.topic) + 12 * header.count + 8 * header.extra_key_count
     if not header.compression:
         return batch, records_at
-    size = int(record_lengths(batch, header).sum())
-    _limit("batch", records_at + size, BATCH_BYTES_MAX)
-    packed = memoryview(batch)[records_at : header.length]
-    return decompress(header.compression, packed, size), 0
+    check_limit("batch", records_at + size, BATCH_BYTES_MAX)
+    compressed = memoryview(batch)[records_at : header.length]
+    return decompress(header.compression, compressed, size), 0
 
 
-def _check_columns(batch: bytes | memoryview, header: Header) -> None:
-    """Compare the columns with the heads of the records."""
-    _, _, _, extra_at, _ = _columns_at(header)
-    extremes = _extremes_of_few if header.count <= _FEW else _extremes_of_many
-    bodies_min, *maxima = extremes(batch, header)
-    if bodies_min < 0:
-        raise BadBatch("a record is cut short", facts={"field": "record"})
-    for field_name, actual, limit in zip(_LIMITED, maxima, _LIMITS, strict=True):
-        _limit(field_name, actual, limit)
-    if header.extra_key_count:
-        extra = np.frombuffer(batch, ">u4", 2 * header.extra_key_count, extra_at)[::2]
-        if int(extra.max()) >= header.count:
-            raise BadBatch("an extra key belongs to no record", facts={"field": "extra_keys"})
-
-
-def _extremes_of_few(batch: bytes | memoryview, header: Header) -> tuple[int, ...]:
-    """Smallest body, then the greatest of each of `_LIMITED`, in bytes."""
-    lengths = struct.unpack_from(f">{header.count}I", batch, _columns_at(header)[0])
-    records, begin = _records(batch, header)
-    _check_lengths(min(lengths), begin + sum(lengths), len(records))
-    heads, bodies = [], []
-    for length in lengths:
-        head = RECORD.unpack_from(records, begin)
-        heads.append(head)
-        bodies.append(length - RECORD.size - sum(head))
-        begin += length
-    return min(bodies), *map(max, *heads, (0, 0, 0)), max(bodies)
-
-
-def _extremes_of_many(batch: bytes | memoryview, header: Header) -> tuple[int, ...]:
-    """As `_extremes_of_few`, for all records at once."""
+def check_columns(batch: bytes | memoryview, header: Header) -> None:
+    """Compare the columns with the heads of the records; see `check_batch`."""
     lengths = record_lengths(batch, header)
-    records, begin = _records(batch, header)
-    ends = lengths.cumsum()
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    _check_lengths(shortest, begin + int(ends[-1]), len(records))
-    at_every_byte = np.ndarray((len(records) - begin - 7,), np.uint64, records, begin, (1,))
-    heads = at_every_byte[ends - lengths]
-    if not heads.any():  # nothing but bodies
-        return shortest - RECORD.size, 0, 0, 0, longest - RECORD.size
-    heads = heads.view(">u8").astype(np.int64)
-    keys, tags, properties = heads >> 48 & 0xFFFF, heads >> 32 & 0xFFFF, heads & 0xFFFFFFFF
-    bodies = lengths - keys - tags - properties - RECORD.size
-    columns = (keys, tags, properties, bodies)
-    return int(bodies.min()), *(int(column.max()) for column in columns)
+    size = sum(lengths)
+    records, begin = locate_records(batch, header, size)
+    check_lengths(min(lengths), begin + size, len(records))
+    begins = accumulate(lengths[:-1], initial=begin)
+    heads = map(RECORD.unpack_from, repeat(records), begins)
+    # Most batches have few different sizes, so the set leaves little to compare one by one.
+    parts = [(*head, size - sum(head)) for size, head in set(zip(lengths, heads, strict=True))]
+    largest = parts[0] if len(parts) == 1 else tuple(map(max, zip(*parts, strict=True)))
+    bodies_min = min([part[-1] for part in parts])
+    check_part_sizes(bodies_min - RECORD.size, *largest[:3], largest[3] - RECORD.size)
+    if header.extra_key_count:
+        extra = struct.unpack_from(
+            f">{2 * header.extra_key_count}I", batch, column_starts(header).extra_keys
+        )
+        check_extra_keys(max(extra[::2]), header)
 
 
-def _check_lengths(shortest: int, end: int, records_end: int) -> None:
+def check_lengths(shortest: int, end: int, records_end: int) -> None:
+    """Raise BadBatch if a record is shorter than its head, or if `end` is not `records_end`."""
     if shortest < RECORD.size:
         raise BadBatch("a record is shorter than its head", facts={"field": "lengths"})
     if end != records_end:
         raise BadBatch("record lengths do not add up to the batch", facts={"field": "lengths"})
 
 
-def _check_crc(batch: bytes | memoryview, written_at: int, begin: int, end: int) -> None:
-    """Compare the checksum at `written_at` with that of [begin, end), without a copy."""
-    expected = int.from_bytes(batch[written_at : written_at + 4], "big")
-    actual = google_crc32c.value(np.frombuffer(batch, np.uint8, end - begin, begin))
-    if expected != actual:
-        raise BadChecksum(
-            f"checksum {actual:#010x} where {expected:#010x} was written",
-            facts={"expected": expected, "actual": actual},
+def check_part_sizes(bodies_min: int, *largest: int) -> None:
+    """Check the sizes of the parts of all records.
+
+    Args:
+        bodies_min: Size of the smallest body; negative if the other parts do not fit.
+        largest: Largest keys, tag, properties and body.
+
+    Raises:
+        BadBatch: A body has a negative size.
+        LimitExceeded: A part is too long.
+    """
+    if bodies_min < 0:
+        raise BadBatch("a record is truncated", facts={"field": "record"})
+    for field_name, actual in zip(_PART_LIMITS, largest, strict=True):
+        if actual > _PART_LIMITS[field_name]:
+            check_limit(field_name, actual, _PART_LIMITS[field_name])
+
+
+def check_extra_keys(largest_index: int, header: Header) -> None:
+    """Raise BadBatch if the batch has no record at `largest_index` of the extra keys."""
+    if largest_index >= header.count:
+        raise BadBatch(
+            f"an extra key names record {largest_index} of {header.count}",
+            facts={"field": "extra_keys"},
         )
 
 
-def _limit(field_name: str, actual: int, limit: int) -> None:
+def check_limit(field_name: str, actual: int, limit: int) -> None:
+    """Raise LimitExceeded if a field has more than `limit` bytes."""
     if actual > limit:
         raise LimitExceeded(
             f"{field_name} has {actual} bytes; the limit is {limit}",
             remedy=f"Send a {field_name} of {limit} bytes at most.",
             facts={"field": field_name, "limit": limit, "actual": actual},
+        )
+
+
+def _check_crc(batch: bytes | memoryview, written_at: int, begin: int, end: int) -> None:
+    """Compare the checksum at `written_at` with that of [begin, end), without a copy."""
+    expected = int.from_bytes(batch[written_at : written_at + 4], "big")
+    actual = crc32c(memoryview(batch)[begin:end])
+    if expected != actual:
+        raise BadChecksum(
+            f"the checksum is {actual:#010x}, the batch says {expected:#010x}",
+            facts={"expected": expected, "actual": actual},
         )

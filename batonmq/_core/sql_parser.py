@@ -2,7 +2,7 @@
 
 Source: RocketMQ SelectorParser.jj. Deviations: NOT binds weaker than a comparison, as in SQL92;
 names may stand in double quotes; there are no comments, and no property stands alone.
-docs/filters.md has all of them.
+docs/reference/filters.md has all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONDITIONS_MAX = 64
 SHOWN_MAX = 140
 _WHOLE_LIMIT: Final = 10**NUMBER_CHARACTERS_MAX
 """Smaller whole numbers are written as such, be they `5`, `5.0` or `5e0` in the condition."""
-HELP: Final = "Correct it; docs/filters.md has the grammar."
+HELP: Final = "Correct it; docs/reference/filters.md has the grammar."
 _GRAMMAR: Final = r"""
     ?start: either
     ?either: both ("OR"i both)*

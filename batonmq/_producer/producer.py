@@ -18,11 +18,10 @@ from batonmq._core.records import Message, encode_record
 from batonmq._producer.placing import Placing, ProducerClosed
 from batonmq._producer.receipts import ANY, Pending, Receipt, Wish
 from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt, Scheduling
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.settings import METRICS_PRODUCER, ProducerSettings
 from batonmq._producer.topic import TopicQueues
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.client_stream import ClientStream
-from batonmq._telemetry.publishing import PRODUCER
 from batonmq._telemetry.tallies import ProducerTally
 from batonmq.errors import BatonError, Unreachable
 
@@ -406,5 +405,5 @@ class Producer:
 def stream_of(client_id: str, nameserver: str, outside: ClientEnvironment) -> ClientStream:
     """The stream of a client, with a producer of its own."""
     return ClientStream(
-        client_id, outside, lambda: Producer(nameserver, PRODUCER, surroundings=outside)
+        client_id, outside, lambda: Producer(nameserver, METRICS_PRODUCER, surroundings=outside)
     )

@@ -76,3 +76,7 @@ class ProducerSettings:
                 facts={"field": "compression"},
             ) from None
         return RecordCompressor(compression, self.compression_bytes_min)
+
+
+METRICS_PRODUCER = ProducerSettings(compression="zstd", delivery_timeout_ms=10_000)
+"""Settings of the producer that publishes events to the topic of the metrics."""

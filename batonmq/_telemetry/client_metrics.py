@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable
-from typing import Protocol
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from typing import TYPE_CHECKING, Protocol
 
 from batonmq._core.flow_control import FlowReason
 from batonmq._core.retries import HandlingFailure
 from batonmq.errors import BatonError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Histogram
 
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60, 300, 900)
 _BATCHES = (1, 10, 100, 1_000, 10_000, 65_535)
@@ -39,9 +40,20 @@ class ClientMetrics:
 
     Args:
         registry: Where they are registered, once.
+
+    Raises:
+        ModuleNotFoundError: The package prometheus-client is not installed.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        try:
+            from prometheus_client import Counter, Gauge, Histogram  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "ClientMetrics needs the package prometheus-client: "
+                "pip install 'batonmq[prometheus]'",
+                name=error.name,
+            ) from error
         by_topic, by_client = ("group", "topic"), ("group", "client_id")
         self.handled = Counter(
             "baton_consumer_handled_messages",

@@ -15,14 +15,11 @@ from typing import Protocol
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.names import METRICS_TOPIC
-from batonmq._producer.settings import ProducerSettings
 from batonmq._telemetry.events import BATCH_INTERVAL_S, EventHub, Listener
 from batonmq.errors import BatonError
 
 log = logging.getLogger(__name__)
 
-PRODUCER = ProducerSettings(compression="zstd", delivery_timeout_ms=10_000)
-"""Of the producer that publishes."""
 RETRY_S, DOUBLINGS_MAX = 1.0, 5
 """After a failure it is tried again a little later; after each that follows, twice as late."""
 FAILURES_TOLD = 3

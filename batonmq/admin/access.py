@@ -6,12 +6,11 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pydantic import SecretStr
-
 from baton.nameserver.v1 import access_service_pb2 as pb
 from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
 from batonmq._common.rpc import answered
+from batonmq._common.secret import Secret
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq.admin.admin import Admin
 from batonmq.admin.pages import pages
@@ -55,7 +54,7 @@ class NewToken:
     """A bearer token. This is the only time that it is seen."""
 
     token_id: str
-    token: SecretStr
+    token: Secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class AccessControl:
         """
         request = pb.CreateTokenRequest(identity=identity)
         answer = await answered(self._stub().CreateToken(request, timeout=CALL_TIMEOUT_S))
-        return NewToken(answer.token_id, SecretStr(answer.token))
+        return NewToken(answer.token_id, Secret(answer.token))
 
     async def revoke_token(self, token_id: str) -> bool:
         """Let a token stand for nobody any more; False if there was none."""

@@ -377,14 +377,18 @@ class Admin:
             yield tuple(map(lock_from_pb, answer.entries))
 
     async def progress(self, group: str) -> Sequence[offsets_pb.Progress]:
-        """What offsets knows of a group, by topic, broker and queue."""
-        request = offsets_pb.QueryGroupRequest(group=group)
+        """Return the progress of a group, ascending by topic, broker and queue."""
 
-        async def ask(limit_s: float) -> offsets_pb.QueryGroupResponse:
-            stub = await self.directory.offsets(group)
-            return await stub.QueryGroup(request, timeout=limit_s)
+        def page(page_token: str) -> Awaitable[offsets_pb.QueryGroupResponse]:
+            request = offsets_pb.QueryGroupRequest(group=group, page_token=page_token)
 
-        return (await self.ask(ask)).queues
+            async def ask(limit_s: float) -> offsets_pb.QueryGroupResponse:
+                stub = await self.directory.offsets(group)
+                return await stub.QueryGroup(request, timeout=limit_s)
+
+            return self.ask(ask)
+
+        return [queue async for answer in pages(page) for queue in answer.queues]
 
     async def extents(
         self, queues: Iterable[QueueRef]

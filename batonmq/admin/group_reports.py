@@ -300,7 +300,7 @@ def _subscriptions(subscriptions: Iterable[pb.Subscription]) -> tuple[Subscripti
 def _assignments(group: pb.Group) -> Iterable[Assignment]:
     for topic in group.assignments:
         for broker in topic.brokers:
-            for queue_id, owner in enumerate(broker.owners):
+            for queue_id, owner in enumerate(broker.member_numbers):
                 client_id = group.members[owner - 1].incarnation.client_id if owner else None
                 yield Assignment(topic.topic, broker.broker, queue_id, client_id)
 

@@ -46,7 +46,7 @@ async def locate_group(admin: Admin, group: str) -> Place:
     answer = await admin.ask(
         lambda limit_s: admin.directory.nameserver().LocateGroup(request, timeout=limit_s)
     )
-    return _place(answer.place)
+    return _place(answer.placement)
 
 
 async def move_group(admin: Admin, group: str, to_set: str = "", *, dry_run: bool = False) -> Move:
@@ -67,8 +67,8 @@ async def move_group(admin: Admin, group: str, to_set: str = "", *, dry_run: boo
     answer = await admin.ask(
         lambda limit_s: admin.directory.nameserver().MoveGroup(request, timeout=limit_s)
     )
-    return Move(group, _place(answer.before), _place(answer.place))
+    return Move(group, _place(answer.before), _place(answer.placement))
 
 
-def _place(place: pb.Place) -> Place:
+def _place(place: pb.Placement) -> Place:
     return Place(place.offsets_set, place.move, place.from_set)

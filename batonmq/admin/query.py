@@ -200,14 +200,14 @@ def _decoded_all(broker: str, messages: Sequence[pb.StoredMessage]) -> tuple[Sto
 def _decoded(broker: str, batch: bytes, index: int) -> StoredMessage:
     header = check_batch(batch, stamped=True)
     (record,) = decode_records(batch, header, [index])
-    return _message(broker, header, record, int(record_lengths(batch, header)[index]))
+    return _message(broker, header, record, record_lengths(batch, header)[index])
 
 
 def _decoded_from(broker: str, batch: bytes, offset: int) -> Iterator[StoredMessage]:
     """The messages of a batch that are not below `offset`."""
     header = check_batch(batch, stamped=True)
     indexes = range(max(offset - header.first_offset, 0), header.count)
-    lengths = record_lengths(batch, header).tolist()
+    lengths = record_lengths(batch, header)
     for record in decode_records(batch, header, indexes):
         length = lengths[record.offset - header.first_offset]
         yield _message(broker, header, record, length)

@@ -8,7 +8,7 @@ goes; a dry run says what that would do, and changes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.common.v1 import error_pb2, queue_pb2
@@ -29,6 +29,7 @@ from batonmq._core.retries import retry_topic
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
 from batonmq.admin.operation import Operation
+from batonmq.admin.pages import pages
 from batonmq.admin.query import Queries
 from batonmq.admin.reports import Topic, enum_name, queue_from_pb, queue_to_pb
 from batonmq.errors import (
@@ -250,14 +251,24 @@ class Resets:
         return Done(tuple(map(_step_from_pb, (await self._admin.ask(ask)).steps)))
 
     async def history(self, group: str) -> tuple[Recorded, ...]:
-        """The recorded operations of a group, newest first."""
-        request = pb.ListResetsRequest(group=group)
+        """Return the recorded operations of a group, newest first."""
+        return tuple([recorded async for recorded in self.iter_history(group)])
 
-        async def ask(limit_s: float) -> pb.ListResetsResponse:
-            stub = await self._admin.directory.offsets(group)
-            return await stub.ListResets(request, timeout=limit_s)
+    async def iter_history(self, group: str) -> AsyncGenerator[Recorded, None]:
+        """Yield the recorded operations of a group, newest first, page by page."""
 
-        return tuple(map(_recorded_from_pb, (await self._admin.ask(ask)).resets))
+        def page(page_token: str) -> Awaitable[pb.ListResetsResponse]:
+            request = pb.ListResetsRequest(group=group, page_token=page_token)
+
+            async def ask(limit_s: float) -> pb.ListResetsResponse:
+                stub = await self._admin.directory.offsets(group)
+                return await stub.ListResets(request, timeout=limit_s)
+
+            return self._admin.ask(ask)
+
+        async for answer in pages(page):
+            for reset in answer.resets:
+                yield _recorded_from_pb(reset)
 
     async def _movable(self, group: str) -> Group:
         found = await self._admin.describe_group(group)
@@ -277,7 +288,7 @@ class Resets:
             return {}
         return {
             queue: ResetOffset(step.to_offset)
-            for recorded in await self.history(group)
+            async for recorded in self.iter_history(group)
             if recorded.op_id == op_id
             for step in recorded.steps
             if (queue := QueueRef(step.topic, step.broker, step.queue_id)) in queues

@@ -7,7 +7,7 @@ offsets has who held the queues and what is acknowledged, the nameserver has who
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.common.v1 import queue_pb2
@@ -36,6 +36,7 @@ from batonmq._core.retries import (
 from batonmq._core.subscription import parse_filter
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
+from batonmq.admin.pages import pages
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.admin.reports import enum_name, queue_to_pb
 from batonmq.errors import BatonError, MessageNotFound, Retry, TopicNotFound
@@ -284,14 +285,19 @@ class Tracer:
     async def _with_stay(self, copy: Copy, group: Group, standing: QueueProgressNow | None) -> Copy:
         if standing is None:
             return copy
-        request = pb.ListHoldsRequest(queue=_key(group.name, copy.queue))
+        queue = _key(group.name, copy.queue)
 
-        async def ask(limit_s: float) -> pb.ListHoldsResponse:
-            stub = await self._admin.directory.offsets(group.name)
-            return await stub.ListHolds(request, timeout=limit_s)
+        def page(page_token: str) -> Awaitable[pb.ListHoldsResponse]:
+            request = pb.ListHoldsRequest(queue=queue, page_token=page_token)
+
+            async def ask(limit_s: float) -> pb.ListHoldsResponse:
+                stub = await self._admin.directory.offsets(group.name)
+                return await stub.ListHolds(request, timeout=limit_s)
+
+            return self._admin.ask(ask)
 
         try:
-            holds = list(map(_hold, (await self._admin.ask(ask)).holds))
+            holds = [_hold(hold) async for answer in pages(page) for hold in answer.holds]
         except BatonError as error:
             if error.retry is not Retry.NEVER:
                 raise

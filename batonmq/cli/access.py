@@ -169,7 +169,7 @@ async def _create(session: CommandSession, identity: str, file: Path | None) -> 
         if file is not None:
             await asyncio.to_thread(file.unlink)
         raise
-    token, item = made.token.get_secret_value(), {"identity": identity, "token_id": made.token_id}
+    token, item = made.token.reveal(), {"identity": identity, "token_id": made.token_id}
     if file is not None:
         await asyncio.to_thread(file.write_text, f"{token}\n")
         session.output.line({**item, "file": str(file)}, f"token {made.token_id} is in {file}")

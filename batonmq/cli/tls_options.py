@@ -69,8 +69,7 @@ def choose_security(given: TlsOptions, token: str, context: Context) -> Security
         InvalidArgument: the values contradict each other.
     """
     # Imported here: without TLS, and for help pages, the modules are not needed.
-    from pydantic import SecretStr  # noqa: PLC0415
-
+    from batonmq._common.secret import Secret  # noqa: PLC0415
     from batonmq._connection.security import Security  # noqa: PLC0415
 
     known = {name: getattr(context, name) for name in SECURITY}
@@ -85,4 +84,4 @@ def choose_security(given: TlsOptions, token: str, context: Context) -> Security
         enabled = bool(texts or token)
     if not enabled:  # a token is never sent over a connection without TLS
         return None
-    return Security(**texts, token=SecretStr(token) if token else None)
+    return Security(**texts, token=Secret(token) if token else None)

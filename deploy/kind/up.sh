@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 for program in docker kind kubectl; do
   if ! command -v "$program" >/dev/null; then
-    echo "$program is not here; docs/deploy.md says what is needed" >&2
+    echo "$program is not here; docs/how-to/deploy.md says what is needed" >&2
     exit 1
   fi
 done

@@ -1,29 +1,46 @@
-"""Who may make the calls of the lock manager. Rules of locks are in `core`."""
+"""Permissions that the calls of the lock manager need."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from batonmq_server.runtime.access import ANYTHING, OPERATE, Need, administer, join
-from batonmq_server.runtime.rules import Rules, needs, of_queue, of_queues, on, rules_of
+from batonmq_server.runtime.access.permissions import (
+    ANY_GRANT,
+    OPERATE,
+    Permission,
+    administer_group,
+    join_group,
+)
+from batonmq_server.runtime.access.rules import (
+    AccessRules,
+    queue_permissions,
+    queues_permissions,
+    requires,
+    requires_by_request,
+    rules_by_path,
+)
 
 
-def _of_group(request: Any) -> list[Need]:
-    """A request without a group is about all of them."""
-    return [join(request.group) if request.group else OPERATE]
+def _of_group(request: Any) -> list[Permission]:
+    """Return the permission for a group; a request without a group concerns all groups."""
+    return [join_group(request.group) if request.group else OPERATE]
 
 
-RULES: Rules = rules_of(
+RULES: AccessRules = rules_by_path(
     "baton.lockmgr.v1.LockmgrService",
     {
-        "Acquire": on(of_queues("items")),
-        "KeepAlive": on(of_queues("holds")),
-        "Release": on(of_queues("holds")),
-        "ReleaseAll": on(_of_group),
-        "ForceRelease": on(lambda request: [administer(request.queue.group)]),
-        # Of one incarnation, whose random id only it and those it talks to know.
-        "Watch": needs(ANYTHING),
-        "Describe": on(lambda request: of_queue(request.queue), ["nameserver"]),
-        "List": on(_of_group, ["nameserver"]),
+        "Acquire": requires_by_request(queues_permissions("items")),
+        "KeepAlive": requires_by_request(queues_permissions("holds")),
+        "Release": requires_by_request(queues_permissions("holds")),
+        "ReleaseAll": requires_by_request(_of_group),
+        "ForceRelease": requires_by_request(
+            lambda request: [administer_group(request.queue.group)]
+        ),
+        # A stream concerns one incarnation, whose random id is known only to it and its peers.
+        "Watch": requires(ANY_GRANT),
+        "Describe": requires_by_request(
+            lambda request: queue_permissions(request.queue), ["nameserver"]
+        ),
+        "List": requires_by_request(_of_group, ["nameserver"]),
     },
 )

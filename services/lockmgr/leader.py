@@ -1,141 +1,301 @@
-"""Leadership: campaign, take over what the leader before left, serve, step down."""
+"""The calls that a leader answers during one term.
+
+A change that a call has begun runs in the task group of the term, to its end, even if the call is
+cancelled; the call only waits for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-from batonmq.errors import BatonError, NotLeader, NotServing
-from batonmq_server.lockmgr.config import LockmgrSettings
-from batonmq_server.lockmgr.core.table import LockTable
-from batonmq_server.lockmgr.desk import Desk
-from batonmq_server.lockmgr.handover import Term
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from batonmq._core.queues import GroupQueue, Incarnation
+from batonmq.errors import BatonError, SubscriptionDraining
+from batonmq_server.lockmgr.core.decision import (
+    DenyDecision,
+    GrantDecision,
+    RenewDecision,
+    WaitDecision,
+)
+from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, PendingChange
+from batonmq_server.lockmgr.core.lock_table import HoldReport, HoldState, KeepAliveCall
+from batonmq_server.lockmgr.entry_changes import EntryChanges, term_ended, wait_for_outcome
+from batonmq_server.lockmgr.handover_executor import (
+    HandOverExecutor,
+    HandOverRefusal,
+    handover_pending,
+)
+from batonmq_server.lockmgr.lock_proto import WatchNotice
 from batonmq_server.lockmgr.membership import Membership
-from batonmq_server.lockmgr.metrics import Recorder
-from batonmq_server.lockmgr.offsets import Offsets, OffsetsPeers
-from batonmq_server.lockmgr.store import BACKOFF, LockStore
-from batonmq_server.lockmgr.taking_over import TakingOver
-from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.places import Places
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.registration import Registration
+from batonmq_server.lockmgr.queue_notifier import QueueNotifier
+from batonmq_server.lockmgr.queue_observer import QueueObserver
+from batonmq_server.lockmgr.queue_releaser import QueueReleaser
+from batonmq_server.lockmgr.queue_requests import QueueRequest
+from batonmq_server.lockmgr.term import Term
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_TRIES_MAX = 4
+"""Observations for one request before it waits for the next slot."""
+_HOUSEKEEPING_S = 1.0
+
+AcquireOutcome = tuple[GroupQueue, pb.Grant | BatonError]
 
 
 class Leader:
-    """This node's part in the election; while it leads there is a desk.
+    """Answers calls in one term.
 
     Args:
-        members: Of the groups, by live copies.
-        peers: Where offsets is, and `places` which of its sets keeps which group.
+        may_answer: Returns whether the leader's own lease is valid (protocol section 8).
+        tasks: Lives as long as the term.
+        watchers_max: Greatest number of Watch streams.
     """
 
     def __init__(
         self,
-        settings: LockmgrSettings,
-        runtime: Runtime,
+        term: Term,
         members: Membership,
-        peers: OffsetsPeers,
-        places: Places,
+        may_answer: Callable[[], bool],
+        tasks: asyncio.TaskGroup,
+        watchers_max: int,
     ) -> None:
-        self._settings, self._runtime = settings, runtime
-        self._members, self._peers, self._places = members, peers, places
-        self._recorder = Recorder(runtime.registry, runtime.hub)
-        self._election = Election(
-            runtime.etcd, "lockmgr", settings.node_id, ttl_ms=settings.leader_lease_ms
+        self._term, self._table, self._members = term, term.table, members
+        self._may_answer, self._tasks = may_answer, tasks
+        self._executor = HandOverExecutor(term)
+        self._changes = EntryChanges(tasks)
+        self._observer = QueueObserver(term.table, term.offsets, term.clock)
+        self._notifier = QueueNotifier(term, members, self._observer.observe, watchers_max)
+        self.releaser = QueueReleaser(
+            term, members, self._observer, self._notifier, self._changes, self._executor
         )
-        self._desk: Desk | None = None
-        self.registration = Registration(runtime)
+        for loop in (
+            self._notifier.observe_held,
+            self._notifier.follow_groups,
+            self._notifier.follow_gates,
+            self.releaser.clear_draining_groups,
+            self._keep_house,
+        ):
+            tasks.create_task(loop())
 
-    def desk(self) -> Desk:
-        """Who answers.
+    # Calls
+
+    async def acquire(
+        self, requests: Sequence[QueueRequest], hold_ms: int
+    ) -> AsyncGenerator[AcquireOutcome, None]:
+        """Yield one outcome per request, as soon as it is decided. Closing it ends all waiting.
 
         Raises:
-            NotLeader: another node, or nobody, leads.
-            NotServing: this node leads and has not taken over yet.
+            NotLeader: the term is over; the other outcomes are not known.
         """
-        if not self._election.valid():
-            leader = self._other_leader()
-            raise NotLeader(
-                f"{self._settings.node_id} does not lead",
-                retry_after_ms=200,
-                facts={"leader": leader} if leader else {},
-            )
-        if self._desk is None:
-            raise NotServing("the new leader is reading the locks", retry_after_ms=200)
-        return self._desk
-
-    async def run(self) -> None:
-        """Campaign and lead for ever; to be run as one task."""
-        await self._election.run(self._lead)
-
-    async def settle(self) -> None:
-        """Wait, but not for long, until no change is under way; for a drain."""
-        if self._desk is not None:
-            await self._desk.settle()
-
-    async def _lead(self, number: int) -> None:
-        """Load, announce, confirm, and only then serve (protocol section 12)."""
-        term = self._term(number)
+        self.check_leads()
+        size = len(requests)
+        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]] = asyncio.Queue(size)
+        until_ms = self._term.now_ms() + hold_ms
+        started = [self._tasks.create_task(self._answer(r, until_ms, decided)) for r in requests]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(term.store.run())
-                tasks.create_task(term.offsets.run())
-                taking_over = await self._take_over(term)
-                limit = self._settings.watchers_max
-                self._desk = Desk(term, self._members, self._election.valid, tasks, limit)
-                tasks.create_task(taking_over.run(self._desk.confirmed))
-                self.registration.leads(number)
+            for _ in requests:
+                key, outcome = await decided.get()
+                if not isinstance(outcome, pb.Grant | BatonError):
+                    raise outcome
+                self.check_leads()
+                yield key, outcome
         finally:
-            if self._desk is not None:
-                self._desk.close()
-            self._desk = None
-            self.registration.leads(0)
-            self._recorder.standing(0, LockTable(term.policy).counts(), watchers=0)
+            for task in started:
+                task.cancel()
 
-    def _term(self, number: int) -> Term:
-        runtime, policy = self._runtime, self._settings.policy()
-        return Term(
-            number=number,
-            policy=policy,
-            table=LockTable(policy),
-            offsets=Offsets(self._peers, self._places, number),
-            store=LockStore(runtime.etcd, self._election.compare(), runtime.random),
-            clock=runtime.clock,
-            random=runtime.random,
-            recorder=self._recorder,
+    def keep_alive(
+        self, incarnation: Incarnation, acquire_seq: int, holds: Sequence[tuple[GroupQueue, int]]
+    ) -> list[HoldReport]:
+        """Renew the leases of the holds that match their entries; see `LockTable.keep_alive`."""
+        groups = {key.group for key, _ in holds}
+        call = KeepAliveCall(
+            incarnation=incarnation,
+            acquire_seq=acquire_seq,
+            holds=holds,
+            evicted_groups=frozenset(
+                group for group in groups if not self._members.is_member(group, incarnation)
+            ),
+            draining_groups=frozenset(filter(self._members.is_draining, groups)),
         )
+        now_ms = self._term.now_ms()
+        reports = self._table.keep_alive(call, now_ms)
+        self._record_times(call, reports, now_ms)
+        self._term.metrics.kept_alive(reports)
+        return reports
 
-    async def _take_over(self, term: Term) -> TakingOver:
-        await self._members.ready()
-        await self._places.ready()
-        entries = await self._until_answered("load", term.store.load)
-        taking_over = TakingOver(term, entries)
-        await taking_over.begin()
-        log.info("leading term=%d locks=%d", term.number, len(entries))
-        return taking_over
+    async def watch(self, incarnation: Incarnation) -> AsyncGenerator[WatchNotice, None]:
+        """Yield the notices for a client; see `QueueNotifier.watch`.
 
-    async def _until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
-        tries = 0
+        Raises:
+            NotLeader: the term is over.
+            Overloaded: the limit of streams is reached.
+        """
+        self.check_leads()
+        async with aclosing(self._notifier.watch(incarnation)) as notices:
+            async for notice in notices:
+                self.check_leads()
+                yield notice
+        self.check_leads()
+
+    def describe(self, key: GroupQueue) -> tuple[LockEntry, bool]:
+        """Return the entry, and whether its owner is not a member of the group any more."""
+        entry = self._table.get(key) or LockEntry(key)
+        owner = entry.lock.owner
+        return entry, owner is not None and not self._members.is_member(key.group, owner)
+
+    def entries(self, group: str, topic: str, after: GroupQueue | None) -> Iterator[LockEntry]:
+        """Yield the entries of a listing; see `LockTable.entries`."""
+        return self._table.entries(group, topic, after)
+
+    @property
+    def term(self) -> int:
+        """Number of the term."""
+        return self._term.number
+
+    @property
+    def lease_ms(self) -> int:
+        """Length of the leases that owners are told."""
+        return self._term.policy.lease_ms
+
+    @property
+    def silence_ms(self) -> int:
+        """Time after which a silent owner may lose a queue."""
+        return self._term.policy.silence_ms
+
+    def check_leads(self) -> None:
+        """Return if this node may still answer.
+
+        Raises:
+            NotLeader: the leader's own lease has expired, or is about to.
+        """
+        if not self._may_answer():
+            raise term_ended()
+
+    async def wait_for_changes(self) -> None:
+        """Return once no change is in progress, or after some seconds."""
+        await self._changes.wait_for_all()
+
+    def lock_confirmed(self, key: GroupQueue) -> None:
+        """Wake the requests that wait for a lock of the previous leader."""
+        self._notifier.change_ended(key)
+
+    def close(self) -> None:
+        """End the Watch streams: the term is over."""
+        self._notifier.streams.close()
+
+    async def _keep_house(self) -> None:
+        """Drop old waiters and set the gauges, until cancelled."""
         while True:
-            try:
-                return await ask()
-            except BatonError as error:
-                log.warning("taking over waits what=%s error=%s", what, error)
-            await asyncio.sleep(BACKOFF.delay_ms(tries, self._runtime.random) / 1000)
-            tries += 1
+            self._table.drop_old_waiters(self._term.now_ms())
+            watchers = len(self._notifier.streams)
+            self._term.metrics.set_gauges(self._term.number, self._table.counts(), watchers)
+            await asyncio.sleep(_HOUSEKEEPING_S)
 
-    def _other_leader(self) -> str:
-        """Address of a registered leader other than this node; empty if there is none."""
-        for key, stored in self._runtime.nodes.values.items():
-            if key.startswith("lockmgr/") and key != f"lockmgr/{self._settings.node_id}":
-                node = nameserver_pb.Node.FromString(stored.value)
-                if node.leader:
-                    return node.address
-        return ""
+    # One requested queue
+
+    async def _answer(
+        self,
+        request: QueueRequest,
+        until_ms: int,
+        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]],
+    ) -> None:
+        outcome: pb.Grant | Exception = term_ended()
+        try:
+            outcome = await self._acquire(request, until_ms)
+        except BatonError as error:
+            requester = request.requester.incarnation
+            self._term.metrics.denied(request.key, requester, error)
+            self._table.record_denial(request.key, requester, error, self._term.now_ms())
+            outcome = error
+        except Exception as error:  # noqa: BLE001  raised again in the call
+            outcome = error
+        finally:
+            decided.put_nowait((request.key, outcome))
+
+    async def _acquire(self, request: QueueRequest, until_ms: int) -> pb.Grant:
+        key, requester = request.key, request.requester
+        await self._members.wait_for_generation(key.group, requester.generation)
+        while True:
+            self.check_leads()
+            answer = await self._admit_and_try(request)
+            if isinstance(answer, pb.Grant):
+                return answer
+            if answer.stale_gate:
+                continue
+            may_wait = answer.may_wait
+            if not may_wait or not await self._notifier.hold(key, requester.incarnation, until_ms):
+                raise answer.error
+
+    async def _admit_and_try(self, request: QueueRequest) -> pb.Grant | HandOverRefusal:
+        """Try by the present gate of the group.
+
+        Raises:
+            NotMember, NotSubscribed, ModeChanged: the requester may not own the queue.
+        """
+        try:
+            gate = self._members.admit(request.key, request.requester)
+        except SubscriptionDraining as error:
+            return HandOverRefusal(error, may_wait=True)
+        answer = await self._try(replace(request, gate=gate))
+        stale_gate = isinstance(answer, HandOverRefusal) and answer.stale_gate
+        if stale_gate and not await self._members.wait_for_new_gate(request.key.group, gate):
+            return HandOverRefusal(handover_pending(request.key))
+        return answer
+
+    async def _try(self, request: QueueRequest) -> pb.Grant | HandOverRefusal:
+        """Observe if necessary, decide, and carry it out; again if offsets contradicts."""
+        key = request.key
+        answer: pb.Grant | HandOverRefusal | None = None
+        for _ in range(_TRIES_MAX):
+            now_ms = self._term.now_ms()
+            if self._table.needs_observation(key, request.requester, now_ms):
+                await self._observer.observe(key)
+            decision = self._table.decide(key, request.requester, self._term.now_ms())
+            match decision:
+                case DenyDecision(error):
+                    return HandOverRefusal(error)
+                case WaitDecision(error):
+                    return HandOverRefusal(error, may_wait=True)
+                case GrantDecision():
+                    answer = await self._hand_over(request, decision)
+                case RenewDecision():
+                    entry = self._table.get(key)
+                    assert entry is not None
+                    answer = await self._executor.repeat_grant(request, entry)
+            if isinstance(answer, pb.Grant) or (answer is not None and not answer.observe_again):
+                return answer
+        return answer or HandOverRefusal(handover_pending(key), may_wait=True)
+
+    async def _hand_over(
+        self, request: QueueRequest, decision: GrantDecision
+    ) -> pb.Grant | HandOverRefusal:
+        self.check_leads()
+        pending = self._table.begin_change(request.key, ChangeStep.FENCE)
+        change = self._changes.start(request.key, self._carry_out(request, decision, pending))
+        return await wait_for_outcome(change) or HandOverRefusal(handover_pending(request.key))
+
+    async def _carry_out(
+        self, request: QueueRequest, decision: GrantDecision, pending: PendingChange
+    ) -> pb.Grant | HandOverRefusal:
+        answer = await self._executor.hand_over(request, decision, pending)
+        if isinstance(answer, pb.Grant):
+            self._notifier.change_ended(request.key)
+        return answer
+
+    def _record_times(
+        self, call: KeepAliveCall, reports: Sequence[HoldReport], now_ms: int
+    ) -> None:
+        """Note the owners that are notified, and those that had to release their queue long ago."""
+        timings = self._term.timings
+        for report, (key, token) in zip(reports, call.holds, strict=False):
+            if report.wanted is not None:
+                timings.owner_notified(key, now_ms)
+            elif key.group in call.evicted_groups and report.state is HoldState.NOT_OWNER:
+                entry = self._table.get(key)
+                owns = self._table.owns(key, call.incarnation, token)
+                if owns and entry is not None and not entry.phantom:
+                    timings.owner_overdue(key)

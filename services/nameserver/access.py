@@ -4,66 +4,73 @@ from __future__ import annotations
 
 from typing import Any
 
-from batonmq_server.runtime.access import (
-    ANYTHING,
+from batonmq_server.runtime.access.permissions import (
+    ANY_GRANT,
     OPERATE,
-    Need,
-    administer,
-    change,
+    Permission,
+    administer_group,
+    change_topic,
     consume,
-    create,
-    join,
-    use,
+    create_topic,
+    join_group,
+    use_topic,
 )
-from batonmq_server.runtime.rules import SERVICES, Rule, Rules, needs, on, rules_of
+from batonmq_server.runtime.access.rules import (
+    SERVICES,
+    AccessRule,
+    AccessRules,
+    requires,
+    requires_by_request,
+    rules_by_path,
+)
 
 
-def _topic(request: Any) -> list[Need]:
-    return [use(request.topic)]
+def _topic(request: Any) -> list[Permission]:
+    return [use_topic(request.topic)]
 
 
-def _group(request: Any) -> list[Need]:
-    return [join(request.group)]
+def _group(request: Any) -> list[Permission]:
+    return [join_group(request.group)]
 
 
-def _heartbeat(request: Any) -> list[Need]:
-    return [join(request.group), *(consume(one.topic) for one in request.subscriptions)]
+def _heartbeat(request: Any) -> list[Permission]:
+    return [join_group(request.group), *(consume(one.topic) for one in request.subscriptions)]
 
 
-RULES: Rules = {
-    **rules_of(
+RULES: AccessRules = {
+    **rules_by_path(
         "baton.nameserver.v1.NameserverService",
         {
-            "CreateTopic": on(lambda request: [create(request.topic)]),
-            "UpdateTopic": on(lambda request: [change(request.topic)]),
-            "DeleteTopic": on(lambda request: [change(request.topic)]),
-            "ListTopics": needs(ANYTHING),
-            "DescribeTopic": on(_topic),
-            "QueryRoute": on(_topic),
-            "WatchRoute": on(_topic),
-            "DescribeCluster": needs(ANYTHING, services=SERVICES),
-            "ElectReplica": needs(OPERATE),
-            "Heartbeat": on(_heartbeat),
-            "Leave": on(_group),
-            "WatchGroup": on(_group),
-            "ListGroups": needs(ANYTHING),
-            "DescribeGroup": on(_group),
-            "UpdateGroup": on(lambda request: [administer(request.group)]),
-            "DeleteGroup": on(lambda request: [administer(request.group)]),
-            "WhyStuck": on(_group),
-            "LocateGroup": on(_group),
-            "MoveGroup": needs(OPERATE),
+            "CreateTopic": requires_by_request(lambda request: [create_topic(request.topic)]),
+            "UpdateTopic": requires_by_request(lambda request: [change_topic(request.topic)]),
+            "DeleteTopic": requires_by_request(lambda request: [change_topic(request.topic)]),
+            "ListTopics": requires(ANY_GRANT),
+            "DescribeTopic": requires_by_request(_topic),
+            "QueryRoute": requires_by_request(_topic),
+            "WatchRoute": requires_by_request(_topic),
+            "DescribeCluster": requires(ANY_GRANT, services=SERVICES),
+            "ElectReplica": requires(OPERATE),
+            "Heartbeat": requires_by_request(_heartbeat),
+            "Leave": requires_by_request(_group),
+            "WatchGroup": requires_by_request(_group),
+            "ListGroups": requires(ANY_GRANT),
+            "DescribeGroup": requires_by_request(_group),
+            "UpdateGroup": requires_by_request(lambda request: [administer_group(request.group)]),
+            "DeleteGroup": requires_by_request(lambda request: [administer_group(request.group)]),
+            "WhyStuck": requires_by_request(_group),
+            "LocateGroup": requires_by_request(_group),
+            "MoveGroup": requires(OPERATE),
         },
     ),
-    **rules_of(
+    **rules_by_path(
         "baton.nameserver.v1.AccessService",
         {
-            "Grant": needs(OPERATE),
-            "Revoke": needs(OPERATE),
-            "ListAccess": needs(OPERATE),
-            "Check": Rule(lambda request: [OPERATE] if request.identity else [], known=True),
-            "CreateToken": needs(OPERATE),
-            "RevokeToken": needs(OPERATE),
+            "Grant": requires(OPERATE),
+            "Revoke": requires(OPERATE),
+            "ListAccess": requires(OPERATE),
+            "Check": AccessRule(lambda request: [OPERATE] if request.identity else [], known=True),
+            "CreateToken": requires(OPERATE),
+            "RevokeToken": requires(OPERATE),
         },
     ),
 }

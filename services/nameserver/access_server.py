@@ -13,18 +13,18 @@ from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
 from batonmq.errors import InvalidArgument
 from batonmq_server.nameserver.access_store import AccessStore, IdentityAccess
-from batonmq_server.runtime.access import (
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.access.permissions import (
     SERVICE_PREFIX,
-    Access,
+    Authorizer,
     Grant,
     check_grant,
     check_identity,
-    check_wanted,
-    covering,
+    grant_covering,
+    permission_to_ask_about,
 )
-from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.access.stored_access import digest_of, grant_from_pb, grant_to_pb
 from batonmq_server.runtime.paging import key_of_token, page_of
-from batonmq_server.runtime.stored_access import digest_of, grant_from_pb, grant_to_pb
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
         identity, grant = _grantee(request.identity), _grant(request.grant)
         changed = await self._store.grant(identity, grant)
         if changed:
-            by = self._guard.by(context)
+            by = self._guard.caller_identity(context)
             log.info("access granted identity=%s role=%s resource=%s by=%s", identity, *grant, by)
         return pb.GrantResponse(changed=changed)
 
@@ -57,7 +57,7 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
         count = await self._store.revoke(identity, grant)
         if count:
             role, resource = grant or ("every", "everything")
-            by = self._guard.by(context)
+            by = self._guard.caller_identity(context)
             log.info(
                 "access revoked identity=%s role=%s resource=%s by=%s", identity, role, resource, by
             )
@@ -81,11 +81,11 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
 
     async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckResponse:
         """See the proto. Decided as services do, by what etcd has now."""
-        need = check_wanted(_grant(request.wanted))
-        identity = check_identity(request.identity or self._guard.by(context))
-        access = Access(self._guard.admins)
+        need = permission_to_ask_about(_grant(request.wanted))
+        identity = check_identity(request.identity or self._guard.caller_identity(context))
+        access = Authorizer(self._guard.admins)
         access.set_grants(identity, await self._store.grants_of(identity))
-        by = covering(access.grants_of(identity), need)
+        by = grant_covering(access.grants_of(identity), need)
         return pb.CheckResponse(
             identity=identity,
             allowed=by is not None,
@@ -97,7 +97,7 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
         self, request: pb.CreateTokenRequest, context: Context
     ) -> pb.CreateTokenResponse:
         """See the proto."""
-        identity, by = check_identity(request.identity), self._guard.by(context)
+        identity, by = check_identity(request.identity), self._guard.caller_identity(context)
         token = f"{_TOKEN_PREFIX}{secrets.token_urlsafe(TOKEN_BYTES)}"
         token_id = await self._store.add_token(digest_of(token), identity, by)
         log.info("token created identity=%s token_id=%s by=%s", identity, token_id, by)
@@ -115,7 +115,7 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
                 "token revoked identity=%s token_id=%s by=%s",
                 identity,
                 request.token_id,
-                self._guard.by(context),
+                self._guard.caller_identity(context),
             )
         return pb.RevokeTokenResponse(revoked=identity is not None)
 

@@ -11,9 +11,8 @@ from google.protobuf.message import DecodeError
 from baton.nameserver.v1 import stored_access_pb2 as pb
 from batonmq.errors import LimitExceeded
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
-from batonmq_server.runtime.access import Grant
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
-from batonmq_server.runtime.stored_access import (
+from batonmq_server.runtime.access.permissions import Grant
+from batonmq_server.runtime.access.stored_access import (
     PREFIX,
     grants_from_bytes,
     grants_key,
@@ -21,6 +20,7 @@ from batonmq_server.runtime.stored_access import (
     identity_of,
     token_key,
 )
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class IdentityAccess:
 class AccessStore:
     """All methods raise `NoQuorum` if etcd does not answer."""
 
-    def __init__(self, etcd: EtcdSession, turns: CompareAndSwap) -> None:
-        self._etcd, self._turns = etcd, turns
+    def __init__(self, etcd: EtcdSession, swap: CompareAndSwap) -> None:
+        self._etcd, self._swap = etcd, swap
 
     async def grants_of(self, identity: str) -> frozenset[Grant]:
         """What is granted to an identity now."""
@@ -125,10 +125,10 @@ class AccessStore:
             )
             return len(before ^ after) if revision else None
 
-        return await self._turns.retried(key, attempt)
+        return await self._swap.run(key, attempt)
 
 
-def _grants(stored: Stored | None) -> frozenset[Grant]:
+def _grants(stored: KeyValue | None) -> frozenset[Grant]:
     """Those that can be read: services look at no others."""
     try:
         return grants_from_bytes(stored.value) if stored is not None else frozenset()

@@ -17,15 +17,16 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq.errors import NotServing, Overloaded
 from batonmq_server.nameserver.core.groups import Group
 from batonmq_server.nameserver.core.topics import Route, Topic, build_route
-from batonmq_server.nameserver.group_proto import group_from_pb
+from batonmq_server.nameserver.group_proto import group_from_stored, group_to_pb
 from batonmq_server.nameserver.group_store import is_owned
 from batonmq_server.nameserver.topic_proto import topic_from_bytes
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX as PLACES
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +46,13 @@ class Catalog:
         owned: Keys of the queues that have an owner, by group. Nothing waits for it to be read.
     """
 
-    def __init__(self, etcd: EtcdSession, nodes: Mirror, *, watchers_max: int) -> None:
-        self.topic_mirror = Mirror(etcd, "topics/")
-        self.group_mirror = Mirror(etcd, "groups/")
-        self.live = Mirror(etcd, "live/")
-        self.refused = Mirror(etcd, "refused/")
-        self.places = Mirror(etcd, PLACES)
-        self.locks = Mirror(etcd, "locks/")
+    def __init__(self, etcd: EtcdSession, nodes: EtcdMirror, *, watchers_max: int) -> None:
+        self.topic_mirror = EtcdMirror(etcd, "topics/")
+        self.group_mirror = EtcdMirror(etcd, "groups/")
+        self.live = EtcdMirror(etcd, "live/")
+        self.refused = EtcdMirror(etcd, "refused/")
+        self.places = EtcdMirror(etcd, PLACES)
+        self.locks = EtcdMirror(etcd, "locks/")
         self._nodes, self._watchers_max = nodes, watchers_max
         self._needed = (
             self.topic_mirror,
@@ -247,7 +248,7 @@ class _Pushed:
 
 
 def _follow(
-    mirror: Mirror,
+    mirror: EtcdMirror,
     keys: frozenset[str],
     decoded: dict[str, Value],
     decode: Callable[[bytes], Value],
@@ -263,8 +264,8 @@ def _follow(
 
 
 def _pushed(value: bytes) -> _Pushed:
-    message = pb.WatchGroupResponse(group=pb.Group.FromString(value))
-    return _Pushed(message, group_from_pb(message.group))
+    stored = StoredGroup.FromString(value)
+    return _Pushed(pb.WatchGroupResponse(group=group_to_pb(stored)), group_from_stored(stored))
 
 
 def _decoded(key: str, value: bytes, decode: Callable[[bytes], Value]) -> Value | None:

@@ -1,4 +1,4 @@
-"""Compare-and-swap between replicas: read, decide, write, and again if somebody was faster."""
+"""Compare-and-swap writes to etcd: read, decide, write; retry if another writer was faster."""
 
 from __future__ import annotations
 
@@ -11,53 +11,56 @@ from weakref import WeakValueDictionary
 from batonmq._common.aio import only_error
 from batonmq._common.backoff import Backoff
 from batonmq.errors import Overloaded
-from batonmq_server.runtime.etcd import Compare, Stored
+from batonmq_server.runtime.etcd.session import Compare, KeyValue
 
 TRIES_MAX = 20
 _BACKOFF = Backoff(first_ms=5, delay_ms_max=250)
-Outcome = TypeVar("Outcome")
+Result = TypeVar("Result")
 
 
 class CompareAndSwap:
-    """Lets the calls about one key take turns, so that only other replicas can win a race."""
+    """Repeats attempts to change a key until one is not overtaken by another writer.
+
+    The calls about one key run one after the other, so that only other replicas can overtake.
+    """
 
     def __init__(self, random: Random, *, tries_max: int = TRIES_MAX) -> None:
         self._random, self._tries_max = random, tries_max
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def retried(self, key: str, attempt: Callable[[], Awaitable[Outcome | None]]) -> Outcome:
-        """The first outcome of `attempt` that is not None: a lost race.
+    async def run(self, key: str, attempt: Callable[[], Awaitable[Result | None]]) -> Result:
+        """Return the first result of `attempt` that is not None; None means it was overtaken.
 
         Raises:
-            Overloaded: every try lost.
+            Overloaded: every attempt was overtaken.
         """
-        turn = self._turns.setdefault(key, asyncio.Lock())
-        async with turn:
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
             for failures in range(self._tries_max):
-                outcome = await attempt()
-                if outcome is not None:
-                    return outcome
+                result = await attempt()
+                if result is not None:
+                    return result
                 await asyncio.sleep(_BACKOFF.delay_ms(failures, self._random) / 1000)
         raise Overloaded(
-            f"{key} is changed by others all the time",
+            f"{key} was changed concurrently {self._tries_max} times in a row",
             retry_after_ms=500,
             facts={"limit": self._tries_max},
         )
 
 
-def unchanged(key: str, stored: Stored | None) -> Compare:
-    """The condition that the key is still as it was read."""
+def unchanged(key: str, stored: KeyValue | None) -> Compare:
+    """Return the condition that the key still has the value that was read, or still has none."""
     return Compare(key, mod_revision=stored.mod_revision if stored else 0)
 
 
-async def run_concurrently(calls: Sequence[Callable[[], Awaitable[Outcome]]]) -> list[Outcome]:
-    """The outcomes of calls that run at one time, in order.
+async def run_concurrently(calls: Sequence[Callable[[], Awaitable[Result]]]) -> list[Result]:
+    """Return the results of calls that run at the same time, in order.
 
     Raises:
-        Exception: what the first call that failed raised.
+        Exception: that of the first call that failed.
     """
 
-    async def run(call: Callable[[], Awaitable[Outcome]]) -> Outcome:
+    async def run(call: Callable[[], Awaitable[Result]]) -> Result:
         return await call()
 
     try:

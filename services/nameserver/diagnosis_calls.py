@@ -19,7 +19,7 @@ class DiagnosisCalls:
     topics: TopicCalls
     inspector: QueueInspector
 
-    async def why(self, request: pb.WhyStuckRequest) -> pb.WhyStuckResponse:
+    async def why_stuck(self, request: pb.WhyStuckRequest) -> pb.WhyStuckResponse:
         """See the proto."""
         group = await self.groups.group(request.group)
         if request.topic:

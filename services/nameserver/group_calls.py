@@ -18,6 +18,7 @@ from batonmq_server.nameserver.core.groups import Group, Heartbeat, hash_of
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_proto import (
     group_to_pb,
+    group_to_stored,
     heartbeat_from_pb,
     incarnation_from_pb,
     settings_from_pb,
@@ -44,10 +45,10 @@ class GroupCalls:
     store: GroupStore
     topics: TopicCalls
     sessions: MemberSessions
-    refusals: RefusedClients
-    progress: ProgressDeleter
-    placing: PlacementCalls
-    telemetry: GroupEvents
+    refused: RefusedClients
+    progress_deleter: ProgressDeleter
+    placement: PlacementCalls
+    events: GroupEvents
 
     async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """See the proto."""
@@ -58,11 +59,11 @@ class GroupCalls:
             if verdict is None:
                 verdict = await self._join(heartbeat)
         except BatonError as error:
-            self.telemetry.refused(error)
+            self.events.heartbeat_refused(error)
             raise
         self.sessions.heard(_session(heartbeat))
         group = self.catalog.message(heartbeat.group)
-        self.telemetry.accepted(heartbeat, group.generation if group else 0)
+        self.events.heartbeat_accepted(heartbeat, group.generation if group else 0)
         kind, differences = verdict_to_pb(verdict)
         return pb.HeartbeatResponse(
             group=group,
@@ -123,7 +124,7 @@ class GroupCalls:
         """See the proto."""
         group = await self.group(request.group)
         return pb.DescribeGroupResponse(
-            group=self.catalog.message(group.name), refused=self.refusals.of(group.name)
+            group=self.catalog.message(group.name), refused=self.refused.of_group(group.name)
         )
 
     async def update(self, request: pb.UpdateGroupRequest) -> pb.UpdateGroupResponse:
@@ -131,7 +132,7 @@ class GroupCalls:
         name = check_group(request.group)
         settings = settings_from_pb(request, self.clock.unix_ms())
         self.catalog.check_ready()
-        await self.placing.given_if_possible(name)
+        await self.placement.place_if_possible(name)
         outcome = await self.store.update(name, settings)
         await self.catalog.caught_up(groups=outcome.group_revision)
         assert outcome.group is not None
@@ -146,13 +147,13 @@ class GroupCalls:
                 request.by,
                 request.reason,
             )
-        return pb.UpdateGroupResponse(group=group_to_pb(outcome.group))
+        return pb.UpdateGroupResponse(group=group_to_pb(group_to_stored(outcome.group)))
 
     async def delete(self, request: pb.DeleteGroupRequest) -> pb.DeleteGroupResponse:
         """See the proto."""
         name = check_group(request.group)
         self.catalog.check_ready()
-        revision, queue_count = await self.store.delete(name, self.progress.forget_group)
+        revision, queue_count = await self.store.delete(name, self.progress_deleter.delete_group)
         await self.catalog.caught_up(groups=revision)
         log.info("group deleted group=%s queues=%d", name, queue_count)
         return pb.DeleteGroupResponse(queue_count=queue_count)
@@ -193,14 +194,14 @@ class GroupCalls:
 
     async def _join(self, heartbeat: Heartbeat) -> SubscriptionVerdict:
         await self._check_topics_exist(heartbeat)
-        await self.placing.given_if_possible(heartbeat.group)
+        await self.placement.place_if_possible(heartbeat.group)
         try:
             outcome = await self.store.join(heartbeat)
         except (SubscriptionConflict, ClientIdInUse) as error:
             if isinstance(error, SubscriptionConflict):
-                self.telemetry.conflict(heartbeat, error)
+                self.events.subscription_refused(heartbeat, error)
             log.warning("member refused group=%s error=%s", heartbeat.group, error)
-            await self.refusals.note(heartbeat, error)
+            await self.refused.record(heartbeat, error)
             raise
         await self.catalog.caught_up(groups=outcome.group_revision, live=outcome.live_revision)
         assert outcome.verdict is not None

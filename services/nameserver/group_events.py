@@ -1,18 +1,15 @@
-"""What the nameserver tells of itself: Prometheus metrics and events."""
+"""Events of groups and their members: counted, logged and published to the metrics stream."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.rpc import differences_to_pb
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError, SubscriptionConflict
-from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.differences import longest_member
 from batonmq_server.nameserver.core.groups import (
     Group,
@@ -22,115 +19,54 @@ from batonmq_server.nameserver.core.groups import (
     hash_of,
 )
 from batonmq_server.nameserver.group_requests import GroupChange
+from batonmq_server.nameserver.metrics import MembershipMetrics
 
 log = logging.getLogger(__name__)
 
 MOVES_MAX = 1_000
-"""Queues in one event that change hands; more are told in several."""
+"""Queue moves in one Rebalanced event; a larger rebalance is published as several events."""
 
 
 class GroupEvents:
-    """Counts and publishes; the replica that made a change is the one that tells of it.
+    """Counts, logs and publishes; the replica that makes a change is the one that reports it.
 
     Args:
-        member_lease_ms: A member that expires was silent for so long, at least.
+        member_lease_ms: Minimum time without heartbeat of a member that expires.
     """
 
-    def __init__(
-        self, registry: CollectorRegistry, hub: EventHub, catalog: Catalog, member_lease_ms: int
-    ) -> None:
-        self._hub, self._member_lease_ms = hub, member_lease_ms
-        gauges = {
-            "topics": ("Topics.", lambda: len(catalog.topics)),
-            "shrinking_topics": (
-                "Topics with queues that go once they are read.",
-                lambda: sum(topic.shrinking for topic in list(catalog.topics.values())),
-            ),
-            "groups": (
-                "Consumer groups, those without members included.",
-                lambda: len(catalog.groups),
-            ),
-            "differing_members": (
-                "Members that ask for another subscription than their group has.",
-                lambda: sum(
-                    m.differs for group in list(catalog.groups.values()) for m in group.members
-                ),
-            ),
-            "draining_groups": (
-                "Groups whose queues are being given back for a new subscription.",
-                lambda: sum(group.draining for group in list(catalog.groups.values())),
-            ),
-            "paused_groups": (
-                "Groups that an operator has paused.",
-                lambda: sum(group.pause is not None for group in list(catalog.groups.values())),
-            ),
-            "refused_clients": (
-                "Clients that are refused at this time.",
-                lambda: len(catalog.refused.values),
-            ),
-            "members": ("Live members of all groups.", lambda: len(catalog.live.values)),
-            "watchers": ("Open watches of routes and groups.", lambda: catalog.watcher_count),
-        }
-        for name, (help_text, read) in gauges.items():
-            Gauge(f"baton_nameserver_{name}", help_text, registry=registry).set_function(read)
-        self._heartbeats = Counter(
-            "baton_nameserver_heartbeats", "Heartbeats accepted.", registry=registry
-        )
-        self._rejections = Counter(
-            "baton_nameserver_rejections",
-            "Heartbeats refused, by reason.",
-            ("reason",),
-            registry=registry,
-        )
-        self._expiries = Counter(
-            "baton_nameserver_expiries", "Members removed for silence.", registry=registry
-        )
-        self._broken_sessions = Counter(
-            "baton_nameserver_broken_sessions",
-            "Members removed because their connection broke.",
-            registry=registry,
-        )
-        self._subscription_changes = Counter(
-            "baton_nameserver_subscription_changes",
-            "Subscriptions of groups that were changed, by policy.",
-            ("policy",),
-            registry=registry,
-        )
-        self._replacements = Counter(
-            "baton_nameserver_replacements",
-            "Those that were changed against the will of other members: messages are lost there.",
-            registry=registry,
-        )
+    def __init__(self, metrics: MembershipMetrics, hub: EventHub, *, member_lease_ms: int) -> None:
+        self._metrics, self._hub, self._member_lease_ms = metrics, hub, member_lease_ms
 
-    def accepted(self, heartbeat: Heartbeat, generation: int) -> None:
-        """A heartbeat was accepted, in a group of that generation."""
-        self._heartbeats.inc()
+    def heartbeat_accepted(self, heartbeat: Heartbeat, generation: int) -> None:
+        """Report an accepted heartbeat; `generation` is the group's."""
+        self._metrics.count_heartbeat()
         if self._hub.watched:
             seen = pb.MemberSeen(client_id=heartbeat.client_id, generation=generation)
-            self._hub.publish(pb.MetricEvent(queue=_of(heartbeat.group), member_seen=seen))
+            self._hub.publish(pb.MetricEvent(queue=_group_key(heartbeat.group), member_seen=seen))
 
-    def refused(self, error: BatonError) -> None:
-        """A heartbeat was refused."""
-        self._rejections.labels(error.reason).inc()
+    def heartbeat_refused(self, error: BatonError) -> None:
+        """Report a refused heartbeat."""
+        self._metrics.count_refused_heartbeat(error.reason)
 
-    def conflict(self, heartbeat: Heartbeat, error: SubscriptionConflict) -> None:
-        """A heartbeat disagreed with its group."""
+    def subscription_refused(self, heartbeat: Heartbeat, error: SubscriptionConflict) -> None:
+        """Report a heartbeat that was refused because its subscription differs from the group's."""
         refused = pb.SubscriptionRefused(
             group=heartbeat.group,
             client_id=heartbeat.client_id,
             differences=differences_to_pb(error.differences),
         )
-        self._hub.publish(pb.MetricEvent(queue=_of(heartbeat.group), subscription_refused=refused))
+        key = _group_key(heartbeat.group)
+        self._hub.publish(pb.MetricEvent(queue=key, subscription_refused=refused))
 
     def session_broken(self, group: str, client_id: str, silent_ms: int, generation: int) -> None:
-        """A member was removed because its connection broke."""
-        self._broken_sessions.inc()
-        self._expired(group, client_id, silent_ms, generation)
+        """Report a member that was removed because its connection broke."""
+        self._metrics.count_broken_session()
+        self._publish_expired(group, client_id, silent_ms, generation)
 
     def group_changed(self, change: GroupChange) -> None:
-        """A record was written here."""
+        """Report a group record that this replica has written."""
         group = change.group
-        self._expiries.inc(len(change.expired))
+        self._metrics.count_expired_members(len(change.expired))
         log.info(
             "group changed group=%s generation=%d members=%d joined=%s left=%s",
             group.name,
@@ -147,29 +83,28 @@ class GroupEvents:
                 ",".join(f"{m.client_id}@{m.host}" for m in change.expired),
             )
         for member in change.expired:
-            self._expired(group.name, member.client_id, self._member_lease_ms, group.generation)
+            self._publish_expired(
+                group.name, member.client_id, self._member_lease_ms, group.generation
+            )
         changed = pb.GroupChanged(
             group=group.name, generation=group.generation, member_count=len(group.members)
         )
-        self._hub.publish(pb.MetricEvent(queue=_of(group.name), group_changed=changed))
+        key = _group_key(group.name)
+        self._hub.publish(pb.MetricEvent(queue=key, group_changed=changed))
         if self._hub.watched:
-            for event in _rebalanced(change.before, group):
+            for event in _rebalance_events(change.before, group):
                 self._hub.publish(event)
         before = change.before.subscription_generation if change.before else 0
         if group.subscription_generation != before:
             self._subscription_changed(change)
 
-    def _expired(self, group: str, client_id: str, silent_ms: int, generation: int) -> None:
-        expired = pb.MemberExpired(client_id=client_id, silent_ms=silent_ms, generation=generation)
-        self._hub.publish(pb.MetricEvent(queue=_of(group), member_expired=expired))
-
     def _subscription_changed(self, change: GroupChange) -> None:
         group = change.group
-        self._subscription_changes.labels(group.policy.value).inc()
+        self._metrics.count_subscription_change(group.policy.value)
         client_id = _author(change)
         differences = change.replaced.get(client_id, ())
         if group.policy is SubscriptionPolicy.WARN and differences:
-            self._replacements.inc()
+            self._metrics.count_replacement()
             log.warning(
                 "subscription replaced group=%s subscription_generation=%d client_id=%s",
                 group.name,
@@ -182,23 +117,31 @@ class GroupEvents:
             client_id=client_id,
             differences=differences_to_pb(differences),
         )
-        self._hub.publish(pb.MetricEvent(queue=_of(group.name), subscription_changed=changed))
+        key = _group_key(group.name)
+        self._hub.publish(pb.MetricEvent(queue=key, subscription_changed=changed))
+
+    def _publish_expired(self, group: str, client_id: str, silent_ms: int, generation: int) -> None:
+        expired = pb.MemberExpired(client_id=client_id, silent_ms=silent_ms, generation=generation)
+        self._hub.publish(pb.MetricEvent(queue=_group_key(group), member_expired=expired))
 
 
 def _author(change: GroupChange) -> str:
-    """Client id of a member that asks for what the group has; if known, of who made it so."""
+    """Return the client id of the member that changed the subscription.
+
+    If it is unknown, that of the longest member with the group's subscription.
+    """
     group = change.group
     if change.replaced:
         return [*change.replaced][-1]
     return longest_member(group.members, hash_of(group.terms.subscriptions))
 
 
-def _of(group: str) -> queue_pb2.GroupQueue:
+def _group_key(group: str) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(group=group)
 
 
-def _rebalanced(before: Group | None, group: Group) -> Iterator[pb.MetricEvent]:
-    """The queues that were dealt to others than before; nothing if none was."""
+def _rebalance_events(before: Group | None, group: Group) -> Iterator[pb.MetricEvent]:
+    """Yield the events of the queues that are assigned to other members than before."""
     if before is not None and before.assignments == group.assignments:
         return
     old, new = assigned_members(before) if before else {}, assigned_members(group)
@@ -226,4 +169,4 @@ def _rebalanced(before: Group | None, group: Group) -> Iterator[pb.MetricEvent]:
             queue_count=len(new),
             moves=moves,
         )
-        yield pb.MetricEvent(queue=_of(group.name), rebalanced=rebalanced)
+        yield pb.MetricEvent(queue=_group_key(group.name), rebalanced=rebalanced)

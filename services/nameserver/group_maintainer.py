@@ -26,15 +26,15 @@ class GroupMaintainer:
     """Watches live keys vanish, queues lose their owner, and topics change.
 
     Args:
-        sweep_ms: All groups are looked at at the start and at least so often, for what happened
+        check_interval_ms: All groups are looked at at the start and so often, for what happened
             while this replica was away.
     """
 
     def __init__(
-        self, catalog: Catalog, store: GroupStore, random: Random, *, sweep_ms: int
+        self, catalog: Catalog, store: GroupStore, random: Random, *, check_interval_ms: int
     ) -> None:
         self._catalog, self._store = catalog, store
-        self._random, self._sweep_ms = random, sweep_ms
+        self._random, self._check_interval_ms = random, check_interval_ms
         self._suspects: set[str] = set()
         self._noticed = asyncio.Event()
         catalog.live.on_change.append(self._live_changed)
@@ -56,7 +56,7 @@ class GroupMaintainer:
         while True:
             self._suspect({name for name in self._catalog.groups if self._is_due(name)})
             self._suspect({name for name in self._catalog.groups if self._has_dead(name)})
-            await asyncio.sleep(self._sweep_ms / 1000)
+            await asyncio.sleep(self._check_interval_ms / 1000)
 
     def _live_changed(self, keys: frozenset[str]) -> None:
         gone = frozenset(key for key in keys if key not in self._catalog.live.values)
@@ -108,7 +108,7 @@ class GroupMaintainer:
         while self._suspects:
             group = self._suspects.pop()
             try:
-                await self._store.tend(group)
+                await self._store.maintain(group)
                 failures = 0
             except (NoQuorum, Overloaded) as error:
                 log.warning("group not tended yet group=%s error=%s", group, error)

@@ -1,4 +1,4 @@
-"""Groups: protobuf to the core's values and back."""
+"""Protobuf messages of groups and heartbeats, to the values of the core and back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
+from baton.nameserver.v1.stored_refused_client_pb2 import StoredRefusedClient
 from batonmq._common.rpc import differences_to_pb, error_to_pb
 from batonmq._core.names import check_client_id, check_group, check_host, check_topic
 from batonmq._core.subscription import parse_filter
@@ -65,10 +68,10 @@ _STRATEGIES: Mapping[int, AssignmentStrategy | None] = {
 }
 
 
-def group_to_pb(group: Group) -> pb.Group:
-    """As sent, and as it stands in etcd."""
+def group_to_stored(group: Group) -> StoredGroup:
+    """Return the group as stored in etcd."""
     staged = group.staged
-    return pb.Group(
+    return StoredGroup(
         name=group.name,
         generation=group.generation,
         members=[_member_to_pb(member) for member in group.members],
@@ -84,7 +87,7 @@ def group_to_pb(group: Group) -> pb.Group:
             pb.TopicAssignment(
                 topic=topic.topic,
                 brokers=[
-                    pb.BrokerAssignment(broker=part.broker, owners=part.owners)
+                    pb.BrokerAssignment(broker=part.broker, member_numbers=part.member_numbers)
                     for part in topic.brokers
                 ],
             )
@@ -109,20 +112,12 @@ def group_to_pb(group: Group) -> pb.Group:
     )
 
 
-def gate_of(group: Group) -> pb.Gate:
-    """What the other services have to know of the group."""
-    return pb.Gate(
-        subscription_generation=group.subscription_generation,
-        model=_model_to_pb(group),
-        ownership=_ownership_to_pb(group),
-        bound=group.policy is not SubscriptionPolicy.WARN,
-        draining=group.draining,
-        pause=_pause_to_pb(group.pause),
-    )
+def group_from_stored(group: StoredGroup) -> Group:
+    """Return the group of a record in etcd; the inverse of `group_to_stored`.
 
-
-def group_from_pb(group: pb.Group) -> Group:
-    """Inverse of `group_to_pb`."""
+    Raises:
+        KeyError: an enum value of the record is unknown.
+    """
     staged, pause = group.staged, group.pause
     return Group(
         name=group.name,
@@ -152,7 +147,10 @@ def group_from_pb(group: pb.Group) -> Group:
         assignments=tuple(
             TopicAssignment(
                 topic.topic,
-                tuple(BrokerAssignment(part.broker, tuple(part.owners)) for part in topic.brokers),
+                tuple(
+                    BrokerAssignment(part.broker, tuple(part.member_numbers))
+                    for part in topic.brokers
+                ),
             )
             for topic in group.assignments
         ),
@@ -175,11 +173,44 @@ def group_from_pb(group: pb.Group) -> Group:
     )
 
 
+def group_to_pb(group: StoredGroup) -> pb.Group:
+    """Return the group of a record in etcd as the message of the contract."""
+    return pb.Group(
+        name=group.name,
+        generation=group.generation,
+        members=group.members,
+        subscriptions=group.subscriptions,
+        subscription_generation=group.subscription_generation,
+        model=group.model,
+        consume_from=group.consume_from,
+        orderly=group.orderly,
+        policy=group.policy,
+        ownership=group.ownership,
+        strategy=group.strategy,
+        assignments=group.assignments,
+        staged=group.staged if group.HasField("staged") else None,
+        pause=group.pause if group.HasField("pause") else None,
+        beginnings=group.beginnings,
+    )
+
+
+def gate_of(group: Group) -> StoredGate:
+    """Return what the other services need to know of the group."""
+    return StoredGate(
+        subscription_generation=group.subscription_generation,
+        model=_model_to_pb(group),
+        ownership=_ownership_to_pb(group),
+        bound=group.policy is not SubscriptionPolicy.WARN,
+        draining=group.draining,
+        pause=_pause_to_pb(group.pause),
+    )
+
+
 def heartbeat_from_pb(request: pb.HeartbeatRequest) -> Heartbeat:
-    """The heartbeat in canonical form.
+    """Return the heartbeat, its subscription in canonical form.
 
     Raises:
-        InvalidArgument, InvalidName, LimitExceeded, BadExpression: as the proto says.
+        InvalidArgument, InvalidName, LimitExceeded, BadExpression: a field is invalid.
     """
     client_id, incarnation_id = incarnation_from_pb(request.incarnation)
     return Heartbeat(
@@ -198,17 +229,19 @@ def heartbeat_from_pb(request: pb.HeartbeatRequest) -> Heartbeat:
 
 
 def settings_from_pb(request: pb.UpdateGroupRequest, now_unix_ms: int) -> GroupSettings:
-    """What is to be changed.
+    """Return the settings to change.
 
     Raises:
-        InvalidArgument, LimitExceeded: as the proto says.
+        InvalidArgument, LimitExceeded: a field of the request is invalid.
     """
     paused = request.paused if request.HasField("paused") else None
     by = _text("by", request.by, BY_CHARACTERS_MAX)
     reason = _text("reason", request.reason, REASON_CHARACTERS_MAX)
     if paused is not None and not by:
         raise InvalidArgument(
-            "by is empty", remedy="Say who pauses or resumes the group.", facts={"field": "by"}
+            "by is required",
+            remedy="Name the operator that pauses or resumes the group.",
+            facts={"field": "by"},
         )
     return GroupSettings(
         policy=enum_value("policy", request.policy, _POLICIES),
@@ -219,9 +252,11 @@ def settings_from_pb(request: pb.UpdateGroupRequest, now_unix_ms: int) -> GroupS
     )
 
 
-def refused_to_pb(heartbeat: Heartbeat, error: BatonError, since_unix_ms: int) -> pb.RefusedClient:
-    """The refusal of a heartbeat, as it stands in etcd."""
-    return pb.RefusedClient(
+def refused_to_stored(
+    heartbeat: Heartbeat, error: BatonError, since_unix_ms: int
+) -> StoredRefusedClient:
+    """Return the refusal of a heartbeat as stored in etcd."""
+    return StoredRefusedClient(
         incarnation=queue_pb2.Incarnation(
             client_id=heartbeat.client_id, incarnation_id=heartbeat.incarnation_id
         ),
@@ -231,27 +266,37 @@ def refused_to_pb(heartbeat: Heartbeat, error: BatonError, since_unix_ms: int) -
     )
 
 
+def refused_to_pb(client: StoredRefusedClient) -> pb.RefusedClient:
+    """Return a refused client in etcd as the message of the contract."""
+    return pb.RefusedClient(
+        incarnation=client.incarnation,
+        host=client.host,
+        error=client.error,
+        since_unix_ms=client.since_unix_ms,
+    )
+
+
 def verdict_to_pb(
     verdict: SubscriptionVerdict,
-) -> tuple[pb.Verdict.ValueType, list[error_pb2.SubscriptionDifference]]:
-    """The kind of verdict, and the differences."""
+) -> tuple[pb.SubscriptionVerdict.ValueType, list[error_pb2.SubscriptionDifference]]:
+    """Return the verdict and its differences as the values of the contract."""
     return (
-        pb.Verdict.Value(f"VERDICT_{verdict.kind.value}"),
+        pb.SubscriptionVerdict.Value(f"SUBSCRIPTION_VERDICT_{verdict.kind.value}"),
         differences_to_pb(verdict.differences),
     )
 
 
 def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> tuple[str, int]:
-    """Client id and incarnation id.
+    """Return the client id and the incarnation id.
 
     Raises:
-        InvalidName: the client id is not allowed.
+        InvalidName: the client id is malformed.
         InvalidArgument: the incarnation id is missing.
     """
     client_id = check_client_id(incarnation.client_id)
     if not incarnation.incarnation_id:
         raise InvalidArgument(
-            "incarnation_id is 0",
+            "incarnation_id is required, got 0",
             remedy="Draw a random number other than 0 at process start.",
             facts={"field": "incarnation_id"},
         )
@@ -261,7 +306,7 @@ def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> tuple[str, int]:
 def _checked_subscriptions(asked: Sequence[pb.Subscription]) -> Subscriptions:
     if not asked:
         raise InvalidArgument(
-            "subscriptions is empty",
+            "subscriptions is required",
             remedy=f"Subscribe to 1 to {SUBSCRIPTIONS_MAX} topics.",
             facts={"field": "subscriptions"},
         )
@@ -324,7 +369,11 @@ def _subscriptions_from_pb(subscriptions: Sequence[pb.Subscription]) -> Subscrip
 
 
 def _text(field: str, text: str, characters_max: int) -> str:
-    """`text`, if it is fit to be shown to people."""
+    """Return `text` if it is short enough and printable.
+
+    Raises:
+        InvalidArgument, LimitExceeded: it is not.
+    """
     if len(text) > characters_max:
         raise LimitExceeded(
             f"{field} has {len(text)} characters; the limit is {characters_max}",

@@ -1,9 +1,9 @@
 """Groups in etcd: read, decide, write if nothing changed meanwhile.
 
-    groups/<name>                   nameserver.v1.Group: members, terms, settings, assignments
-    gates/<name>                    nameserver.v1.Gate: what the other services have to know of it
+    groups/<name>                   nameserver.v1.StoredGroup: members, terms, settings, assignments
+    gates/<name>                    nameserver.v1.StoredGate: what the other services need to know
     live/<group>/<client_id>        incarnation id, decimal, under the member's own lease
-    refused/<group>/<client_id>     nameserver.v1.RefusedClient, under a lease (see `refusals`)
+    refused/<group>/<client_id>     nameserver.v1.StoredRefusedClient, with a lease
 
 The record is the lock: whoever writes a gate or a live key writes the record too, and every write
 compares the record. So what was decided by a record and live keys read after it is written only
@@ -24,7 +24,7 @@ from itertools import islice
 from google.protobuf.message import DecodeError
 
 from baton.lockmgr.v1 import stored_lock_pb2
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq.errors import (
     BatonError,
     GroupNotFound,
@@ -41,7 +41,7 @@ from batonmq_server.nameserver.core.group_transaction import (
 )
 from batonmq_server.nameserver.core.groups import Group, Heartbeat
 from batonmq_server.nameserver.core.topics import Topic
-from batonmq_server.nameserver.group_proto import gate_of, group_from_pb, group_to_pb
+from batonmq_server.nameserver.group_proto import gate_of, group_from_stored, group_to_stored
 from batonmq_server.nameserver.group_requests import (
     GroupChange,
     GroupOutcome,
@@ -49,7 +49,7 @@ from batonmq_server.nameserver.group_requests import (
     GroupWrite,
 )
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 
 BATCH_MAX = 32
 """Calls about one group that one transaction answers. Each may need three of etcd's 128 steps."""
@@ -75,13 +75,13 @@ class GroupStore:
     def __init__(
         self,
         etcd: EtcdSession,
-        turns: CompareAndSwap,
+        swap: CompareAndSwap,
         topics: TopicStore,
         *,
         member_lease_ms: int,
         on_change: Callable[[GroupChange], None],
     ) -> None:
-        self._etcd, self._turns, self._topics = etcd, turns, topics
+        self._etcd, self._swap, self._topics = etcd, swap, topics
         self._member_lease_ms, self._on_change = member_lease_ms, on_change
         self._waiting: dict[str, list[GroupRequest]] = defaultdict(list)
 
@@ -90,7 +90,7 @@ class GroupStore:
         stored = await self._etcd.get(self._etcd.key("groups", name))
         return (_decoded(stored), stored.mod_revision) if stored else None
 
-    async def refresh(self, live: Stored) -> bool:
+    async def refresh(self, live: KeyValue) -> bool:
         """Start the lease of a live key anew; False if it has ended."""
         return await self._etcd.attach(live.lease_id).refresh()
 
@@ -107,7 +107,7 @@ class GroupStore:
         if outcome.change is None or not outcome.change.group.draining:
             return outcome
         with contextlib.suppress(NoQuorum, Overloaded):  # it is a member, whatever comes now
-            tended = await self.tend(heartbeat.group)
+            tended = await self.maintain(heartbeat.group)
             if tended.group is not None and tended.group.member(heartbeat.client_id):
                 return replace(
                     outcome,
@@ -131,7 +131,7 @@ class GroupStore:
         """
         return await self._asked(group, GroupRequest(lambda ledger: ledger.update(settings)))
 
-    async def tend(self, group: str) -> GroupOutcome:
+    async def maintain(self, group: str) -> GroupOutcome:
         """Do what is due: take out the dead, end a drain that is done, deal out queues anew."""
         return await self._asked(group, GroupRequest(lambda _: None, tends=True))
 
@@ -159,7 +159,7 @@ class GroupStore:
                 compare=[unchanged(key, view.stored)], delete=[key, self._etcd.key("gates", name)]
             )
 
-        revision = await self._turns.retried(f"groups/{name}", attempt)
+        revision = await self._swap.run(f"groups/{name}", attempt)
         count = await forget(name)
         if not revision and not count:
             raise group_not_found(name)
@@ -170,7 +170,7 @@ class GroupStore:
         waiting = self._waiting[name]
         waiting.append(ask)
         try:
-            await self._turns.retried(f"groups/{name}", partial(self._attempt, name, ask))
+            await self._swap.run(f"groups/{name}", partial(self._attempt, name, ask))
         finally:
             waiting.remove(ask)
             if not waiting:
@@ -229,7 +229,7 @@ class GroupStore:
     async def _write(self, view: _View, after: Group, accepted: list[str]) -> GroupWrite:
         """Write the record, and the keys that change with it, if the record is as it was read."""
         ledger, name, key = view.ledger, view.name, self._etcd.key
-        value = group_to_pb(after).SerializeToString()
+        value = group_to_stored(after).SerializeToString()
         if len(value) > RECORD_BYTES_MAX:
             raise LimitExceeded(
                 f"the record of group {name} would have {len(value)} bytes; "
@@ -344,9 +344,9 @@ class _View:
     """A group and its live keys by client id, as read for one decision."""
 
     name: str
-    stored: Stored | None
+    stored: KeyValue | None
     group: Group | None
-    live: Mapping[str, Stored]
+    live: Mapping[str, KeyValue]
     ledger: GroupTransaction
 
     @property
@@ -354,8 +354,8 @@ class _View:
         return self.stored.mod_revision if self.stored else 0
 
 
-def _decoded(stored: Stored) -> Group:
+def _decoded(stored: KeyValue) -> Group:
     try:
-        return group_from_pb(pb.Group.FromString(stored.value))
+        return group_from_stored(StoredGroup.FromString(stored.value))
     except (DecodeError, KeyError) as error:
         raise Internal(f"etcd has an unreadable value of {stored.key}") from error

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq._core.queues import QueueRef
+from batonmq._core.queues import GroupQueue, QueueRef
 from batonmq.errors import DataLoss
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.assignment import AssignableQueue
-from batonmq_server.nameserver.core.diagnosis import SILENT_MS, Finding, diagnose
+from batonmq_server.nameserver.core.diagnosis import SILENT_MS, QueueDiagnosis, diagnose
 from batonmq_server.nameserver.core.evidence import (
     DamagedMessage,
     ExcludedClient,
@@ -37,7 +37,7 @@ from batonmq_server.nameserver.core.evidence import (
 )
 from batonmq_server.nameserver.core.groups import Group, assigned_members
 from batonmq_server.nameserver.diagnosis_proto import refused_from_pb
-from batonmq_server.nameserver.queue_queries import Key, MessageStamp, QueryResult, QueueQueries
+from batonmq_server.nameserver.queue_queries import MessageStamp, QueryResult, QueueQueries
 
 LOOK_AGAIN_MS = 1_000
 """Time between two looks at queues that were never looked at: do they move?"""
@@ -55,19 +55,6 @@ class GroupQueues:
 
     group: Group
     queues: tuple[QueueRef, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class QueueDiagnosis:
-    """What is known of a queue, and what follows."""
-
-    evidence: QueueEvidence
-    finding: Finding
-
-    @property
-    def key(self) -> Key:
-        """The queue as the group sees it."""
-        return _key(self.evidence)
 
 
 @dataclass(slots=True)
@@ -94,7 +81,7 @@ class _Seen:
 class _Survey:
     """What a few questions tell of all queues."""
 
-    locks: QueryResult[dict[Key, LockEvidence]]
+    locks: QueryResult[dict[GroupQueue, LockEvidence]]
     progress: Mapping[str, QueryResult[dict[QueueRef, ProgressEvidence]]]
     logs: Mapping[QueueRef, QueryResult[LogExtent]]
 
@@ -115,7 +102,7 @@ class QueueInspector:
     ) -> None:
         self._catalog, self._refused = catalog, refused
         self._questions, self._clock = questions, clock
-        self._seen: dict[Key, _Seen] = {}
+        self._seen: dict[GroupQueue, _Seen] = {}
 
     def queues_of(self, group: Group) -> tuple[QueueRef, ...]:
         """All queues of the topics that the group subscribes to, ascending."""
@@ -144,7 +131,7 @@ class QueueInspector:
         fresh_ms = self._clock.monotonic_ms() - FRESH_MS
         known = {key for key, seen in self._seen.items() if seen.looked_ms >= fresh_ms}
         found = await self._look(targets)
-        if patient and any(e.lag_count > 0 and e.owner and _key(e) not in known for e in found):
+        if patient and any(e.lag_count > 0 and e.owner and e.key not in known for e in found):
             await asyncio.sleep(LOOK_AGAIN_MS / 1000)
             found = await self._look(targets)
         detailed = await self._details(found)
@@ -196,7 +183,7 @@ class QueueInspector:
             topic = self._catalog.topics.get(queue.topic)
             progress = (counted.value or {}).get(queue)
             topic_id = topic.topic_id if topic else 0
-            seen = self._saw((group.name, queue), topic_id, progress) if progress else None
+            seen = self._saw(_key(group.name, queue), topic_id, progress) if progress else None
             yield QueueEvidence(
                 group=state,
                 topic=queue.topic,
@@ -205,7 +192,7 @@ class QueueInspector:
                 permission=topic.permission if topic else "READ_WRITE",
                 expression=filters.get(queue.topic),
                 assigned=dealt.get(AssignableQueue(queue.topic, queue.broker, queue.queue_id), ""),
-                lock=locks.get((group.name, queue)) if owned else None,
+                lock=locks.get(_key(group.name, queue)) if owned else None,
                 lock_error=survey.locks.error if owned else "",
                 progress=progress,
                 progress_error=counted.error,
@@ -215,7 +202,7 @@ class QueueInspector:
                 moved=seen.moved if seen else False,
             )
 
-    def _saw(self, key: Key, topic_id: int, progress: ProgressEvidence) -> _Seen:
+    def _saw(self, key: GroupQueue, topic_id: int, progress: ProgressEvidence) -> _Seen:
         """Remember the progress of a queue, and say how it went on."""
         now_ms, committed_offset = self._clock.monotonic_ms(), progress.committed_offset
         seen = self._seen.get(key)
@@ -240,7 +227,7 @@ class QueueInspector:
         return [asked[i].result() if i in asked else e for i, e in enumerate(found)]
 
     async def _detailed(self, e: QueueEvidence) -> QueueEvidence:
-        queue = _key(e)[1]
+        queue = e.queue
         e = await self._with_head(e, queue)
         if _lock_matters(e):
             described = await self._questions.lock(e.group.name, queue)
@@ -256,7 +243,7 @@ class QueueInspector:
 
         It is at least as old as our knowledge of it, whatever the wall clock of its broker says.
         """
-        seen = self._seen.get(_key(e))
+        seen = self._seen.get(e.key)
         stamp = seen.head if seen is not None else None
         if stamp is None or stamp.offset != e.head_offset:
             answer = await self._questions.message_at(queue, e.head_offset)
@@ -332,5 +319,5 @@ def _lock_matters(e: QueueEvidence) -> bool:
     return phantom or e.lock.lease_age_ms >= SILENT_MS
 
 
-def _key(e: QueueEvidence) -> Key:
-    return e.group.name, QueueRef(e.topic, e.broker, e.queue_id)
+def _key(group: str, queue: QueueRef) -> GroupQueue:
+    return GroupQueue(group, queue.topic, queue.broker, queue.queue_id)

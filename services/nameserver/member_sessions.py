@@ -21,7 +21,7 @@ from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.member_silence import Silence, next_look_ms, silence_of
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_store import GroupStore
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ class MemberSessions:
         etcd: EtcdSession,
         catalog: Catalog,
         store: GroupStore,
-        telemetry: GroupEvents,
+        events: GroupEvents,
         *,
         grace_ms: int,
     ) -> None:
         self._etcd, self._catalog, self._store = etcd, catalog, store
-        self._telemetry, self._grace_ms = telemetry, grace_ms
+        self._events, self._grace_ms = events, grace_ms
         self._open: Counter[SessionKey] = Counter()
         self._broken: dict[SessionKey, tuple[int, int]] = {}
         self._heard: dict[SessionKey, int] = {}  # of those that are open, or broken
@@ -129,7 +129,7 @@ class MemberSessions:
         if outcome.left:
             silent_ms = self._etcd.clock.monotonic_ms() - broken_ms
             generation = outcome.group.generation if outcome.group else 0
-            self._telemetry.session_broken(key.group, key.client_id, silent_ms, generation)
+            self._events.session_broken(key.group, key.client_id, silent_ms, generation)
             log.warning(
                 "member removed, its session broke group=%s client_id=%s", key.group, key.client_id
             )

@@ -1,6 +1,6 @@
 """Which offsets replica set keeps which group: chosen once, written to etcd, moved by an operator.
 
-    places/<group>      nameserver.v1.Place
+    places/<group>      nameserver.v1.StoredPlacement
 
 A new group goes to the set with the highest score of a hash of both (rendezvous hashing). What
 was chosen stands in etcd, so nobody computes it again: a set that is added gets new groups, and old
@@ -12,14 +12,19 @@ from __future__ import annotations
 import logging
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq._core.keyed_queues import highest
+from batonmq._core.keyed_queues import index_of_highest
 from batonmq._core.names import check_group, check_offsets_set
 from batonmq.errors import GroupMoving, OffsetsUnreachable, SetNotFound
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.nameserver.group_store import GroupStore, group_not_found
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
-from batonmq_server.runtime.places import PREFIX, Place, Places, place_of
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    GroupPlacements,
+    decode_placement,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +39,21 @@ class PlacementCalls:
     def __init__(
         self,
         etcd: EtcdSession,
-        turns: CompareAndSwap,
+        swap: CompareAndSwap,
         catalog: Catalog,
-        places: Places,
+        places: GroupPlacements,
         store: GroupStore,
     ) -> None:
-        self._etcd, self._turns, self._catalog = etcd, turns, catalog
+        self._etcd, self._swap, self._catalog = etcd, swap, catalog
         self._places, self._store = places, store
 
     async def locate(self, request: pb.LocateGroupRequest) -> pb.LocateGroupResponse:
         """See the proto."""
         group = check_group(request.group)
         self._catalog.check_ready()
-        return pb.LocateGroupResponse(place=_place_pb(await self.place(group)))
+        return pb.LocateGroupResponse(placement=_place_pb(await self.place(group)))
 
-    async def place(self, group: str) -> Place:
+    async def place(self, group: str) -> GroupPlacement:
         """The place of a group; one that has none gets it.
 
         Raises:
@@ -58,7 +63,7 @@ class PlacementCalls:
         known = self._places.get(group)
         return known if known is not None else (await self._given(group))[0]
 
-    async def given_if_possible(self, group: str) -> None:
+    async def place_if_possible(self, group: str) -> None:
         """As `place`, of a group that is about to be created; without a set it waits."""
         try:
             await self.place(group)
@@ -73,18 +78,18 @@ class PlacementCalls:
         if self._places.get(group) is None and await self._store.read(group) is None:
             raise group_not_found(group)
 
-        async def attempt() -> tuple[Place, Place, int] | None:
+        async def attempt() -> tuple[GroupPlacement, GroupPlacement, int] | None:
             before, stored = await self._given(group)
             after = self._after(group, before, wanted)
             if after == before or request.dry_run:
                 return before, after, 0
-            key = PREFIX + group
+            key = PLACEMENTS_PREFIX + group
             revision = await self._etcd.txn(
                 compare=[unchanged(key, stored)], put=[Put(key, after.encode())]
             )
             return (before, after, revision) if revision is not None else None
 
-        before, after, revision = await self._turns.retried(PREFIX + group, attempt)
+        before, after, revision = await self._swap.run(PLACEMENTS_PREFIX + group, attempt)
         if revision:
             await self._catalog.caught_up(places=revision)
             log.info(
@@ -94,9 +99,9 @@ class PlacementCalls:
                 after.from_set,
                 after.offsets_set,
             )
-        return pb.MoveGroupResponse(before=_place_pb(before), place=_place_pb(after))
+        return pb.MoveGroupResponse(before=_place_pb(before), placement=_place_pb(after))
 
-    def _after(self, group: str, before: Place, wanted: str) -> Place:
+    def _after(self, group: str, before: GroupPlacement, wanted: str) -> GroupPlacement:
         """Where a group is after a move to `wanted`, or to where a new one would be.
 
         Raises:
@@ -123,16 +128,16 @@ class PlacementCalls:
                     "move": before.move,
                 },
             )
-        return Place(to_set, before.move + 1, before.offsets_set)
+        return GroupPlacement(to_set, before.move + 1, before.offsets_set)
 
-    async def _given(self, group: str) -> tuple[Place, Stored]:
+    async def _given(self, group: str) -> tuple[GroupPlacement, KeyValue]:
         """The place as etcd has it now; one is chosen if there is none."""
-        key = PREFIX + group
+        key = PLACEMENTS_PREFIX + group
         while True:
             stored = await self._etcd.get(key)
             if stored is not None:
-                return place_of(stored), stored
-            chosen = Place(self._chosen(group))
+                return decode_placement(stored), stored
+            chosen = GroupPlacement(self._chosen(group))
             if await self._etcd.txn(
                 compare=[unchanged(key, None)], put=[Put(key, chosen.encode())]
             ):
@@ -147,8 +152,8 @@ class PlacementCalls:
         known = sorted(self._places.registered())
         if not known:
             raise OffsetsUnreachable("no node of offsets is registered", retry_after_ms=500)
-        return known[highest(group, known)]
+        return known[index_of_highest(group, known)]
 
 
-def _place_pb(place: Place) -> pb.Place:
-    return pb.Place(offsets_set=place.offsets_set, move=place.move, from_set=place.from_set)
+def _place_pb(place: GroupPlacement) -> pb.Placement:
+    return pb.Placement(offsets_set=place.offsets_set, move=place.move, from_set=place.from_set)

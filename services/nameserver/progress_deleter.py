@@ -15,7 +15,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, GroupInUse, OffsetsUnreachable, Unreachable
 from batonmq_server.nameserver.compare_and_swap import run_concurrently
-from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.group_placements import GroupPlacements
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ class ProgressDeleter:
     """
 
     def __init__(
-        self, offsets: Callable[[str], pb_grpc.OffsetsServiceAsyncStub], places: Places
+        self, offsets: Callable[[str], pb_grpc.OffsetsServiceAsyncStub], places: GroupPlacements
     ) -> None:
         self._offsets, self._places = offsets, places
         self._epochs: dict[str, int] = defaultdict(int)
 
-    async def forget(self, topic: str, topic_id: int) -> None:
+    async def delete_topic(self, topic: str, topic_id: int) -> None:
         """End the progress on earlier topics of a name, before one is created as `topic_id`.
 
         Repeating it, early or late, does no harm.
@@ -51,7 +51,7 @@ class ProgressDeleter:
         if sum(counts):
             log.info("progress forgotten topic=%s queues=%d", topic, sum(counts))
 
-    async def forget_group(self, group: str) -> int:
+    async def delete_group(self, group: str) -> int:
         """End the progress of a deleted group; the number of queues that had some.
 
         Repeating it, early or late, does no harm: offsets looks whether the group exists.

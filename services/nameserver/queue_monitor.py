@@ -14,11 +14,12 @@ from collections import Counter
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._core.queues import GroupQueue
 from batonmq._telemetry.events import EventHub
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.group_metrics import GroupMetrics
-from batonmq_server.nameserver.inspector import GroupQueues, QueueDiagnosis, QueueInspector
-from batonmq_server.nameserver.queue_queries import Key
+from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis
+from batonmq_server.nameserver.inspector import GroupQueues, QueueInspector
+from batonmq_server.nameserver.metrics import LagMetrics
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class QueueMonitor:
         self,
         catalog: Catalog,
         inspector: QueueInspector,
-        metrics: GroupMetrics,
+        metrics: LagMetrics,
         hub: EventHub,
         *,
         node_id: str,
@@ -45,7 +46,7 @@ class QueueMonitor:
     ) -> None:
         self._catalog, self._inspector, self._metrics = catalog, inspector, metrics
         self._hub, self._node_id, self._interval_ms = hub, node_id, interval_ms
-        self._told: dict[Key, QueueDiagnosis] = {}
+        self._told: dict[GroupQueue, QueueDiagnosis] = {}
 
     async def run(self) -> None:
         """Look for ever; to be run as one task."""
@@ -68,7 +69,7 @@ class QueueMonitor:
         ]
         found = await self._inspector.inspect(targets, patient=True)
         self._metrics.show(found, {name: len(each.members) for name, each in groups.items()})
-        self._metrics.looked()
+        self._metrics.count_inspection()
         self._tell(found)
         await self._tell_lag([d for d in found if _has_lag_to_tell(d)])
 
@@ -82,11 +83,12 @@ class QueueMonitor:
 
     def _tell(self, found: list[QueueDiagnosis]) -> None:
         """Publish what has changed since the last look."""
-        stuck = {d.key: d for d in found if d.finding.reason.stuck}
+        stuck = {d.evidence.key: d for d in found if d.finding.reason.stuck}
         changed = [
             d
             for d in found
-            if (d.key in stuck or d.key in self._told) and self._was(d.key) != d.finding.reason
+            if (d.evidence.key in stuck or d.evidence.key in self._told)
+            and self._was(d.evidence.key) != d.finding.reason
         ]
         self._told = stuck
         for diagnosis in changed:
@@ -104,7 +106,7 @@ class QueueMonitor:
                 await asyncio.sleep(1)
             self._hub.publish(_lag(diagnosis))
 
-    def _was(self, key: Key) -> str:
+    def _was(self, key: GroupQueue) -> str:
         before = self._told.get(key)
         return before.finding.reason if before else ""
 
@@ -141,8 +143,8 @@ def _lag(diagnosis: QueueDiagnosis) -> metrics_pb.MetricEvent:
 
 
 def _queue(diagnosis: QueueDiagnosis) -> queue_pb2.GroupQueue:
-    group, queue = diagnosis.key
+    key = diagnosis.evidence.key
     return queue_pb2.GroupQueue(
-        group=group,
-        queue=queue_pb2.QueueRef(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id),
+        group=key.group,
+        queue=queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id),
     )

@@ -22,7 +22,7 @@ from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.rpc import error_from_pb, from_rpc_error
-from batonmq._core.queues import QueueRef
+from batonmq._core.queues import GroupQueue, QueueRef
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.nameserver.core.evidence import (
@@ -41,8 +41,6 @@ FILTER_READS_MAX = 4
 """Reads of one queue to find a message that passes a filter; each covers thousands of messages."""
 
 Value = TypeVar("Value")
-Key = tuple[str, QueueRef]
-"""A queue as a group sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +129,10 @@ class QueueQueries:
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(CALLS_MAX)
 
-    async def locks(self, group: str) -> QueryResult[dict[Key, LockEvidence]]:
+    async def locks(self, group: str) -> QueryResult[dict[GroupQueue, LockEvidence]]:
         """The lock entries of a group; of all groups if it is empty."""
         request = lockmgr_pb.ListRequest(group=group)
-        locks: dict[Key, LockEvidence] = {}
+        locks: dict[GroupQueue, LockEvidence] = {}
         while True:
             answer = await self._ask(lambda: self._lockmgr().List(request, timeout=self._timeout_s))
             if answer.value is None:
@@ -155,14 +153,20 @@ class QueueQueries:
     async def progress(self, group: str) -> QueryResult[dict[QueueRef, ProgressEvidence]]:
         """The progress of a group, by queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
-        answer = await self._ask(
-            lambda: self._offsets(group).QueryGroup(request, timeout=self._timeout_s)
-        )
-        if answer.value is None:
-            return QueryResult(failure=answer.failure)
-        return QueryResult(
-            {_key(found.queue)[1]: _progress(found) for found in answer.value.queues}
-        )
+        progress: dict[QueueRef, ProgressEvidence] = {}
+        while True:
+            answer = await self._ask(
+                lambda: self._offsets(group).QueryGroup(request, timeout=self._timeout_s)
+            )
+            if answer.value is None:
+                return QueryResult(failure=answer.failure)
+            progress.update(
+                (_queue_from_pb(found.queue.queue), _progress(found))
+                for found in answer.value.queues
+            )
+            request.page_token = answer.value.next_page_token
+            if not request.page_token:
+                return QueryResult(progress)
 
     async def logs(
         self, broker: str, queues: Sequence[QueueRef]
@@ -232,8 +236,12 @@ class QueueQueries:
                 return QueryResult(failure=error)
 
 
-def _key(queue: queue_pb2.GroupQueue) -> Key:
-    return queue.group, QueueRef(queue.queue.topic, queue.queue.broker, queue.queue.queue_id)
+def _key(queue: queue_pb2.GroupQueue) -> GroupQueue:
+    return GroupQueue(queue.group, queue.queue.topic, queue.queue.broker, queue.queue.queue_id)
+
+
+def _queue_from_pb(queue: queue_pb2.QueueRef) -> QueueRef:
+    return QueueRef(queue.topic, queue.broker, queue.queue_id)
 
 
 def _queue(queue: QueueRef) -> queue_pb2.QueueRef:

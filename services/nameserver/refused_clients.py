@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_refused_client_pb2 import StoredRefusedClient
 from batonmq.errors import BatonError, NoQuorum
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.groups import Heartbeat
-from batonmq_server.nameserver.group_proto import refused_to_pb
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.nameserver.group_proto import refused_to_pb, refused_to_stored
+from batonmq_server.runtime.etcd.session import EtcdSession
 
 log = logging.getLogger(__name__)
 
@@ -27,38 +28,38 @@ class RefusedClients:
     def __init__(self, etcd: EtcdSession, catalog: Catalog, *, lease_ms: int) -> None:
         self._etcd, self._mirror, self._lease_ms = etcd, catalog.refused, lease_ms
 
-    def of(self, group: str) -> list[pb.RefusedClient]:
+    def of_group(self, group: str) -> list[pb.RefusedClient]:
         """Clients of the group that are refused, by client id."""
         values, prefix = self._mirror.values, f"{group}/"
         return [
-            pb.RefusedClient.FromString(values[key].value)
+            refused_to_pb(StoredRefusedClient.FromString(values[key].value))
             for key in sorted(values)
             if key.startswith(prefix)
         ]
 
-    async def note(self, heartbeat: Heartbeat, error: BatonError) -> None:
+    async def record(self, heartbeat: Heartbeat, error: BatonError) -> None:
         """Remember a refusal; one that repeats writes nothing. Without etcd nothing is noted."""
         try:
-            await self._note(heartbeat, error)
+            await self._record(heartbeat, error)
         except NoQuorum as failure:
             log.warning("refusal not noted group=%s error=%s", heartbeat.group, failure)
 
-    async def _note(self, heartbeat: Heartbeat, error: BatonError) -> None:
+    async def _record(self, heartbeat: Heartbeat, error: BatonError) -> None:
         known = self._mirror.values.get(f"{heartbeat.group}/{heartbeat.client_id}")
         since, lease = self._etcd.clock.unix_ms(), None
         if known is not None:
-            before = pb.RefusedClient.FromString(known.value)
+            before = StoredRefusedClient.FromString(known.value)
             lease = self._etcd.attach(known.lease_id)
             if not await lease.refresh():
                 lease = None
             elif before.incarnation.incarnation_id == heartbeat.incarnation_id:
                 since = before.since_unix_ms
-                if before == refused_to_pb(heartbeat, error, since):
+                if before == refused_to_stored(heartbeat, error, since):
                     return
-        elif len(self.of(heartbeat.group)) >= REFUSED_MAX:
+        elif len(self.of_group(heartbeat.group)) >= REFUSED_MAX:
             return
         await self._etcd.put(
             self._etcd.key("refused", heartbeat.group, heartbeat.client_id),
-            refused_to_pb(heartbeat, error, since).SerializeToString(),
+            refused_to_stored(heartbeat, error, since).SerializeToString(),
             lease or await self._etcd.lease(self._lease_ms),
         )

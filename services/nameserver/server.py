@@ -15,7 +15,7 @@ from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.group_calls import GroupCalls
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.unclean_election import UncleanElection
-from batonmq_server.runtime.access import Need, join, use
+from batonmq_server.runtime.access.permissions import Permission, join_group, use_topic
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -35,13 +35,13 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         catalog: Catalog,
         topics: TopicCalls,
         groups: GroupCalls,
-        stuck: DiagnosisCalls,
-        electing: UncleanElection,
-        may: Callable[[Context, Need], bool] = lambda _context, _need: True,
+        diagnosis: DiagnosisCalls,
+        unclean_election: UncleanElection,
+        may: Callable[[Context, Permission], bool] = lambda _context, _need: True,
     ) -> None:
-        self._catalog, self._electing = catalog, electing
-        self._topics, self._groups, self._stuck = topics, groups, stuck
-        self._placing, self._may = groups.placing, may
+        self._catalog, self._unclean_election = catalog, unclean_election
+        self._topics, self._groups = topics, groups
+        self._diagnosis, self._may = diagnosis, may
 
     async def CreateTopic(
         self, request: pb.CreateTopicRequest, context: Context
@@ -59,7 +59,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListTopicsRequest, context: Context
     ) -> pb.ListTopicsResponse:
         """See the proto."""
-        return await self._topics.list(request, lambda name: self._may(context, use(name)))
+        return await self._topics.list(request, lambda name: self._may(context, use_topic(name)))
 
     async def DescribeTopic(
         self, request: pb.DescribeTopicRequest, context: Context
@@ -101,7 +101,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ElectReplicaRequest, context: Context
     ) -> pb.ElectReplicaResponse:
         """See the proto."""
-        return await self._electing.elect(request)
+        return await self._unclean_election.elect(request)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context
@@ -125,7 +125,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:
         """See the proto."""
-        return await self._groups.list(request, lambda name: self._may(context, join(name)))
+        return await self._groups.list(request, lambda name: self._may(context, join_group(name)))
 
     async def DescribeGroup(
         self, request: pb.DescribeGroupRequest, context: Context
@@ -147,16 +147,16 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
 
     async def WhyStuck(self, request: pb.WhyStuckRequest, context: Context) -> pb.WhyStuckResponse:
         """See the proto."""
-        return await self._stuck.why(request)
+        return await self._diagnosis.why_stuck(request)
 
     async def LocateGroup(
         self, request: pb.LocateGroupRequest, context: Context
     ) -> pb.LocateGroupResponse:
         """See the proto."""
-        return await self._placing.locate(request)
+        return await self._groups.placement.locate(request)
 
     async def MoveGroup(
         self, request: pb.MoveGroupRequest, context: Context
     ) -> pb.MoveGroupResponse:
         """See the proto."""
-        return await self._placing.move(request)
+        return await self._groups.placement.move(request)

@@ -35,10 +35,10 @@ class TopicCalls:
         settings: NameserverSettings,
         catalog: Catalog,
         store: TopicStore,
-        progress: ProgressDeleter,
+        progress_deleter: ProgressDeleter,
     ) -> None:
         self._settings, self._catalog = settings, catalog
-        self._store, self._progress = store, progress
+        self._store, self._progress_deleter = store, progress_deleter
 
     async def create(self, request: pb.CreateTopicRequest) -> pb.CreateTopicResponse:
         """See the proto."""
@@ -137,7 +137,7 @@ class TopicCalls:
             name,
             queue_count,
             self._catalog.rooms,
-            self._progress.forget,
+            self._progress_deleter.delete_topic,
             permission=permission,
         )
         await self._catalog.caught_up(topics=done.revision)

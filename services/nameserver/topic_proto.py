@@ -1,10 +1,11 @@
-"""Topics and routes: protobuf to the core's values and back."""
+"""Protobuf messages of topics and routes, to the values of the core and back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from batonmq_server.nameserver.core.topics import QueueSpread, Route, Topic
 from batonmq_server.nameserver.enum_values import enum_value
 
@@ -17,28 +18,32 @@ _PERMISSIONS: Mapping[int, str] = {
 
 
 def topic_to_pb(topic: Topic) -> pb.Topic:
-    """As sent, and as it stands in etcd."""
+    """Return the topic as the message of the contract."""
     return pb.Topic(
         name=topic.name,
         topic_id=topic.topic_id,
-        spread=[
-            pb.QueueSpread(
-                broker=s.broker,
-                queue_count=s.queue_count,
-                write_queue_count=s.write_queue_count,
-                room=s.room,
-            )
-            for s in topic.spread
-        ],
+        spread=_spread_to_pb(topic),
         create_unix_ms=topic.create_unix_ms,
-        permission=pb.TopicPermission.Value(f"TOPIC_PERMISSION_{topic.permission}"),
+        permission=_permission_to_pb(topic),
         inherited=topic.inherited,
     )
 
 
+def topic_to_bytes(topic: Topic) -> bytes:
+    """Return the topic as stored in etcd."""
+    return StoredTopic(
+        name=topic.name,
+        topic_id=topic.topic_id,
+        spread=_spread_to_pb(topic),
+        create_unix_ms=topic.create_unix_ms,
+        permission=_permission_to_pb(topic),
+        inherited=topic.inherited,
+    ).SerializeToString()
+
+
 def topic_from_bytes(value: bytes) -> Topic:
-    """Inverse of `topic_to_pb`, from its bytes."""
-    topic = pb.Topic.FromString(value)
+    """Return the topic of a value in etcd; the inverse of `topic_to_bytes`."""
+    topic = StoredTopic.FromString(value)
     return Topic(
         name=topic.name,
         topic_id=topic.topic_id,
@@ -52,10 +57,10 @@ def topic_from_bytes(value: bytes) -> Topic:
 
 
 def permission_from_pb(request: pb.UpdateTopicRequest) -> str:
-    """The permission that is asked for; empty if it is to stay as it is.
+    """Return the requested permission; empty if it is to stay unchanged.
 
     Raises:
-        InvalidArgument: it is not known.
+        InvalidArgument: the permission is unknown.
     """
     if not request.permission:
         return ""
@@ -63,9 +68,25 @@ def permission_from_pb(request: pb.UpdateTopicRequest) -> str:
 
 
 def route_to_pb(route: Route) -> pb.Route:
-    """As sent."""
+    """Return the route as the message of the contract."""
     return pb.Route(
         topic=topic_to_pb(route.topic),
         brokers=[pb.BrokerAddress(broker=b.name, address=b.address) for b in route.brokers],
         generation=route.generation,
     )
+
+
+def _spread_to_pb(topic: Topic) -> list[pb.QueueSpread]:
+    return [
+        pb.QueueSpread(
+            broker=part.broker,
+            queue_count=part.queue_count,
+            write_queue_count=part.write_queue_count,
+            room=part.room,
+        )
+        for part in topic.spread
+    ]
+
+
+def _permission_to_pb(topic: Topic) -> pb.TopicPermission.ValueType:
+    return pb.TopicPermission.Value(f"TOPIC_PERMISSION_{topic.permission}")

@@ -106,12 +106,17 @@ class TopicShrinker:
     async def _committed(self, group: str, topic: str) -> dict[tuple[str, int], int]:
         """The group's committed offsets on the topic, by broker and queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
-        answer = await answered(self._offsets(group).QueryGroup(request, timeout=CALL_TIMEOUT_S))
-        return {
-            (found.queue.queue.broker, found.queue.queue.queue_id): found.committed_offset
-            for found in answer.queues
-            if found.queue.queue.topic == topic
-        }
+        committed: dict[tuple[str, int], int] = {}
+        while True:
+            call = self._offsets(group).QueryGroup(request, timeout=CALL_TIMEOUT_S)
+            answer = await answered(call)
+            for found in answer.queues:
+                if found.queue.queue.topic == topic:
+                    key = found.queue.queue.broker, found.queue.queue.queue_id
+                    committed[key] = found.committed_offset
+            request.page_token = answer.next_page_token
+            if not request.page_token:
+                return committed
 
     async def _ends(self, topic: Topic, part: QueueSpread, revision: int) -> list[RetiringQueue]:
         """What the queues that `part` gives up hold, finally.

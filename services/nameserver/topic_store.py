@@ -1,6 +1,6 @@
 """Topics in etcd: read, decide, write if nothing changed meanwhile.
 
-topics/<name>        nameserver.v1.Topic
+topics/<name>        nameserver.v1.StoredTopic
 counters/topic_id    the last topic id given away, decimal
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from batonmq.errors import TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.nameserver.core.topics import Topic, spread_queues, with_rooms
-from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_pb
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
+from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_bytes
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 
 _TOPIC_ID = "counters/topic_id"
 Forget = Callable[[str, int], Awaitable[object]]
@@ -34,8 +34,8 @@ class TopicStore:
     All methods raise `NoQuorum` if etcd does not answer, and `Overloaded` if every try lost.
     """
 
-    def __init__(self, etcd: EtcdSession, turns: CompareAndSwap) -> None:
-        self._etcd, self._turns = etcd, turns
+    def __init__(self, etcd: EtcdSession, swap: CompareAndSwap) -> None:
+        self._etcd, self._swap = etcd, swap
 
     async def read(self, name: str) -> tuple[Topic, int] | None:
         """The topic as etcd has it now, and its revision."""
@@ -83,12 +83,12 @@ class TopicStore:
                 compare=[Compare(key, mod_revision=0), unchanged(_TOPIC_ID, counter)],
                 put=[
                     Put(_TOPIC_ID, str(topic_id).encode()),
-                    Put(key, topic_to_pb(topic).SerializeToString()),
+                    Put(key, topic_to_bytes(topic)),
                 ],
             )
             return CreatedTopic(topic, revision, created=True) if revision else None
 
-        return await self._turns.retried(_TOPIC_ID, attempt)
+        return await self._swap.run(_TOPIC_ID, attempt)
 
     async def update(self, name: str, change: Callable[[Topic], Topic]) -> tuple[Topic, int]:
         """Change the topic; it and its revision. Nothing is written if it stays the same.
@@ -111,18 +111,18 @@ class TopicStore:
                 return before, stored.mod_revision
             revision = await self._etcd.txn(
                 compare=[unchanged(key, stored)],
-                put=[Put(key, topic_to_pb(after).SerializeToString())],
+                put=[Put(key, topic_to_bytes(after))],
             )
             return (after, revision) if revision else None
 
-        return await self._turns.retried(key, attempt)
+        return await self._swap.run(key, attempt)
 
     async def replace(self, topic: Topic, revision: int) -> bool:
         """Write `topic` if it has not changed since `revision`; False if it has."""
         key = self._etcd.key("topics", topic.name)
         written = await self._etcd.txn(
             compare=[Compare(key, mod_revision=revision)],
-            put=[Put(key, topic_to_pb(topic).SerializeToString())],
+            put=[Put(key, topic_to_bytes(topic))],
         )
         return written is not None
 
@@ -140,7 +140,7 @@ class TopicStore:
                 raise topic_not_found(name)
             return await self._etcd.txn(compare=[unchanged(key, stored)], delete=[key])
 
-        return await self._turns.retried(key, attempt)
+        return await self._swap.run(key, attempt)
 
 
 def topic_not_found(name: str) -> TopicNotFound:

@@ -7,8 +7,8 @@ import logging
 from baton.common.v1 import replicas_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import InvalidArgument, LimitExceeded, StillInSync
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.replicas import Standing, decode
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, decode_record
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class UncleanElection:
         """The call of that name; see the proto."""
         service = _checked(request)
         key = self._etcd.key("replicas", service, request.replica_set)
-        standing = decode(await self._etcd.get(key))
+        standing = decode_record(await self._etcd.get(key))
         up = await self._up(service, request.replica_set)
         _check(request, standing, up)
         if request.execute:
@@ -40,7 +40,7 @@ class UncleanElection:
         return {node.node_id: node for node in nodes if node.replica_set == name}
 
     async def _write(
-        self, service: str, request: pb.ElectReplicaRequest, standing: Standing
+        self, service: str, request: pb.ElectReplicaRequest, standing: ReplicaSetRecord
     ) -> None:
         """Write, if nobody leads and nobody who is in sync has come back meanwhile."""
         etcd, lost = self._etcd, sorted(standing.in_sync)
@@ -61,7 +61,7 @@ class UncleanElection:
                 Compare(key, mod_revision=standing.mod_revision),
                 *(Compare(one, create_revision=0) for one in absent),
             ],
-            put=[Put(key, standing.elected(loss).encode())],
+            put=[Put(key, standing.with_accepted_loss(loss).encode())],
         )
         if revision is None:
             raise StillInSync(
@@ -98,7 +98,9 @@ def _checked(request: pb.ElectReplicaRequest) -> str:
     return service
 
 
-def _check(request: pb.ElectReplicaRequest, standing: Standing, up: dict[str, pb.Node]) -> None:
+def _check(
+    request: pb.ElectReplicaRequest, standing: ReplicaSetRecord, up: dict[str, pb.Node]
+) -> None:
     """Refuse what would not help, or give up something for nothing.
 
     Raises:

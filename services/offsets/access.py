@@ -1,63 +1,79 @@
-"""Who may make the calls of offsets."""
+"""The permissions that the calls of offsets require."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from batonmq_server.runtime.access import OPERATE, Need, administer, consume, join
-from batonmq_server.runtime.rules import Rules, needs, of_queue, of_queues, on, only, rules_of
+from batonmq_server.runtime.access.permissions import (
+    OPERATE,
+    Permission,
+    administer_group,
+    consume,
+    join_group,
+)
+from batonmq_server.runtime.access.rules import (
+    AccessRules,
+    queue_permissions,
+    queues_permissions,
+    requires,
+    requires_by_request,
+    rules_by_path,
+    services_only,
+)
 
 
-def _reset(request: Any) -> Iterator[Need]:
+def _reset(request: Any) -> Iterator[Permission]:
     if request.undo_group:
-        yield administer(request.undo_group)
+        yield administer_group(request.undo_group)
     for item in request.items:
-        yield administer(item.queue.group)
+        yield administer_group(item.queue.group)
     if not request.undo_group and not request.items:
         yield OPERATE
 
 
-def _queried(request: Any) -> Iterator[Need]:
+def _query(request: Any) -> Iterator[Permission]:
     for queue in request.queues:
-        yield from of_queue(queue)
+        yield from queue_permissions(queue)
 
 
-RULES: Rules = {
-    **rules_of(
+RULES: AccessRules = {
+    **rules_by_path(
         "baton.offsets.v1.OffsetsService",
         {
-            "Announce": only("lockmgr"),
-            "Fence": only("lockmgr"),
-            "RecordDelivered": only("storage"),
-            "Touch": only("storage"),
-            "Commit": on(of_queues("items")),
-            "Close": on(of_queues("items")),
-            "Query": on(_queried, ["lockmgr", "nameserver"]),
-            "QueryGroup": on(lambda request: [join(request.group)], ["nameserver"]),
-            "DeleteTopic": only("nameserver"),
-            "DeleteGroup": only("nameserver"),
-            "Reset": on(_reset),
-            "Clone": on(
+            "Announce": services_only("lockmgr"),
+            "Fence": services_only("lockmgr"),
+            "RecordDelivered": services_only("storage"),
+            "Touch": services_only("storage"),
+            "Commit": requires_by_request(queues_permissions("items")),
+            "Close": requires_by_request(queues_permissions("items")),
+            "Query": requires_by_request(_query, ["lockmgr", "nameserver"]),
+            "QueryGroup": requires_by_request(
+                lambda request: [join_group(request.group)], ["nameserver"]
+            ),
+            "DeleteTopic": services_only("nameserver"),
+            "DeleteGroup": services_only("nameserver"),
+            "Reset": requires_by_request(_reset),
+            "Clone": requires_by_request(
                 lambda request: [
-                    administer(request.to_group),
-                    join(request.from_group),
+                    administer_group(request.to_group),
+                    join_group(request.from_group),
                     *([consume(request.topic)] if request.topic else []),
                 ]
             ),
-            "ListResets": on(lambda request: [join(request.group)]),
-            "ListHolds": on(lambda request: of_queue(request.queue)),
-            "HandOver": only("offsets"),
-            "ForgetGroup": only("offsets"),
+            "ListResets": requires_by_request(lambda request: [join_group(request.group)]),
+            "ListHolds": requires_by_request(lambda request: queue_permissions(request.queue)),
+            "ExportGroup": services_only("offsets"),
+            "ForgetGroup": services_only("offsets"),
         },
     ),
-    **rules_of(
+    **rules_by_path(
         "baton.offsets.v1.ReplicationService",
         {
-            "Fetch": only("offsets"),
-            "ReadAll": only("offsets"),
-            "Digest": only("offsets"),
-            "DescribeReplicas": needs(OPERATE),
+            "Fetch": services_only("offsets"),
+            "ReadAll": services_only("offsets"),
+            "Digest": services_only("offsets"),
+            "DescribeReplicas": requires(OPERATE),
         },
     ),
 }

@@ -1,10 +1,10 @@
-"""The offsets service put together: a standalone node, or a node of a replica set."""
+"""Puts the offsets process together: a standalone node, or a node of a replica set."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import cast
 
@@ -12,25 +12,26 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
 from batonmq_server.offsets.access import RULES
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.disk import Disk, set_aside_damage
+from batonmq_server.offsets.disk import LmdbDisk, set_aside_damage
 from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, leader_epoch, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
-from batonmq_server.offsets.follower import Follower, ReplicationPeer
+from batonmq_server.offsets.follower import Follower, ReplicationChannel
 from batonmq_server.offsets.group_importer import PlacementDirectory
-from batonmq_server.offsets.leadership import Leadership
+from batonmq_server.offsets.leadership import OffsetsLeadership
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.offsets.persistence import ProgressStore, read_change_log
+from batonmq_server.offsets.replica import OffsetsReplica
 from batonmq_server.offsets.replication_server import ReplicationServicer
-from batonmq_server.offsets.role import Role
-from batonmq_server.runtime.gates import PREFIX as GATES
-from batonmq_server.runtime.mirror import Mirror, all_ready
-from batonmq_server.runtime.peers import Peer, Peers
-from batonmq_server.runtime.places import OFFSETS
-from batonmq_server.runtime.places import PREFIX as PLACES
-from batonmq_server.runtime.process import App, Runtime
-from batonmq_server.runtime.replicas import check_alone
-from batonmq_server.runtime.role import WhileLeader
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
+from batonmq_server.runtime.group_gates import GATES_PREFIX as GATES
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE
+from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES
+from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels
+from batonmq_server.runtime.replication.follow_problem import FollowProblem
+from batonmq_server.runtime.replication.leader_servicer import LeaderServicer
+from batonmq_server.runtime.replication.replica_set import check_single_node
+from batonmq_server.runtime.service_runtime import Runtime
 
 SERVICE = "baton.offsets.v1.OffsetsService"
 REPLICATION = "baton.offsets.v1.ReplicationService"
@@ -38,14 +39,14 @@ REPLICATION = "baton.offsets.v1.ReplicationService"
 
 @asynccontextmanager
 async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """The app of the process."""
+    """Return the app of the process, on the disk in its data directory."""
     if len(settings.members) <= 1:
-        await runtime.patiently(
-            check_alone(runtime.etcd, "offsets", settings.replica_set, settings.node_id)
+        await runtime.unless_stopped(
+            check_single_node(runtime.etcd, "offsets", settings.replica_set, settings.node_id)
         )
     else:
         await asyncio.to_thread(set_aside_damage, settings.data_dir)
-    with Disk(settings.data_dir, free_bytes_min=settings.disk_free_bytes_min) as disk:
+    with LmdbDisk(settings.data_dir, free_bytes_min=settings.disk_free_bytes_min) as disk:
         async with served(settings, runtime, disk) as app:
             yield app
 
@@ -57,52 +58,67 @@ async def served(
     disk: ProgressStore,
     opened: Callable[[OffsetsEpoch], None] = lambda _: None,
 ) -> AsyncIterator[App]:
-    """The app that serves what `disk` has; nobody else uses it.
+    """Return the app that serves what `disk` has; the app alone uses the disk.
 
     Args:
-        opened: Told of the service of each epoch, before anything is answered.
+        opened: Called with the service of each epoch before it answers a call.
     """
-    others: Peers[pb_grpc.OffsetsServiceAsyncStub] = Peers(
-        runtime.nodes, OFFSETS, pb_grpc.OffsetsServiceStub, runtime.connect
+    async with AsyncExitStack() as stack:
+        context = _context(settings, runtime, stack)
+        if len(settings.members) <= 1:
+            yield _standalone_app(settings, disk, context, opened)
+        else:
+            follower = _follower(settings, runtime, disk, context, stack)
+            yield _replicated_app(settings, runtime, follower, context, opened)
+
+
+def _context(settings: OffsetsSettings, runtime: Runtime, stack: AsyncExitStack) -> EpochContext:
+    """Return the parts that all epochs of the process share; `stack` closes their channels."""
+    other_sets: LeaderChannels[pb_grpc.OffsetsServiceAsyncStub] = LeaderChannels(
+        runtime.nodes, OFFSETS_SERVICE, pb_grpc.OffsetsServiceStub, runtime.connect
     )
-    places = Mirror(runtime.etcd, PLACES)
+    stack.push_async_callback(other_sets.close)
     metrics = OffsetsMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
-    context = EpochContext(
+    return EpochContext(
         limits=settings.limits,
         clock=runtime.clock,
         metrics=metrics,
         events=EventPublisher(runtime.hub),
-        gates=Mirror(runtime.etcd, GATES),
-        directory=PlacementDirectory(settings.replica_set, runtime.etcd, places, others.stub),
+        gates=EtcdMirror(runtime.etcd, GATES),
+        directory=PlacementDirectory(
+            settings.replica_set, runtime.etcd, EtcdMirror(runtime.etcd, PLACES), other_sets.stub
+        ),
     )
-    peer: ReplicationPeer = Peer(
+
+
+def _follower(
+    settings: OffsetsSettings,
+    runtime: Runtime,
+    disk: ProgressStore,
+    context: EpochContext,
+    stack: AsyncExitStack,
+) -> Follower:
+    """Return the node as a follower of its set; `stack` closes its channel to the leader."""
+    leader: ReplicationChannel = LeaderChannel(
         runtime.nodes,
-        OFFSETS,
+        OFFSETS_SERVICE,
         replication_grpc.ReplicationServiceStub,
         runtime.connect,
         replica_set=settings.replica_set,
     )
-    try:
-        if len(settings.members) <= 1:
-            yield _alone(settings, disk, context, opened)
-        else:
-            changes = read_change_log(disk, kept_bytes_max=settings.replica_kept_bytes_max)
-            stuck = Stuck(context.metrics.stuck)
-            following = Follower(disk, changes, peer, settings, runtime, stuck)
-            yield _replicated(settings, runtime, following, context, opened)
-    finally:
-        await peer.close()
-        await others.close()
+    stack.push_async_callback(leader.close)
+    changes = read_change_log(disk, kept_bytes_max=settings.replica_kept_bytes_max)
+    return Follower(disk, changes, leader, settings, runtime, FollowProblem(context.metrics.stuck))
 
 
-def _alone(
+def _standalone_app(
     settings: OffsetsSettings,
     disk: ProgressStore,
     context: EpochContext,
     opened: Callable[[OffsetsEpoch], None],
 ) -> App:
-    """A node without followers: it serves from its start to its end."""
+    """Return the app of a node without followers: it serves in one epoch until it stops."""
     offsets = standalone_epoch(disk, context)
     opened(offsets)
     return App(
@@ -112,52 +128,54 @@ def _alone(
             offsets.commits.run,
             offsets.importer.run,
             context.gates.run,
-            context.directory.places.run,
+            context.directory.placements.run,
         ],
         epoch=offsets.table.epoch,
         replica_set=settings.replica_set,
-        caught_up=partial(all_ready, context.gates, context.directory.places),
+        caught_up=partial(all_ready, context.gates, context.directory.placements),
         drain=offsets.commits.drain,
     )
 
 
-def _replicated(
+def _replicated_app(
     settings: OffsetsSettings,
     runtime: Runtime,
-    following: Follower,
+    follower: Follower,
     context: EpochContext,
     opened: Callable[[OffsetsEpoch], None],
 ) -> App:
-    """A node that is leader at times, and follower at others."""
-    disk = following.disk
+    """Return the app of a node of a replica set: leader or follower, as elections decide."""
+    disk = follower.disk
 
-    async def serve_epoch(leadership: Leadership) -> OffsetsEpoch:
+    async def serve_epoch(leadership: OffsetsLeadership) -> OffsetsEpoch:
         offsets = await leader_epoch(
-            disk, leadership.epoch, leadership.write, leadership.keeper.check_room, context
+            disk, leadership.epoch, leadership.write, leadership.in_sync_set.check_size, context
         )
         opened(offsets)
         return offsets
 
-    role = Role(settings, runtime, following, serve_epoch, context.metrics)
-    front = cast(pb_grpc.OffsetsServiceServicer, WhileLeader(role, lambda: role.offsets.servicer))
+    replica = OffsetsReplica(settings, runtime, follower, serve_epoch, context.metrics)
+    front = cast(
+        pb_grpc.OffsetsServiceServicer, LeaderServicer(replica, lambda: replica.offsets.servicer)
+    )
     return App(
         servicers={
             SERVICE: partial(pb_grpc.add_OffsetsServiceServicer_to_server, front),
             REPLICATION: partial(
                 replication_grpc.add_ReplicationServiceServicer_to_server,
-                ReplicationServicer(role, disk),
+                ReplicationServicer(replica, disk),
             ),
         },
         rules=RULES,
         loops=[
-            role.run,
-            role.member.registration.run,
-            following.run,
+            replica.run,
+            replica.registration.run,
+            follower.run,
             context.gates.run,
-            context.directory.places.run,
+            context.directory.placements.run,
         ],
-        held=frozenset({"Fetch"}),
+        long_polls=frozenset({"Fetch"}),
         leader=False,
-        caught_up=role.member.in_sync,
-        leave=role.member.leave,
+        caught_up=replica.is_in_sync,
+        resign=replica.resign,
     )

@@ -1,10 +1,9 @@
-"""The service on what the disk has: table, group commit, servicer; for one epoch."""
+"""One epoch of the offsets service: table, group commit and servicer on what the disk has."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import grpc.aio
 
@@ -12,73 +11,80 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.core.progress_table import ProgressTable
-from batonmq_server.offsets.core.resets import ResetExecutor, ResetHistory
+from batonmq_server.offsets.core.resets import ResetHistory
 from batonmq_server.offsets.core.values import Instant, QueueLimits
+from batonmq_server.offsets.epoch_state import EpochState
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.group_commit import GroupCommit
-from batonmq_server.offsets.group_exporter import EpochState, GroupExporter
+from batonmq_server.offsets.group_exporter import GroupExporter
 from batonmq_server.offsets.group_importer import GroupImporter, PlacementDirectory
 from batonmq_server.offsets.group_modes import GroupModes
 from batonmq_server.offsets.metrics import OffsetsMetrics
+from batonmq_server.offsets.offsets_calls import ServicerParts
 from batonmq_server.offsets.persistence import (
     DurableKey,
     ProgressStore,
     entries_of,
-    find_token_changes,
     next_change,
     recover_in_steps,
     recover_standalone,
 )
 from batonmq_server.offsets.placement_resolver import PlacementResolver
-from batonmq_server.offsets.server import OffsetsServicer, Parts
+from batonmq_server.offsets.server import OffsetsServicer
 from batonmq_server.offsets.telemetry import OffsetsTelemetry
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 Write = Callable[[Sequence[Entry]], Awaitable[None]]
+"""Makes entries durable: on the own disk, or in the whole in-sync set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochContext:
-    """What all epochs of a process share."""
+    """The parts that all epochs of a process share.
+
+    Attributes:
+        gates: Mirror of the gates of the groups; its owner runs it.
+        directory: The placements of groups, and the other replica sets.
+    """
 
     limits: QueueLimits
     clock: Clock
     metrics: OffsetsMetrics
     events: EventPublisher
-    gates: Mirror
+    gates: EtcdMirror
     directory: PlacementDirectory
 
 
 @dataclass(frozen=True, slots=True)
 class OffsetsEpoch:
-    """A service for one epoch; `commits.run` and `importer.run` run beside it."""
+    """The service for one epoch; its owner runs `commits.run` and `importer.run` as tasks."""
 
     disk: ProgressStore
     table: ProgressTable
     commits: GroupCommit[DurableKey]
-    gates: Mirror
+    gates: EtcdMirror
     servicer: OffsetsServicer
     importer: GroupImporter
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Add the servicer."""
+        """Add the servicer to a gRPC server."""
         pb_grpc.add_OffsetsServiceServicer_to_server(self.servicer, server)
 
 
 def standalone_epoch(disk: ProgressStore, context: EpochContext) -> OffsetsEpoch:
-    """The service of a node without followers, in an epoch of its own.
+    """Return the service of a node without followers, in a new epoch.
 
     Raises:
         DataLoss: what is stored can't be read.
     """
-    changes, table, records = recover_standalone(disk, context.limits, _now(context.clock))
+    changes, table, history = recover_standalone(disk, context.limits, _now(context.clock))
 
     async def write(entries: Sequence[Entry]) -> None:
         change = next_change(changes, table.epoch, entries)
         await disk.write(change.entries)
         changes.append(change)
 
-    return _serving(disk, (table, records), write, lambda: None, context)
+    return _epoch_of(_state_of(disk, table, history, write, lambda: None, context), context)
 
 
 async def leader_epoch(
@@ -88,51 +94,72 @@ async def leader_epoch(
     check_room: Callable[[], None],
     context: EpochContext,
 ) -> OffsetsEpoch:
-    """The service of a leader.
+    """Return the service of an elected leader.
 
     Args:
-        write: Makes entries durable, wherever they have to be.
-        check_room: Raises if nothing may be changed at the moment.
+        write: Returns when the entries are durable in the in-sync set.
+        check_room: Raises if no change can be made at the moment.
 
     Raises:
         DataLoss: what is stored can't be read.
     """
-    recovered = await recover_in_steps(disk, context.limits, epoch, _now(context.clock))
-    return _serving(disk, recovered, write, check_room, context)
+    table, history = await recover_in_steps(disk, context.limits, epoch, _now(context.clock))
+    return _epoch_of(_state_of(disk, table, history, write, check_room, context), context)
 
 
-def _serving(
+def _state_of(
     disk: ProgressStore,
-    recovered: tuple[ProgressTable, ResetHistory],
+    table: ProgressTable,
+    history: ResetHistory,
     write: Write,
     check_room: Callable[[], None],
     context: EpochContext,
-) -> OffsetsEpoch:
-    (table, records), metrics = recovered, context.metrics
+) -> EpochState:
+    """Return the recovered state with a group commit that writes its changes."""
+    commits: GroupCommit[DurableKey] = GroupCommit(
+        _measured(write, context.metrics), entries_of(table, history), check_room
+    )
+    return EpochState(table=table, history=history, commits=commits, disk=disk)
 
-    async def timed(entries: Sequence[Entry]) -> None:
+
+def _measured(write: Write, metrics: OffsetsMetrics) -> Write:
+    """Return `write` with its time and its entries counted."""
+
+    async def measured(entries: Sequence[Entry]) -> None:
         with metrics.write_seconds.time():
             await write(entries)
         metrics.write_entries.inc(len(entries))
 
-    commits: GroupCommit[DurableKey] = GroupCommit(timed, entries_of(table, records), check_room)
-    metrics.show(table, lambda: commits.full is not None)
-    state = EpochState(table=table, records=records, commits=commits, disk=disk)
+    return measured
+
+
+def _epoch_of(state: EpochState, context: EpochContext) -> OffsetsEpoch:
+    """Return the service on a state, and show the state in the metrics."""
+    commits = state.commits
+    context.metrics.show_table(state.table, lambda: commits.disk_full is not None)
+    return OffsetsEpoch(
+        state.disk,
+        state.table,
+        commits,
+        context.gates,
+        OffsetsServicer(_servicer_parts(state, context)),
+        GroupImporter(state, context.directory, context.clock),
+    )
+
+
+def _servicer_parts(state: EpochState, context: EpochContext) -> ServicerParts:
+    """Return the parts that the calls of the epoch work with."""
     directory = context.directory
-    parts = Parts(
-        table=table,
-        resets=ResetExecutor(table, records),
-        commits=commits,
+    return ServicerParts(
+        state=state,
         clock=context.clock,
         modes=GroupModes(context.gates),
-        telemetry=OffsetsTelemetry(metrics, context.events, table),
-        token_changes=partial(find_token_changes, disk),
-        resolver=PlacementResolver(table, directory.offsets_set, directory.etcd, directory.places),
+        telemetry=OffsetsTelemetry(context.metrics, context.events, state.table),
+        resolver=PlacementResolver(
+            state.table, directory.offsets_set, directory.etcd, directory.placements
+        ),
         exporter=GroupExporter(state),
-        placement_lock=state.placement_lock,
     )
-    importer = GroupImporter(state, directory, context.clock)
-    return OffsetsEpoch(disk, table, commits, context.gates, OffsetsServicer(parts), importer)
 
 
 def _now(clock: Clock) -> Instant:

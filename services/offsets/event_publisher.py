@@ -1,6 +1,6 @@
-"""What offsets tells live: commits, refusals of old tokens, resets, times; gathered once a second.
+"""Live events of offsets: commits, fenced calls and commit times, gathered once a second.
 
-Of the topic of the metrics themselves nothing is told: else telling would be news.
+Commits on the topic of the metrics itself are left out: each event would cause the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batonmq_server.offsets.core.ranges import RangeSet
 from batonmq_server.offsets.responses import queue_pb
 
 HOLDERS_MAX = 100_000
-"""Queues of which the last two holders are remembered, to name those that are fenced."""
+"""Queues whose last two holders are kept, so that a fenced call can be reported by client id."""
 _COMMIT = Timed(pb.Latency.OPERATION_COMMIT)
 _CALLS = {
     "touch": "Touch",
@@ -34,7 +34,7 @@ _Refusal = tuple[GroupQueue, int, int, str]
 
 
 class _Committed(NamedTuple):
-    """Progress after the last commit of a token; counting `acked` takes a while, so that waits."""
+    """Progress after the last commit under a token; acked offsets are counted when it is sent."""
 
     committed_offset: int
     closed: bool
@@ -44,7 +44,7 @@ class _Committed(NamedTuple):
 
 
 class EventPublisher:
-    """Of one process. Callers ask `hub.watched` first."""
+    """Gathers the events of one process; callers check `hub.watched` first."""
 
     def __init__(self, hub: EventHub) -> None:
         self.hub = hub
@@ -55,37 +55,39 @@ class EventPublisher:
         hub.gatherers.append(self._events)
 
     def now_s(self) -> float:
-        """For `commit_took`."""
+        """Return the time of the event loop, for `record_commit_time`."""
         return asyncio.get_running_loop().time()
 
-    def commit_took(self, begin_s: float, topics: Iterable[str]) -> None:
-        """A call that had begun then has committed progress on these topics."""
+    def record_commit_time(self, begin_s: float, topics: Iterable[str]) -> None:
+        """Record the duration of a call that began at `begin_s` and committed on these topics."""
         if self.hub.watched and any(topic != METRICS_TOPIC for topic in topics):
             self._latencies.add(_COMMIT, int((self.now_s() - begin_s) * 1e6))
 
-    def granted(self, key: GroupQueue, token: int, client_id: str) -> None:
-        """A queue was passed on."""
+    def record_grant(self, key: GroupQueue, token: int, client_id: str) -> None:
+        """Record the holder of a new token; an empty `client_id` for none."""
         holders = self._holders.pop(key, {})
         self._holders[key] = dict([*holders.items(), (token, client_id)][-2:])
         if len(self._holders) > HOLDERS_MAX:
             self._holders.popitem(last=False)
 
-    def committed(self, key: GroupQueue, token: int, progress: Progress, *, closed: bool) -> None:
-        """Progress has changed under a token, and is now as given."""
+    def record_commit(
+        self, key: GroupQueue, token: int, progress: Progress, *, closed: bool
+    ) -> None:
+        """Record the progress of a queue after a commit or close under a token."""
         if key.topic != METRICS_TOPIC:
             holder = progress.holder if progress.token == token else None
             self._committed[key, token] = _Committed(
                 progress.committed_offset, closed, holder, progress.acked, progress.delivered_offset
             )
 
-    def fenced(self, op: str, key: GroupQueue, token: int, error: Fenced) -> None:
-        """A call was refused, because its token is not in force."""
+    def record_fenced(self, op: str, key: GroupQueue, token: int, error: Fenced) -> None:
+        """Record a call that was rejected because its token is fenced."""
         self._fenced[key, token, error.detail.current, _CALLS[op]] += 1
 
     def _events(self) -> Iterator[pb.MetricEvent]:
         committed, self._committed = self._committed, {}
         for (key, token), one in committed.items():
-            told = pb.CommittedRange(
+            committed_range = pb.CommittedRange(
                 committed_offset=one.committed_offset,
                 token=token,
                 closed=one.closed,
@@ -93,7 +95,7 @@ class EventPublisher:
                 acked_beyond_count=one.acked.count,
                 delivered_offset=one.delivered_offset,
             )
-            yield pb.MetricEvent(queue=queue_pb(key), committed=told)
+            yield pb.MetricEvent(queue=queue_pb(key), committed=committed_range)
         fenced, self._fenced = self._fenced, Counter()
         for (key, token, current, call), count in fenced.items():
             yield pb.MetricEvent(

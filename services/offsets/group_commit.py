@@ -1,8 +1,8 @@
-"""One write at a time; what changes meanwhile goes into the next one, all together.
+"""Group commit: one write at a time; all keys that change during a write go into the next one.
 
-An answer about a key waits until the newest change of the key is durable, whether or not the
-call itself changed it: so nobody learns of, or builds on, a state that a crash can take back. While
-the disk is full the same write is tried again and again; who waits for it waits on.
+An answer about a key waits until the newest change of the key is durable, also if another call made
+the change. So no caller sees, or builds on, a state that a crash can take back. While the disk is
+full the same write is retried, and the calls that wait for it go on waiting.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from batonmq.errors import DiskFull, Unreachable
+from batonmq_server.offsets.core.change_log import Entry
 
 log = logging.getLogger(__name__)
 
 Key = TypeVar("Key")
-Entry = tuple[bytes, bytes | None]
 RETRY_MS = 1_000
 
 
@@ -27,10 +27,10 @@ class _Batch(Generic[Key]):
         self.durable = asyncio.Event()
         self.given_up = False
 
-    async def settled(self) -> None:
+    async def wait(self) -> None:
         await self.durable.wait()
         if self.given_up:
-            raise Unreachable("it is not known whether the change is kept", retry_after_ms=200)
+            raise Unreachable("it is not known whether the change is durable", retry_after_ms=200)
 
     def give_up(self) -> None:
         self.given_up = True
@@ -41,14 +41,15 @@ class GroupCommit(Generic[Key]):
     """Makes changed keys durable in the order in which they changed.
 
     Args:
-        write: Returns when all entries are durable. If it raises anything but `DiskFull`, so does
-            `run`, nobody who waits is ever answered, and the process has to end: memory is ahead
-            of the disk. Once `run` is cancelled whoever waits is told that nothing is known.
-        entries_of: What stands on the disk of a key's present state; None for what doesn't.
-        check: Raises if nothing could be written at the moment for another reason.
+        write: Returns when all entries are durable. If it raises anything but `DiskFull`, `run`
+            raises it too, the waiting calls are never answered, and the process must end: memory is
+            ahead of the disk. When `run` is cancelled, the waiting calls raise `Unreachable`.
+        entries_of: Returns the entries that store a key's current state; the value None deletes.
+        check: Raises if no change can be made at the moment for a reason other than a full disk.
 
     Attributes:
-        full: The refusal of the disk, as long as it has no room; no change may be made meanwhile.
+        disk_full: The error of the disk while it has no room, else None; no change may be made
+            while it is set.
     """
 
     def __init__(
@@ -62,21 +63,23 @@ class GroupCommit(Generic[Key]):
         self._writing = self._gathering
         self._pending: dict[Key, _Batch[Key]] = {}
         self._arrived = asyncio.Event()
-        self.full: DiskFull | None = None
+        self.disk_full: DiskFull | None = None
 
     def check_room(self) -> None:
-        """Refuse a change that could not become durable now.
+        """Return if a change could become durable now.
 
         Raises:
             DiskFull: the disk has no room.
-            BatonError: as `check` says.
+            BatonError: raised by `check`.
         """
         self._check()
-        if self.full is not None:
-            raise DiskFull(self.full.message, retry_after_ms=RETRY_MS, facts=self.full.facts)
+        if self.disk_full is not None:
+            raise DiskFull(
+                self.disk_full.message, retry_after_ms=RETRY_MS, facts=self.disk_full.facts
+            )
 
     def mark_changed(self, key: Key) -> None:
-        """Note that the state of `key` has changed in memory."""
+        """Put the state of `key`, changed in memory, into the next write."""
         self._gathering.keys[key] = None
         self._pending[key] = self._gathering
         self._arrived.set()
@@ -85,27 +88,27 @@ class GroupCommit(Generic[Key]):
         """Return when every change of `keys` up to this call is durable.
 
         Raises:
-            Unreachable: `run` was cancelled before.
+            Unreachable: `run` was cancelled first.
         """
         batches = dict.fromkeys(self._pending.get(key) for key in keys)
         for batch in filter(None, batches):
-            await batch.settled()
+            await batch.wait()
 
     async def wait_all_durable(self) -> None:
-        """As `wait_durable`, for all keys."""
+        """Return when every change up to this call is durable; raises as `wait_durable`."""
         for batch in dict.fromkeys(self._pending.values()):
-            await batch.settled()
+            await batch.wait()
 
     async def drain(self) -> None:
         """Wait until all changes are durable; return at once while the disk is full.
 
         No caller has an answer for a change that is not durable.
         """
-        if self.full is None:
+        if self.disk_full is None:
             await self.wait_all_durable()
 
     async def run(self) -> None:
-        """Write for ever; to be run as one task."""
+        """Write changes until cancelled."""
         try:
             await self._run()
         except asyncio.CancelledError:
@@ -119,24 +122,24 @@ class GroupCommit(Generic[Key]):
             self._arrived.clear()
             batch, self._gathering = self._gathering, _Batch()
             self._writing = batch
-            # Once: a state that came later has to become durable with what changed with it.
+            # Encoded once, not at each retry: a later state belongs to the batch of its own change.
             entries = [entry for key in batch.keys for entry in self._entries_of(key)]
-            await self._write_once_there_is_room(entries)
+            await self._write_when_there_is_room(entries)
             for key in batch.keys:
                 if self._pending[key] is batch:
                     del self._pending[key]
             batch.durable.set()
 
-    async def _write_once_there_is_room(self, entries: Sequence[Entry]) -> None:
+    async def _write_when_there_is_room(self, entries: Sequence[Entry]) -> None:
         while True:
             try:
                 await self._write(entries)
                 break
             except DiskFull as error:
-                if self.full is None:
-                    log.warning("disk is full, changes are refused error=%s", error)
-                self.full = error
+                if self.disk_full is None:
+                    log.warning("disk is full, changes are rejected error=%s", error)
+                self.disk_full = error
                 await asyncio.sleep(RETRY_MS / 1000)
-        if self.full is not None:
+        if self.disk_full is not None:
             log.warning("disk has room again")
-            self.full = None
+            self.disk_full = None

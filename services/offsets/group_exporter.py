@@ -1,68 +1,39 @@
-"""A group leaves for another replica set: it is sealed, handed over, and forgotten.
+"""Hands a group over to another replica set: seals it, sends its entries, removes them later.
 
-From the seal on, which is a change like any other and so outlives this leader, nothing about the
-group is answered here and nothing of it changes: every repetition hands over the same.
+The seal is a durable change like any other, so it outlives this leader. After it, this set answers
+no call about the group and changes nothing of it: a repeated export sends the same entries.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from dataclasses import dataclass, field
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq_server.offsets.core.local_placements import PlacementState, old_move
-from batonmq_server.offsets.core.progress_table import ProgressTable
-from batonmq_server.offsets.core.resets import ResetHistory
-from batonmq_server.offsets.group_commit import GroupCommit
-from batonmq_server.offsets.persistence import (
-    DurableKey,
-    PlacementKey,
-    ProgressStore,
-    RawEntries,
-    entries_of_group,
-)
+from batonmq_server.offsets.epoch_state import EpochState
+from batonmq_server.offsets.persistence import PlacementKey, RawEntries, entries_of_group
 
 log = logging.getLogger(__name__)
 
 PART_BYTES = 1024 * 1024
-"""About so much is handed over by one call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochState:
-    """What an epoch keeps, and how it is kept.
-
-    Attributes:
-        placement_lock: Held while the placement of a group is decided or written, and while the
-            progress of all groups on a topic is deleted.
-    """
-
-    table: ProgressTable
-    records: ResetHistory
-    commits: GroupCommit[DurableKey]
-    disk: ProgressStore
-    placement_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+"""Approximate size of one answer."""
 
 
 class GroupExporter:
-    """Hands groups over."""
+    """Seals groups that leave this replica set, and sends what is stored of them."""
 
     def __init__(self, state: EpochState) -> None:
-        self._table, self._records = state.table, state.records
-        self._commits, self._disk, self._placement_lock = (
-            state.commits,
-            state.disk,
-            state.placement_lock,
-        )
+        self._table, self._history = state.table, state.history
+        self._commits, self._disk = state.commits, state.disk
+        self._placement_lock = state.placement_lock
 
-    async def hand_over(
+    async def export(
         self, group: str, move: int, to_set: str, after_key: bytes
-    ) -> pb.HandOverResponse:
-        """Seal the group, if it is not yet, and answer what follows `after_key`.
+    ) -> pb.ExportGroupResponse:
+        """Seal the group if it is not sealed yet, and return the entries after `after_key`.
 
         Raises:
-            OldMove, NotServing: see `Homes.seal`.
+            OldMove, NotServing: as `LocalPlacements.seal`.
         """
         placements = self._table.placements
         async with self._placement_lock:
@@ -71,12 +42,12 @@ class GroupExporter:
                 log.info("group sealed group=%s move=%d to_set=%s", group, move, to_set)
             await self._commits.wait_all_durable()
             self._table.drop(group)
-            self._records.drop(group)
+            self._history.drop(group)
         found = await entries_of_group(self._disk, group)
         placement = placements.get(group)
         if placement is None or (placement.move, placement.state) != (move, PlacementState.GONE):
             raise old_move(group, move, placement.move if placement is not None else 0)
-        answer = pb.HandOverResponse(
+        answer = pb.ExportGroupResponse(
             offsets_epoch=self._table.epoch,
             last=True,
             term=self._table.term,
@@ -94,14 +65,14 @@ class GroupExporter:
         return answer
 
     async def forget(self, group: str, move: int) -> None:
-        """Remove what was handed over by `move`; nothing if it came back since.
+        """Remove the entries that were sent by `move`; do nothing if the group has come back.
 
         Raises:
-            InvalidArgument: it was not handed over.
+            InvalidArgument: the group was not handed over by this move.
         """
         async with self._placement_lock:
             found = await entries_of_group(self._disk, group)
-            # From here to the last `changed` no await: who cancels the call leaves nothing halved.
+            # No await up to the last `mark_changed`: a cancelled call changes all or nothing.
             if self._table.placements.forget(group, move):
                 self._commits.mark_changed(PlacementKey(group))
                 self._commits.mark_changed(RawEntries([(key, None) for key, _ in found]))

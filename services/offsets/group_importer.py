@@ -1,13 +1,15 @@
-"""Groups come from another replica set, as etcd says: the leader of the new set fetches them.
+"""Takes groups over from other replica sets, as their placements in etcd say.
 
-    1  ARRIVING is written: nothing about the group is answered yet
-    2  the old set seals it and hands it over, part by part; each is written
-    3  HERE is written, with what has to change on the way; from now on it is answered here
-    4  the old set forgets what it has handed over
-    5  etcd notes that the move is finished, so that another one may follow
+The leader of the new set does one move in these steps:
 
-Each step may be repeated, and is, from the first one that was not done: by this leader, or the
-next.
+    1  writes ARRIVING: no call about the group is answered yet
+    2  the old set seals the group and sends its entries in parts; each part is written
+    3  writes KEPT, with the changes that the move requires; calls are answered from now on
+    4  the old set removes the entries that it has sent
+    5  writes to etcd that the move is finished, so that another move may follow
+
+Every step may be repeated. After a failure this leader, or the next one, continues with the first
+step that was not completed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from batonmq_server.offsets.core.local_placements import LocalPlacement, Placeme
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.resets import RecordedReset
 from batonmq_server.offsets.core.values import Instant, Tombstone
-from batonmq_server.offsets.group_exporter import EpochState
+from batonmq_server.offsets.epoch_state import EpochState
 from batonmq_server.offsets.persistence import (
     RESET,
     PlacementKey,
@@ -46,179 +48,183 @@ from batonmq_server.offsets.persistence import (
     placement_entry,
     tombstone_entries,
 )
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, place_of
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    decode_placement,
+)
 
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 5.0
 RETRY_MS = 200
-AT_ONCE_MAX = 8
+MOVES_AT_ONCE_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementDirectory:
-    """Where groups come from, and who has to be told.
+    """The placements of all groups in etcd, and the stubs of the other replica sets.
 
     Attributes:
         offsets_set: Name of this replica set.
-        places: Mirror of the places, run by somebody else.
-        stub: Of the leader of a set; raises `Unreachable` if there is none.
+        placements: Mirror of the placements; its owner runs it.
+        stub: Returns the stub of the leader of a set; raises `Unreachable` if it has no leader.
     """
 
     offsets_set: str
     etcd: EtcdSession
-    places: Mirror
+    placements: EtcdMirror
     stub: Callable[[str], pb_grpc.OffsetsServiceAsyncStub]
 
 
 class GroupImporter:
-    """Fetches groups for one epoch."""
+    """Imports the groups that are placed at this replica set, during one epoch."""
 
     def __init__(self, state: EpochState, directory: PlacementDirectory, clock: Clock) -> None:
-        self._table, self._records = state.table, state.records
-        self._commits, self._disk, self._placement_lock = (
-            state.commits,
-            state.disk,
-            state.placement_lock,
-        )
+        self._table, self._history = state.table, state.history
+        self._commits, self._disk = state.commits, state.disk
+        self._placement_lock = state.placement_lock
         self._directory, self._clock = directory, clock
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Fetch for ever what is to be here; to be run as one task."""
-        places = self._directory.places
-        told = self._tell
-        places.on_change.append(told)
+        """Import groups until cancelled."""
+        placements = self._directory.placements
+        on_change = self._on_change
+        placements.on_change.append(on_change)
         try:
-            await places.ready()
-            await self._place_what_is_here()
+            await placements.ready()
+            await self._create_missing_placements()
             while True:
                 self._changed.clear()
-                waiting = self._waiting()
-                turns = asyncio.Semaphore(AT_ONCE_MAX)
+                pending = self._pending_moves()
+                slots = asyncio.Semaphore(MOVES_AT_ONCE_MAX)
                 async with asyncio.TaskGroup() as tasks:
-                    for group, place in waiting.items():
-                        tasks.create_task(self._try(group, place, turns))
-                if waiting:
+                    for group, place in pending.items():
+                        tasks.create_task(self._try_move(group, place, slots))
+                if pending:
                     await wait_until(self._changed, RETRY_MS)
                 else:
                     await self._changed.wait()
         finally:
-            places.on_change.remove(told)
+            placements.on_change.remove(on_change)
 
-    async def _place_what_is_here(self) -> None:
-        """Groups that began here and have no place get it, before another set is given them."""
+    async def _create_missing_placements(self) -> None:
+        """Write a placement for each group of this set without one, before another set gets it."""
         groups = {key.group for key, _ in self._table.items()}
-        here = Place(self._directory.offsets_set).encode()
-        for group in sorted(groups - self._directory.places.values.keys()):
+        own = GroupPlacement(self._directory.offsets_set).encode()
+        for group in sorted(groups - self._directory.placements.values.keys()):
             while self._table.placements.get(group) is None:
-                key = PREFIX + group
+                key = PLACEMENTS_PREFIX + group
                 try:
                     await self._directory.etcd.txn(
-                        compare=[Compare(key, create_revision=0)], put=[Put(key, here)]
+                        compare=[Compare(key, create_revision=0)], put=[Put(key, own)]
                     )
                     break
                 except NoQuorum as error:
-                    log.info("group has no place yet group=%s why=%s", group, error)
+                    log.info("placement of group not written yet group=%s error=%s", group, error)
                     await asyncio.sleep(RETRY_MS / 1000)
 
-    def _tell(self, _: frozenset[str]) -> None:
+    def _on_change(self, _: frozenset[str]) -> None:
         self._changed.set()
 
-    def _waiting(self) -> dict[str, Place]:
-        """Groups that are to be here, and whose move is not finished."""
-        found = {group: place_of(stored) for group, stored in self._directory.places.values.items()}
+    def _pending_moves(self) -> dict[str, GroupPlacement]:
+        """Return the placements of groups whose move to this set is not finished."""
+        stored = self._directory.placements.values.items()
+        found = {group: decode_placement(value) for group, value in stored}
         return {
             group: place
             for group, place in found.items()
             if place.offsets_set == self._directory.offsets_set and place.from_set
         }
 
-    async def _try(self, group: str, place: Place, turns: asyncio.Semaphore) -> None:
+    async def _try_move(self, group: str, place: GroupPlacement, slots: asyncio.Semaphore) -> None:
         try:
-            async with turns:
+            async with slots:
                 await self._move(group, place)
         except BatonError as error:
-            log.info("group has not arrived yet group=%s move=%d why=%s", group, place.move, error)
+            log.info("group not imported yet group=%s move=%d error=%s", group, place.move, error)
 
-    async def _move(self, group: str, place: Place) -> None:
+    async def _move(self, group: str, place: GroupPlacement) -> None:
         placement = self._table.placements.get(group)
         if placement is not None and placement.move > place.move:
-            return  # what is known here of etcd is old
+            return  # the mirror of etcd is behind
         if (
             placement is None
             or placement.move < place.move
             or placement.state is PlacementState.ARRIVING
         ):
-            await self._fetch(group, place)
+            await self._import(group, place)
         forget = pb.ForgetGroupRequest(group=group, move=place.move)
         stub = self._directory.stub(place.from_set)
         await answered(stub.ForgetGroup(forget, timeout=CALL_TIMEOUT_S))
-        key = PREFIX + group
-        finished = Place(place.offsets_set, place.move)
+        key = PLACEMENTS_PREFIX + group
+        finished = GroupPlacement(place.offsets_set, place.move)
         done = await self._directory.etcd.txn(
             compare=[Compare(key, mod_revision=place.revision)], put=[Put(key, finished.encode())]
         )
         if done:
             log.info("group moved group=%s move=%d from=%s", group, place.move, place.from_set)
 
-    async def _fetch(self, group: str, place: Place) -> None:
+    async def _import(self, group: str, place: GroupPlacement) -> None:
         async with self._placement_lock:
-            self._table.placements.put(group, LocalPlacement(place.move, PlacementState.ARRIVING))
-            await self._written(PlacementKey(group))
-        request = pb.HandOverRequest(
+            arriving = LocalPlacement(place.move, PlacementState.ARRIVING)
+            self._table.placements.put(group, arriving)
+            await self._write(PlacementKey(group))
+        request = pb.ExportGroupRequest(
             group=group, move=place.move, to_set=self._directory.offsets_set
         )
         while True:
             stub = self._directory.stub(place.from_set)
-            answer = await answered(stub.HandOver(request, timeout=CALL_TIMEOUT_S))
+            answer = await answered(stub.ExportGroup(request, timeout=CALL_TIMEOUT_S))
             entries = [(entry.key, entry.value) for entry in answer.entries]
             for key, value in entries:
                 unseal(key, value)
             async with self._placement_lock:
-                await self._written(RawEntries(entries))
+                await self._write(RawEntries(entries))
             if answer.last:
                 break
             request.after_key = answer.entries[-1].key
         await self._open(group, place, answer.term, answer.topic_ids)
 
     async def _open(
-        self, group: str, place: Place, term: int, topic_ids: Mapping[str, int]
+        self, group: str, place: GroupPlacement, term: int, topic_ids: Mapping[str, int]
     ) -> None:
-        """All of the group is written here: begin to answer.
+        """Begin to answer calls about the group, of which every entry is written by now.
 
-        A topic whose progress was deleted here, and not before the group left its old set, is
-        deleted of the group too. Ids that this set has not heard of yet are noted with the group,
-        so that what is deleted for them later leaves alone what the group has begun since.
+        If the progress on a topic was deleted in this set, and was not deleted in the old set
+        before it sealed the group, the group's progress on the topic is deleted too. Topic ids that
+        this set has not seen yet are stored with the group: when this set deletes the progress for
+        such an id later, the group keeps what it has made since.
         """
         async with self._placement_lock:
             now = Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
             own_ids = self._table.topic_ids
             ahead = {topic: one for topic, one in topic_ids.items() if one > own_ids.get(topic, 0)}
-            placement = LocalPlacement(place.move, PlacementState.HERE, topic_ids=ahead)
-            queues, operations = _decoded(await entries_of_group(self._disk, group))
+            placement = LocalPlacement(place.move, PlacementState.KEPT, topic_ids=ahead)
+            queues, resets = _decoded(await entries_of_group(self._disk, group))
             at, value = placement_entry(group, placement)
             changes: list[Entry] = [(at, seal(at, value))]
             for key, state in queues.items():
                 deleted = own_ids.get(key.topic, 0) > topic_ids.get(key.topic, 0)
                 if deleted and not isinstance(state, Tombstone):
-                    ended = Tombstone(state.token + 1, state.reset_epoch + 1, now.unix_ms)
-                    changes += tombstone_entries(key, ended)
-                    queues[key] = ended
+                    tombstone = Tombstone(state.token + 1, state.reset_epoch + 1, now.unix_ms)
+                    changes += tombstone_entries(key, tombstone)
+                    queues[key] = tombstone
             if term > self._table.term:
                 self._table.announce(term)
                 self._commits.mark_changed(None)
-            await self._written(RawEntries(changes))
+            await self._write(RawEntries(changes))
             for key, state in queues.items():
                 self._table.restore(key, state, now)
-            for operation in operations:
-                self._records.put(group, operation)
+            for reset in resets:
+                self._history.put(group, reset)
             self._table.placements.put(group, placement)
-        log.info("group is here group=%s move=%d queues=%d", group, place.move, len(queues))
+        log.info("group imported group=%s move=%d queues=%d", group, place.move, len(queues))
 
-    async def _written(self, key: PlacementKey | RawEntries) -> None:
+    async def _write(self, key: PlacementKey | RawEntries) -> None:
         self._commits.check_room()
         self._commits.mark_changed(key)
         await self._commits.wait_all_durable()
@@ -228,12 +234,12 @@ def _decoded(
     entries: list[tuple[bytes, bytes]],
 ) -> tuple[dict[GroupQueue, Progress | Tombstone], list[RecordedReset]]:
     queues: dict[GroupQueue, Progress | Tombstone] = {}
-    operations = []
+    resets = []
     for key, sealed in entries:
         value = unseal(key, sealed)
         if key.startswith(RESET):
-            operations.append(decode_reset(value))
+            resets.append(decode_reset(value))
         elif not key.startswith(META):
             queue = decode_key(key)
             queues[queue] = decode_progress(queue, value)
-    return queues, operations
+    return queues, resets

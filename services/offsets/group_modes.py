@@ -1,61 +1,61 @@
-"""Which calls a group allows: under a token or without (protocol 15), or once it is gone."""
+"""Which calls a group accepts: with a token, without one (protocol 15), or none any more."""
 
 from __future__ import annotations
 
 from batonmq.errors import GroupInUse, ModeChanged, NotServing
-from batonmq_server.runtime.gates import Gates
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.group_gates import GroupGates
 
 
 class GroupModes:
     """Checks calls against the gates of the groups.
 
     Args:
-        gates: Mirror of the gates in etcd, run by somebody else.
+        gates: Mirror of the gates in etcd; its owner runs it.
     """
 
-    def __init__(self, gates: Mirror) -> None:
-        self._mirror, self._gates = gates, Gates(gates)
+    def __init__(self, gates: EtcdMirror) -> None:
+        self._mirror, self._gates = gates, GroupGates(gates)
 
     def check(self, group: str, token: int) -> None:
-        """Refuse acks and deliveries in the other mode than the group's. `token` 0 is none.
+        """Reject acks and deliveries that do not fit the mode of the group; `token` 0 is no token.
 
         Raises:
-            ModeChanged: the queues of the group are owned, or not owned, contrary to the call; or
-                it is broadcasting, so that its members keep their progress.
-            GroupNotFound: the group is not known, and there is no token.
-            NotServing: groups are not known yet, and there is no token.
+            ModeChanged: the call has a token and the group has no ownership, or the other way
+                round; or the group is broadcasting, so its members keep their progress.
+            GroupNotFound: the group is not known, and the call has no token.
+            NotServing: the groups have not been read from etcd yet, and the call has no token.
         """
         if token:
             self._gates.check_owned(group)
             return
         if not self._mirror.revision:
-            raise NotServing("the groups are not known yet", retry_after_ms=500)
+            raise NotServing("the groups have not been read from etcd yet", retry_after_ms=500)
         if self._gates.check_unowned(group).broadcasting:
             raise ModeChanged(
                 f"group {group} is broadcasting: its members keep their progress",
                 facts={"group": group, "model": "broadcasting", "ownership": "off"},
             )
 
-    def knows(self, group: str) -> bool:
-        """Whether the group exists, as far as it is known here."""
+    def exists(self, group: str) -> bool:
+        """Return whether the mirror has the group."""
         return group in self._mirror.values
 
     async def check_deleted(self, group: str) -> None:
-        """Refuse to end the progress of a group that exists at this moment.
+        """Return if etcd has no such group at this moment.
 
         Raises:
-            GroupInUse: it does.
-            NoQuorum: that is not known.
+            GroupInUse: the group exists.
+            NoQuorum: etcd does not answer.
         """
-        if await self._mirror.now(group) is not None:
+        if await self._mirror.read(group) is not None:
             raise group_in_use(group)
 
 
 def group_in_use(group: str) -> GroupInUse:
-    """The refusal to end the progress of a group that exists, or exists again."""
+    """Return the error for deleting the progress of a group that exists."""
     return GroupInUse(
-        f"group {group} exists: its progress stays",
-        remedy="Delete the group; its progress ends with it.",
+        f"group {group} exists: its progress is not deleted",
+        remedy="Delete the group; its progress is deleted with it.",
         facts={"group": group},
     )

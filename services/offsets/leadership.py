@@ -6,80 +6,78 @@ position by requesting the changes after it (protocol section 12).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq_server.offsets.core.change_log import ChangeLog, Entry, StoreChange
 from batonmq_server.offsets.persistence import ProgressStore, first_change, next_change
-from batonmq_server.runtime.keeper import Keeper
-from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
+from batonmq_server.runtime.replication.leadership import Leadership
+from batonmq_server.runtime.replication.position import ReplicaPosition
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
-"""One answer holds no more changes than this, but one in any case."""
+"""Maximum size of the changes in one answer, which has at least one change."""
 
 
-class Leadership:
+class OffsetsLeadership(Leadership):
     """One node's time as leader.
 
     Args:
-        changes: Of this node; nobody else writes to `disk` meanwhile.
+        changes: Changes of this node; only this leadership writes to `disk` meanwhile.
     """
 
     def __init__(
-        self, keeper: Keeper, changes: ChangeLog, disk: ProgressStore, clock: Clock
+        self, in_sync_set: InSyncSet, changes: ChangeLog, disk: ProgressStore, clock: Clock
     ) -> None:
-        self.keeper, self._changes, self._disk, self._clock = keeper, changes, disk, clock
-        self._grown = asyncio.Event()
+        super().__init__(in_sync_set, clock)
+        self._changes, self._disk = changes, disk
 
     @property
-    def epoch(self) -> int:
-        """Of this leadership."""
-        return self.keeper.epoch
-
-    @property
-    def position(self) -> Position:
-        """Of this node."""
+    def position(self) -> ReplicaPosition:
+        """Position of this node's copy."""
         return self._changes.position
 
     async def begin(self) -> None:
-        """Write the first change of the epoch; with it the in-sync set has all that was before.
+        """Write the first change of the epoch, and wait until the in-sync set has everything.
 
         Raises:
             As `ProgressStore.write`.
         """
         version = await self._write(first_change(self._changes, self.epoch))
-        await self.keeper.begun(version)
-        await self.keeper.serve()
+        await self.in_sync_set.begun(version)
+        await self.in_sync_set.record_serving()
 
     async def write(self, entries: Sequence[Entry]) -> None:
-        """Make a change, and return when the in-sync set has it durably.
+        """Write a change, and return once the in-sync set has it durably.
 
         Raises:
             As `ProgressStore.write`; then nothing was written.
         """
         version = await self._write(next_change(self._changes, self.epoch, entries))
-        await self.keeper.confirmed(version)
+        await self.in_sync_set.confirmed(version)
 
     async def _write(self, change: StoreChange) -> int:
         await self._disk.write(change.entries)
         self._changes.append(change)
         version = change.position.version
-        self.keeper.books.wrote(version)
-        grown, self._grown = self._grown, asyncio.Event()
-        grown.set()
+        self._leader_has(version)
         return version
 
-    async def fetch(self, name: str, position: Position, hold_ms: int) -> list[StoreChange] | None:
-        """What follows `position`, which follower `name` has; None if it has to begin anew."""
+    async def fetch(
+        self, name: str, position: ReplicaPosition, hold_ms: int
+    ) -> list[StoreChange] | None:
+        """Return the changes after `position`, which follower `name` has.
+
+        Returns:
+            None if the follower has to start anew from a full copy.
+        """
         if not self._changes.contains(position):
-            self.keeper.books.forget(name)
+            self._follower_resets(name)
             return None
-        self.keeper.books.heard(name, position.version, self._clock.monotonic_ms())
-        self.keeper.looked_at()
-        grown = self._grown
+        self._follower_has(name, position.version)
+        new_data = self._new_data
         found = self._changes.since(position, FETCH_BYTES_MAX)
-        if found == [] and await wait_until(grown, hold_ms):
+        if found == [] and await wait_until(new_data, hold_ms):
             found = self._changes.since(position, FETCH_BYTES_MAX)
         return found

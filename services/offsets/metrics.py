@@ -1,4 +1,4 @@
-"""What offsets tells Prometheus."""
+"""Every Prometheus metric of the offsets service."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from batonmq.errors import BatonError, Fenced
 from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.resets import ResetOrder, ResetOutcome
 from batonmq_server.offsets.core.values import CommitResult, FenceCondition, FenceGrant
-from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
 
 CUT_OFF = "CUT_OFF"
-"""Cause of duplicates: a queue was given back before a handler had ended."""
+"""Cause of duplicates: a queue was released while a handler was running."""
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
 class OffsetsMetrics:
-    """Counters and gauges of one process; the gauges are those of the table that is shown."""
+    """The metrics of one process; `show_table` and `show_leadership` bind the gauges."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._commits = Counter(
             "baton_offsets_commits",
-            "Commits, closes and acks of pulls: changed, noop, or the reason of the refusal.",
+            "Commits, closes and acks of pulls, by result: changed, noop, or the error reason.",
             ("op", "outcome"),
             registry=registry,
         )
         self._fences = Counter(
             "baton_offsets_fences",
-            "Fences by condition and outcome: granted, repeated, or the reason of the refusal.",
+            "Fences by condition and result: granted, repeated, or the error reason.",
             ("condition", "outcome"),
             registry=registry,
         )
         self._fenced = Counter(
             "baton_offsets_fenced",
-            "Items refused because their token is not in force.",
+            "Items rejected because their token is fenced, by cause.",
             ("op", "why"),
             registry=registry,
         )
         self._duplicates = Counter(
             "baton_offsets_duplicates",
-            "Messages that come again, flagged. In flight when their queue changed hands: "
-            "CLOSED_OR_DRAINED (in good order: none, by the rules), CUT_OFF (given back before its "
-            "handler had ended), SAME_HOLDER (asked for anew), IDLE (the owner was silent), "
-            "FORCED. Handled already, and wanted again by an operator: RESET, CLONE.",
+            "Messages redelivered with the maybe-seen flag, by cause. In flight at a hand-over: "
+            "CLOSED_OR_DRAINED (always 0 by the rules), CUT_OFF (released while a handler was "
+            "running), SAME_HOLDER (acquired again by its owner), IDLE (lease of the owner "
+            "expired), FORCED. Handled before and moved back by an operator: RESET, CLONE.",
             ("cause",),
             registry=registry,
         )
@@ -54,97 +54,97 @@ class OffsetsMetrics:
             self._duplicates.labels(cause)
         self._moves = Counter(
             "baton_offsets_moves",
-            "Queues asked to be moved: moved, repeated, or the reason of the refusal.",
+            "Queues in resets, undos and clones, by result: moved, repeated, or the error reason.",
             ("op", "outcome"),
             registry=registry,
         )
         self.write_seconds = Histogram(
             "baton_offsets_durable_write_seconds",
-            "Time of one synced write, which many calls share.",
+            "Time of one synced write to disk, in seconds; many calls share a write.",
             buckets=_BUCKETS,
             registry=registry,
         )
         self.write_entries = Counter(
             "baton_offsets_durable_entries",
-            "Entries in synced writes.",
+            "Entries written in synced writes.",
             registry=registry,
         )
         self._ack_ranges = Gauge(
             "baton_offsets_ack_ranges_max",
-            "Acked ranges above the committed offset, of the queue that has most.",
+            "Acked ranges above the committed offset, of the queue with the most.",
             registry=registry,
         )
         self._ack_window = Gauge(
             "baton_offsets_ack_window_used_ratio",
-            "Acked ranges of that queue, as a part of how many there may be, 0 to 1.",
+            "Acked ranges of the queue with the most, divided by the limit, 0 to 1.",
             registry=registry,
         )
         self._capped = Gauge(
             "baton_offsets_capped_queues",
-            "Queues whose deliveries wait: too many acked ranges above the committed offset.",
+            "Queues whose deliveries are paused: too many acked ranges above the committed offset.",
             registry=registry,
         )
         self._full = Gauge(
             "baton_offsets_disk_full",
-            "1 while changes are refused because the disk is full.",
+            "1 while changes are rejected because the disk is full, else 0.",
             registry=registry,
         )
         self._queues = Gauge("baton_offsets_queues", "Queues with progress.", registry=registry)
         self._arriving = Gauge(
             "baton_offsets_arriving_groups",
-            "Groups that another replica set is handing over to this one.",
+            "Groups that this replica set is importing from another one.",
             registry=registry,
         )
         self._gone = Gauge(
             "baton_offsets_gone_groups",
-            "Groups that were handed over to another replica set, and are sealed here.",
+            "Groups that moved to another replica set and are sealed in this one.",
             registry=registry,
         )
         self._epoch = Gauge(
             "baton_offsets_epoch",
-            "Epoch in which this node serves; 0 for a follower.",
+            "Epoch in which this node serves; 0 on a follower.",
             registry=registry,
         )
         self.replicas = Gauge(
             "baton_offsets_replicas",
-            "Members of the replica set, by its settings.",
+            "Members of the replica set, as configured.",
             registry=registry,
         )
         self._in_sync = Gauge(
             "baton_offsets_in_sync_replicas",
-            "Replicas that may be elected, the leader among them; 0 at a follower.",
+            "Replicas in the in-sync set, including the leader; 0 on a follower.",
             registry=registry,
         )
         self._lag = Gauge(
             "baton_offsets_replica_lag_changes",
-            "Changes that a follower lacks, as the leader sees it.",
+            "Changes that a follower is behind the leader, as seen by the leader.",
             ("replica",),
             registry=registry,
         )
         self.stuck = Gauge(
             "baton_offsets_replica_stuck",
-            "1 while this node can't follow its leader for a reason that does not pass by itself.",
+            "1 while this node can not follow its leader and needs an operator, else 0.",
             registry=registry,
         )
 
-    def lead(self, keeper: Keeper) -> None:
-        """Show a leadership until `follow`."""
-        books = keeper.books
-        self._in_sync.set_function(lambda: len(books.in_sync))
-        for name in keeper.members - {books.me}:
-            self._lag.labels(name).set_function(partial(books.lag, name))
+    def show_leadership(self, in_sync_set: InSyncSet) -> None:
+        """Show the in-sync set and the lag of the followers, until `show_follower`."""
+        tracker = in_sync_set.tracker
+        self._in_sync.set_function(lambda: len(tracker.in_sync))
+        for name in in_sync_set.node_ids - {tracker.leader}:
+            self._lag.labels(name).set_function(partial(tracker.lag, name))
 
-    def follow(self) -> None:
-        """This node is no leader."""
+    def show_follower(self) -> None:
+        """Show that this node is not the leader."""
         self._epoch.set(0)
         self._in_sync.set_function(lambda: 0)
         self._lag.clear()
 
-    def show(self, table: ProgressTable, disk_full: Callable[[], bool]) -> None:
+    def show_table(self, table: ProgressTable, disk_full: Callable[[], bool]) -> None:
         """Show the state of this table from now on."""
         self._epoch.set(table.epoch)
 
-        # Scraped from another thread: list() of a dict's values is one step of the interpreter.
+        # Scraped in another thread: list() copies the values in one step of the interpreter.
         def ranges() -> int:
             return max(list(table.ack_ranges.values()), default=0)
 
@@ -156,12 +156,12 @@ class OffsetsMetrics:
         self._arriving.set_function(lambda: table.placements.counts()[0])
         self._gone.set_function(lambda: table.placements.counts()[1])
 
-    def fenced(self, op: str, error: Fenced) -> None:
-        """Count an item whose token is not in force."""
+    def count_fenced(self, op: str, error: Fenced) -> None:
+        """Count an item that was rejected because its token is fenced."""
         self._fenced.labels(op, error.detail.why.value).inc()
 
-    def committed(self, op: str, results: Iterable[CommitResult | BatonError]) -> None:
-        """Count commits or closes: whether they changed something, or why they were refused."""
+    def count_commits(self, op: str, results: Iterable[CommitResult | BatonError]) -> None:
+        """Count commits or closes by result."""
         outcomes = Tally(
             result.reason
             if isinstance(result, BatonError)
@@ -171,25 +171,25 @@ class OffsetsMetrics:
         for outcome, count in outcomes.items():
             self._commits.labels(op, outcome).inc(count)
 
-    def fence(self, condition: FenceCondition, result: FenceGrant | BatonError) -> None:
-        """Count a fence."""
+    def count_fence(self, condition: FenceCondition, result: FenceGrant | BatonError) -> None:
+        """Count a fence by condition and result."""
         if isinstance(result, BatonError):
             outcome = result.reason
         else:
             outcome = "granted" if result.changed else "repeated"
         self._fences.labels(condition.value, outcome).inc()
 
-    def duplicated(self, cause: str, count: int) -> None:
-        """Count messages that come again."""
+    def count_duplicates(self, cause: str, count: int) -> None:
+        """Count messages that are redelivered."""
         self._duplicates.labels(cause).inc(count)
 
-    def moved(self, order: ResetOrder, outcome: ResetOutcome) -> None:
-        """Count the queues of a reset, an undo or a clone."""
+    def count_resets(self, order: ResetOrder, outcome: ResetOutcome) -> None:
+        """Count the queues of a reset, an undo or a clone by result."""
         op = "undo" if order.undone_op_id else order.kind.name.lower()
-        fresh = {step.key for step in outcome.fresh}
+        applied = {step.key for step in outcome.applied}
         for result in outcome.results:
             if isinstance(result, BatonError):
-                what = result.reason
+                label = result.reason
             else:
-                what = "moved" if result.key in fresh else "repeated"
-            self._moves.labels(op, what).inc()
+                label = "moved" if result.key in applied else "repeated"
+            self._moves.labels(op, label).inc()

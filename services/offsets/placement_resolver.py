@@ -1,9 +1,9 @@
-"""Whether a group is kept by this replica set.
+"""Decides whether this replica set keeps a group, and so may answer calls about it.
 
-That is decided by what the set itself has: a group that came here says so, one that left is
-sealed. Where nothing is stored of a group its place in etcd counts, of which the beginning never
-changes: the set at which it began keeps it until it is asked for it. A group that has no place gets
-one here.
+What the set itself has stored decides: a group that was imported has an entry, and a group that has
+left is sealed. Of a group without anything stored here the placement in etcd decides. Its first
+value never becomes wrong: the set in which a group began keeps it until another set exports it. A
+group without a placement gets one in this set.
 """
 
 from __future__ import annotations
@@ -15,93 +15,102 @@ from collections.abc import Iterable
 from batonmq.errors import NoQuorum, NotServing
 from batonmq_server.offsets.core.local_placements import arriving, moved
 from batonmq_server.offsets.core.progress_table import ProgressTable
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, place_of
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    decode_placement,
+)
 
 log = logging.getLogger(__name__)
 
-FIND_S = 0.5
-AT_ONCE_MAX = 64
+RESOLVE_TIMEOUT_S = 0.5
+LOOKUPS_AT_ONCE_MAX = 64
 
 
 class PlacementResolver:
-    """See the module.
+    """Checks and looks up the placements of groups for one epoch.
 
     Args:
-        table: Of one epoch.
+        table: The progress of the epoch.
         offsets_set: Name of this replica set.
-        places: Mirror of the places, run by somebody else.
+        placements: Mirror of the placements in etcd; its owner runs it.
     """
 
     def __init__(
-        self, table: ProgressTable, offsets_set: str, etcd: EtcdSession, places: Mirror
+        self, table: ProgressTable, offsets_set: str, etcd: EtcdSession, placements: EtcdMirror
     ) -> None:
-        self._table, self._set, self._etcd, self._places = table, offsets_set, etcd, places
-        self._found: dict[str, Place] = {}
+        self._table, self._set, self._etcd, self._mirror = table, offsets_set, etcd, placements
+        self._found: dict[str, GroupPlacement] = {}
 
     def check(self, group: str) -> None:
-        """Refuse a call about a group that this set does not keep; what it changes follows at once.
+        """Return if this set keeps the group.
+
+        The caller must apply its change before the next await: the group may be sealed then.
 
         Raises:
-            GroupMoved: another one does.
-            NotServing: it is on its way here, or etcd has not told where it is.
+            GroupMoved: another set keeps it.
+            NotServing: the group is being imported, or its placement is not known.
         """
         self._table.placements.check(group)
-        if self._is_ours(group):
+        if self._has_stored(group):
             return
-        place = self._place(group)
+        place = self._known_place(group)
         if place is None:
-            raise NotServing(f"it is not known where group {group} is kept", retry_after_ms=100)
-        begins_here = place.offsets_set == self._set and not place.move
-        if begins_here or (place.from_set == self._set and place.move == 1):
+            raise NotServing(f"the placement of group {group} is not known", retry_after_ms=100)
+        began_here = place.offsets_set == self._set and not place.move
+        if began_here or (place.from_set == self._set and place.move == 1):
             return
         if place.offsets_set == self._set:
             raise arriving(group)
         raise moved(group, place.offsets_set, place.move)
 
-    async def find(self, groups: Iterable[str]) -> None:
-        """Ask etcd about groups of which nothing is known here; `check` says what came of it.
+    async def resolve(self, groups: Iterable[str]) -> None:
+        """Read the placements of unknown groups from etcd, for `check`.
 
-        For all of them together it is waited no longer than `FIND_S`.
+        Waits no longer than `RESOLVE_TIMEOUT_S` for all of them together.
         """
         unknown = {
-            group for group in groups if not self._is_ours(group) and self._place(group) is None
+            group
+            for group in groups
+            if not self._has_stored(group) and self._known_place(group) is None
         }
         if not unknown:
             return
-        turns = asyncio.Semaphore(AT_ONCE_MAX)
+        slots = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
         try:
-            async with asyncio.timeout(FIND_S), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(RESOLVE_TIMEOUT_S), asyncio.TaskGroup() as tasks:
                 for group in sorted(unknown):
-                    tasks.create_task(self._find(group, turns))
+                    tasks.create_task(self._resolve(group, slots))
         except TimeoutError:
-            log.info("places not found, etcd is slow groups=%d", len(unknown - self._found.keys()))
+            missing = len(unknown - self._found.keys())
+            log.info("placements not read in time, etcd is slow groups=%d", missing)
 
-    async def _find(self, group: str, turns: asyncio.Semaphore) -> None:
+    async def _resolve(self, group: str, slots: asyncio.Semaphore) -> None:
         try:
-            async with turns:
-                self._found[group] = await self._claimed(group)
+            async with slots:
+                self._found[group] = await self._read_or_create(group)
         except NoQuorum as error:
-            log.info("place not found group=%s error=%s", group, error)
+            log.info("placement not read group=%s error=%s", group, error)
 
-    def _is_ours(self, group: str) -> bool:
+    def _has_stored(self, group: str) -> bool:
         return self._table.placements.get(group) is not None or self._table.has(group)
 
-    def _place(self, group: str) -> Place | None:
-        stored = self._places.values.get(group)
+    def _known_place(self, group: str) -> GroupPlacement | None:
+        stored = self._mirror.values.get(group)
         if stored is None:
             return self._found.get(group)
         self._found.pop(group, None)
-        return place_of(stored)
+        return decode_placement(stored)
 
-    async def _claimed(self, group: str) -> Place:
-        """The place of a group, which is this set if it has had none."""
+    async def _read_or_create(self, group: str) -> GroupPlacement:
+        """Return the placement of a group from etcd; place it in this set if it has none."""
         while True:
-            stored = await self._places.now(group)
+            stored = await self._mirror.read(group)
             if stored is not None:
-                return place_of(stored)
-            key, place = PREFIX + group, Place(self._set)
+                return decode_placement(stored)
+            key, place = PLACEMENTS_PREFIX + group, GroupPlacement(self._set)
             await self._etcd.txn(
                 compare=[Compare(key, create_revision=0)], put=[Put(key, place.encode())]
             )

@@ -1,4 +1,4 @@
-"""The gRPC face of replication: what the leader tells its followers."""
+"""The servicer of replication: the calls of the followers to the leader."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch, OldEpochDetail
 from batonmq_server.offsets.core.change_log import StoreChange
-from batonmq_server.offsets.follower import digest_of
+from batonmq_server.offsets.follower import state_digest
 from batonmq_server.offsets.persistence import ProgressStore, change_log_of
-from batonmq_server.offsets.role import Role
-from batonmq_server.runtime.position import Position
-from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
+from batonmq_server.offsets.replica import OffsetsReplica
+from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
+from batonmq_server.runtime.replication.position import ReplicaPosition
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
-PART_ENTRIES = 4_096
+ENTRIES_PER_PART = 4_096
 
 
 class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
-    """See replication_service.proto."""
+    """Answers every call of replication_service.proto."""
 
-    def __init__(self, role: Role, disk: ProgressStore) -> None:
-        self._role, self._disk = role, disk
+    def __init__(self, replica: OffsetsReplica, disk: ProgressStore) -> None:
+        self._replica, self._disk = replica, disk
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """See the proto."""
-        leadership = self._role.leadership
-        at = Position(request.position.epoch, request.position.version)
+        leadership = self._replica.leadership
+        at = ReplicaPosition(request.position.epoch, request.position.version)
         self._check(request.node_id, at.epoch)
         if request.hold_ms > HOLD_MS_MAX:
             raise LimitExceeded(
                 f"hold_ms is {request.hold_ms}; the limit is {HOLD_MS_MAX}",
                 facts={"field": "hold_ms", "limit": HOLD_MS_MAX, "actual": request.hold_ms},
             )
-        leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
+        leadership.in_sync_set.set_problem(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await leadership.fetch(request.node_id, at, request.hold_ms)
-        self._role.check_still(leadership)
+        self._replica.check_still(leadership)
         return pb.FetchResponse(
             epoch=leadership.epoch,
             changes=map(_change_pb, found or ()),
@@ -54,34 +54,34 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         """See the proto."""
         self._check(request.node_id, request.epoch)
         entries, at = await self._state()
-        for begin in range(0, max(len(entries), 1), PART_ENTRIES):
-            part = entries[begin : begin + PART_ENTRIES]
-            self._role.check()
+        for begin in range(0, max(len(entries), 1), ENTRIES_PER_PART):
+            part = entries[begin : begin + ENTRIES_PER_PART]
+            self._replica.check()
             yield pb.ReadAllResponse(
                 position=at,
                 entries=[pb.Entry(key=key, value=value) for key, value in part],
-                last=begin + PART_ENTRIES >= len(entries),
+                last=begin + ENTRIES_PER_PART >= len(entries),
             )
 
     async def Digest(self, request: pb.DigestRequest, context: Context) -> pb.DigestResponse:
         """See the proto."""
         self._check(request.node_id, request.epoch)
         entries, at = await self._state()
-        digest = await digest_of(entries)
-        self._role.check()
+        digest = await state_digest(entries)
+        self._replica.check()
         return pb.DigestResponse(position=at, digest=digest)
 
     async def DescribeReplicas(
         self, request: pb.DescribeReplicasRequest, context: Context
     ) -> pb.DescribeReplicasResponse:
         """See the proto."""
-        keeper = self._role.leadership.keeper
+        in_sync_set = self._replica.leadership.in_sync_set
         return pb.DescribeReplicasResponse(
-            replica_set=self._role.replica_set,
-            epoch=keeper.epoch,
-            confirmed=keeper.books.confirmed,
-            min_in_sync=keeper.policy.min_in_sync,
-            replicas=keeper.replicas(),
+            replica_set=self._replica.name,
+            epoch=in_sync_set.epoch,
+            confirmed=in_sync_set.tracker.confirmed,
+            min_in_sync=in_sync_set.policy.min_in_sync,
+            replicas=in_sync_set.replicas(),
         )
 
     async def _state(self) -> tuple[list[tuple[bytes, bytes]], pb.Position]:
@@ -89,15 +89,17 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         at = change_log_of(dict(entries), kept_bytes_max=0).position
         return entries, pb.Position(epoch=at.epoch, version=at.version)
 
-    def _check(self, name: str, seen_epoch: int) -> None:
-        """Refuse who is nobody, or knows a newer leader.
+    def _check(self, node_id: str, seen_epoch: int) -> None:
+        """Return if this node may answer a follower.
 
         Raises:
-            NotLeader, InvalidArgument, OldEpoch: refused.
+            NotLeader: this node is not the leader.
+            InvalidArgument: the follower has no node id.
+            OldEpoch: the follower has seen a newer leader.
         """
-        epoch = self._role.leadership.epoch
-        if not name:
-            raise InvalidArgument("a follower has a node id", facts={"field": "node_id"})
+        epoch = self._replica.leadership.epoch
+        if not node_id:
+            raise InvalidArgument("node_id is required", facts={"field": "node_id"})
         if seen_epoch > epoch:
             raise OldEpoch(
                 f"this leader has epoch {epoch}, the follower has seen {seen_epoch}",

@@ -1,4 +1,7 @@
-"""Requests to plain values. Refuses here what is malformed whatever the state."""
+"""Reads requests into plain values, and rejects what is malformed whatever the state.
+
+Also reads the page tokens of the list calls (see `batonmq_server.runtime.paging`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from batonmq._core.names import check_broker, check_client_id, check_group, chec
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
-from batonmq_server.offsets.core.resets import ResetOrder, ResetTarget
+from batonmq_server.offsets.core.resets import QueueReset, ResetOrder
 from batonmq_server.offsets.core.values import (
     Acks,
     AckState,
@@ -22,15 +25,17 @@ from batonmq_server.offsets.core.values import (
     FenceCondition,
     ProgressSource,
 )
+from batonmq_server.runtime.paging import key_of_token, malformed_token
 
 ITEMS_MAX = 1_024
 NUMBER_MAX = 1 << 62
-"""Offsets, tokens, epochs and times are not greater, so that sums stay in 64 bits."""
+"""Upper bound of offsets, tokens, epochs and times, so that sums fit in 64 bits."""
 QUEUE_ID_MAX = 65_535
 BY_MAX = 255
 REASON_MAX = 1_024
 
 _ID = re.compile(r"[!-~]{1,64}")
+_NUMBER = re.compile(r"[0-9]{1,19}")
 _CONDITIONS = {
     pb.FENCE_CONDITION_CLOSED_OR_DRAINED: FenceCondition.CLOSED_OR_DRAINED,
     pb.FENCE_CONDITION_SAME_HOLDER: FenceCondition.SAME_HOLDER,
@@ -44,72 +49,73 @@ Outcome = TypeVar("Outcome")
 
 
 class ParsedReset(NamedTuple):
-    """A reset as asked for; an undo has no targets."""
+    """A reset as requested; an undo has no targets."""
 
     group: str
     order: ResetOrder
-    targets: list[ResetTarget]
+    targets: list[QueueReset]
 
 
 class RequestReader:
-    """Reads requests.
+    """Reads the requests of one epoch.
 
     Args:
-        known: Queues with progress; their names were checked once and for all.
-        ranges_max: Most ranges in one field.
+        known: Queues with progress; their names are valid and are not checked again.
+        ranges_max: Maximum number of ranges in one field.
     """
 
     def __init__(self, known: Container[GroupQueue], ranges_max: int) -> None:
         self._known, self._ranges_max = known, ranges_max
 
-    def items(self, items: Sequence[Item], read: Callable[[Item], Value]) -> list[Value]:
-        """Every item of one caller read; if one can't be, none of the call counts.
+    def batch(self, items: Sequence[Item], read: Callable[[Item], Value]) -> list[Value]:
+        """Return the items of a call of one client; a malformed item rejects the call.
 
         Raises:
-            InvalidArgument, InvalidName, LimitExceeded: the fact `field` says where.
+            InvalidArgument, InvalidName, LimitExceeded: the fact `field` names the item and field.
         """
-        values, malformed = self.shared_items(items, read)
-        for place, error in malformed.items():
+        values, malformed = self.shared_batch(items, read)
+        for index, error in malformed.items():
             raise type(error)(
-                f"items[{place}]: {error.message}",
+                f"items[{index}]: {error.message}",
                 remedy=error.remedy,
-                facts=error.facts | {"field": f"items[{place}].{error.facts['field']}"},
+                facts=error.facts | {"field": f"items[{index}].{error.facts['field']}"},
             )
         return values
 
-    def shared_items(
+    def shared_batch(
         self, items: Sequence[Item], read: Callable[[Item], Value]
     ) -> tuple[list[Value], dict[int, BatonError]]:
-        """The items that can be read, and by place, ascending, why the others can't.
+        """Return the well-formed items, and the errors of the malformed ones by index, ascending.
 
-        They are of many clients, so nobody pays for another's; see `outcomes_of`.
+        The items belong to many clients: a malformed item of one does not fail those of the others.
+        `merge_outcomes` joins the two again.
 
         Raises:
-            InvalidArgument, LimitExceeded: there are none, or too many.
+            InvalidArgument, LimitExceeded: there are no items, or too many.
         """
         if not items:
-            raise InvalidArgument("the call has no items", facts={"field": "items"})
+            raise InvalidArgument("items must not be empty", facts={"field": "items"})
         if len(items) > ITEMS_MAX:
             raise LimitExceeded(
-                f"the call has {len(items)} items, {ITEMS_MAX} are allowed",
+                f"the call has {len(items)} items; the limit is {ITEMS_MAX}",
                 facts={"field": "items", "limit": ITEMS_MAX, "actual": len(items)},
             )
         values: list[Value] = []
         malformed: dict[int, BatonError] = {}
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             try:
                 values.append(read(item))
             except BatonError as error:
-                malformed[place] = error
+                malformed[index] = error
         return values, malformed
 
     def queue(self, queue: queue_pb2.GroupQueue) -> GroupQueue:
-        """Key of the queue."""
+        """Return the group and queue."""
         inner = queue.queue
         key = GroupQueue(queue.group, inner.topic, inner.broker, inner.queue_id)
         if key not in self._known:
             if not queue.HasField("queue"):
-                raise InvalidArgument("the queue is missing", facts={"field": "queue"})
+                raise InvalidArgument("queue is required", facts={"field": "queue"})
             check_group(key.group)
             check_topic(key.topic)
             check_broker(key.broker)
@@ -117,7 +123,7 @@ class RequestReader:
         return key
 
     def delivery(self, item: pb.DeliveryItem) -> tuple[GroupQueue, int, DeliveryRange, Acks | None]:
-        """Queue, token, delivery, and acks that ride along."""
+        """Return queue, token, delivery, and the acks sent with it, if any."""
         first, next_ = item.first_offset, item.next_offset
         if not 0 <= first < next_ <= NUMBER_MAX:
             raise _bad_range(first, next_, "next_offset")
@@ -127,24 +133,25 @@ class RequestReader:
         return self.queue(item.queue), _token(item.token), delivery, acks
 
     def touch(self, item: pb.TouchItem) -> tuple[GroupQueue, int]:
-        """Queue and token."""
+        """Return queue and token."""
         return self.queue(item.queue), _token(item.token)
 
     def commit(self, item: pb.CommitItem) -> tuple[GroupQueue, int, Acks]:
-        """Queue, token, 0 for none, and acks."""
+        """Return queue, token (0 for none) and acks."""
         return self.queue(item.queue), number(item.token, "token"), self._acks(item)
 
     def close(self, item: pb.CloseItem) -> tuple[GroupQueue, int, Acks, RangeSet]:
-        """Queue, token, acks and what was cut off."""
+        """Return queue, token, acks, and the offsets whose handlers were cut off."""
         unfinished = self.ranges(item.unfinished, "unfinished")
         return self.queue(item.queue), _token(item.token), self._acks(item), unfinished
 
     def fence(self, item: pb.FenceItem) -> tuple[GroupQueue, FenceAttempt]:
-        """Queue and wish."""
+        """Return queue and fence attempt."""
         condition = _CONDITIONS.get(item.condition)
         if condition is None:
             raise InvalidArgument(
-                f"condition {item.condition} is not one of the four", facts={"field": "condition"}
+                f"condition {item.condition} is not one of the four fence conditions",
+                facts={"field": "condition"},
             )
         _id(item.attempt, "attempt")
         forced = condition is FenceCondition.FORCED
@@ -153,8 +160,10 @@ class RequestReader:
             _text(item.forced_reason, "forced_reason", REASON_MAX)
         holder = _holder(item.holder) if item.HasField("holder") else None
         if holder is None and item.resume:
-            raise InvalidArgument("nobody has nothing to resume", facts={"field": "resume"})
-        wish = FenceAttempt(
+            raise InvalidArgument(
+                "resume must be empty without a holder", facts={"field": "resume"}
+            )
+        attempt = FenceAttempt(
             attempt=item.attempt,
             expected_token=number(item.expected_token, "expected_token"),
             condition=condition,
@@ -169,38 +178,39 @@ class RequestReader:
             subscription_generation=number(item.subscription_generation, "subscription_generation"),
             topic_id=number(item.topic_id, "topic_id"),
         )
-        return self.queue(item.queue), wish
+        return self.queue(item.queue), attempt
 
     def reset(self, request: pb.ResetRequest) -> ParsedReset:
-        """What has to be moved, by whom and why."""
+        """Return the group, the order, and the targets of a reset or an undo."""
         order = _order(request, ProgressSource.RESET)
         if not request.undo_op_id:
-            targets = self.items(request.items, self._target)
+            targets = self.batch(request.items, self._target)
             groups = {target.key.group for target in targets}
             if len(groups) > 1:
                 raise InvalidArgument(
-                    f"the queues are of {len(groups)} groups", facts={"field": "items"}
+                    f"a reset is for one group; its items are of {len(groups)} groups",
+                    facts={"field": "items"},
                 )
             check_single(target.key for target in targets)
             return ParsedReset(groups.pop(), order, targets)
         if request.items:
-            raise InvalidArgument("an undo names no queues", facts={"field": "items"})
+            raise InvalidArgument("items must be empty for an undo", facts={"field": "items"})
         _id(request.undo_op_id, "undo_op_id")
         undo = order._replace(undone_op_id=request.undo_op_id)
         return ParsedReset(check_group(request.undo_group), undo, [])
 
     def clone(self, request: pb.CloneRequest) -> tuple[str, ResetOrder, str]:
-        """The group that gets something, what it gets, and the topic, empty for all."""
+        """Return the receiving group, the order, and the topic (empty for all topics)."""
         from_group, to_group = check_group(request.from_group), check_group(request.to_group)
         if from_group == to_group:
             raise InvalidArgument(
-                f"group {to_group} can't be cloned into itself", facts={"field": "to_group"}
+                f"from_group and to_group are both {to_group}", facts={"field": "to_group"}
             )
         order = _order(request, ProgressSource.CLONE)._replace(from_group=from_group)
         return to_group, order, topic_or_all(request.topic)
 
-    def _target(self, item: pb.ResetItem) -> ResetTarget:
-        return ResetTarget(self.queue(item.queue), AckState(number(item.to_offset, "to_offset")))
+    def _target(self, item: pb.ResetItem) -> QueueReset:
+        return QueueReset(self.queue(item.queue), AckState(number(item.to_offset, "to_offset")))
 
     def _acks(self, item: pb.CommitItem | pb.CloseItem | pb.Acks, within: str = "") -> Acks:
         return Acks(
@@ -210,12 +220,12 @@ class RequestReader:
         )
 
     def ranges(self, ranges: Sequence[queue_pb2.OffsetRange], field: str) -> RangeSet:
-        """The set of ranges that ascend and do not overlap; they may touch."""
+        """Return the set of ranges; they must ascend and not overlap, and may touch."""
         if not ranges:
             return EMPTY
         if len(ranges) > self._ranges_max:
             raise LimitExceeded(
-                f"{field} has {len(ranges)} ranges, {self._ranges_max} are allowed",
+                f"{field} has {len(ranges)} ranges; the limit is {self._ranges_max}",
                 facts={"field": field, "limit": self._ranges_max, "actual": len(ranges)},
             )
         runs = [(each.first_offset, each.next_offset) for each in ranges]
@@ -227,20 +237,26 @@ class RequestReader:
         return RangeSet.merged(runs)
 
 
-def outcomes_of(
-    outcomes: list[Outcome], malformed: Mapping[int, BatonError], refused: Callable[..., Outcome]
+def merge_outcomes(
+    outcomes: list[Outcome], malformed: Mapping[int, BatonError], make: Callable[..., Outcome]
 ) -> list[Outcome]:
-    """Those of all items in the order of the call, from those of the items that could be read."""
-    for place, error in malformed.items():
-        outcomes.insert(place, refused(error=error_to_pb(error)))
+    """Return the outcomes of all items in request order.
+
+    Args:
+        outcomes: Those of the well-formed items, in order; changed in place.
+        malformed: The errors of the malformed items, by index, ascending.
+        make: Makes an outcome from an error.
+    """
+    for index, error in malformed.items():
+        outcomes.insert(index, make(error=error_to_pb(error)))
     return outcomes
 
 
 def check_single(keys: Iterable[GroupQueue]) -> None:
-    """Refuse a call with two items for one queue.
+    """Return if every queue has only one item.
 
     Raises:
-        InvalidArgument: it has.
+        InvalidArgument: a queue has two items.
     """
     seen: set[GroupQueue] = set()
     for key in keys:
@@ -250,31 +266,67 @@ def check_single(keys: Iterable[GroupQueue]) -> None:
 
 
 def topic_or_all(topic: str) -> str:
-    """The name of a topic, or nothing.
+    """Return the topic name; it may be empty, for all topics.
 
     Raises:
-        InvalidName: it is neither.
+        InvalidName: the name is not valid.
     """
     return check_topic(topic) if topic else ""
 
 
 def number(value: int, field: str, lowest: int = 0, largest: int = NUMBER_MAX) -> int:
-    """`value`, if it is within bounds.
+    """Return `value` if it is within its bounds.
 
     Raises:
-        InvalidArgument: it is not.
+        InvalidArgument: the value is out of bounds.
     """
     if not lowest <= value <= largest:
         raise InvalidArgument(
-            f"{field} is {value}, not {lowest} to {largest}", facts={"field": field}
+            f"{field} must be {lowest} to {largest}, got {value}", facts={"field": field}
         )
     return value
+
+
+def number_of_token(page_token: str) -> int | None:
+    """Return the number in a page token of ListResets or ListHolds; None for the first page.
+
+    Raises:
+        InvalidArgument: the token is malformed.
+    """
+    key = key_of_token(page_token)
+    if not key:
+        return None
+    if not _NUMBER.fullmatch(key):
+        raise malformed_token(page_token)
+    return int(key)
+
+
+def token_key_of_queue(key: GroupQueue) -> str:
+    """Return the key that a page token of QueryGroup holds for a queue."""
+    return f"{key.topic}\0{key.broker}\0{key.queue_id}"
+
+
+def queue_of_token(group: str, page_token: str) -> GroupQueue | None:
+    """Return the queue in a page token of QueryGroup; None for the first page.
+
+    Raises:
+        InvalidArgument: the token is malformed.
+    """
+    key = key_of_token(page_token)
+    if not key:
+        return None
+    parts = key.split("\0")
+    if len(parts) != 3 or not _NUMBER.fullmatch(parts[2]):
+        raise malformed_token(page_token)
+    return GroupQueue(group, parts[0], parts[1], int(parts[2]))
 
 
 def _holder(holder: queue_pb2.Incarnation) -> Incarnation:
     check_client_id(holder.client_id)
     if holder.incarnation_id == 0:
-        raise InvalidArgument("incarnation_id is 0", facts={"field": "holder.incarnation_id"})
+        raise InvalidArgument(
+            "holder.incarnation_id must not be 0", facts={"field": "holder.incarnation_id"}
+        )
     return Incarnation(holder.client_id, holder.incarnation_id)
 
 
@@ -293,7 +345,7 @@ def _order(request: pb.ResetRequest | pb.CloneRequest, kind: ProgressSource) -> 
 def _id(text: str, field: str) -> None:
     if not _ID.fullmatch(text):
         raise InvalidArgument(
-            f"{field} {text[:80]!r} is not 1 to 64 visible ASCII characters",
+            f"{field} must be 1 to 64 visible ASCII characters, got {text[:80]!r}",
             facts={"field": field},
         )
 
@@ -301,12 +353,12 @@ def _id(text: str, field: str) -> None:
 def _text(text: str, field: str, length_max: int) -> None:
     if not (0 < len(text) <= length_max and text.isprintable()):
         raise InvalidArgument(
-            f"{field} is not 1 to {length_max} printable characters", facts={"field": field}
+            f"{field} must be 1 to {length_max} printable characters", facts={"field": field}
         )
 
 
 def _bad_range(first: int, next_: int, field: str) -> InvalidArgument:
     return InvalidArgument(
-        f"[{first}, {next_}) in {field} is negative, empty, too large or out of order",
+        f"range [{first}, {next_}) in {field} is negative, empty, too large or out of order",
         facts={"field": field},
     )

@@ -1,4 +1,4 @@
-"""Plain values to answers."""
+"""Builds the messages of answers from plain values."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from batonmq_server.offsets.core.values import (
 )
 
 ACKED_MAX = 1_000
-"""Acked ranges that are told of a queue."""
+"""Maximum number of acked ranges in the answer for one queue."""
 
 
 def ranges_pb(ranges: RangeSet) -> list[queue_pb2.OffsetRange]:
-    """The runs as messages."""
+    """Return the runs of a range set."""
     return [
         queue_pb2.OffsetRange(first_offset=first, next_offset=next_) for first, next_ in ranges.runs
     ]
 
 
 def queue_pb(key: GroupQueue) -> queue_pb2.GroupQueue:
-    """The key as a message."""
+    """Return a group and queue."""
     queue = queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
     return queue_pb2.GroupQueue(group=key.group, queue=queue)
 
 
 def fenced_pb(grant: FenceGrant) -> pb.Fenced:
-    """The grant as a message."""
+    """Return the state from which the new holder starts."""
     return pb.Fenced(
         token=grant.token,
         committed_offset=grant.committed_offset,
@@ -49,7 +49,7 @@ def fenced_pb(grant: FenceGrant) -> pb.Fenced:
 
 
 def token_pb(key: GroupQueue, progress: Progress | Tombstone) -> pb.QueueToken:
-    """Who holds a queue, as a message."""
+    """Return the token and the holder of a queue."""
     if isinstance(progress, Tombstone):
         return pb.QueueToken(queue=queue_pb(key), token=progress.token, closed=True)
     return pb.QueueToken(
@@ -63,7 +63,7 @@ def token_pb(key: GroupQueue, progress: Progress | Tombstone) -> pb.QueueToken:
 def progress_pb(
     key: GroupQueue, progress: Progress, limits: QueueLimits, now: Instant
 ) -> pb.Progress:
-    """Progress as a message."""
+    """Return the progress of a queue."""
     lowest = progress.lowest_unacked()
     return pb.Progress(
         queue=queue_pb(key),
@@ -90,48 +90,48 @@ def progress_pb(
 
 
 def committed_pb(committed: CommitResult) -> pb.Committed:
-    """Progress after acks, as a message."""
+    """Return the progress after a commit."""
     return pb.Committed(committed_offset=committed.committed_offset, noop=not committed.changed)
 
 
 def reset_step_pb(step: ResetStep) -> pb.ResetStep:
-    """A queue that was moved, as a message."""
-    moved = step.moved
+    """Return what a reset did to one queue."""
+    effect = step.effect
     return pb.ResetStep(
         queue=queue_pb(step.key),
-        from_offset=moved.before.committed_offset,
+        from_offset=effect.before.committed_offset,
         to_offset=step.to_offset,
-        replayed_count=moved.replayed_count,
-        skipped_count=moved.skipped_count,
-        reset_epoch=moved.reset_epoch,
-        token=moved.token,
+        replayed_count=effect.replayed_count,
+        skipped_count=effect.skipped_count,
+        reset_epoch=effect.reset_epoch,
+        token=effect.token,
     )
 
 
 def reset_outcome_pb(result: ResetStep | BatonError) -> pb.ResetOutcome:
-    """What came of one queue, as a message."""
+    """Return the outcome of a reset for one queue."""
     if isinstance(result, BatonError):
         return pb.ResetOutcome(error=error_to_pb(result))
     return pb.ResetOutcome(step=reset_step_pb(result))
 
 
-def recorded_reset_pb(operation: RecordedReset) -> pb.RecordedReset:
-    """A recorded operation as a message."""
-    order = operation.order
+def recorded_reset_pb(reset: RecordedReset) -> pb.RecordedReset:
+    """Return a recorded reset."""
+    order = reset.order
     return pb.RecordedReset(
         op_id=order.op_id,
         kind=_source_pb(order.kind),
         by=order.by,
         reason=order.reason,
-        unix_ms=operation.unix_ms,
-        steps=[reset_step_pb(step) for step in operation.steps],
+        unix_ms=reset.unix_ms,
+        steps=[reset_step_pb(step) for step in reset.steps],
         undone_op_id=order.undone_op_id,
         from_group=order.from_group,
     )
 
 
 def hold_pb(hold: TokenHold) -> pb.Hold:
-    """One token of a queue, as a message."""
+    """Return one hold of a queue."""
     began, end, end_unix_ms, reach = hold
     return pb.Hold(
         token=began.token,

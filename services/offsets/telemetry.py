@@ -1,4 +1,4 @@
-"""What offsets lets the world know: metrics, live events, log lines."""
+"""Reports what happened to queues: as metrics, live events and log lines."""
 
 from __future__ import annotations
 
@@ -24,95 +24,97 @@ log = logging.getLogger(__name__)
 
 
 class OffsetsTelemetry:
-    """Called with what has happened; of acks and moves once they are durable."""
+    """Reports fences, commits and resets; commits and resets once they are durable."""
 
     def __init__(
-        self, metrics: OffsetsMetrics, stream: EventPublisher, table: ProgressTable
+        self, metrics: OffsetsMetrics, events: EventPublisher, table: ProgressTable
     ) -> None:
-        self._metrics, self.stream, self._table = metrics, stream, table
+        self._metrics, self.events, self._table = metrics, events, table
 
-    def fenced(self, op: str, key: GroupQueue, token: int, error: Fenced) -> None:
-        """An item was refused, because its token is not in force."""
-        self._metrics.fenced(op, error)
-        if self.stream.hub.watched:
-            self.stream.fenced(op, key, token, error)
+    def report_fenced(self, op: str, key: GroupQueue, token: int, error: Fenced) -> None:
+        """Report an item that was rejected because its token is fenced."""
+        self._metrics.count_fenced(op, error)
+        if self.events.hub.watched:
+            self.events.record_fenced(op, key, token, error)
 
-    def fence(
+    def report_fence(
         self,
         key: GroupQueue,
-        wish: FenceAttempt,
+        attempt: FenceAttempt,
         result: FenceGrant | BatonError,
-        span: tuple[int, int],
+        delivered: tuple[int, int],
     ) -> None:
-        """A queue was passed on, or was not.
+        """Report a fence, granted or rejected.
 
         Args:
-            span: What had left under the token before and was not below the committed offset.
+            delivered: The range that was delivered under the old token and is not committed.
         """
-        self._metrics.fence(wish.condition, result)
+        self._metrics.count_fence(attempt.condition, result)
         if isinstance(result, BatonError) or not result.changed:
             return
-        self._metrics.duplicated(wish.condition.value, result.maybe_seen.between(*span).count)
-        holder = wish.holder.client_id if wish.holder else "nobody"
-        self.stream.granted(key, result.token, wish.holder.client_id if wish.holder else "")
-        if wish.condition is FenceCondition.FORCED:
+        duplicates = result.maybe_seen.between(*delivered).count
+        self._metrics.count_duplicates(attempt.condition.value, duplicates)
+        holder = attempt.holder.client_id if attempt.holder else ""
+        self.events.record_grant(key, result.token, holder)
+        if attempt.condition is FenceCondition.FORCED:
             log.warning(
                 "queue taken by force queue=%s token=%d holder=%s by=%s reason=%s",
                 key,
                 result.token,
-                holder,
-                wish.forced_by,
-                wish.forced_reason,
+                holder or "none",
+                attempt.forced_by,
+                attempt.forced_reason,
             )
         else:
             log.debug(
                 "queue fenced queue=%s token=%d holder=%s condition=%s",
                 key,
                 result.token,
-                holder,
-                wish.condition.value,
+                holder or "none",
+                attempt.condition.value,
             )
 
-    def commits(
+    def report_commits(
         self,
         op: str,
         items: Sequence[tuple[GroupQueue, int]],
         results: Sequence[CommitResult | BatonError],
     ) -> None:
-        """Acks of queues, under tokens, were taken or refused."""
-        self._metrics.committed(op, results)
-        if not self.stream.hub.watched:
+        """Report acks, accepted or rejected, by queue and token."""
+        self._metrics.count_commits(op, results)
+        if not self.events.hub.watched:
             return
         for (key, token), result in zip(items, results, strict=True):
             if isinstance(result, CommitResult) and result.changed and key in self._table:
-                self.stream.committed(key, token, self._table.query(key), closed=op == "close")
+                progress = self._table.query(key)
+                self.events.record_commit(key, token, progress, closed=op == "close")
 
-    def cut_off(self, count: int) -> None:
-        """Messages were given back whose handlers had not ended."""
-        self._metrics.duplicated(CUT_OFF, count)
+    def report_cut_off(self, count: int) -> None:
+        """Report messages that were released while their handlers were running."""
+        self._metrics.count_duplicates(CUT_OFF, count)
 
-    def moved(self, group: str, order: ResetOrder, outcome: ResetOutcome) -> None:
-        """A reset or a clone was carried out, or repeated."""
-        self._metrics.moved(order, outcome)
-        if not outcome.fresh:
+    def report_reset(self, group: str, order: ResetOrder, outcome: ResetOutcome) -> None:
+        """Report a reset or a clone, applied or repeated."""
+        self._metrics.count_resets(order, outcome)
+        if not outcome.applied:
             return
         log.warning(
             "progress moved group=%s op_id=%s kind=%s queues=%d by=%s reason=%s",
             group,
             order.op_id,
             order.kind.name,
-            len(outcome.fresh),
+            len(outcome.applied),
             order.by,
             order.reason,
         )
-        for step in outcome.fresh:
-            self._metrics.duplicated(order.kind.name, step.moved.replayed_count)
+        for step in outcome.applied:
+            self._metrics.count_duplicates(order.kind.name, step.effect.replayed_count)
             reset = pb.ProgressReset(
                 op_id=order.op_id,
-                from_offset=step.moved.before.committed_offset,
+                from_offset=step.effect.before.committed_offset,
                 to_offset=step.to_offset,
                 by=order.by,
                 reason=order.reason,
             )
             event = pb.MetricEvent(queue=queue_pb(step.key), progress_reset=reset)
-            self.stream.hub.publish(event)
+            self.events.hub.publish(event)

@@ -11,7 +11,7 @@ from typing import Any
 
 from batonmq._common.aio import wait_until
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Lease, Put
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Lease, Put
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Election:
         ttl_ms: int = 5_000,
         stand: Callable[[], Awaitable[Candidacy | None]] = _anybody,
     ) -> None:
-        self._session, self._node_id, self._ttl_ms = session, node_id, ttl_ms
+        self.session, self.node_id, self._ttl_ms = session, node_id, ttl_ms
         self._stand = stand
         self.key = session.key("elections", *name.split("/"))
         self.term = 0
@@ -66,7 +66,7 @@ class Election:
 
     def valid(self) -> bool:
         """Leading, with more than a second of the lease left, by our own monotonic clock."""
-        return self._session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
+        return self.session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
 
     def resign(self) -> None:
         """Lead no more: `lead` is cancelled and the lease given back at once, or when etcd has
@@ -90,8 +90,8 @@ class Election:
             lease: Lease | None = None
             self._resigns.clear()
             try:
-                sent_ms = self._session.clock.monotonic_ms()
-                lease = await self._session.lease(self._ttl_ms)
+                sent_ms = self.session.clock.monotonic_ms()
+                lease = await self.session.lease(self._ttl_ms)
                 sent_ms = await self._campaign(lease, sent_ms)
                 if self.term:
                     self._valid_until_ms = sent_ms + self._ttl_ms
@@ -123,28 +123,28 @@ class Election:
             else:
                 await self._wait_for_vacancy(lease)
             self.reachable = True
-            refresh_ms = self._session.clock.monotonic_ms()
+            refresh_ms = self.session.clock.monotonic_ms()
             if not await lease.refresh():
                 return sent_ms
             sent_ms = refresh_ms
 
     async def _try(self, lease: Lease, candidacy: Candidacy) -> int | None:
         vacant = Compare(self.key, create_revision=0)
-        put = Put(self.key, self._node_id.encode(), lease)
-        return await self._session.txn(
+        put = Put(self.key, self.node_id.encode(), lease)
+        return await self.session.txn(
             compare=[vacant, *candidacy.compare], put=[put, *candidacy.put]
         )
 
     async def _wait_for_vacancy(self, lease: Lease) -> None:
         """Until the key may be free, or it is time to refresh the lease."""
         # From the revision of the read on: that of the key may long have been compacted.
-        found, revision = await self._session.get_prefix(self.key)
+        found, revision = await self.session.get_prefix(self.key)
         if all(stored.key != self.key for stored in found):
             return
         with contextlib.suppress(TimeoutError, NoQuorum):  # whether etcd answers, refreshing tells
             async with (
                 asyncio.timeout(self._ttl_ms / 3000),
-                contextlib.aclosing(self._session.watch(self.key, revision + 1)) as answers,
+                contextlib.aclosing(self.session.watch(self.key, revision + 1)) as answers,
             ):
                 async for answer in answers:
                     if any(event.type == event.DELETE for event in answer.events):
@@ -165,7 +165,7 @@ class Election:
         while self.valid():
             if await wait_until(self._resigns, self._ttl_ms // (5 if self.reachable else 15)):
                 return
-            sent_ms = self._session.clock.monotonic_ms()
+            sent_ms = self.session.clock.monotonic_ms()
             left_ms = self._valid_until_ms - SAFETY_MS - sent_ms
             try:
                 async with asyncio.timeout(max(0, left_ms) / 1_000):

@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.options import HEALTH_OPTIONS
+from batonmq_server.runtime.server_options import HEALTH_OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Health:
 
 
 @asynccontextmanager
-async def health_of(host: str, port: int) -> AsyncIterator[Health]:
+async def serve_health(host: str, port: int) -> AsyncIterator[Health]:
     """The answers of a process that starts, given from now on at a port that knows nothing else.
 
     Args:

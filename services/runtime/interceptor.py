@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import abort
 from batonmq.errors import BatonError, Internal, NoDeadline, NotServing
-from batonmq_server.runtime.admission import Admission
-from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.access.admission import Admission
+from batonmq_server.runtime.access.guard import Guard
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from batonmq._connection.security import CredentialFiles, Pems, Security
 from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq.errors import InvalidArgument
+from batonmq_server.runtime.certificate_expiry import expiry_unix_s
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.runtime.validity import expiry_unix_s
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""Who may make the calls of storage.
+"""The permission that each call of storage needs.
 
-GetMessage and CancelScheduled name a message and no topic: their servicers ask again once they know
-its topic.
+GetMessage and CancelScheduled name a message, not a topic. Their servicers check the permission
+themselves once they know the topic.
 """
 
 from __future__ import annotations
@@ -11,63 +11,81 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import read_topic
 from batonmq.errors import BadBatch
-from batonmq_server.runtime.access import ANYTHING, OPERATE, Need, consume, produce, use
-from batonmq_server.runtime.rules import Each, Rule, Rules, needs, of_queue, on, only, rules_of
+from batonmq_server.runtime.access.permissions import (
+    ANY_GRANT,
+    OPERATE,
+    Permission,
+    consume,
+    produce,
+    use_topic,
+)
+from batonmq_server.runtime.access.rules import (
+    AccessRule,
+    AccessRules,
+    PerItemRule,
+    queue_permissions,
+    requires,
+    requires_by_request,
+    rules_by_path,
+    services_only,
+)
 
 
-def _write(batch: bytes) -> Need:
+def _write(batch: bytes) -> Permission:
     try:
         return produce(read_topic(batch))
     except BadBatch:
-        return ANYTHING  # the servicer says what is wrong with it
+        return ANY_GRANT  # the servicer rejects the batch and says why
 
 
-RULES: Rules = {
-    **rules_of(
+RULES: AccessRules = {
+    **rules_by_path(
         "baton.storage.v1.StorageService",
         {
-            "Append": Rule(
+            "Append": AccessRule(
                 lambda _: (),
-                each=Each(
+                per_item=PerItemRule(
                     "batches",
                     _write,
                     "outcomes",
                     lambda error: pb.AppendOutcome(error=error_to_pb(error)),
                 ),
             ),
-            "Pull": on(lambda request: of_queue(request.queue)),
-            "QueryOffsets": on(
-                lambda request: (use(queue.topic) for queue in request.queues), ["nameserver"]
+            "Pull": requires_by_request(lambda request: queue_permissions(request.queue)),
+            "QueryOffsets": requires_by_request(
+                lambda request: (use_topic(queue.topic) for queue in request.queues), ["nameserver"]
             ),
-            "Describe": needs(OPERATE),
+            "Describe": requires(OPERATE),
         },
     ),
-    **rules_of(
+    **rules_by_path(
         "baton.storage.v1.QueryService",
         {
-            "SearchOffset": on(lambda request: [consume(request.queue.topic)]),
-            "Read": on(lambda request: [consume(request.queue.topic)], ["nameserver"]),
-            "FindByKey": on(lambda request: [consume(request.topic)]),
-            "GetMessage": needs(ANYTHING),
+            "SearchOffset": requires_by_request(lambda request: [consume(request.queue.topic)]),
+            "Read": requires_by_request(
+                lambda request: [consume(request.queue.topic)], ["nameserver"]
+            ),
+            "FindByKey": requires_by_request(lambda request: [consume(request.topic)]),
+            "GetMessage": requires(ANY_GRANT),
         },
     ),
-    **rules_of(
+    **rules_by_path(
         "baton.storage.v1.ScheduleService",
         {
-            "Schedule": Rule(
+            "Schedule": AccessRule(
                 lambda _: (),
-                each=Each(
+                per_item=PerItemRule(
                     "items",
                     lambda item: _write(item.batch),
                     "outcomes",
                     lambda error: schedule_pb.ScheduleOutcome(error=error_to_pb(error)),
                 ),
             ),
-            "CancelScheduled": needs(ANYTHING),
+            "CancelScheduled": requires(ANY_GRANT),
         },
     ),
-    **rules_of(
+    **rules_by_path(
         "baton.storage.v1.ReplicationService",
-        {"Fetch": only("storage"), "DescribeReplicas": needs(OPERATE)},
+        {"Fetch": services_only("storage"), "DescribeReplicas": requires(OPERATE)},
     ),
 }

@@ -1,4 +1,4 @@
-"""Puts a storage node together: alone, or as a node of a replica set."""
+"""Builds the app of a storage node: a single node, or a member of a replica set."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-from batonmq_server.runtime.gates import PREFIX as GATES_PREFIX
-from batonmq_server.runtime.gates import Gates
-from batonmq_server.runtime.mirror import Mirror, all_ready
-from batonmq_server.runtime.peers import Peer, Peers
-from batonmq_server.runtime.places import OFFSETS, Places
-from batonmq_server.runtime.places import PREFIX as PLACES_PREFIX
-from batonmq_server.runtime.process import App, Runtime
-from batonmq_server.runtime.replicas import check_alone
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
+from batonmq_server.runtime.group_gates import GATES_PREFIX, GroupGates
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
+from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES_PREFIX
+from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels
+from batonmq_server.runtime.replication.follow_problem import FollowProblem
+from batonmq_server.runtime.replication.replica_set import check_single_node
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.access import RULES
 from batonmq_server.storage.components import (
     StorageComponents,
@@ -42,8 +42,8 @@ from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode, opened, recovered
 from batonmq_server.storage.node_role import StandaloneRole
+from batonmq_server.storage.replica import StorageReplica
 from batonmq_server.storage.replication_server import CurrentServicer, ReplicationServicer
-from batonmq_server.storage.role import Role
 from batonmq_server.storage.topic_cache import TopicCache
 
 log = logging.getLogger(__name__)
@@ -57,15 +57,15 @@ REPLICATION_SERVICE = "baton.storage.v1.ReplicationService"
 
 @asynccontextmanager
 async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """Recover the data directory and give the app that serves it."""
+    """Recover the data directory and yield the app that serves it."""
     with ExitStack() as stack:
         if len(settings.members) > 1:
             stack.enter_context(locked(settings.data_dir))
             async with replicated(settings, runtime, RealDisk(settings.data_dir)) as app:
                 yield app
             return
-        await runtime.patiently(
-            check_alone(runtime.etcd, "storage", settings.broker_name, settings.node_id)
+        await runtime.unless_stopped(
+            check_single_node(runtime.etcd, "storage", settings.broker_name, settings.node_id)
         )
         directory = opened(
             settings.data_dir,
@@ -83,10 +83,10 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
 async def served(
     settings: StorageSettings, runtime: Runtime, node: StorageNode, in_thread: InThread = in_thread
 ) -> AsyncIterator[App]:
-    """The app that serves `node`, which has no replicas.
+    """Yield the app of `node`, a node without replicas.
 
     Args:
-        in_thread: Calls what blocks away from the event loop.
+        in_thread: Runs blocking calls outside the event loop.
     """
     async with _environment(settings, runtime, in_thread) as (environment, mirrors):
         components = build_components(node, environment, StandaloneRole(node.store))
@@ -115,7 +115,7 @@ async def served(
                 *components.loops,
                 components.due.run,
             ),
-            held=frozenset({"Pull"}),
+            long_polls=frozenset({"Pull"}),
             epoch=node.store.epoch,
             room=settings.room,
             replica_set=settings.broker_name,
@@ -132,14 +132,14 @@ async def replicated(
     in_thread: InThread = in_thread,
     on_open: Callable[[StorageNode], None] = lambda _: None,
 ) -> AsyncIterator[App]:
-    """The app of a node that is leader at times, and follower at others.
+    """Yield the app of a member of a replica set: a leader or a follower, as elected.
 
     Args:
-        disk: Nobody else uses it.
-        in_thread: Calls what blocks away from the event loop.
-        on_open: Told of the directory each time it is open, before anything works on it.
+        disk: Disk of this node; nothing else may use it.
+        in_thread: Runs blocking calls outside the event loop.
+        on_open: Called with the node each time its directory is opened, before any component runs.
     """
-    peer = Peer(
+    peer = LeaderChannel(
         runtime.nodes,
         "storage",
         replication_grpc.ReplicationServiceStub,
@@ -147,7 +147,7 @@ async def replicated(
         replica_set=settings.broker_name,
     )
     async with _environment(settings, runtime, in_thread) as (environment, mirrors):
-        role = Role(settings, runtime, environment.metrics, environment.stream, in_thread)
+        role = StorageReplica(settings, runtime, environment.metrics, environment.stream, in_thread)
 
         def on(node: StorageNode) -> StorageComponents:
             _log_report(node.report)
@@ -165,7 +165,9 @@ async def replicated(
             replicated=True,
         )
         copy = LogCopy(disk, opening, on, in_thread)
-        following = LogFollower(copy, peer, settings, runtime, Stuck(environment.metrics.stuck))
+        following = LogFollower(
+            copy, peer, settings, runtime, FollowProblem(environment.metrics.stuck)
+        )
         role.begin(copy, following)
         try:
             await copy.open()
@@ -209,15 +211,15 @@ async def replicated(
                     environment.deliveries.run,
                     copy.run,
                     role.run,
-                    role.member.registration.run,
+                    role.registration.run,
                     following.run,
                 ),
-                held=frozenset({"Pull", "Fetch"}),
+                long_polls=frozenset({"Pull", "Fetch"}),
                 leader=False,
                 room=settings.room,
                 replica_set=settings.broker_name,
-                caught_up=role.member.in_sync,
-                leave=role.member.leave,
+                caught_up=role.is_in_sync,
+                resign=role.resign,
                 drain=copy.drain,
             )
         finally:
@@ -226,16 +228,16 @@ async def replicated(
 
 
 class _Mirrors:
-    """Copies of what etcd has, which wake the pulls of whatever serves at the moment."""
+    """The mirrors of etcd; a change wakes the long polls of the current components."""
 
-    def __init__(self, topics: Mirror, gates: Mirror, places: Mirror) -> None:
+    def __init__(self, topics: EtcdMirror, gates: EtcdMirror, places: EtcdMirror) -> None:
         self.topics, self.gates, self.places = topics, gates, places
         self._components: StorageComponents | None = None
         self.topics.on_change.append(self._topics_changed)
         self.gates.on_change.append(self._gates_changed)
 
     def wake(self, components: StorageComponents) -> None:
-        """From now on the pulls of `serving`."""
+        """Wake the long polls of `serving`."""
         self._components = components
 
     def _topics_changed(self, names: frozenset[str]) -> None:
@@ -251,11 +253,13 @@ class _Mirrors:
 async def _environment(
     settings: StorageSettings, runtime: Runtime, in_thread: InThread
 ) -> AsyncIterator[tuple[StorageEnvironment, _Mirrors]]:
-    peers = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
+    peers = LeaderChannels(
+        runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
+    )
     topics_mirror, gates_mirror, places_mirror = (
-        Mirror(runtime.etcd, "topics/"),
-        Mirror(runtime.etcd, GATES_PREFIX),
-        Mirror(runtime.etcd, PLACES_PREFIX),
+        EtcdMirror(runtime.etcd, "topics/"),
+        EtcdMirror(runtime.etcd, GATES_PREFIX),
+        EtcdMirror(runtime.etcd, PLACES_PREFIX),
     )
 
     def deliveries(offsets_set: str) -> DeliveryRecorder:
@@ -268,7 +272,7 @@ async def _environment(
 
     topics = TopicCache(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
     mirrors = _Mirrors(topics_mirror, gates_mirror, places_mirror)
-    gates, metrics = Gates(gates_mirror), StorageMetrics(runtime.registry)
+    gates, metrics = GroupGates(gates_mirror), StorageMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
     traffic = metrics.traffic
     topics_mirror.on_change.append(
@@ -284,7 +288,7 @@ async def _environment(
         stream=StorageMetricStream(runtime.hub, settings.broker_name),
         topics=topics,
         gates=gates,
-        deliveries=DeliveryRouter(Places(places_mirror, runtime.nodes), deliveries),
+        deliveries=DeliveryRouter(GroupPlacements(places_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
     )
     try:
@@ -294,7 +298,7 @@ async def _environment(
 
 
 def _monotonic_ms() -> Callable[[], int]:
-    """The clock of this loop, for any thread."""
+    """Return the monotonic clock of this event loop, which any thread may read."""
     loop = asyncio.get_running_loop()
     return lambda: int(loop.time() * 1000)
 

@@ -1,4 +1,4 @@
-"""Writes batches to the store as one step: refusals, group commit and what others are told."""
+"""Appends batches to the store: checks, group commit, metrics."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from batonmq_server.storage.node_role import NodeRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appender:
-    """See the module.
+    """Appends batches to the store of a node.
 
     Attributes:
-        broker: Name of the replica set, or of a node without replicas.
-        space: Bytes in use on the disk, and bytes free; returns at once.
+        broker: Broker name: the replica set, or a node without replicas.
+        space: Returns used and free bytes of the disk; does not block.
     """
 
     broker: str
@@ -41,11 +41,11 @@ class Appender:
         topics: Mapping[str, TopicQueues | BatonError],
         members_min: int = 1,
     ) -> list[StoreReceipt | BatonError]:
-        """Write `batches`; one outcome each, in order. Nothing is safe until a sync.
+        """Write `batches` and return one outcome each, in order. Nothing is safe until a sync.
 
         Args:
-            topics: Every topic of `batches`, or why it can't be used.
-            members_min: Refuse unless so many replicas are in sync.
+            topics: Every topic of `batches`, or the error that makes it unusable.
+            members_min: Reject all batches if fewer replicas are in sync.
 
         Raises:
             NotServing: the disk has failed.
@@ -58,9 +58,9 @@ class Appender:
         try:
             outcomes = self.store.append(batches, topics, self.clock.unix_ms(), refusal)
         except Exception as error:
-            self.flusher.fail(error)  # log and indexes may disagree: recovery has to look
+            self.flusher.fail(error)  # log and indexes may differ now: only recovery can tell
             if isinstance(error, OSError):
-                self.flusher.check()  # tells it as whoever waits is told
+                self.flusher.check()  # raises the same error as in waiting calls
             raise
         self.flusher.notify_written()
         return [self._with_disk_numbers(one) for one in outcomes]
@@ -68,7 +68,7 @@ class Appender:
     def count_appended(
         self, batches: Sequence[CheckedBatch], outcomes: Sequence[StoreReceipt | BatonError]
     ) -> None:
-        """Count what was appended to queues that consumers read."""
+        """Count the stored batches in the metrics, per topic and queue."""
         messages: dict[tuple[str, int], tuple[int, int, int]] = {}
         for checked, outcome in zip(batches, outcomes, strict=True):
             if not isinstance(outcome, StoreReceipt):
@@ -91,14 +91,14 @@ class Appender:
                 self.stream.appended(topic, queue_id, sums)
 
     def _with_disk_numbers(self, outcome: StoreReceipt | BatonError) -> StoreReceipt | BatonError:
-        """`outcome`; if the disk has refused it just now, with what is known of the disk."""
+        """Return `outcome`; a DiskFull of this write gets the numbers of the disk."""
         if not isinstance(outcome, DiskFull) or outcome.facts:
             return outcome
         self.retention.met_no_space()
         return self._refusal() or outcome
 
     def _refusal(self) -> DiskFull | None:
-        """Why nothing may be written, with the numbers of now and not of the last look."""
+        """Return why nothing may be written, with current disk numbers; None if writes are ok."""
         if self.retention.state is DiskState.FULL:
             self.retention.usage = DiskUsage(*self.space())
         return self.retention.refusal()

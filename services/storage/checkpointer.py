@@ -1,4 +1,4 @@
-"""Takes checkpoints now and then, and at a clean stop, while the node goes on working."""
+"""Takes checkpoints in the background while the node works, and one at a clean stop."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from batonmq_server.storage.node import StorageNode
 log = logging.getLogger(__name__)
 
 BYTES_MAX = 256 * 1024 * 1024
-"""A checkpoint is due once the log has grown by so much."""
+"""A checkpoint is due once the log has grown by this many bytes."""
 INTERVAL_S = 30
-"""A checkpoint is due after so long, if the log has grown at all."""
+"""A checkpoint is due after this time, if the log has grown or index files can be removed."""
 _LOOK_S = 1
 
 
 class Checkpointer:
-    """See the module.
+    """Takes checkpoints of a node.
 
     Args:
-        in_thread: Makes the blocking call that writes.
+        in_thread: Runs the blocking write outside the event loop.
 
     Attributes:
-        one_at_a_time: Held while a checkpoint is taken.
+        one_at_a_time: Lock held while a checkpoint is taken.
     """
 
     def __init__(self, node: StorageNode, flusher: Flusher, in_thread: InThread) -> None:
@@ -35,11 +35,11 @@ class Checkpointer:
         self.one_at_a_time = asyncio.Lock()
 
     def position(self) -> int:
-        """Position of the last checkpoint: the next start needs the log from there on."""
+        """Return the position of the last checkpoint: the next start reads the log from there."""
         return self._steps.position
 
     async def run(self) -> None:
-        """Take checkpoints for ever; to be run as one task.
+        """Take checkpoints until cancelled; run it as one task.
 
         Raises:
             OSError: the disk has failed.
@@ -56,10 +56,10 @@ class Checkpointer:
                 taken = now()
 
     async def take(self) -> bool:
-        """Take a checkpoint; False if there was no space for it.
+        """Take a checkpoint. Return False if there was no space for it or the log is not safe.
 
         Raises:
-            OSError: the disk has failed: which entries of an index are on it is not known.
+            OSError: the disk has failed; which index entries are on disk is unknown.
         """
         async with self.one_at_a_time:
             begin = asyncio.get_running_loop().time()
@@ -75,8 +75,8 @@ class Checkpointer:
                     raise
                 log.warning("no space for a checkpoint position=%d error=%s", position, error)
                 return False
-            except BatonError as error:  # the log can't be written, or somebody gave up waiting
-                log.warning("no checkpoint position=%d error=%s", position, error)
+            except BatonError as error:  # the log can't be written, or the wait was abandoned
+                log.warning("checkpoint skipped position=%d error=%s", position, error)
                 return False
             for _ in self._steps.done(capture):
                 await asyncio.sleep(0)

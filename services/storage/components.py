@@ -1,4 +1,4 @@
-"""Everything that works on an open data directory, for as long as it is open."""
+"""The components that work on an open data directory, and how they are built."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from batonmq.errors import NotLeader
-from batonmq_server.runtime.gates import Gates
-from batonmq_server.runtime.process import Loop, Runtime
+from batonmq_server.runtime.app import Loop
+from batonmq_server.runtime.group_gates import GroupGates
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.config import StorageSettings
@@ -36,11 +37,11 @@ EXPIRE_INTERVAL_S = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageEnvironment:
-    """What stays while a data directory is closed and opened again.
+    """The objects of a process that outlive a reopening of the data directory.
 
     Attributes:
-        deliveries: Its `run` runs beside.
-        in_thread: Calls what blocks away from the event loop.
+        deliveries: Records deliveries at offsets; the app runs its loop.
+        in_thread: Runs blocking calls outside the event loop.
     """
 
     settings: StorageSettings
@@ -48,18 +49,18 @@ class StorageEnvironment:
     metrics: StorageMetrics
     stream: StorageMetricStream
     topics: TopicCache
-    gates: Gates
+    gates: GroupGates
     deliveries: DeliveryRouter
     in_thread: InThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageComponents:
-    """See the module.
+    """The components of an open data directory.
 
     Attributes:
-        loops: Run as long as the directory is open,
-        due: and this one only where batches for later are delivered.
+        loops: Loops to run while the directory is open.
+        due: Delivers scheduled batches; its loop runs on the leader only.
     """
 
     node: StorageNode
@@ -75,14 +76,14 @@ class StorageComponents:
     loops: Sequence[Loop]
 
     async def drain(self) -> None:
-        """Make everything durable, and a checkpoint if nothing of it may still be taken back."""
+        """Sync the log; take a checkpoint if everything in the log is safe."""
         await self.flusher.sync()
         store = self.node.store
         if store.readable_position == store.log.next_position:
             await self.checkpointer.take()
 
     def fail_waiting_calls(self, why: str) -> None:
-        """This node is no leader any more: what waits is told that nothing is known."""
+        """Fail all waiting calls, because this node is no longer the leader."""
         self.flusher.fail_waiters(why)
         self.pulls.end(NotLeader(why, retry_after_ms=100))
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from batonmq_server.runtime.keeper import ReplicaPolicy
+from batonmq_server.runtime.replication.in_sync_set import ReplicaPolicy
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.storage.core.retention import RetentionPolicy
 

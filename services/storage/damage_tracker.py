@@ -1,4 +1,4 @@
-"""Batches that failed their checksum, and files that can't be read: each told once."""
+"""Damaged batches and unreadable files: each is logged and counted once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ log = logging.getLogger(__name__)
 
 
 class DamageTracker:
-    """What was found since the node started.
+    """The damage found since the node started.
 
     Args:
-        counter: Raised for every damaged batch.
+        on_damage: Called once for each damaged batch or index.
 
     Attributes:
-        rotten: Position of the first batch that is damaged on the disk; None if there is none.
+        first_damaged_position: Position of the first batch that the scrub found damaged on the
+            disk; None if there is none.
     """
 
     def __init__(self, on_damage: Callable[[], None]) -> None:
@@ -29,14 +30,14 @@ class DamageTracker:
         return len(self._reported)
 
     def report_error(self, error: DataLoss) -> None:
-        """Note that a read came upon a damaged batch, or index; nothing was served."""
+        """Record that a read failed on a damaged batch or index."""
         if error.detail.position is not None:
             self._report(error.detail.position, error.message)
         elif self._is_new(error.message):
             log.error("damaged index detail=%r", error.message)
 
     def report_batch(self, position: int, detail: str) -> None:
-        """Note that the batch at `position` is damaged on the disk."""
+        """Record that the batch at `position` is damaged on the disk."""
         self.first_damaged_position = (
             position
             if self.first_damaged_position is None

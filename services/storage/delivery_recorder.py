@@ -1,8 +1,8 @@
-"""Record before reply: what storage asks of offsets (protocol, sections 6.3 to 6.5).
+"""Records deliveries at offsets before storage answers a pull (protocol, sections 6.3 to 6.5).
 
-One call is in flight; what arrives meanwhile rides in the next one, of all groups together: what
-one puller claims must not cost the others their verdicts. Only a verdict that is fresh and comes
-from the newest known epoch of offsets lets bytes leave.
+One call is in flight at a time; deliveries that arrive meanwhile, of all groups, go into the next
+call. A wrong claim of one consumer must not cost the other deliveries of the call their results.
+Messages leave only with a result that is fresh and from the newest known epoch of offsets.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from batonmq_server.storage.long_polls import QueueOwner
 
 ITEMS_MAX = 256
 CALL_BYTES_MAX = 8 * 1024 * 1024
-"""A call holds no more than this, but one item in any case."""
+"""Maximum size of a call; a single larger item is sent alone."""
 TOUCHES_MAX = 1_024
 
 
 @dataclass(frozen=True, slots=True)
 class PendingDelivery:
-    """A range that is about to be delivered.
+    """A range of offsets that storage is about to deliver.
 
     Attributes:
-        offsets_epoch: Highest epoch of `offsets_set` the puller has seen.
-        subscription_generation: Of the filter that was used.
-        progress: Acks that ride along.
-        offsets_set: That keeps the group, as far as the puller knows; empty for the one that does.
+        offsets_epoch: Highest epoch of `offsets_set` that the consumer has seen.
+        subscription_generation: Generation of the subscription whose filter was used.
+        progress: Acknowledgements that the pull carries.
+        offsets_set: Offsets set that keeps the group, as the consumer knows it; empty if unknown.
     """
 
     owner: QueueOwner
@@ -49,12 +49,13 @@ class PendingDelivery:
 
 @dataclass(frozen=True, slots=True)
 class RecordedDelivery:
-    """The delivery is recorded.
+    """A delivery that offsets has recorded.
 
     Attributes:
         redelivered: Offsets that an earlier owner may have started.
-        sent_ms: Monotonic time at which it was asked for.
-        offsets_set: Whose epoch `offsets_epoch` is.
+        offsets_epoch: Epoch of `offsets_set` that recorded it.
+        sent_ms: Monotonic time at which the request was sent.
+        offsets_set: Name of the offsets set.
     """
 
     redelivered: Sequence[queue_pb2.OffsetRange]
@@ -64,12 +65,12 @@ class RecordedDelivery:
 
 
 class DeliveryRecorder:
-    """Talks to the leader of one replica set of offsets.
+    """Records the deliveries of one replica set of offsets, at its leader.
 
     Args:
-        stub: A stub for the present leader; raises `Unreachable` if there is none.
-        age_ms_max: An older verdict is not used; also the bound of each call.
-        offsets_set: Name of the set.
+        stub: Returns a stub for the current leader; raises `Unreachable` if there is none.
+        age_ms_max: Maximum age of a result from request to use; also the timeout of each call.
+        offsets_set: Name of the replica set.
     """
 
     def __init__(
@@ -88,31 +89,34 @@ class DeliveryRecorder:
         )
 
     async def run(self) -> None:
-        """Send for ever; to be run as one task."""
+        """Send calls until cancelled; run it as one task."""
         await self._batcher.run()
 
     async def record(self, delivery: PendingDelivery) -> RecordedDelivery:
-        """Record a delivery; to be acted upon at once, before anything else is awaited.
+        """Record a delivery. The caller must use the result at once, without another await.
 
         Raises:
-            Fenced, DeliveryGap, AckCap, UnknownQueue: offsets refuses.
-            DeliveryUnrecorded: not known, too old, or from an epoch that is over.
+            Fenced, DeliveryGap, AckCap, UnknownQueue: offsets rejected the delivery.
+            DeliveryUnrecorded: offsets did not answer, or the answer is too old or from an old
+                epoch.
         """
-        verdict = await self._batcher.call(delivery)
-        if isinstance(verdict, BatonError):
-            raise verdict
-        age_ms = self._clock.monotonic_ms() - verdict.sent_ms
+        result = await self._batcher.call(delivery)
+        if isinstance(result, BatonError):
+            raise result
+        age_ms = self._clock.monotonic_ms() - result.sent_ms
         if age_ms > self._age_ms_max:
-            raise DeliveryUnrecorded(f"the answer of offsets is {age_ms} ms old")
-        return verdict
+            raise DeliveryUnrecorded(
+                f"the answer of offsets is {age_ms} ms old; the limit is {self._age_ms_max} ms"
+            )
+        return result
 
     async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
-        """Tell offsets that `owners` are alive; None or the refusal for each.
+        """Tell offsets that `owners` are alive; return None or the error of each.
 
         Raises:
-            BatonError: offsets does not answer, or its epoch is over.
+            BatonError: offsets does not answer, or answers under an old epoch.
         """
-        verdicts: list[BatonError | None] = []
+        results: list[BatonError | None] = []
         for begin in range(0, len(owners), TOUCHES_MAX):
             chunk = owners[begin : begin + TOUCHES_MAX]
             request = pb.TouchRequest(
@@ -124,29 +128,31 @@ class DeliveryRecorder:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
             self._check_answer(answer.offsets_epoch, len(answer.outcomes), len(chunk))
-            verdicts += [
+            results += [
                 error_from_pb(outcome.error) if outcome.HasField("error") else None
                 for outcome in answer.outcomes
             ]
-        return verdicts
+        return results
 
     async def _send(
         self, deliveries: Sequence[PendingDelivery]
     ) -> list[RecordedDelivery | BatonError]:
-        """Verdicts in order. For an epoch that a puller claims only its own verdict has to answer:
-        a claim may be wrong.
+        """Send `deliveries` and return their results in order.
+
+        The epoch that a consumer claims to have seen is compared with its own result only: a wrong
+        claim must not fail the other deliveries.
         """
-        verdicts: list[RecordedDelivery | BatonError] = []
+        results: list[RecordedDelivery | BatonError] = []
         for items in _calls([_item(one) for one in deliveries]):
-            verdicts += await self._ask(items)
+            results += await self._record(items)
         return [
-            unrecorded(_over(verdict.offsets_epoch))
-            if isinstance(verdict, RecordedDelivery) and verdict.offsets_epoch < one.offsets_epoch
-            else verdict
-            for one, verdict in zip(deliveries, verdicts, strict=True)
+            unrecorded(_old_epoch(result.offsets_epoch))
+            if isinstance(result, RecordedDelivery) and result.offsets_epoch < one.offsets_epoch
+            else result
+            for one, result in zip(deliveries, results, strict=True)
         ]
 
-    async def _ask(
+    async def _record(
         self, items: Sequence[pb.DeliveryItem]
     ) -> Sequence[RecordedDelivery | BatonError]:
         request = pb.RecordDeliveredRequest(offsets_epoch=self._epoch, items=items)
@@ -169,9 +175,9 @@ class DeliveryRecorder:
 
     def _check_answer(self, epoch: int, count: int, count_asked: int) -> None:
         if epoch < self._epoch:
-            raise _over(epoch)
+            raise _old_epoch(epoch)
         if count != count_asked:
-            raise DeliveryUnrecorded(f"offsets answers {count} of {count_asked} items")
+            raise DeliveryUnrecorded(f"offsets answered {count} of {count_asked} items")
         self._epoch = epoch
 
 
@@ -187,7 +193,7 @@ def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
 
 
 def _calls(items: Sequence[pb.DeliveryItem]) -> list[list[pb.DeliveryItem]]:
-    """The items of each call, in order."""
+    """Split `items` into calls of at most CALL_BYTES_MAX bytes, in order."""
     calls: list[list[pb.DeliveryItem]] = []
     room = 0
     for item in items:
@@ -200,13 +206,13 @@ def _calls(items: Sequence[pb.DeliveryItem]) -> list[list[pb.DeliveryItem]]:
     return calls
 
 
-def _over(epoch: int) -> DeliveryUnrecorded:
-    return DeliveryUnrecorded(f"offsets answers under epoch {epoch}, which is over")
+def _old_epoch(epoch: int) -> DeliveryUnrecorded:
+    return DeliveryUnrecorded(f"offsets answered under the old epoch {epoch}")
 
 
 def unrecorded(error: BatonError) -> DeliveryUnrecorded:
-    """The same failure, as a puller is told it."""
+    """Return `error` as the error of a pull whose delivery was not recorded."""
     return DeliveryUnrecorded(
-        f"the delivery is not recorded: {error.message}",
+        f"offsets has not recorded the delivery: {error.message}",
         retry_after_ms=max(100, error.retry_after_ms),
     )

@@ -1,4 +1,4 @@
-"""Deliveries of all groups: each is recorded at the offsets replica set that keeps its group."""
+"""Routes each delivery to the offsets replica set that keeps its group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from batonmq.errors import BatonError, GroupMoved, NotServing
-from batonmq_server.runtime.by_set import BySet
-from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.group_placements import GroupPlacements
+from batonmq_server.runtime.per_replica_set import PerReplicaSet
 from batonmq_server.storage.delivery_recorder import (
     DeliveryRecorder,
     PendingDelivery,
@@ -20,26 +20,26 @@ from batonmq_server.storage.delivery_recorder import (
 from batonmq_server.storage.long_polls import QueueOwner
 
 log = logging.getLogger(__name__)
-_ELSEWHERE = (GroupMoved, NotServing)
-"""Refusals of a set that does not keep the group, or not yet: nothing is said of the token."""
+_NOT_KEPT_HERE = (GroupMoved, NotServing)
+"""Errors of a set that does not keep the group, or not yet; they say nothing about the token."""
 
 
 class DeliveryRouter:
-    """A `DeliveryRecorder` for each set, so that the groups of one don't wait for another.
+    """One `DeliveryRecorder` per offsets set, so that groups of one set do not wait for another.
 
     Args:
-        make: Of the set of this name.
+        make: Makes the recorder of the set with a name.
     """
 
-    def __init__(self, places: Places, make: Callable[[str], DeliveryRecorder]) -> None:
-        self._places, self._sets = places, BySet(make)
+    def __init__(self, places: GroupPlacements, make: Callable[[str], DeliveryRecorder]) -> None:
+        self._places, self._sets = places, PerReplicaSet(make)
 
     async def run(self) -> None:
-        """Send for ever; to be run as one task."""
+        """Send calls until cancelled; run it as one task."""
         await self._sets.run()
 
     def set_of(self, group: str) -> str:
-        """The set that is asked about a group."""
+        """Return the name of the offsets set that keeps a group."""
         return self._places.set_of(group)
 
     async def record(self, delivery: PendingDelivery) -> RecordedDelivery:
@@ -48,33 +48,34 @@ class DeliveryRouter:
         An epoch that the consumer has seen at another offsets set is ignored.
 
         Raises:
-            DeliveryUnrecorded: also if the group is not at the set that was asked.
+            DeliveryUnrecorded: as `DeliveryRecorder.record`; also if that set does not keep the
+                group.
         """
         name = self.set_of(delivery.owner.group)
         if delivery.offsets_set not in ("", name):
             delivery = replace(delivery, offsets_epoch=0)
         try:
             return await self._sets[name].record(delivery)
-        except _ELSEWHERE as error:
+        except _NOT_KEPT_HERE as error:
             raise unrecorded(error) from error
 
     async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
-        """See `DeliveryRecorder.touch`; None also for those whose set does not answer."""
+        """As `DeliveryRecorder.touch`; the result is None also if the set does not answer."""
         by_set: dict[str, list[QueueOwner]] = defaultdict(list)
         for owner in owners:
             by_set[self.set_of(owner.group)].append(owner)
-        verdicts: dict[QueueOwner, BatonError | None] = {}
+        results: dict[QueueOwner, BatonError | None] = {}
 
         async def touch(name: str, some: Sequence[QueueOwner]) -> None:
             try:
                 found = await self._sets[name].touch(some)
             except BatonError as error:
-                log.info("parked pulls not touched count=%d error=%s", len(some), error)
+                log.info("long polls not touched count=%d error=%s", len(some), error)
                 return
-            verdicts.update(zip(some, found, strict=True))
+            results.update(zip(some, found, strict=True))
 
         async with asyncio.TaskGroup() as tasks:
             for name, some in by_set.items():
                 tasks.create_task(touch(name, some))
-        found = [verdicts.get(owner) for owner in owners]
-        return [None if isinstance(verdict, _ELSEWHERE) else verdict for verdict in found]
+        found = [results.get(owner) for owner in owners]
+        return [None if isinstance(result, _NOT_KEPT_HERE) else result for result in found]

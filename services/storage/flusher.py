@@ -1,7 +1,7 @@
 """Group commit: one sync in a worker thread covers everything written before it began.
 
-While it runs the loop goes on taking appends; they ride in the next one. A sync that fails is not
-tried again: the kernel may have dropped the pages, so a second try proves nothing.
+Appends continue while a sync runs; the next sync covers them. A failed sync is not repeated: the
+kernel may have dropped the pages, so a second attempt that succeeds proves nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ InThread = Callable[[Callable[[Any], None], Any], Awaitable[None]]
 
 
 async def in_thread(call: Callable[[Any], None], argument: Any) -> None:
-    """Until `call` has returned in another thread, even for who is cancelled meanwhile.
+    """Run `call` in another thread and wait until it has returned, even if cancelled meanwhile.
 
-    So nobody is at work any more on what a caller gives back, or closes, once it has ended. What
-    `call` raises after the cancellation is lost.
+    So the thread never works on a file that the caller has closed. An error that `call` raises
+    after the cancellation is lost.
     """
     job = asyncio.get_running_loop().run_in_executor(None, call, argument)
     try:
@@ -39,17 +39,17 @@ async def in_thread(call: Callable[[Any], None], argument: Any) -> None:
 
 
 class Flusher:
-    """Syncs the log and wakes those who wait for it.
+    """Syncs the log and wakes the calls that wait for it.
 
     Args:
-        grown: Called with the queues in which readers see more than before.
-        took: Called with the seconds that a sync took.
-        interval_ms: Time between syncs nobody waits for; 0 syncs at once.
-        in_thread: Makes the blocking call that syncs.
+        grown: Called with the queues in which new messages have become visible.
+        took: Called with the duration of each sync, in seconds.
+        interval_ms: Time between syncs that no call waits for; 0 syncs at once.
+        in_thread: Runs the blocking sync outside the event loop.
 
     Attributes:
-        one_at_a_time: Held while the disk syncs.
-        on_sync: Called with the position up to which the log is on disk, each time it is.
+        one_at_a_time: Lock held while the disk syncs.
+        on_sync: Called after each sync with the position up to which the log is on disk.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Flusher:
         self.on_sync: list[Callable[[int], None]] = []
 
     def check(self) -> None:
-        """Refuse what would need the log after it was closed, or the disk after it has failed.
+        """Check that the log can be written.
 
         Raises:
-            NotServing: it has.
+            NotServing: the log is closed, or the disk has failed.
         """
         if self._closed:
             raise NotServing(self._closed, retry_after_ms=100)
@@ -83,14 +83,14 @@ class Flusher:
             raise NotServing(f"the log can't be written: {self._failure}", retry_after_ms=500)
 
     def notify_written(self) -> None:
-        """Note that the log has grown."""
+        """Record that the log has grown, so that `run` syncs it."""
         self._wrote.set()
 
     async def wait_until_safe(self, position: int) -> None:
-        """Until everything below `position` is safe: on disk, and where else it has to be.
+        """Wait until everything below `position` is safe: on this disk and on the in-sync set.
 
         Raises:
-            NotServing: the disk has failed, or somebody gave up; not known whether it is safe.
+            NotServing: the disk has failed or the wait was ended; whether it is safe is unknown.
         """
         self.check()
         if position <= self._store.readable_position:
@@ -103,24 +103,24 @@ class Flusher:
         await future
 
     def confirmed(self, position: int) -> None:
-        """Everything below `position` is where else it has to be."""
+        """Record that the whole in-sync set has everything below `position`."""
         self._grown(self._store.confirmed(position))
         self._release()
 
     def fail_waiters(self, why: str) -> None:
-        """Let nobody wait any longer: who waits is told that nothing is known."""
+        """Fail all waiting calls with NotServing: whether their messages are safe is unknown."""
         waiting, self._waiting = self._waiting, []
         for _, future in waiting:
             if not future.done():
                 future.set_exception(NotServing(why, retry_after_ms=100))
 
     def close(self, why: str) -> None:
-        """As `give_up`, for good."""
+        """Close the log: as `fail_waiters`, and all later calls fail too."""
         self._closed = why
         self.fail_waiters(why)
 
     def fail(self, error: Exception) -> None:
-        """Stop for good: what is on disk is not known. `run` raises the error."""
+        """Stop after a disk error: what is on disk is unknown. `run` raises `error`."""
         if self._failure is None:
             log.error("log can't be written or synced error=%s", error)
             self._failure = error
@@ -134,7 +134,7 @@ class Flusher:
         self._urgent.set()
 
     async def run(self) -> None:
-        """Sync for ever; to be run as one task.
+        """Sync until cancelled; run it as one task.
 
         Raises:
             OSError: the disk has failed.
@@ -148,7 +148,7 @@ class Flusher:
             await self.sync()
 
     async def sync(self) -> None:
-        """Sync what is written now; not after `close`, when the files may be closed, too.
+        """Sync what is written now; does nothing after `close`, as the files may be closed.
 
         Raises:
             OSError: the disk has failed.
@@ -176,7 +176,7 @@ class Flusher:
         try:
             self._node.sync(unsynced)
         except OSError as error:
-            self._sync_failure = error  # known also if who waits for it is cancelled
+            self._sync_failure = error  # kept in case the waiting task is cancelled
             raise
 
     async def _pause(self) -> None:

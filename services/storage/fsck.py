@@ -1,7 +1,7 @@
-"""`python -m batonmq_server.storage.fsck DIR`: examines a data directory that no node uses.
+"""Checks the data directory of a stopped node: `python -m batonmq_server.storage.fsck DIR`.
 
-Exit status: 0 if everything is right, or was repaired; 1 if there are problems, or the directory
-can't be examined, which standard error says; 2 if the command line is wrong.
+Exit status: 0 if the directory is clean or was repaired; 1 if there are problems, or if the
+directory can't be examined (the reason is on standard error); 2 if the command line is wrong.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from batonmq_server.storage.node import SYNCED
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine, print, and give the exit status."""
+    """Examine the directory, print the result and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="fsck", description="Examine the data directory of a storage node that is stopped."
+        prog="fsck", description="Examine the data directory of a stopped storage node."
     )
     parser.add_argument("dir", type=Path, help="the data directory")
     parser.add_argument(
-        "--repair", action="store_true", help="make the indexes anew; the log is never changed"
+        "--repair", action="store_true", help="rebuild the indexes; the log is never changed"
     )
     parser.add_argument("--format", choices=("table", "json"), default="table")
     chosen = parser.parse_args(arguments)
@@ -74,14 +74,14 @@ def _lines(folder: Path, report: FsckReport, elapsed_ms: int) -> list[str]:
     if (more := report.problem_count - len(report.problems)) > 0:
         lines.append(f"and {more} more problems")
     if report.repaired:
-        lines.append("the indexes are made anew")
+        lines.append("the indexes are rebuilt")
     elif not report.log_is_good:
         lines.append(
-            "the log is damaged, which can't be repaired here: restore the node from a replica "
-            "or backup"
+            "the log is damaged and can't be repaired here: restore the node from a replica "
+            "or a backup"
         )
     elif report.problem_count:
-        lines.append("--repair makes the indexes anew")
+        lines.append("--repair rebuilds the indexes")
     lines.append("clean" if not report.problem_count else f"{report.problem_count} problems")
     return lines
 

@@ -1,12 +1,11 @@
-"""What the leader of a replica set does for its followers: hand out the log, and wait for them.
+"""What the leader of a replica set does for its followers: it sends the log and counts progress.
 
-A message is answered for, and seen by readers, once every member of the in-sync set has it on
-disk. A follower says how far it has come by asking for what follows (protocol section 12).
+A message is acknowledged, and visible to consumers, once every member of the in-sync set has it on
+disk. The position in a follower's fetch tells how far its log has come (protocol section 12).
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,8 @@ from typing import Any
 from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
-from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
+from batonmq_server.runtime.replication.leadership import Leadership
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.commitlog import PositionRange
@@ -28,18 +28,19 @@ from batonmq_server.storage.metric_stream import REPLICATION, StorageMetricStrea
 log = logging.getLogger(__name__)
 
 PRODUCER_QUEUES_MAX = 50_000
-"""Of so many pairs of producer and queue a follower that begins anew gets the sequences: 10 MB."""
+"""A follower that starts an empty copy gets the sequences of at most this many pairs of producer
+and queue, about 10 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """What a follower gets.
+    """The answer to one fetch of a follower.
 
     Attributes:
-        position: Where `data` begins.
-        segment: Holds `position`, or will.
-        floors: Set if the follower has to begin anew,
-        producers: and what it then has to know of producers, as a checkpoint.
+        position: Position of `data`; less than the follower's end if it must cut its log.
+        segment: The segment that contains, or will contain, `position`.
+        floors: Set if the follower must discard its copy: the next offsets of the queues.
+        producers: With `floors`: the state of the producers, as a checkpoint.
     """
 
     position: int
@@ -49,98 +50,96 @@ class FetchResult:
     producers: bytes = b""
 
 
-class Leadership:
-    """One node's time as leader.
+class StorageLeadership(Leadership):
+    """One leadership of this node, from its election to its end.
 
-    In the keeper's books positions are one higher than in the log, for those who have the history
-    up to this epoch: so even of an empty log it shows who has heard of the epoch.
+    In the tracker a replica that has adopted this epoch counts one position more than its log has.
+    So even with an empty log the tracker shows which replicas have adopted the epoch.
 
     Args:
-        components: What works on this node's copy; nobody else writes to it meanwhile.
+        components: The components of this node's copy; nothing else writes to it meanwhile.
     """
 
     def __init__(
         self,
-        keeper: Keeper,
+        in_sync_set: InSyncSet,
         components: StorageComponents,
         clock: Clock,
         stream: StorageMetricStream,
     ) -> None:
-        self.keeper, self.components, self._clock = keeper, components, clock
+        super().__init__(in_sync_set, clock)
+        self.components = components
         self._stream, self._synced_s = stream, deque[tuple[int, float]]()
         self._node, self._log = components.node, components.node.store.log
-        self._grown = asyncio.Event()
-        self._over = False
-
-    @property
-    def epoch(self) -> int:
-        """Of this leadership."""
-        return self.keeper.epoch
+        self._ended = False
 
     @property
     def history(self) -> EpochHistory:
-        """Of the log."""
+        """Epoch history of the log."""
         return self._node.history
 
     async def begin(self, in_thread: InThread) -> None:
-        """Begin the epoch, on this node's disk.
+        """Record the begin of the epoch on this node's disk.
 
         Raises:
-            OSError: it is not known whether it has begun.
+            OSError: the disk has failed; it is unknown whether the epoch is recorded.
         """
         begin: Callable[[Any], None] = lambda _: self._node.begin_epoch(self.epoch)  # noqa: E731
         await in_thread(begin, None)
 
-    async def settled(self) -> None:
-        """Return once the in-sync set has the epoch, and all that was before, and etcd knows."""
-        self.keeper.on_news.append(self._tell)
+    async def wait_settled(self) -> None:
+        """Wait until the in-sync set has this epoch and everything before it, and etcd says so."""
+        self.in_sync_set.on_change.append(self._confirm)
         self.components.flusher.on_sync.append(self._synced)
         self._synced(self._log.next_position)
-        await self.keeper.begun(self._log.next_position + 1)
-        await self.keeper.serve()
+        await self.in_sync_set.begun(self._log.next_position + 1)
+        await self.in_sync_set.record_serving()
 
     def end(self) -> None:
-        """The leadership is over: nothing is confirmed by it any more, nor handed out."""
-        self._over = True
-        self._grown.set()
+        """End the leadership: nothing more is confirmed, and no log is sent to followers."""
+        self._ended = True
+        self._new_data.set()
         flusher = self.components.flusher
         if self._synced in flusher.on_sync:
             flusher.on_sync.remove(self._synced)
-        self.keeper.on_news.clear()
+        self.in_sync_set.on_change.clear()
 
     async def fetch(
-        self, name: str, end: int, theirs: EpochHistory, wish: FetchLimits
+        self, name: str, end: int, theirs: EpochHistory, limits: FetchLimits
     ) -> FetchResult:
-        """What follower `name` is to do next, whose log with that history ends at `end`.
+        """Return what follower `name` must do next.
+
+        Args:
+            end: End of the follower's log.
+            theirs: Epoch history of the follower's log.
 
         Raises:
             NotLeader: the leadership has ended meanwhile.
-            DataLoss: the log is damaged there.
+            DataLoss: the leader's log is damaged at `end`.
         """
         mine, log_ = self.history, self._log
         point = common_point(mine, log_.next_position, theirs, end)
         if point < log_.first_position:
-            self.keeper.books.forget(name)
-            return self._beginning()
+            self._follower_resets(name)
+            return self._reset_result()
         if point < end:
-            self.keeper.books.forget(name)
+            self._follower_resets(name)
             return FetchResult(point, b"", (0, 0))
         has_epoch = theirs.epoch == self.epoch
-        self.keeper.books.heard(name, end + has_epoch, self._clock.monotonic_ms())
-        self.keeper.looked_at()
-        grown = self._grown
+        self._follower_has(name, end + has_epoch)
+        new_data = self._new_data
         if has_epoch and end >= log_.synced_position:
-            await wait_until(grown, wish.hold_ms)
-            if self._over:  # and somebody else may be at work on the log
-                raise NotLeader("this node is not the leader any more", retry_after_ms=200)
+            await wait_until(new_data, limits.hold_ms)
+            if self._ended:  # a new leader may have the log cut meanwhile
+                raise NotLeader("this node is no longer the leader", retry_after_ms=200)
         try:
-            data = read_whole_batches(log_, self.history, end, wish.bytes_max)
+            data = read_whole_batches(log_, self.history, end, limits.bytes_max)
         except DataLoss as error:
             self.components.damage.report_error(error)
             raise
         return FetchResult(end, data, self._segment(end))
 
-    def _beginning(self) -> FetchResult:
+    def _reset_result(self) -> FetchResult:
         store = self._node.store
         position = store.log.first_position
         known = store.producers.below(position, PRODUCER_QUEUES_MAX)
@@ -160,13 +159,11 @@ class Leadership:
     def _synced(self, position: int) -> None:
         if self._stream.hub.watched:
             self._synced_s.append((position, self._stream.now_s()))
-        self.keeper.books.wrote(position + 1)
-        self.keeper.looked_at()
-        grown, self._grown = self._grown, asyncio.Event()
-        grown.set()
+        self._leader_has(position + 1)
+        self.in_sync_set.tracker_changed()
 
-    def _tell(self) -> None:
-        safe = max(self.keeper.safe - 1, 0)
+    def _confirm(self) -> None:
+        safe = max(self.in_sync_set.safe - 1, 0)
         self.components.flusher.confirmed(safe)
         while self._synced_s and self._synced_s[0][0] <= safe:
             self._stream.observe_since(REPLICATION, self._synced_s.popleft()[1])

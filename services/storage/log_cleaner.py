@@ -1,8 +1,13 @@
-"""Carries out what retention decides: looks at the disk, gives up queues' heads, removes files.
+"""Removes old log segments as retention decides, and watches the disk usage.
 
-The order keeps every state good that a crash, or a reader in between, may meet: queues give up
-their messages first; then the floors of those without a safe one are made durable; then the log
-forgets its segments; then these are removed, oldest first. Files of indexes go later.
+The order of steps keeps every state valid that a crash, or a concurrent reader, can see:
+
+1. the queues drop their oldest messages,
+2. the floors of queues without a safe message are made durable,
+3. the log forgets its oldest segments,
+4. the segment files are removed, oldest first.
+
+Index files are removed later, once no checkpoint refers to them.
 """
 
 from __future__ import annotations
@@ -39,7 +44,8 @@ log = logging.getLogger(__name__)
 QUEUES_AT_ONCE = 64
 RESERVE = "reserve"
 RESERVE_BYTES = 256 * 1024
-"""Kept so that a checkpoint and floors can be written, and segments removed, on a full disk."""
+"""Size of a reserve file. On a full disk it is removed, so that a checkpoint and the floors can be
+written and segments can be removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +74,11 @@ class CleaningBounds:
 
 
 class LogCleaner:
-    """Keeps the log within what retention allows.
+    """Keeps the log within the limits of retention.
 
     Args:
-        interval_ms: Time between two looks at the disk.
-        in_thread: Calls what blocks away from the event loop.
+        interval_ms: Time between two checks of the disk.
+        in_thread: Runs blocking calls outside the event loop.
     """
 
     def __init__(  # noqa: PLR0913  the parts of a node
@@ -101,7 +107,7 @@ class LogCleaner:
         metrics.disk_state.set_function(lambda: retention.state)
 
     async def run(self) -> None:
-        """Clean for ever; to be run as one task.
+        """Clean until cancelled; run it as one task.
 
         Raises:
             OSError: the disk has failed.
@@ -110,15 +116,15 @@ class LogCleaner:
             try:
                 while await self.clean():
                     pass
-            except NotServing as error:  # the node becomes something else, or its process ends
+            except NotServing as error:  # the node changes its role, or its process ends
                 log.warning("log not cleaned error=%s", error)
             await asyncio.sleep(self._interval_ms / 1000)
 
     async def clean(self) -> bool:
-        """One round; whether something was removed, so that the next may begin at once.
+        """Run one round; return whether segments were removed, so that another may follow.
 
         Raises:
-            NotServing: the log can't be written any more, or somebody gave up waiting for it.
+            NotServing: the log can't be written any more, or the wait for it was abandoned.
         """
         async with self.one_at_a_time:
             return await self._clean()
@@ -133,14 +139,15 @@ class LogCleaner:
         ends = [end for _, end in self._store.log.sealed() if end <= position]
         if not ends:
             return False
-        # Nobody needs these segments because of what the log says: a delivery, or a later place.
+        # The log says why these segments are not needed: a delivery of a scheduled batch, or a
+        # copy of it at a later position. That record must be safe before they are removed.
         await self._bounds.wait_until_safe(written)
         await self._remove(ends[-1])
         await self.observe()
         return True
 
     async def observe(self) -> None:
-        """Look at the disk."""
+        """Measure the disk usage and update the disk state."""
         before = self._retention.state
         await self._in_thread(self._measure, None)
         unwritten = self._store.log.end_position - self._store.log.next_position
@@ -162,7 +169,7 @@ class LogCleaner:
         if not self._reserved and self._retention.state is not DiskState.FULL:
             with suppress(DiskFull):
                 if not self._disk.load(RESERVE):
-                    self._disk.remove(RESERVE)  # empty, if a crash came while it was made
+                    self._disk.remove(RESERVE)  # empty if a crash interrupted its creation
                     self._disk.create(RESERVE, RESERVE_BYTES).close()
                 self._reserved = True
         self._space = self._disk.space()
@@ -172,7 +179,7 @@ class LogCleaner:
         return CleaningTime(unix_ms, datetime.fromtimestamp(unix_ms / 1000).astimezone().hour)
 
     def _keep_from(self) -> int:
-        """Position from which the log is to be kept."""
+        """Return the position from which the log must be kept."""
         log = self._store.log
         sealed = self._removable()
         if not sealed:
@@ -185,14 +192,14 @@ class LogCleaner:
         return self._retention.keep_from(sealed, log_bytes, self._moment(), self._newest_in)
 
     def _removable(self) -> list[SealedSegment]:
-        """SealedSegment segments before the first that somebody needs."""
+        """Return the sealed segments before the first one that is still needed."""
         positions = [position() for position in self._bounds.needed_from]
         needed_from = min((p for p in positions if p is not None), default=math.inf)
         sealed = (SealedSegment(*segment) for segment in self._store.log.sealed())
         return [segment for segment in sealed if segment.next_position <= needed_from]
 
     def _newest_in(self, segment: SealedSegment) -> int:
-        """Store time of the batch behind the segment, or of a later one: none in it is younger."""
+        """Return the store time of the batch after the segment: no batch in it is younger."""
         position = segment.next_position
         if position not in self._newest:
             try:
@@ -201,7 +208,7 @@ class LogCleaner:
                 check_stamp(head)
                 self._newest[position] = header.store_unix_ms
             except BatonError as error:
-                log.error("segment without a good first batch position=%d %s", position, error)
+                log.error("first batch of a segment is damaged position=%d %s", position, error)
                 self._newest[position] = self._store.store_unix_ms
         return self._newest[position]
 
@@ -223,7 +230,7 @@ class LogCleaner:
         )
 
     async def _give_up(self, position: int) -> list[str]:
-        """Let the queues give up what lies before `position`; files that hold nothing now."""
+        """Drop the messages before `position` from all queues; return the files not needed now."""
         paths: list[str] = []
         for number, (key, queue) in enumerate(list(self._store.queues.items()), start=1):
             paths += queue.trim_before(position)
@@ -236,7 +243,7 @@ class LogCleaner:
         return paths
 
     async def _write_floors(self) -> None:
-        """Make durable where the queues go on of which the log holds nothing that is safe."""
+        """Make durable the next offset of each queue that has no safe message in the log."""
         content = floors.encode(
             [
                 QueueFloor(topic_of(queue.folder), *key, queue.first_offset)

@@ -1,8 +1,8 @@
-"""A replica's copy of the log: an open data directory that can be cut, or begun anew, in between.
+"""A replica's copy of the log: a data directory that can be cut or reset while the node runs.
 
-What is derived from the log can't be taken back. So to cut it is to close everything, cut the
-files, and recover, as after a crash. A disk that fails is met in the same way: what is not known to
-be on it is cut off, however well it can be read just now.
+The state that is derived from the log can't be undone. So to cut the log means: stop all
+components, close the directory, cut the files, and recover as after a crash. A disk failure is
+handled in the same way: what is not known to be on the disk is cut off, even if it can be read.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 
 from batonmq.errors import DiskFull, NotServing
-from batonmq_server.runtime.position import NOWHERE, Position
-from batonmq_server.runtime.process import Loop
+from batonmq_server.runtime.app import Loop
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.flusher import InThread
@@ -26,43 +26,41 @@ _CHANGING = "this copy of the log is being cut"
 
 
 class LogCopy:
-    """See the module.
+    """The data directory of a replica, and the components that work on it while it is open.
 
     Args:
-        recovered: Opens what is on `disk`; blocks.
-        serve: Makes the parts that work on an open directory.
-        in_thread: Calls what blocks away from the event loop; also who is cancelled waits for it.
+        recovered: Opens the directory on `disk` and recovers it; blocks.
+        build: Builds the components for an open directory.
+        in_thread: Runs blocking calls outside the event loop; waits for them even if cancelled.
 
     Attributes:
-        writing: Held by whoever may write to the log, or change the directory.
-        on_failure: Called when the disk has failed: nobody is answered from now on.
+        writing: Lock for writing to the log and for changing the directory.
+        on_failure: Called when the disk has failed; from then on no call is served.
     """
 
     def __init__(
         self,
         disk: Disk,
         recovered: Callable[[], AbstractContextManager[StorageNode]],
-        serve: Callable[[StorageNode], StorageComponents],
+        build: Callable[[StorageNode], StorageComponents],
         in_thread: InThread,
     ) -> None:
-        self._disk, self._recovered, self._build = disk, recovered, serve
+        self._disk, self._recovered, self._build = disk, recovered, build
         self.in_thread = in_thread
         self.writing = asyncio.Lock()
         self._stack = ExitStack()
         self.on_failure: list[Callable[[], None]] = []
         self._components: StorageComponents | None = None
         self._failure: Exception | None = None
-        self._safe_position: int | None = (
-            None  # what lies beyond in the log has still to be cut off
-        )
+        self._cut_at: int | None = None  # after a failure: the log must still be cut here
         self._opened, self._closing, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
     def components(self) -> StorageComponents:
-        """What works on the directory now.
+        """The components of the open directory.
 
         Raises:
-            NotServing: it is closed for the moment, or its disk has failed.
+            NotServing: the directory is being changed, or the disk has failed.
         """
         if self._failure is not None:
             raise NotServing(f"the disk has failed: {self._failure}", retry_after_ms=500)
@@ -72,18 +70,18 @@ class LogCopy:
 
     @property
     def failed(self) -> bool:
-        """Whether the disk has failed, and `mend` was not called since."""
+        """Whether the disk has failed and `recover` has not succeeded since."""
         return self._failure is not None
 
     @property
-    def position(self) -> Position:
-        """How far this copy has come; nowhere while it is being changed, or its disk has failed."""
+    def position(self) -> ReplicaPosition:
+        """End of this copy; NOWHERE while it is being changed or after its disk has failed."""
         if self._components is None or self._closing.is_set() or self._failure is not None:
-            return NOWHERE
+            return NO_POSITION
         return self._components.node.position
 
     async def run(self) -> None:
-        """Run what works on the directory, for ever; to be run as one task."""
+        """Run the loops of the components until cancelled; run it as one task."""
         while True:
             await self._opened.wait()
             components = self._components
@@ -91,7 +89,7 @@ class LogCopy:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._work(loop)) for loop in components.loops]
                 await self._closing.wait()
-                # Nobody may be at work on the directory any more after this, not even `drain`.
+                # After this no component works on the directory any more, not even `drain`.
                 async with (
                     components.cleaner.one_at_a_time,
                     components.checkpointer.one_at_a_time,
@@ -103,7 +101,7 @@ class LogCopy:
             self._idle.set()
 
     async def open(self) -> None:
-        """Open the directory; it is closed.
+        """Open the directory, which is closed now.
 
         Raises:
             OSError: the disk fails.
@@ -118,67 +116,69 @@ class LogCopy:
         self._opened.set()
 
     async def cut(self, position: int, *, damaged: bool = False) -> None:
-        """Forget everything from `position` on, and go on; the caller holds `writing`.
+        """Cut the log at `position` and open it again; the caller holds `writing`.
 
         Args:
-            damaged: Some of it was safe: this node must not be leader before it has it again.
+            damaged: Safe messages are lost by this cut: the node must not be elected until it has
+                fetched them again.
 
         Raises:
             NotServing: the disk fails.
         """
         node = self.components.node
         await self._stop()
-        log.warning("log is cut position=%d was=%d", position, node.store.log.next_position)
+        log.warning("cutting the log position=%d end=%d", position, node.store.log.next_position)
         async with self._reopened():
             await self.in_thread(lambda _: node.cut(position, damaged=damaged), None)
 
     async def reset(self, start: LogStart) -> None:
-        """Give everything up, and begin there; the caller holds `writing`.
+        """Discard the whole copy and open an empty one at `start`; the caller holds `writing`.
 
         Raises:
             NotServing: the disk fails.
         """
         await self._stop()
-        log.warning("log begins anew position=%d", start.segment[0])
+        log.warning("discarding the log position=%d", start.segment[0])
         async with self._reopened():
             await self.in_thread(lambda _: self._stack.close(), None)
             await self.in_thread(lambda _: reset_disk(self._disk, start), None)
 
     def fail(self, error: Exception) -> None:
-        """Note that the disk has failed: from now on nobody is answered."""
+        """Record that the disk has failed: from now on no call is served."""
         if self._failure is None:
-            log.error("the disk has failed position=%s error=%s", self.position, error)
+            log.error("disk failed position=%s error=%s", self.position, error)
             self._failure = error
             for call in self.on_failure:
                 call()
 
     async def recover(self) -> None:
-        """After a failure, go on from what is known to be on the disk; the caller holds `writing`.
+        """After a disk failure, reopen the log up to what is synced; the caller holds `writing`.
 
-        A sync that has failed is not tried again: the kernel may have dropped what it could not
-        write, and then the next one succeeds. What was not synced was answered for by nobody here.
+        A failed sync is not repeated: the kernel may have dropped the pages that it could not
+        write, and the next sync would succeed without them. So the log is cut at the position of
+        the last good sync; nothing after it was acknowledged by this node.
 
         Raises:
             NotServing: the disk fails again.
         """
         if self._failure is None:
             return
-        if self._closing.is_set():  # it has failed again while nothing was open
+        if self._closing.is_set():  # the disk failed again while the directory was closed
             async with self._reopened():
                 pass
         else:
-            self._safe_position = self._node.store.log.synced_position
-        if (safe_position := self._safe_position) is not None:
+            self._cut_at = self._node.store.log.synced_position
+        if (cut_at := self._cut_at) is not None:
             node = self._node
             await self._stop()
             async with self._reopened():
-                position = min(safe_position, node.store.log.next_position)
+                position = min(cut_at, node.store.log.next_position)
                 await self.in_thread(lambda _: node.cut(position), None)
-            self._safe_position = None
-        log.warning("the disk works again position=%s", self.position)
+            self._cut_at = None
+        log.warning("disk works again position=%s", self.position)
 
     async def drain(self) -> None:
-        """Make everything durable, unless it is being changed, when it is."""
+        """Make everything durable; nothing to do while the directory is being changed."""
         components = self._components
         if components is None or self._closing.is_set() or self._failure is not None:
             return
@@ -202,12 +202,13 @@ class LogCopy:
 
     @asynccontextmanager
     async def _reopened(self) -> AsyncIterator[None]:
-        """Close the directory after what is done to it inside, and open it again.
+        """Run the body on the stopped directory, then close it and open it again.
 
-        That may stay half done as by a crash, and then is done anew, or no longer asked for.
+        If the body fails, the change is incomplete, as after a crash. It is then repeated, or no
+        longer needed.
 
         Raises:
-            NotServing: the disk fails; `mend` opens the directory.
+            NotServing: the disk fails; `recover` opens the directory again.
         """
         try:
             try:
@@ -220,7 +221,7 @@ class LogCopy:
             raise NotServing(f"the disk fails: {error}", retry_after_ms=500) from error
 
     async def _stop(self) -> None:
-        """Let nothing work on the directory any more."""
+        """Stop all components of the directory."""
         components = self._components
         assert components is not None
         self._closing.set()

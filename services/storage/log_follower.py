@@ -20,9 +20,9 @@ from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDetail
-from batonmq_server.runtime.peers import Peer
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.leader_channels import LeaderChannel
+from batonmq_server.runtime.replication.follow_problem import FollowProblem
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core import checkpoint
@@ -34,16 +34,16 @@ from batonmq_server.storage.node import LogStart
 
 log = logging.getLogger(__name__)
 
-ReplicationPeer: TypeAlias = "Peer[pb_grpc.ReplicationServiceAsyncStub]"
+ReplicationPeer: TypeAlias = "LeaderChannel[pb_grpc.ReplicationServiceAsyncStub]"
 CALL_TIMEOUT_S = 5.0
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=500)
 
 
 class LogFollower:
-    """Keeps this node's copy like the leader's.
+    """Keeps this node's copy equal to the leader's log.
 
     Attributes:
-        first_position: Of the leader's log, by its last answer.
+        first_position: First position of the leader's log, from its last answer.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LogFollower:
         peer: ReplicationPeer,
         settings: StorageSettings,
         runtime: Runtime,
-        stuck: Stuck,
+        stuck: FollowProblem,
     ) -> None:
         self._copy, self._peer, self._runtime, self._stuck = copy, peer, runtime, stuck
         self._node_id, self._broker = settings.node_id, settings.broker_name
@@ -61,24 +61,24 @@ class LogFollower:
         self._last_answer_ms: int | None = None
 
     def is_connected(self) -> bool:
-        """Whether the leader has answered lately."""
+        """Return whether the leader has answered recently."""
         now_ms = self._runtime.clock.monotonic_ms()
         return (
             self._last_answer_ms is not None and now_ms - self._last_answer_ms < 2 * self._hold_ms
         )
 
     async def run(self) -> None:
-        """Follow for ever; waits while this node writes by itself. To be run as one task."""
+        """Follow the leader until cancelled; pauses while this node leads. Run it as one task."""
         failures = 0
         while True:
             try:
                 await self._step()
-                self._stuck.passed()
+                self._stuck.clear()
                 failures = 0
             except OSError as error:
                 self._copy.fail(error)
             except BatonError as error:
-                self._stuck.met(error)
+                self._stuck.report(error)
                 level = logging.WARNING if failures in (10, 1_000) else logging.DEBUG
                 log.log(level, "not following position=%s error=%s", self._copy.position, error)
                 delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)
@@ -116,18 +116,18 @@ class LogFollower:
                 history,
                 end,
             ):
-                return  # it was leader meanwhile
+                return  # this node was leader meanwhile
             self._last_answer_ms = self._runtime.clock.monotonic_ms()
-            await self._obey(components, answer, theirs)
+            await self._apply(components, answer, theirs)
 
-    async def _obey(
+    async def _apply(
         self, components: StorageComponents, answer: pb.FetchResponse, theirs: EpochHistory
     ) -> None:
         log_, position = components.node.store.log, answer.position
         segment = (answer.segment_position, answer.segment_position + answer.segment_bytes)
         damaged_from = components.damage.first_damaged_position
         if damaged_from is not None and damaged_from >= log_.first_position:
-            # There is a leader from which to fetch it anew.
+            # A leader has answered, so the damaged part can be fetched again.
             await self._copy.cut(damaged_from, damaged=True)
         elif answer.HasField("floors"):
             await self._copy.reset(LogStart(answer.floors, segment, theirs.truncated(position)))
@@ -138,43 +138,46 @@ class LogFollower:
         elif position < log_.next_position:
             await self._copy.cut(position)
         elif position > log_.next_position:
-            raise DataLoss(f"the leader sent {position} after {log_.next_position}")
+            raise DataLoss(
+                f"the leader sent the log from position {position}; "
+                f"this copy ends at {log_.next_position}"
+            )
         else:
             self.first_position = answer.first_position
             await self._adopt(components, theirs)
             if answer.data:
                 await self._write(components, answer.data, segment)
             components.flusher.confirmed(min(answer.confirmed_position, log_.next_position))
-            await self._settle(components, answer)
+            await self._clear_damage(components, answer)
 
     async def _adopt(self, components: StorageComponents, theirs: EpochHistory) -> None:
-        """Take over the epochs that this log has all of that was written before them."""
+        """Adopt those epochs of the leader that begin at or before the end of this log."""
         node = components.node
         adopted = theirs.truncated(node.store.log.next_position)
-        await self._keep(components, replace(adopted, damaged=node.history.damaged))
+        await self._save_history(components, replace(adopted, damaged=node.history.damaged))
 
-    async def _settle(self, components: StorageComponents, answer: pb.FetchResponse) -> None:
-        """Once nothing that was confirmed is missing any more, this node may be leader again."""
+    async def _clear_damage(self, components: StorageComponents, answer: pb.FetchResponse) -> None:
+        """Clear the damage mark once this copy has everything confirmed: it may be elected."""
         node = components.node
-        whole = node.store.log.synced_position >= answer.confirmed_position
-        if node.history.damaged and node.history.epoch == answer.epoch and whole:
-            log.info("copy is whole again position=%d", node.store.log.next_position)
-            await self._keep(components, replace(node.history, damaged=False))
+        complete = node.store.log.synced_position >= answer.confirmed_position
+        if node.history.damaged and node.history.epoch == answer.epoch and complete:
+            log.info("copy is complete again position=%d", node.store.log.next_position)
+            await self._save_history(components, replace(node.history, damaged=False))
 
-    async def _keep(self, components: StorageComponents, history: EpochHistory) -> None:
+    async def _save_history(self, components: StorageComponents, history: EpochHistory) -> None:
         if history == components.node.history:
             return
         try:
-            await self._copy.in_thread(components.node.keep, history)
+            await self._copy.in_thread(components.node.save_history, history)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            raise DiskFull("no space on disk for the epochs of the log") from error
+            raise DiskFull("no space on disk for the epoch history") from error
 
     async def _write(
         self, components: StorageComponents, data: bytes, segment: PositionRange
     ) -> None:
-        """Write what the leader has sent, and let everything that is derived from it follow.
+        """Write the bytes that the leader sent, and update everything derived from the log.
 
         Raises:
             DataLoss, DiskFull: nothing was written.
@@ -192,6 +195,6 @@ class LogFollower:
             for header, batch in batches:
                 recovery.take(header, batch)
         except Exception as error:
-            components.flusher.fail(error)  # log and indexes may disagree: recovery has to look
+            components.flusher.fail(error)  # log and indexes may differ: only recovery can tell
             raise
         await components.flusher.sync()

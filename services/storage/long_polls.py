@@ -1,7 +1,7 @@
-"""Pulls that found nothing and wait: woken by their queue, kept alive at offsets.
+"""Long polls: pulls that found no message and wait for one.
 
-A parked pull holds no right; when it wakes, reading and recording run again, and the record is
-the check of its token (protocol, section 6.5). It costs no thread and is never polled.
+A long poll reserves nothing. When it wakes, the pull reads and records again, and the record
+checks its token (protocol, section 6.5). A waiting pull needs no thread and no timer of its queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class QueueOwner:
-    """Who pulls: a queue as a group sees it, and the token under which it is owned; 0 for none."""
+    """The queue of a group that a consumer pulls, and its fencing token.
+
+    Attributes:
+        token: Token under which the consumer owns the queue; 0 if queues of the group have no
+            owners.
+    """
 
     group: str
     topic: str
@@ -29,7 +34,7 @@ class QueueOwner:
     token: int
 
     def queue(self) -> queue_pb2.GroupQueue:
-        """The queue as messages name it."""
+        """Return the queue as a protobuf message."""
         return queue_pb2.GroupQueue(
             group=self.group,
             queue=queue_pb2.QueueRef(topic=self.topic, broker=self.broker, queue_id=self.queue_id),
@@ -48,13 +53,12 @@ class _LongPoll:
 
 
 class LongPolls:
-    """The pulls that wait, by queue.
+    """The waiting pulls, by queue.
 
     Args:
-        touch: Tells offsets of owners that are alive; None or the refusal for each.
-        parked: Shows how many there are.
-        polls_max: More are refused.
-        interval_ms: Time between two touches.
+        touch: Tells offsets that owners are alive; returns None or the error of each.
+        polls_max: Maximum number of long polls; more are rejected.
+        interval_ms: Time between two calls of `touch`.
     """
 
     def __init__(self, touch: Touch, *, polls_max: int, interval_ms: int) -> None:
@@ -66,88 +70,86 @@ class LongPolls:
         return self._count
 
     async def wait(self, key: QueueKey, owner: QueueOwner, hold_ms: int) -> None:
-        """Until the queue has grown, its topic or group has changed, or `hold_ms` are over.
+        """Wait until the queue grows, its topic or group changes, or `hold_ms` have passed.
 
         Raises:
             Fenced, UnknownQueue: offsets says that the token is not current.
-            Overloaded: too many pulls are parked.
+            Overloaded: too many pulls wait already.
         """
         if self._count >= self._polls_max:
             raise Overloaded(
-                f"{self._count} pulls are held already",
+                f"{self._count} long polls are waiting already; the limit is {self._polls_max}",
                 retry_after_ms=1_000,
                 facts={"limit": self._polls_max},
             )
-        parked = _LongPoll(owner)
+        poll = _LongPoll(owner)
         others = self._by_queue.setdefault(key, {})
-        others[parked] = None
+        others[poll] = None
         self._count += 1
         try:
             async with asyncio.timeout(hold_ms / 1000):
-                refusal = await parked.woken
+                refusal = await poll.woken
         except TimeoutError:
             return
         finally:
             self._count -= 1
-            del others[parked]
+            del others[poll]
             if not others and self._by_queue.get(key) is others:
                 del self._by_queue[key]
         if refusal is not None:
             raise refusal
 
     def wake(self, keys: Iterable[QueueKey]) -> None:
-        """Wake the pulls of queues that have grown."""
+        """Wake the long polls of queues that have grown."""
         for key in keys:
-            for parked in self._by_queue.get(key, ()):
-                _wake(parked)
+            for poll in self._by_queue.get(key, ()):
+                _wake(poll)
 
     def end(self, error: BatonError) -> None:
-        """Answer all pulls with `error`."""
-        for parked in self._all():
-            if not parked.woken.done():
-                parked.woken.set_result(error)
+        """Answer all long polls with `error`."""
+        for poll in self._all():
+            if not poll.woken.done():
+                poll.woken.set_result(error)
 
     def wake_topics(self, names: frozenset[str]) -> None:
-        """Wake the pulls of topics that have changed, or are gone."""
-        for parked in self._all():
-            if parked.owner.topic in names:
-                _wake(parked)
+        """Wake the long polls of topics that have changed or were deleted."""
+        for poll in self._all():
+            if poll.owner.topic in names:
+                _wake(poll)
 
     def wake_groups(self, names: frozenset[str]) -> None:
-        """Wake the pulls of groups that have changed."""
-        for parked in self._all():
-            if parked.owner.group in names:
-                _wake(parked)
+        """Wake the long polls of groups that have changed."""
+        for poll in self._all():
+            if poll.owner.group in names:
+                _wake(poll)
 
     async def run(self) -> None:
-        """Touch every owner at intervals; to be run as one task."""
+        """Call `touch` at intervals until cancelled; run it as one task."""
         while True:
             await asyncio.sleep(self._interval_ms / 1000)
             await self.touch()
 
     async def touch(self) -> None:
-        """Tell offsets of all owners; pulls whose token is refused are answered so."""
+        """Tell offsets that all owners are alive; answer a pull whose token offsets rejects."""
         owners = list(dict.fromkeys(p.owner for p in self._all() if p.owner.token))
         if not owners:
             return
         try:
-            verdicts = await self._touch(owners)
+            results = await self._touch(owners)
         except BatonError as error:
-            log.info("parked pulls not touched count=%d error=%s", len(owners), error)
+            log.info("long polls not touched count=%d error=%s", len(owners), error)
             return
         refused = {
-            owner: verdict
-            for owner, verdict in zip(owners, verdicts, strict=True)
-            if verdict is not None
+            owner: error for owner, error in zip(owners, results, strict=True) if error is not None
         }
-        for parked in self._all() if refused else ():
-            if (verdict := refused.get(parked.owner)) and not parked.woken.done():
-                parked.woken.set_result(verdict)
+        for poll in self._all() if refused else ():
+            if (rejection := refused.get(poll.owner)) and not poll.woken.done():
+                poll.woken.set_result(rejection)
 
     def _all(self) -> list[_LongPoll]:
-        return [parked for queue in self._by_queue.values() for parked in queue]
+        return [poll for queue in self._by_queue.values() for poll in queue]
 
 
-def _wake(parked: _LongPoll) -> None:
-    if not parked.woken.done():
-        parked.woken.set_result(None)
+def _wake(poll: _LongPoll) -> None:
+    if not poll.woken.done():
+        poll.woken.set_result(None)

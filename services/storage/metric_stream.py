@@ -1,8 +1,7 @@
-"""What a storage node tells live: appends, deliveries, times, its disk; gathered about once a
-second.
+"""The live metric stream of a storage node: appends, deliveries, latencies and disk usage.
 
-Nothing is told of the topic of the metrics themselves, or of syncs that only it has caused: else
-telling would be news, and an idle cluster would never rest.
+Events are collected about once a second. The metrics topic itself is left out, and so are syncs
+that only it has caused. Otherwise each event would cause another one, even on an idle cluster.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ PULL = Timed(pb.Latency.OPERATION_PULL)
 
 
 class StorageMetricStream:
-    """Of one process. Callers ask `hub.watched` first.
+    """The metric events of one process. Callers check `hub.watched` before they add events.
 
     Args:
-        broker: Name of the replica set, or of a node without replicas.
+        broker: Broker name: the replica set, or a node without replicas.
 
     Attributes:
-        usage: Of the disk; nothing as long as nobody has looked.
+        usage: Returns the disk usage; zero before the first measurement.
     """
 
     def __init__(self, hub: EventHub, broker: str) -> None:
@@ -48,20 +47,20 @@ class StorageMetricStream:
         hub.gatherers.append(self._events)
 
     def now_s(self) -> float:
-        """For `took`."""
+        """Return the loop's time in seconds: the start time for `observe_since`."""
         return asyncio.get_running_loop().time()
 
     def observe_since(self, what: Timed, begin_s: float) -> None:
-        """Something has ended that had begun then."""
+        """Record the latency of an operation that began at `begin_s` and has ended now."""
         self.observe_us(what, int((self.now_s() - begin_s) * 1e6))
 
     def observe_us(self, what: Timed, us: int) -> None:
-        """Something took so long."""
+        """Record the latency of an operation, in microseconds."""
         if self.hub.watched:
             self._latencies.add(what, us)
 
     def appended(self, topic: str, queue_id: int, sums: tuple[int, int, int]) -> None:
-        """A queue has grown: by so many messages and bytes, to this next offset."""
+        """Record that a queue has grown; `sums` are messages, bytes and the new next offset."""
         if topic == METRICS_TOPIC:
             return
         count, size, next_offset = sums
@@ -80,7 +79,7 @@ class StorageMetricStream:
         reading: ReadResult,
         redelivered: Sequence[queue_pb2.OffsetRange],
     ) -> None:
-        """A pull from `offset` on is answered with `reading`."""
+        """Record that a pull from `offset` on is answered with `reading`."""
         step = PullDelivery(
             first_offset=offset,
             next_offset=reading.next_offset,

@@ -1,11 +1,11 @@
-"""Opens a data directory and keeps it: lock, epochs, recovery, sync, cut, close.
+"""An open data directory: lock, recovery, epochs, sync, cut, close.
 
-data_dir/lock            flock of the process that owns the folder
+data_dir/lock            flock of the process that owns the directory
 data_dir/epochs          which epoch wrote which part of the log
-data_dir/synced          up to where the log is synced
-data_dir/floors          where queues go on that have lost messages to retention
-data_dir/checkpoint      up to where the indexes are good, and what was known then
-data_dir/recovery.json   report of the last start
+data_dir/synced          position up to which the log is synced
+data_dir/floors          next offsets of queues that lost all their messages to retention
+data_dir/checkpoint      position up to which the indexes are durable, and the state at that point
+data_dir/recovery.json   report of the last recovery
 data_dir/log/            segments
 data_dir/consumequeue/   index by queue and offset
 data_dir/keyindex/       index by topic and key
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from batonmq.errors import DataLoss
-from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.replication.position import ReplicaPosition
 from batonmq_server.storage.core import checkpoint, epochs, floors
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.commitlog import FOLDER as LOG
@@ -51,17 +51,17 @@ log = logging.getLogger(__name__)
 REPORT = "recovery.json"
 SYNCED = "synced"
 _LAST_EPOCH = "epoch"
-"""What folders had before there was a history: the epoch of the last start, decimal."""
+"""File of directories without `epochs`: the epoch of the last start, decimal."""
 
 
 class StorageNode:
-    """An open data directory. All blocking: `sync` is for a worker thread.
+    """An open data directory. Its methods block: call `sync` in a worker thread.
 
     Attributes:
-        store: What is in it.
-        report: What recovery did.
-        recovery: Takes batches that come from elsewhere, as it did at the start.
-        checkpointing: Takes checkpoints; the start takes none.
+        store: The log and everything derived from it.
+        report: Report of the recovery.
+        recovery: Indexes batches that are copied from the leader, as it did at the start.
+        checkpointing: Writes checkpoints.
         history: Which epoch wrote which part of the log.
     """
 
@@ -74,64 +74,64 @@ class StorageNode:
         self._synced = disk.open(SYNCED, create=True)
 
     @property
-    def position(self) -> Position:
-        """How far this copy has come."""
+    def position(self) -> ReplicaPosition:
+        """Epoch and end of the log of this node."""
         return self.history.position(self.store.log.next_position)
 
     def sync(self, unsynced: UnsyncedFiles) -> None:
-        """Make the log safe up to `unsynced.position`, and note that it is.
+        """Sync the log up to `unsynced.position` and record that position.
 
         Raises:
-            OSError: it may not be safe, and never will be.
+            OSError: the log may not be on disk, and a later sync would not change that.
         """
         for file in unsynced.files:
             file.sync()
         self._synced.write(0, [encode_synced(unsynced.position)])
 
     def begin_epoch(self, epoch: int) -> None:
-        """Note, durably, that everything from the end of the log on is written by `epoch`.
+        """Record durably that `epoch` writes the log from its present end on.
 
-        What was elected has everything that counts, so nothing is missing any more.
+        An elected node has every confirmed message, so its copy is no longer damaged.
         """
         history = self.history.with_epoch(epoch, self.store.log.next_position)
-        self.keep(replace(history, damaged=False))
+        self.save_history(replace(history, damaged=False))
         self.store.epoch = epoch
 
-    def keep(self, history: EpochHistory) -> None:
-        """Make `history` that of the log, durably."""
+    def save_history(self, history: EpochHistory) -> None:
+        """Replace the epoch history, durably."""
         if history != self.history:
             self.disk.replace(epochs.PATH, epochs.encode(history))
             self.history = history
 
     def cut(self, position: int, *, damaged: bool = False) -> None:
-        """Forget everything from `position` on, durably; afterwards only `close` may be called.
+        """Cut the log at `position`, durably; afterwards only `close` may be called.
 
         Args:
-            damaged: Some of it was safe.
+            damaged: Safe messages are lost by this cut.
         """
         if damaged:
-            self.keep(replace(self.history, damaged=True))
+            self.save_history(replace(self.history, damaged=True))
         if position < self.checkpointing.position:
             self.disk.replace(floors.PATH, floors.encode(self.store.floors()))
             self.disk.remove(checkpoint.PATH)
         self.disk.replace(SYNCED, encode_synced(position))
         self.store.log.truncate(position)
-        self.keep(self.history.truncated(position))
+        self.save_history(self.history.truncated(position))
 
     def close(self) -> None:
-        """Give the files back. What is not synced stays to the operating system."""
+        """Close the files. What is not synced is left to the operating system."""
         self.store.log.close()
         self._synced.close()
 
 
 @dataclass(frozen=True, slots=True)
 class LogStart:
-    """Where a copy begins that has nothing yet: at position 0 if nothing else is said.
+    """Where an empty copy of a log starts; position 0 by default.
 
     Attributes:
-        floors: Where the queues go on, as in the file of that name.
-        segment: The first one.
-        history: Of the log up to there.
+        floors: Next offsets of the queues: content of the file `floors`.
+        segment: The first segment.
+        history: Epoch history up to the start.
     """
 
     floors: bytes = b""
@@ -140,7 +140,7 @@ class LogStart:
 
 
 def reset_disk(disk: Disk, start: LogStart) -> None:
-    """Give up all that `disk` has, and make it a copy that begins there; nobody has it open."""
+    """Discard everything on `disk` and start an empty copy there; the directory is closed."""
     _wipe(disk)
     begin, end = start.segment
     if begin < end:
@@ -157,7 +157,7 @@ def opened(
     monotonic_ms: Callable[[], int],
     accept_loss: bool = False,
 ) -> Iterator[StorageNode]:
-    """Own `folder`, recover what is in it, and close it in the end.
+    """Lock `folder`, recover it, yield the node and close it at the end.
 
     Raises:
         InUse: another process owns the folder.
@@ -181,10 +181,11 @@ def recovered(
     accept_loss: bool = False,
     replicated: bool = False,
 ) -> Iterator[StorageNode]:
-    """Recover what is on `disk`, which nobody else uses, and close it in the end.
+    """Recover the directory on `disk`, yield the node and close it at the end.
 
-    A node without replicas begins an epoch. One with replicas does so when it is elected; what of
-    its copy is damaged it cuts off, to fetch it from the others.
+    The directory must not be in use. A node without replicas begins a new epoch here; a member of a
+    replica set does so when it is elected. A member cuts off the damaged part of its copy, to fetch
+    it from the other members.
 
     Raises:
         DataLoss: acknowledged messages are damaged, and `accept_loss` is not set.
@@ -194,14 +195,14 @@ def recovered(
     attempt = _Attempt(disk, cache, segment_bytes)
     try:
         if replicated:
-            history = _of_replica(attempt, accept_loss=accept_loss)
+            history = _recover_replica(attempt, accept_loss=accept_loss)
         else:
             history = _history(disk)
             epoch = history.epoch + 1
             attempt.run(epoch, accept_loss=accept_loss)
             end = attempt.report.next_position
             history = replace(history.truncated(end).with_epoch(epoch, end), damaged=False)
-        _keep_history(disk, history)
+        _write_history(disk, history)
         node = StorageNode(disk, attempt.recovery, attempt.report, history)
         if replicated:
             node.store.confirmed(attempt.report.checkpoint_position)
@@ -221,7 +222,7 @@ def recovered(
 
 
 class _Attempt:
-    """A try to recover; the next one begins anew."""
+    """An attempt to recover the directory; `run` can be called again after a failure."""
 
     recovery: Recovery
     report: RecoveryReport
@@ -249,23 +250,24 @@ class _Attempt:
         self.report = self.recovery.run()
 
     def wipe(self) -> None:
-        """Give up everything."""
+        """Remove everything."""
         self.close()
         _wipe(self.disk)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the open files."""
         self._cache.close()
         if self._log is not None:
             self._log.close()
             self._log = None
 
 
-def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
-    """Recover what of a copy is good; its history.
+def _recover_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
+    """Recover the undamaged part of a member's copy; return its epoch history.
 
-    That something is missing is made durable before it is cut off: such a node must not be leader.
-    Nor must one whose folder is empty, on its way through epochs that others have served.
+    The copy is marked as damaged, durably, before anything is cut off: a node that lacks safe
+    messages must not be elected. A node with an empty folder is marked too, because it lacks what
+    earlier epochs have written.
     """
     disk = attempt.disk
     try:
@@ -273,18 +275,18 @@ def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
         try:
             attempt.run(history.epoch, accept_loss=accept_loss)
         except DataLoss as error:
-            log.error("this copy is damaged, the rest is fetched from the others error=%s", error)
+            log.error("copy is damaged; the rest is fetched from the other members error=%s", error)
             history = replace(history, damaged=True)
-            _keep_history(disk, history)
+            _write_history(disk, history)
             attempt.run(history.epoch, accept_loss=True)
     except DataLoss as error:
-        log.error("this copy can't be used, all of it is fetched anew error=%s", error)
+        log.error("copy is unusable; all of it is fetched from the other members error=%s", error)
         attempt.wipe()
         history = EpochHistory(damaged=True)
         attempt.run(0, accept_loss=True)
     end = attempt.report.next_position
     kept = history.truncated(end)
-    if accept_loss and history.starts:  # what was lost counts no more: it may be leader
+    if accept_loss and history.starts:  # the operator accepted the loss: it may be elected
         kept = kept if kept.epoch == history.epoch else kept.with_epoch(history.epoch, end)
         return replace(kept, damaged=False)
     return kept if kept.starts else replace(kept, damaged=True)
@@ -297,9 +299,10 @@ def _wipe(disk: Disk) -> None:
 
 
 def _synced_position(disk: Disk) -> int:
-    """Up to where the log is known to be synced; a checkpoint knows too, if the file is lost.
+    """Return the position up to which the log is known to be synced.
 
-    It is noted anew, for the start after this one: recovery may give up the checkpoint.
+    If the file `synced` is lost, the checkpoint knows a position too. That one is written to the
+    file, because recovery may remove the checkpoint.
     """
     known = decode_synced(disk.load(SYNCED))
     vouched = checkpoint.position_of(disk.load(checkpoint.PATH))
@@ -308,7 +311,7 @@ def _synced_position(disk: Disk) -> int:
     return max(known, vouched)
 
 
-def _keep_history(disk: Disk, history: EpochHistory) -> None:
+def _write_history(disk: Disk, history: EpochHistory) -> None:
     content = epochs.encode(history)
     if disk.load(epochs.PATH) != content:
         disk.replace(epochs.PATH, content)
@@ -317,18 +320,18 @@ def _keep_history(disk: Disk, history: EpochHistory) -> None:
 
 
 def _history(disk: Disk) -> EpochHistory:
-    """What is known of the epochs; of a folder that has no history, that one wrote everything.
+    """Return the epoch history on `disk`; without one, a single epoch that wrote the whole log.
 
     Raises:
-        DataLoss: it can't be read.
+        DataLoss: the file can't be read.
     """
     if raw := disk.load(epochs.PATH):
         return epochs.decode(raw)
     last = disk.load(_LAST_EPOCH) or (b"1" if disk.names(LOG) else b"")
     if last and not last.isdigit():
         raise DataLoss(
-            f"{_LAST_EPOCH} can't be read: {last[:20]!r} is no number",
-            remedy="Write a number into the file that is larger than any epoch before; "
-            f"{REPORT} has the one of the last start.",
+            f"{_LAST_EPOCH} can't be read: {last[:20]!r} is not a number",
+            remedy="Write a number into the file that is larger than every earlier epoch; "
+            f"{REPORT} has the epoch of the last start.",
         )
     return EpochHistory(((int(last), 0),)) if last else EpochHistory()

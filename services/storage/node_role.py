@@ -1,4 +1,4 @@
-"""What a node can promise for what it writes, and who should read where: alone, or in a set."""
+"""The role of a node towards its clients: accepted writes, durability, reads."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ from batonmq_server.storage.core.store import Store
 
 
 class NodeRole(Protocol):
-    """See the module.
+    """The role of a node: standalone, leader or follower of its replica set.
 
     Attributes:
-        replicated: Whether others have to have what is written before anybody is told so.
+        replicated: Whether a receipt waits for the other members of a replica set.
     """
 
     replicated: bool
 
     @property
     def is_follower(self) -> bool:
-        """Whether another node writes, or nobody."""
+        """Whether this node is not the serving leader."""
         ...
 
     def next_read_node(self, behind_bytes: int) -> str:
-        """Node id from which somebody should pull next who is so far behind; empty: the leader."""
+        """Return the node id that a consumer with this lag should pull from; empty: the leader."""
         ...
 
     def refusal(self, members_min: int = 1) -> BatonError | None:
-        """Why nothing new may be written now that at least so many members are to have.
+        """Return why new messages are rejected now; None if they are accepted.
+
+        Args:
+            members_min: Minimum size of the in-sync set for these messages.
 
         Raises:
-            NotLeader, NotServing: nothing at all may be said, as this node may not be the leader,
-                or is about to be.
+            NotLeader: this node is not the leader.
+            NotServing: this node has just been elected and does not serve yet.
         """
         ...
 
     def durability_of(self, next_position: int) -> pb.Durability.ValueType:
-        """How safe everything below `next_position` is now."""
+        """Return the durability that everything below `next_position` has now."""
         ...
 
 
 class StandaloneRole(NodeRole):
-    """A node without replicas."""
+    """The role of a node without replicas."""
 
     replicated, is_follower = False, False
 

@@ -1,4 +1,4 @@
-"""The servicer that looks messages up: reads requests, asks the core, answers."""
+"""The servicer of QueryService: looks up messages by offset, time, key and id."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from batonmq.errors import (
     TopicNotFound,
     WrongBroker,
 )
-from batonmq_server.runtime.access import consume
-from batonmq_server.runtime.guard import Require
+from batonmq_server.runtime.access.guard import PermissionCheck
+from batonmq_server.runtime.access.permissions import consume
 from batonmq_server.storage import validation
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.query import KeyMatches, MessageMatch, MessageQueries, TimeWindow
@@ -49,7 +49,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class MessageId:
-    """Where a message id says that the message is."""
+    """The place of a message, as its id says: broker, position of its batch, index."""
 
     broker: str
     position: int
@@ -57,10 +57,10 @@ class MessageId:
 
     @classmethod
     def parse(cls, text: str) -> MessageId:
-        """Inverse of what a producer's receipt shows.
+        """Parse a message id, as a producer's receipt shows it.
 
         Raises:
-            InvalidArgument: it is no message id.
+            InvalidArgument: `text` is not a message id.
         """
         broker, *numbers = text.rsplit("-", 2)
         try:
@@ -68,7 +68,7 @@ class MessageId:
             position, index = (_hex(number) for number in numbers)
         except ValueError as error:
             raise InvalidArgument(
-                f"{text[:140]!r} is no message id",
+                f"{text[:140]!r} is not a message id",
                 remedy="Use the id of a producer's receipt: broker-position-index.",
                 facts={"field": "message_id"},
             ) from error
@@ -76,13 +76,13 @@ class MessageId:
 
 
 class QueryServicer(pb_grpc.QueryServiceServicer):
-    """See the proto.
+    """Serves QueryService; see the proto.
 
     Args:
-        broker: Name of the replica set, or of a node without replicas.
-        is_follower: Whether this node may lag behind another.
-        require: Asks whether the caller may read the topic of a message that it names by its id;
-            None where nobody is asked who calls.
+        broker: Broker name: the replica set, or a node without replicas.
+        is_follower: Returns whether this node is a follower, which may lag behind the leader.
+        require: Raises unless the caller may read the topic of a message that it names by its id;
+            None if authorization is off.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         topics: TopicCache,
         damage: DamageTracker,
         is_follower: Callable[[], bool] = lambda: False,
-        require: Require | None = None,
+        require: PermissionCheck | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._is_follower, self._require = is_follower, require
@@ -159,7 +159,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             topic = None
         if topic is None or topic.topic_id != header.topic_id:
             raise MessageNotFound(
-                f"the topic {header.topic} of message {request.message_id} is deleted"
+                f"topic {header.topic} of message {request.message_id} was deleted"
             )
         return pb.GetMessageResponse(message=_message(found))
 
@@ -167,7 +167,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         self, request: pb.SearchOffsetRequest | pb.ReadRequest, *, readable: bool
     ) -> QueueKey:
         if not request.HasField("queue"):
-            raise InvalidArgument("a request names a queue", facts={"field": "queue"})
+            raise InvalidArgument("queue is required", facts={"field": "queue"})
         queue = validation.check_queue_name(request.queue, self._broker)
         topic = await self._topics.find(queue.topic)
         if readable:
@@ -180,7 +180,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         except OffsetAheadOfLog as error:
             if self._is_follower():
                 raise NotLeader(
-                    f"this follower lags: {error.message}", retry_after_ms=100
+                    f"this follower lags behind the leader: {error.message}", retry_after_ms=100
                 ) from error
             raise OffsetOutOfRange(error.message, facts=error.facts) from error
         except DataLoss as error:
@@ -212,17 +212,18 @@ def _check_key(key: str) -> None:
             f"key has {len(raw)} bytes; the limit is {KEYS_BYTES_MAX}",
             facts={"field": "key", "limit": KEYS_BYTES_MAX, "actual": len(raw)},
         )
-    if raw.split() != [raw]:  # as a producer splits them
+    if raw.split() != [raw]:  # a producer splits keys at white space
         raise InvalidArgument(
-            "a key has at least one character and no white space", facts={"field": "key"}
+            f"key must have at least one character and no white space, got {key!r}",
+            facts={"field": "key"},
         )
 
 
 def _hex(text: str) -> int:
-    """A number as a receipt shows it: lower case hex without signs or zeros before it.
+    """Parse a number as a receipt shows it: lower case hex without a sign or leading zeros.
 
     Raises:
-        ValueError: it is none, or too large.
+        ValueError: it is not such a number, or too large.
     """
     number = int(text, 16)
     if f"{number:x}" != text or number > POSITION_MAX:

@@ -1,4 +1,4 @@
-"""The gRPC face of replication: what the leader tells its followers; and who answers what."""
+"""The servicer of replication, and the proxy that dispatches calls to the current components."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from batonmq.errors import (
     OldEpochDetail,
     WrongBroker,
 )
-from batonmq_server.runtime.role import WhileLeader
-from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
+from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
+from batonmq_server.runtime.replication.leader_servicer import LeaderServicer
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core.epochs import EpochHistory, read_history
 from batonmq_server.storage.leadership import FetchLimits
-from batonmq_server.storage.role import Role
+from batonmq_server.storage.replica import StorageReplica
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
@@ -31,23 +31,23 @@ EPOCHS_MAX = 1_000_000
 
 
 class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
-    """See replication_service.proto."""
+    """Serves ReplicationService; see replication_service.proto."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: StorageReplica) -> None:
         self._role = role
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """See the proto."""
         leadership = self._role.leadership
-        wish = FetchLimits(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
-        history = self._checked(request, wish)
+        limits = FetchLimits(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
+        history = self._check(request, limits)
         if history.epoch > leadership.epoch:
             raise OldEpoch(
                 f"this leader has epoch {leadership.epoch}, the follower has seen {history.epoch}",
                 detail=OldEpochDetail(epoch=leadership.epoch, current=history.epoch),
             )
-        leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
-        found = await leadership.fetch(request.node_id, request.position, history, wish)
+        leadership.in_sync_set.set_problem(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
+        found = await leadership.fetch(request.node_id, request.position, history, limits)
         self._role.check_still(leadership)
         store = leadership.components.node.store
         return pb.FetchResponse(
@@ -69,41 +69,41 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     ) -> pb.DescribeReplicasResponse:
         """See the proto."""
         leadership = self._role.leadership
-        keeper = leadership.keeper
-        replicas = keeper.replicas()
+        in_sync_set = leadership.in_sync_set
+        replicas = in_sync_set.replicas()
         for replica in replicas:  # see Leadership
             replica.position = max(replica.position - 1, 0)
         return pb.DescribeReplicasResponse(
             broker=self._role.broker,
             epoch=leadership.epoch,
             confirmed_position=leadership.components.node.store.readable_position,
-            min_in_sync=keeper.policy.min_in_sync,
+            min_in_sync=in_sync_set.policy.min_in_sync,
             replicas=replicas,
         )
 
-    def _checked(self, request: pb.FetchRequest, wish: FetchLimits) -> EpochHistory:
-        """The follower's history, after a look at everything else.
+    def _check(self, request: pb.FetchRequest, limits: FetchLimits) -> EpochHistory:
+        """Check a fetch request and return the follower's epoch history.
 
         Raises:
-            InvalidArgument, LimitExceeded, WrongBroker: refused.
+            InvalidArgument, LimitExceeded, WrongBroker: a field of the request is wrong.
         """
         if not request.node_id:
-            raise InvalidArgument("a follower has a node id", facts={"field": "node_id"})
+            raise InvalidArgument("node_id is required", facts={"field": "node_id"})
         if request.broker != self._role.broker:
             raise WrongBroker(
                 f"this is broker {self._role.broker}, not {request.broker}",
                 facts={"asked": request.broker, "actual": self._role.broker},
             )
-        limits = (
-            ("hold_ms", wish.hold_ms, 0, HOLD_MS_MAX),
-            ("bytes_max", wish.bytes_max, BYTES_MIN, BYTES_MAX),
+        bounds = (
+            ("hold_ms", limits.hold_ms, 0, HOLD_MS_MAX),
+            ("bytes_max", limits.bytes_max, BYTES_MIN, BYTES_MAX),
             ("history", len(request.history), 0, EPOCHS_MAX),
             ("position", request.position, 0, (1 << 63) - 1),
         )
-        for field, actual, least, limit in limits:
+        for field, actual, least, limit in bounds:
             if not least <= actual <= limit:
                 raise LimitExceeded(
-                    f"{field} is {actual}; it is {least} to {limit}",
+                    f"{field} must be {least} to {limit}, got {actual}",
                     facts={"field": field, "limit": limit, "actual": actual},
                 )
         try:
@@ -113,20 +113,20 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
 
 
 class CurrentServicer:
-    """Stands where a servicer is expected: each call goes to the one on the copy that is open now.
+    """A servicer that passes each call to the servicer of the components that are open now.
 
     Args:
-        anywhere: Methods that followers answer too.
+        anywhere: Methods that followers answer too; the leader alone answers the others.
     """
 
     def __init__(
         self,
-        role: Role,
+        role: StorageReplica,
         pick: Callable[[StorageComponents], Any],
         anywhere: frozenset[str] = frozenset(),
     ) -> None:
         self._role, self._pick, self._anywhere = role, pick, anywhere
-        self._at_leader = WhileLeader(role, lambda: pick(role.acting))
+        self._at_leader = LeaderServicer(role, lambda: pick(role.acting))
 
     def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if method not in self._anywhere:

@@ -1,4 +1,4 @@
-"""Messages that retention removed before a group had read them: counted, and told, once."""
+"""Messages that retention removed before a group read them: each is logged and counted once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HOLES_MAX = 10_000
 
 
 class RetentionLosses:
-    """Notes where groups met a hole before the first message of a queue.
+    """Counts the messages that a group lost to retention, per queue.
 
-    The same hole may be met again, by a new owner for one: it counts once, unless the node starts
-    anew in between.
+    The same range may be pulled again, for example by a new owner. It is counted once, unless the
+    node restarts in between.
     """
 
     def __init__(self, traffic: TrafficMetrics) -> None:
@@ -26,7 +26,7 @@ class RetentionLosses:
         self._told: OrderedDict[tuple[str, QueueKey], int] = OrderedDict()
 
     def note(self, owner: QueueOwner, key: QueueKey, offset: int, first_offset: int) -> None:
-        """The group has been told that [offset, first_offset) is gone."""
+        """Count the offsets [offset, first_offset) as lost for the group of `owner`."""
         hole = owner.group, key
         offset = max(offset, self._told.get(hole, 0))
         if offset >= first_offset:

@@ -1,4 +1,4 @@
-"""The servicer of batches for later: stores them, and takes them back."""
+"""The servicer of ScheduleService: stores scheduled batches and cancels them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.delays import check_deliver_time
 from batonmq._core.records import read_header, read_topic
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
-from batonmq_server.runtime.access import produce
-from batonmq_server.runtime.guard import Require
+from batonmq_server.runtime.access.guard import PermissionCheck
+from batonmq_server.runtime.access.permissions import produce
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core import schedule
@@ -48,12 +48,12 @@ _Topics = Mapping[str, TopicQueues | BatonError]
 
 
 class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
-    """See the proto.
+    """Serves ScheduleService; see the proto.
 
     Args:
-        changed: Called when something was scheduled.
-        require: Asks whether the caller may write to the topic of what it cancels; None where
-            nobody is asked who calls.
+        changed: Called after a batch was scheduled.
+        require: Raises unless the caller may write to the topic of the batch that it cancels; None
+            if authorization is off.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         appender: Appender,
         topics: TopicCache,
         changed: Callable[[], None],
-        require: Require | None = None,
+        require: PermissionCheck | None = None,
     ) -> None:
         self._appender, self._topics, self._changed = appender, topics, changed
         self._require = require
@@ -76,7 +76,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         items = [_checked(item, now_unix_ms) for item in request.items]
         names = {item.checked.header.topic for item in items if isinstance(item, _Item)}
         topics = await self._topics.find_all(names)
-        outcomes = self._schedule(items, self._topics.as_of_now(topics))
+        outcomes = self._schedule(items, self._topics.with_changes(topics))
         if stored := [one.receipt for one in outcomes if isinstance(one, _Stored)]:
             self._changed()
             await self._appender.flusher.wait_until_safe(max(one.next_position for one in stored))
@@ -94,10 +94,10 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         return pb.CancelScheduledResponse()
 
     def _topic(self, position: int) -> str:
-        """Of the batch for later that is stored there.
+        """Return the topic of the scheduled batch that is stored at `position`.
 
         Raises:
-            DataLoss: it can't be read any more.
+            DataLoss: the batch is damaged.
         """
         (found,) = schedule.read_scheduled(self._store.log, [position])
         if isinstance(found, BatonError):
@@ -105,10 +105,13 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         return read_topic(found.batch)
 
     def _withdraw(self, key: DelayKey, schedule_id: str) -> int:
-        """Take an entry back, unless somebody just does; what is below the answer has to be safe.
+        """Cancel a scheduled batch; return the position up to which the log must be safe.
+
+        If another call has cancelled it already and that is not safe yet, both wait for the same
+        position.
 
         Raises:
-            NotScheduled, DiskFull, NotServing: it is not taken back.
+            NotScheduled, DiskFull, NotServing: the batch was not cancelled.
         """
         safe = self._store.readable_position
         self._withdrawing = {k: end for k, end in self._withdrawing.items() if end > safe}
@@ -158,9 +161,9 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         }
 
     def _time(self, receipt: StoreReceipt, asked_unix_ms: int) -> int:
-        """When what an earlier try has stored is delivered.
+        """Return the delivery time that an earlier attempt has stored for a batch.
 
-        It is what is asked for now, unless the producer has changed its mind in between.
+        If the log no longer has it, the time of this attempt is returned.
         """
         log = self._store.log
         if receipt.position < log.first_position:
@@ -189,7 +192,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
 
 
 def encode_id(key: DelayKey, broker: str) -> str:
-    """The schedule id of an entry: broker, and delivery time and position as one number in hex."""
+    """Return the schedule id of a batch: the broker, and delivery time and position in hex."""
     deliver_unix_ms, schedule_id = key
     return f"{broker}-{deliver_unix_ms << _POSITION_BITS | schedule_id:x}"
 
@@ -198,14 +201,14 @@ def decode_id(schedule_id: str, broker: str) -> DelayKey:
     """Inverse of `encode_id`.
 
     Raises:
-        InvalidArgument: nobody has encoded it.
-        WrongBroker: another node has.
+        InvalidArgument: it is not a schedule id.
+        WrongBroker: it is a schedule id of another broker.
     """
     found = _ID.fullmatch(schedule_id)
     if found is None:
         raise InvalidArgument(
             f"{schedule_id[:100]!r} is not a schedule id",
-            remedy="Use the id of the receipt as it is.",
+            remedy="Use the schedule id of the receipt unchanged.",
             facts={"field": "schedule_id"},
         )
     if found[1] != broker:
@@ -217,7 +220,7 @@ def decode_id(schedule_id: str, broker: str) -> DelayKey:
 
 
 def checked(batch: bytes) -> CheckedBatch:
-    """A batch of the system topic, made here."""
+    """Return a batch of the system topic as checked: this node has encoded it."""
     return CheckedBatch(read_header(batch), batch)
 
 
@@ -235,7 +238,7 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Run:
-    """What is written together: index, time and batch; at most one batch of each producer."""
+    """Batches that are written together: index, time and batch; at most one of each producer."""
 
     admitted: list[tuple[int, int, CheckedBatch]] = field(default_factory=list)
     producers: set[int] = field(default_factory=set)

@@ -1,12 +1,12 @@
-"""Delivers batches when they are due, and keeps those that wait from holding up retention.
+"""Delivers scheduled batches when they are due, and rewrites old ones that block retention.
 
-A batch is due when the wall clock has reached its time. The clock may jump: it is looked at before
-every delivery, and often enough to see it jump ahead.
+A batch is due when the wall clock has reached its delivery time. The clock may jump, so it is read
+before every delivery, and often enough to notice a jump ahead.
 
-What was accepted is delivered whatever the topic's permission has become. Of a queue that takes no
-more messages, because the topic shrinks, it goes to one that does. If the topic is gone it goes
-nowhere: that is logged, counted, and noted in the log. If nothing can be written, or it is not
-known whether the topic exists, it waits.
+An accepted batch is delivered even if the topic has become read-only since. If its queue accepts no
+more messages because the topic shrinks, the batch goes to a queue that does. If the topic was
+deleted, the batch can't be delivered: this is logged, counted, and recorded in the log. If nothing
+can be written, or it is unknown whether the topic exists, the batch waits.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from batonmq_server.storage.topic_cache import TopicCache
 log = logging.getLogger(__name__)
 
 ROUND_MAX = 256
-"""Batches that are delivered with one write."""
+"""Maximum number of batches that one write delivers."""
 ROUND_BYTES_MAX = 16 * 1024 * 1024
-STEP_MS = 100
-"""The wall clock is looked at so often."""
+CLOCK_INTERVAL_MS = 100
+"""Interval at which the wall clock is read."""
 RETRY_MS = 1_000
-UNSETTLED_MAX = 4_096
-"""With so many batches that could not be delivered, others wait too."""
-MOVE_INTERVAL_MS = 10_000
-MOVE_AGE_MS_MIN = 600_000
-"""What was written more lately stays where it is, however full the disk."""
+UNDELIVERED_MAX = 4_096
+"""If this many due batches could not be delivered, no more are taken until they are retried."""
+REWRITE_INTERVAL_MS = 10_000
+REWRITE_AGE_MS_MIN = 600_000
+"""A batch younger than this is not rewritten, however full the disk is."""
 
-_Found = dict[DelayedBatch, ScheduledBatch | DataLoss]
+_ReadBatches = dict[DelayedBatch, ScheduledBatch | DataLoss]
 _Topics = Mapping[str, TopicQueues | BatonError]
-_GIVE_UP = (TopicNotFound, QueueNotFound, DataLoss)
+_UNDELIVERABLE = (TopicNotFound, QueueNotFound, DataLoss)
 
 
 class ScheduledDeliverer:
-    """See the module.
+    """Delivers the scheduled batches of a store.
 
     Args:
-        age_ms_max: Messages may be removed at this age; 0 for never. A batch that still waits at
-            half of it is written anew, so that what lies around the old place can be removed.
+        age_ms_max: Retention time of messages; 0 for unlimited. A batch that still waits at half
+            of this age is rewritten at the end of the log, so that its old segment can be removed.
     """
 
     def __init__(self, appender: Appender, topics: TopicCache, *, age_ms_max: int) -> None:
@@ -74,29 +74,29 @@ class ScheduledDeliverer:
         self._store, self._clock = appender.store, appender.clock
         self._waiting = appender.store.schedule.waiting
         self._changed = asyncio.Event()
-        self._retry_ms = self._move_ms = 0
+        self._retry_ms = self._rewrite_ms = 0
         appender.metrics.scheduled_batches.set_function(lambda: len(self._waiting))
 
     def wake(self) -> None:
-        """Note that there is something new to wait for."""
+        """Tell the loop that a batch was scheduled."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Deliver for ever; to be run as one task."""
+        """Deliver until cancelled; run it as one task."""
         while True:
             try:
-                if await self.deliver() or await self.move():
+                if await self.deliver() or await self.rewrite_old():
                     continue
-            except (NotServing, NotLeader, NoQuorum) as error:  # or nobody knows who is leader
-                log.warning("scheduled batches wait error=%s", error)
+            except (NotServing, NotLeader, NoQuorum) as error:  # or the leader is unknown
+                log.warning("delivery of scheduled batches delayed error=%s", error)
             await self._pause()
 
     async def deliver(self) -> bool:
-        """One round; whether something was due."""
+        """Run one round of deliveries; return whether a batch was due."""
         now_ms = self._clock.monotonic_ms()
         if self._waiting.taken and now_ms >= self._retry_ms:
             self._waiting.release(self._waiting.taken)
-        blocked = len(self._waiting.taken) >= UNSETTLED_MAX
+        blocked = len(self._waiting.taken) >= UNDELIVERED_MAX
         if blocked or self._appender.retention.refusal() is not None:
             return False
         due = self._waiting.due(self._clock.unix_ms(), ROUND_MAX)
@@ -104,11 +104,11 @@ class ScheduledDeliverer:
             return False
         found = self._read(due)
         self._waiting.release(one.key for one in due if one not in found)
-        names = {read_header(one.batch).topic for one in _good(found)}
+        names = {read_header(one.batch).topic for one in _readable(found)}
         topics = await self._topics.find_all(names)
-        # From here to the write nothing else happens: what was cancelled before is left out.
+        # There is no await from here to the write, so a batch that is cancelled is left out.
         found = {entry: one for entry, one in found.items() if entry.key in self._waiting}
-        position = self._settle(found, self._topics.as_of_now(topics))
+        position = self._deliver(found, self._topics.with_changes(topics))
         if any(entry.key in self._waiting for entry in found):
             self._retry_ms = now_ms + RETRY_MS
         await self._appender.flusher.wait_until_safe(position)
@@ -119,13 +119,13 @@ class ScheduledDeliverer:
                 self._appender.metrics.scheduled_lateness_seconds.observe(late_ms / 1000)
         return True
 
-    async def move(self) -> bool:
-        """Write anew what keeps the oldest segment from being removed; whether there was more."""
+    async def rewrite_old(self) -> bool:
+        """Rewrite batches that block the oldest segment; return whether there may be more."""
         now_ms, log_ = self._clock.monotonic_ms(), self._store.log
-        oldest = self._waiting.oldest_position() if now_ms >= self._move_ms else None
+        oldest = self._waiting.oldest_position() if now_ms >= self._rewrite_ms else None
         end = next((end for begin, end in log_.sealed() if begin <= (oldest or 0) < end), None)
-        if oldest is None or end is None or not self._holds_up(oldest):
-            self._move_ms = max(self._move_ms, now_ms + MOVE_INTERVAL_MS)
+        if oldest is None or end is None or not self._blocks_retention(oldest):
+            self._rewrite_ms = max(self._rewrite_ms, now_ms + REWRITE_INTERVAL_MS)
             return False
         found = self._read(self._waiting.before(end, ROUND_MAX))
         batches = [
@@ -138,27 +138,27 @@ class ScheduledDeliverer:
         stored = [one.next_position for one in outcomes if isinstance(one, StoreReceipt)]
         position = max(stored, default=0)
         if lost:
-            position = max(position, self._give_up(lost))
+            position = max(position, self._withdraw(lost))
         await self._appender.flusher.wait_until_safe(position)
         return bool(position)
 
     async def _pause(self) -> None:
-        """Until something may be due."""
+        """Wait until a batch may be due."""
         self._changed.clear()
-        wait_ms: int | None = STEP_MS if len(self._waiting) else None
+        wait_ms: int | None = CLOCK_INTERVAL_MS if len(self._waiting) else None
         next_unix_ms = self._waiting.next_unix_ms()
         if next_unix_ms is not None and (in_ms := next_unix_ms - self._clock.unix_ms()) > 0:
-            wait_ms = min(in_ms, STEP_MS)
+            wait_ms = min(in_ms, CLOCK_INTERVAL_MS)
         try:
             async with asyncio.timeout(None if wait_ms is None else wait_ms / 1000):
                 await self._changed.wait()
         except TimeoutError:
             return
 
-    def _read(self, entries: Sequence[DelayedBatch]) -> _Found:
-        """What waits, in the order of `entries`; only the first of them if they are very long."""
+    def _read(self, entries: Sequence[DelayedBatch]) -> _ReadBatches:
+        """Read the batches of `entries`, in their order; only the first ones if they are long."""
         by_position = sorted(entries, key=lambda one: one.position)
-        found: _Found = {}
+        found: _ReadBatches = {}
         size = 0
         scheduled = read_scheduled(self._store.log, [one.position for one in by_position])
         for entry, one in zip(by_position, scheduled, strict=True):
@@ -168,17 +168,17 @@ class ScheduledDeliverer:
                 return self._read(entries[: len(entries) // 2])
         return {entry: found[entry] for entry in entries}
 
-    def _settle(self, found: _Found, topics: _Topics) -> int:
-        """Deliver, or give up, what can be; the position at which all of that is safe."""
+    def _deliver(self, found: _ReadBatches, topics: _Topics) -> int:
+        """Deliver or withdraw batches; return the position up to which the log must be safe."""
         batches: list[CheckedBatch] = []
-        given_up: dict[DelayedBatch, BatonError] = {}
+        withdrawn: dict[DelayedBatch, BatonError] = {}
         for entry, one in found.items():
             try:
-                batches.append(_delivery(entry, one, topics))
-            except _GIVE_UP as error:
-                given_up[entry] = error
+                batches.append(_delivery_batch(entry, one, topics))
+            except _UNDELIVERABLE as error:
+                withdrawn[entry] = error
             except BatonError as error:
-                log.warning("scheduled batch waits id=%d error=%s", entry.schedule_id, error)
+                log.warning("scheduled batch delayed id=%d error=%s", entry.schedule_id, error)
         open_topics = {
             name: topic if isinstance(topic, BatonError) else replace(topic, writable=True)
             for name, topic in topics.items()
@@ -186,14 +186,14 @@ class ScheduledDeliverer:
         outcomes = self._appender.append(batches, open_topics)
         self._appender.count_appended(batches, outcomes)
         for refusal in {type(one): one for one in outcomes if isinstance(one, BatonError)}.values():
-            log.warning("scheduled batches wait error=%s", refusal)
+            log.warning("delivery of scheduled batches delayed error=%s", refusal)
         position = max(
             (one.next_position for one in outcomes if isinstance(one, StoreReceipt)), default=0
         )
-        return max(position, self._give_up(given_up)) if given_up else position
+        return max(position, self._withdraw(withdrawn)) if withdrawn else position
 
-    def _give_up(self, errors: Mapping[DelayedBatch, BatonError]) -> int:
-        """Note in the log that these are not to be delivered; the position at which it is safe."""
+    def _withdraw(self, errors: Mapping[DelayedBatch, BatonError]) -> int:
+        """Record in the log that batches can't be delivered; return the end of that record."""
         batch = checked(encode_withdrawn([entry.key for entry in errors]))
         (outcome,) = self._appender.append([batch], SYSTEM_TOPICS)
         if isinstance(outcome, BatonError):
@@ -208,29 +208,31 @@ class ScheduledDeliverer:
             )
         return outcome.next_position
 
-    def _holds_up(self, position: int) -> bool:
-        """Whether the batch there has waited so long that it stands in the way of retention."""
+    def _blocks_retention(self, position: int) -> bool:
+        """Return whether the batch at `position` has waited so long that it blocks retention."""
         try:
             head = self._store.log.read(position, HEADER_BYTES)
             header = read_header(head)
             check_stamp(head)
-        except BatonError:  # reading all of it will tell
+        except BatonError:  # the caller reads the whole batch and reports the damage
             return True
         age_ms = self._clock.unix_ms() - header.store_unix_ms
         if self._appender.retention.state >= DiskState.CLEAN_FORCIBLY:
-            return age_ms >= MOVE_AGE_MS_MIN
+            return age_ms >= REWRITE_AGE_MS_MIN
         return 0 < self._age_ms_max <= 2 * age_ms
 
 
-def _good(found: _Found) -> list[ScheduledBatch]:
+def _readable(found: _ReadBatches) -> list[ScheduledBatch]:
     return [one for one in found.values() if isinstance(one, ScheduledBatch)]
 
 
-def _delivery(entry: DelayedBatch, one: ScheduledBatch | DataLoss, topics: _Topics) -> CheckedBatch:
-    """The batch that delivers an entry.
+def _delivery_batch(
+    entry: DelayedBatch, one: ScheduledBatch | DataLoss, topics: _Topics
+) -> CheckedBatch:
+    """Return the batch that delivers `entry` to its queue.
 
     Raises:
-        BatonError: it can't be delivered, now or ever.
+        BatonError: it can't be delivered, either now or ever.
     """
     if isinstance(one, DataLoss):
         raise one
@@ -241,23 +243,24 @@ def _delivery(entry: DelayedBatch, one: ScheduledBatch | DataLoss, topics: _Topi
 
 
 def _queue(header: Header, topic_id: int, topic: TopicQueues | BatonError) -> int:
-    """The queue that a batch goes to.
+    """Return the id of the queue that a batch is delivered to.
 
     Raises:
-        TopicNotFound: its topic is gone, though another one may have its name.
-        QueueNotFound: the topic has no queues here any more.
-        NoQuorum: nobody knows.
+        TopicNotFound: its topic was deleted; another topic may have the name now.
+        QueueNotFound: the topic has no queues on this broker any more.
+        NoQuorum: it is unknown whether the topic exists.
     """
     if isinstance(topic, BatonError):
         raise topic
     if topic.topic_id != topic_id:
         raise TopicNotFound(
-            f"topic {header.topic} was made anew since",
+            f"topic {header.topic} was deleted and created again since the batch was scheduled",
             detail=TopicNotFoundDetail(topic=header.topic),
         )
     count = topic.queue_count if topic.write_queue_count is None else topic.write_queue_count
     if not count:
         raise QueueNotFound(
-            f"topic {header.topic} has no queues here any more", facts={"topic": header.topic}
+            f"topic {header.topic} has no queues on this broker any more",
+            facts={"topic": header.topic},
         )
     return header.queue_id if header.queue_id < count else header.queue_id % count

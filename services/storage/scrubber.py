@@ -1,4 +1,4 @@
-"""The background scrub: reads the log again and again, slowly, and reports what has rotted."""
+"""The background scrub: re-reads the log slowly, round by round, and reports damaged batches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from batonmq_server.storage.node import StorageNode
 log = logging.getLogger(__name__)
 
 ROUND_INTERVAL_S = 600
-"""A round does not begin earlier than so long after the one before has ended."""
+"""Pause between the end of a round and the begin of the next one."""
 
 
 class Scrubber:
-    """Checks everything that is safe on disk, round by round.
+    """Checks everything that is synced to the disk, round by round.
 
     Args:
-        bytes_per_s: Not faster than this; 0 for not at all.
-        in_thread: Makes the blocking call that reads.
+        bytes_per_s: Maximum read rate; 0 turns the scrub off.
+        in_thread: Runs the blocking reads outside the event loop.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Scrubber:
 
     @property
     def position(self) -> int:
-        """How far the present round has come."""
+        """Position that the current round has reached."""
         return self._scrub.position
 
     async def run(self) -> None:
-        """LogScrub for ever; to be run as one task.
+        """Scrub until cancelled; run it as one task.
 
         Raises:
             OSError: the disk can't be read.
@@ -54,10 +54,10 @@ class Scrubber:
             await asyncio.sleep(ROUND_INTERVAL_S)
 
     async def check(self, range_: ScrubRange) -> None:
-        """Check one range_, and report what is damaged."""
+        """Check one range of the log and report its damaged batches."""
         try:
             await self._in_thread(self._scrub.check, range_)
-        except FileNotFoundError:  # retention was faster
+        except FileNotFoundError:  # retention has removed the segment meanwhile
             range_.position = range_.segment_end_position
         for position, detail in range_.damaged.items():
             self._damage.report_batch(position, detail)

@@ -1,4 +1,4 @@
-"""The servicer: reads requests, calls the store, waits for disk and offsets, answers."""
+"""The servicer of StorageService: appends, pulls, queue offsets and the state of the node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
-from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
@@ -43,20 +43,20 @@ from batonmq_server.storage.retention_losses import RetentionLosses
 from batonmq_server.storage.topic_cache import TopicCache
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
-"""A disk that is full later than in ten years is not in sight of being full."""
+"""An estimate of more than ten years until the disk is full is reported as 0: not in sight."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicerParts:
-    """What the servicer works with.
+    """The components that the servicer calls.
 
     Attributes:
-        broker: Name of the replica set, or of a node without replicas.
-        syncs_at_once: Whether a request that asks for no durability gets DURABILITY_FSYNCED;
-            otherwise it gets DURABILITY_MEMORY, unless others have to have it too.
-        scrubbed: How far the background scrub has come in its present round.
+        broker: Broker name: the replica set, or a node without replicas.
+        syncs_at_once: Whether a request without a durability waits for the sync. A node of a
+            replica set always waits.
+        scrubbed: Returns the position that the current round of the scrub has reached.
     """
 
     broker: str
@@ -64,7 +64,7 @@ class ServicerParts:
     store: Store
     appender: Appender
     topics: TopicCache
-    gates: Gates
+    gates: GroupGates
     flusher: Flusher
     pulls: LongPolls
     deliveries: DeliveryRouter
@@ -79,7 +79,7 @@ class ServicerParts:
 
 
 class StorageServicer(pb_grpc.StorageServiceServicer):
-    """See the proto."""
+    """Serves StorageService; see the proto."""
 
     def __init__(self, parts: ServicerParts) -> None:
         self._parts, self._store, self._appender = parts, parts.store, parts.appender
@@ -112,7 +112,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         end_ms = clock.monotonic_ms() + pull.hold_ms
         while True:
             if role.is_follower:
-                pull = replace(pull, progress=None)  # protocol 6.6
+                pull = replace(pull, progress=None)  # followers take none: protocol 6.6
             key = await self._find_readable(pull.owner.topic, pull.owner.queue_id)
             self._check_group(pull)
             reading = self._read(key, pull)
@@ -124,7 +124,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
                 return self._answer(request.pull_id, key, pull, None, None)
             await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()
-            pull = replace(pull, progress=None)  # by now it is old: section 6.6
+            pull = replace(pull, progress=None)  # outdated after the wait: protocol 6.6
         verdict = await self._record(pull, reading) if pull.owner.token else None
         self._count_delivered(pull, key, reading, verdict)
         if stream.hub.watched and pull.owner.topic != METRICS_TOPIC:
@@ -174,14 +174,14 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         topics: dict[str, TopicQueues | BatonError],
         members_min: int,
     ) -> list[StoreReceipt | BatonError]:
-        # As of now: between finding one topic and another, the first may have changed.
-        present = self._parts.topics.as_of_now(topics)
+        # While one topic was looked up, another one may have changed.
+        present = self._parts.topics.with_changes(topics)
         outcomes = self._appender.append(batches, present, members_min)
         self._appender.count_appended(batches, outcomes)
         return outcomes
 
     def _check_group(self, pull: validation.ParsedPull) -> None:
-        """Whether the group may have messages in this way: fail closed (protocol 6.1, 15)."""
+        """Raise unless the group may pull with, or without, a token now (protocol 6.1, 15)."""
         gates, group = self._parts.gates, pull.owner.group
         if pull.owner.token:
             gates.check_owned(group)
@@ -214,14 +214,16 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         except OffsetAheadOfLog as error:
             if not self._parts.role.is_follower:
                 raise
-            raise NotLeader(f"this follower lags: {error.message}", retry_after_ms=100) from error
+            raise NotLeader(
+                f"this follower lags behind the leader: {error.message}", retry_after_ms=100
+            ) from error
 
     async def _offsets(self, queue: queue_pb2.QueueRef) -> pb.QueryOffsetsOutcome:
         try:
             validation.check_queue_name(queue, self._parts.broker)
             topic = await self._parts.topics.find(queue.topic)
             key = check_queue(queue.topic, topic, queue.queue_id)
-            if not topic.takes(queue.queue_id):  # then the answer is final: see TOPICS_REVISION
+            if not topic.takes(queue.queue_id):  # the answer must be final: see TOPICS_REVISION
                 await self._parts.flusher.wait_until_safe(self._store.log.next_position)
             held = self._store.offsets(key)
         except BatonError as error:
@@ -271,7 +273,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         )
 
     def _behind_bytes(self, reading: ReadResult | None) -> int:
-        """How much of the log is newer than what is delivered."""
+        """Return how many bytes of the log are newer than the delivered batches."""
         if reading is None or not reading.batches:
             return 0
         return self._store.readable_position - read_header(reading.batches[-1]).position
@@ -298,7 +300,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
 
 
 def _in_sight(seconds: float) -> int:
-    """`seconds`; 0 if they are very many."""
+    """Return `seconds`, or 0 if they are more than SECONDS_MAX."""
     return int(seconds) if seconds < SECONDS_MAX else 0
 
 

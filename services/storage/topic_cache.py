@@ -1,4 +1,4 @@
-"""Which topics exist and how many of their queues are here, as the nameserver wrote it."""
+"""The topics that exist and their queues on this broker, as the nameserver wrote them to etcd."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.storage.core.store import TopicQueues
 
 log = logging.getLogger(__name__)
 
 MISSING_MS = 1_000
-"""A name that etcd did not have is not asked for again so soon."""
+"""Time for which a name that etcd does not have is not looked up again."""
 MISSING_MAX = 10_000
 
 
 class TopicCache:
-    """The `topics/` mirror, and a look into etcd for names it does not have yet.
+    """Topics from the mirror of `topics/`; a name that it does not have yet is looked up in etcd.
 
     Args:
-        mirror: Of "topics/"; the caller runs it.
-        broker: Name of this node.
+        mirror: Mirror of "topics/"; the caller runs it.
+        broker: Broker name of this node.
     """
 
-    def __init__(self, mirror: Mirror, session: EtcdSession, broker: str, clock: Clock) -> None:
+    def __init__(self, mirror: EtcdMirror, session: EtcdSession, broker: str, clock: Clock) -> None:
         self._mirror, self._session, self._broker, self._clock = mirror, session, broker, clock
         self._known: dict[str, tuple[int, TopicQueues]] = {}
         self._missing: dict[str, int] = {}
-        self._asking = asyncio.Lock()
+        self._lookup = asyncio.Lock()
         mirror.on_change.append(self._forget)
 
     def known(self, name: str) -> TopicQueues | None:
-        """The topic, if the mirror has it or a look into etcd has found it."""
+        """Return the topic if the mirror or an earlier lookup has it; None otherwise."""
         stored = self._mirror.values.get(name)
         found = self._known.get(name)
         if found is not None and (stored is None or stored.mod_revision <= found[0]):
@@ -46,29 +47,29 @@ class TopicCache:
         return self._parsed(name, stored) if stored is not None else None
 
     def revision(self, name: str) -> int:
-        """Revision of the topic that `known` tells of; 0 if it is not known."""
+        """Return the etcd revision of the topic that `known` returns; 0 if it is not known."""
         return self._known[name][0] if self.known(name) is not None else 0
 
     def is_gone(self, name: str, topic_id: int) -> bool:
-        """Whether the topic is known to exist no more, perhaps with another of its name."""
+        """Return whether the topic was deleted; another topic may have its name now."""
         topic = self.known(name)
         if topic is None:
             return self._mirror.revision > 0 and name not in self._mirror.values
         return self._mirror.revision > 0 and topic.topic_id > topic_id
 
     async def find(self, name: str) -> TopicQueues:
-        """The topic; etcd is asked once if it is not known, by one caller at a time.
+        """Return the topic. An unknown name is looked up in etcd, by one caller at a time.
 
         Raises:
-            TopicNotFound: it does not exist.
-            NoQuorum: not known here, and etcd does not answer.
+            TopicNotFound: the topic does not exist.
+            NoQuorum: the topic is not known here, and etcd does not answer.
         """
         if (topic := self.known(name)) is not None:
             return topic
-        async with self._asking:
+        async with self._lookup:
             topic = self.known(name)
             if topic is None and self._missing.get(name, 0) <= self._clock.monotonic_ms():
-                topic = await self._ask(name)
+                topic = await self._look_up(name)
         if topic is None:
             raise TopicNotFound(
                 f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name)
@@ -76,7 +77,7 @@ class TopicCache:
         return topic
 
     async def find_all(self, names: Iterable[str]) -> dict[str, TopicQueues | BatonError]:
-        """As `find`, for each of `names`: the topic, or why it can't be used."""
+        """Return, for each of `names`, the topic or the error that `find` raises."""
         found: dict[str, TopicQueues | BatonError] = {}
         for name in names:
             try:
@@ -85,28 +86,28 @@ class TopicCache:
                 found[name] = error
         return found
 
-    def as_of_now(
+    def with_changes(
         self, found: Mapping[str, TopicQueues | BatonError]
     ) -> dict[str, TopicQueues | BatonError]:
-        """What `find_all` gave, with what has changed since."""
+        """Return the result of `find_all` with the changes since then."""
         return {name: self.known(name) or old for name, old in found.items()}
 
-    async def _ask(self, name: str) -> TopicQueues | None:
+    async def _look_up(self, name: str) -> TopicQueues | None:
         stored = await self._session.get(self._session.key("topics", name))
         if stored is not None and stored.mod_revision > self._mirror.revision:
             return self._parsed(name, stored)
-        if (topic := self.known(name)) is None:  # deleted, or the mirror has it by now
+        if (topic := self.known(name)) is None:  # unless the mirror has received it meanwhile
             if len(self._missing) >= MISSING_MAX:
                 self._missing.clear()
             self._missing[name] = self._clock.monotonic_ms() + MISSING_MS
         return topic
 
-    def _parsed(self, name: str, stored: Stored) -> TopicQueues | None:
-        """What etcd has; nothing if nobody can read it."""
+    def _parsed(self, name: str, stored: KeyValue) -> TopicQueues | None:
+        """Return the topic stored in etcd; None if it can't be decoded."""
         try:
-            topic = pb.Topic.FromString(stored.value)
+            topic = StoredTopic.FromString(stored.value)
         except DecodeError as error:
-            log.error("topic can't be read topic=%s error=%s", name, error)
+            log.error("topic in etcd can't be decoded topic=%s error=%s", name, error)
             return None
         here = [spread for spread in topic.spread if spread.broker == self._broker]
         queues = TopicQueues(

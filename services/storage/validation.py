@@ -1,4 +1,4 @@
-"""Reads the requests: limits and names as the proto's comments have them, defaults filled in."""
+"""Parses requests: checks names and limits as the proto states them, and fills in defaults."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ QUEUE_ID_MAX = 65_535
 
 @dataclass(frozen=True, slots=True)
 class ParsedPull:
-    """A pull whose fields are all in range.
+    """A pull request whose fields are all valid.
 
     Attributes:
-        progress: Acks that ride along; for offsets to check.
-        client_id: Who says to pull; only told, never trusted.
+        progress: Acknowledgements for offsets, which checks them; None for none.
+        client_id: Client id as the caller states it: for events only, not verified.
     """
 
     owner: QueueOwner
@@ -48,11 +48,11 @@ class ParsedPull:
 
 
 def parse_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
-    """The batches of a request, each still to be checked.
+    """Return the batches of a request; each of them is still to be checked.
 
     Raises:
-        InvalidArgument: there are none, or a durability that this node can't reach.
-        LimitExceeded: too many, or too many bytes.
+        InvalidArgument: there is no batch, or this node can't reach the requested durability.
+        LimitExceeded: too many batches, or too many bytes.
     """
     batches = list(request.batches)
     check_batches(batches)
@@ -63,33 +63,33 @@ def parse_batches(request: pb.AppendRequest, *, replicated: bool = False) -> lis
         pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_UNSPECIFIED,
     ):
         raise InvalidArgument(
-            f"durability {request.durability} can't be reached by a node without replicas",
+            f"a node without replicas can't reach durability {request.durability}",
             facts={"field": "durability"},
         )
     return batches
 
 
 def check_batches(batches: Sequence[bytes]) -> None:
-    """Check how many batches a request has, and how long they are together.
+    """Check the number of batches of a request and their total length.
 
     Raises:
-        InvalidArgument: there are none.
-        LimitExceeded: too many, or too many bytes.
+        InvalidArgument: there is no batch.
+        LimitExceeded: too many batches, or too many bytes.
     """
     if not batches:
-        raise InvalidArgument("a request needs a batch", facts={"field": "batches"})
+        raise InvalidArgument("batches must have at least one batch", facts={"field": "batches"})
     check_limit("batches", len(batches), APPEND_BATCHES_MAX)
     check_limit("bytes", sum(map(len, batches)), APPEND_BYTES_MAX)
 
 
 def parse_pull(request: pb.PullRequest, broker: str) -> ParsedPull:
-    """A pull, checked against everything but the state of topic and queue.
+    """Parse a pull request; the state of topic, queue and group is not checked here.
 
     Raises:
-        InvalidArgument, InvalidName, LimitExceeded, BadExpression, WrongBroker: it is refused.
+        InvalidArgument, InvalidName, LimitExceeded, BadExpression, WrongBroker: a field is invalid.
     """
     if not request.HasField("queue"):
-        raise InvalidArgument("a pull names a queue", facts={"field": "queue"})
+        raise InvalidArgument("queue is required", facts={"field": "queue"})
     check_group(request.queue.group)
     queue = check_queue_name(request.queue.queue, broker)
     _check_least("token", request.token, 0)
@@ -109,10 +109,10 @@ def parse_pull(request: pb.PullRequest, broker: str) -> ParsedPull:
 
 
 def parse_read(request: pb.PullRequest | query_pb.ReadRequest) -> ReadSpec:
-    """What a request wants to read, defaults filled in.
+    """Parse what a request reads: offset, limits and filter, with defaults.
 
     Raises:
-        InvalidArgument, LimitExceeded, BadExpression: a field is out of range.
+        InvalidArgument, LimitExceeded, BadExpression: a field is invalid.
     """
     _check_least("offset", request.offset, 0)
     check_limit("bytes_max", request.bytes_max, PULL_BYTES_MAX)
@@ -126,25 +126,25 @@ def parse_read(request: pb.PullRequest | query_pb.ReadRequest) -> ReadSpec:
 
 
 def parse_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.QueueRef]:
-    """The queues of a request, each still to be checked.
+    """Return the queues of a request; each of them is still to be checked.
 
     Raises:
-        InvalidArgument: there are none.
-        LimitExceeded: too many.
+        InvalidArgument: there is no queue.
+        LimitExceeded: too many queues.
     """
     queues = list(request.queues)
     if not queues:
-        raise InvalidArgument("a request needs a queue", facts={"field": "queues"})
+        raise InvalidArgument("queues must have at least one queue", facts={"field": "queues"})
     check_limit("queues", len(queues), QUERY_QUEUES_MAX)
     return queues
 
 
 def check_queue_name(queue: queue_pb2.QueueRef, broker: str) -> queue_pb2.QueueRef:
-    """`queue`, if it may be a queue of this node.
+    """Return `queue` if its fields are valid and it names this broker.
 
     Raises:
-        InvalidName, LimitExceeded: a field is out of range.
-        WrongBroker: it names another node.
+        InvalidName, LimitExceeded: a field is invalid.
+        WrongBroker: it names another broker.
     """
     check_topic(queue.topic)
     check_broker(queue.broker)
@@ -159,20 +159,20 @@ def check_queue_name(queue: queue_pb2.QueueRef, broker: str) -> queue_pb2.QueueR
 
 @lru_cache(maxsize=1_024)
 def filter_of(expression: str) -> HashFilter | SqlFilter:
-    """How this node filters by `expression`.
+    """Return the filter for `expression`.
 
     Raises:
-        BadExpression, LimitExceeded: it means nothing.
+        BadExpression, LimitExceeded: the expression is invalid or too long.
     """
     found = parse_filter(expression)
     return found if isinstance(found, SqlFilter) else HashFilter(found.hashes)
 
 
 def check_limit(field: str, actual: int, most: int) -> None:
-    """Refuse a field that is larger than `most`.
+    """Check that a field is at most `most`.
 
     Raises:
-        LimitExceeded: it is.
+        LimitExceeded: it is larger.
     """
     if actual > most:
         raise LimitExceeded(
@@ -183,4 +183,6 @@ def check_limit(field: str, actual: int, most: int) -> None:
 
 def _check_least(field: str, actual: int, least: int) -> None:
     if actual < least:
-        raise InvalidArgument(f"{field} {actual} is below {least}", facts={"field": field})
+        raise InvalidArgument(
+            f"{field} must be at least {least}, got {actual}", facts={"field": field}
+        )

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
 
-from aetcd import rpc
-
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Lease, Put, Stored
+from batonmq_server.etcd_api import kv_pb2
+from batonmq_server.etcd_api import rpc_pb2 as pb
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Lease, Put
 from batonmq_server.testing.memory_network import MemoryNetwork
 from batonmq_server.testing.virtual_time import VirtualHost
 
@@ -39,7 +39,7 @@ class _Lease:
 class _Change:
     revision: int
     key: str
-    stored: Stored | None
+    stored: KeyValue | None
 
 
 class MemoryEtcd:
@@ -52,18 +52,18 @@ class MemoryEtcd:
     def __init__(self, network: MemoryNetwork) -> None:
         self.network = network
         self.revision = 1
-        self.on_put: list[Callable[[Stored], None]] = []
-        self._kept: dict[str, Stored] = {}
+        self.on_put: list[Callable[[KeyValue], None]] = []
+        self._kept: dict[str, KeyValue] = {}
         self._leases: dict[int, _Lease] = {}
         self._lease_count = 0
         self._changes: list[_Change] = []
         self._watches: dict[_EtcdWatch, None] = {}
 
-    def get(self, key: str) -> Stored | None:
+    def get(self, key: str) -> KeyValue | None:
         """The key as it is now."""
         return self._kept.get(key)
 
-    def get_prefix(self, prefix: str) -> tuple[list[Stored], int]:
+    def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """Every key under `prefix`, and the revision."""
         found = [self._kept[key] for key in sorted(self._kept) if key.startswith(prefix)]
         return found, self.revision
@@ -110,7 +110,7 @@ class MemoryEtcd:
         """Show `watch` what has changed since `revision`, and what will."""
         watch.prefix = prefix
         self._watches[watch] = None
-        watch.push(rpc.WatchResponse(header=self._header(), created=True))
+        watch.push(pb.WatchResponse(header=self._header(), created=True))
         past = [c for c in self._changes if c.revision >= revision]
         for number in sorted({change.revision for change in past}):
             self._show(watch, [c for c in past if c.revision == number])
@@ -148,7 +148,7 @@ class MemoryEtcd:
         if lease_id:
             self._leases[lease_id].keys[put.key] = None
         created = before.create_revision if before else self.revision
-        stored = Stored(put.key, put.value, created, self.revision, lease_id)
+        stored = KeyValue(put.key, put.value, created, self.revision, lease_id)
         self._kept[put.key] = stored
         for tell in self.on_put:
             tell(stored)
@@ -157,10 +157,10 @@ class MemoryEtcd:
     def _show(self, watch: _EtcdWatch, changes: Sequence[_Change]) -> None:
         events = [_event(c, watch.absolute) for c in changes if c.key.startswith(watch.prefix)]
         if events:
-            watch.push(rpc.WatchResponse(header=self._header(), events=events))
+            watch.push(pb.WatchResponse(header=self._header(), events=events))
 
     def _header(self) -> Any:
-        return rpc.rpc_pb2.ResponseHeader(revision=self.revision)
+        return pb.ResponseHeader(revision=self.revision)
 
     def _holds(self, condition: Compare) -> bool:
         stored = self._kept.get(condition.key)
@@ -232,11 +232,11 @@ class MemoryEtcdSession(EtcdSession):
     async def __aexit__(self, *_: object) -> None:
         return
 
-    async def get(self, key: str) -> Stored | None:
+    async def get(self, key: str) -> KeyValue | None:
         """See EtcdSession."""
         return await self._call(lambda: self._server.get(key))
 
-    async def get_prefix(self, prefix: str) -> tuple[list[Stored], int]:
+    async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """See EtcdSession."""
         return await self._call(lambda: self._server.get_prefix(prefix))
 
@@ -316,13 +316,13 @@ def _settle(answer: asyncio.Future[T], result: T) -> None:
 def _event(change: _Change, absolute: Callable[[str], bytes]) -> Any:
     stored = change.stored
     if stored is None:
-        kv = rpc.KeyValue(key=absolute(change.key), mod_revision=change.revision)
-        return rpc.Event(type=rpc.Event.DELETE, kv=kv)
-    kv = rpc.KeyValue(
+        kv = kv_pb2.KeyValue(key=absolute(change.key), mod_revision=change.revision)
+        return kv_pb2.Event(type=kv_pb2.Event.DELETE, kv=kv)
+    kv = kv_pb2.KeyValue(
         key=absolute(change.key),
         value=stored.value,
         create_revision=stored.create_revision,
         mod_revision=stored.mod_revision,
         lease=stored.lease_id,
     )
-    return rpc.Event(type=rpc.Event.PUT, kv=kv)
+    return kv_pb2.Event(type=kv_pb2.Event.PUT, kv=kv)

@@ -15,11 +15,12 @@ from batonmq._common.clock import Clock
 from batonmq._connection.directory import ClientEnvironment
 from batonmq.errors import NoQuorum
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.events import watchable
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.event_publisher import event_publisher
+from batonmq_server.runtime.event_stream_server import add_event_stream
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.runtime.streaming import publisher_of
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
 from batonmq_server.testing.memory_etcd import MemoryEtcd, MemoryEtcdSession
@@ -252,23 +253,23 @@ class SimulatedService(SimulatedProcess):
         async with asyncio.TaskGroup() as following:
             nodes = following.create_task(runtime.nodes.run())
             async with self.service.build(settings, runtime) as app:
-                edge = EdgeInterceptor(self.clock, runtime.registry, app.held)
+                edge = EdgeInterceptor(self.clock, runtime.registry, app.long_polls)
                 self.server = MemoryServer(world.network, self.host, address, edge)
                 for add in app.servicers.values():
                     add(self.server)  # type: ignore[arg-type]
-                watchable(runtime.hub, self.server)  # type: ignore[arg-type]
-                runtime.bound(address, "")
+                add_event_stream(runtime.hub, self.server)  # type: ignore[arg-type]
+                runtime.node_entry.set_addresses(address, "")
                 self.server.start()
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(loop()) for loop in app.loops]
                     if settings.metrics_stream:
-                        running.append(tasks.create_task(publisher_of(runtime).run()))
+                        running.append(tasks.create_task(event_publisher(runtime).run()))
                     await self._register(runtime, app)
-                    running.append(tasks.create_task(runtime.keep_registered()))
+                    running.append(tasks.create_task(runtime.node_entry.keep()))
                     await self.stopping.wait()
-                    app.leave()
+                    app.resign()
                     edge.drain()
-                    await runtime.unregister()
+                    await runtime.node_entry.remove()
                     await self.server.stop(GRACE_MS / 1000)
                     await app.drain()
                     for task in running:
@@ -277,9 +278,9 @@ class SimulatedService(SimulatedProcess):
 
     @staticmethod
     async def _register(runtime: Runtime, app: App) -> None:
-        while not runtime.registered:
+        while not runtime.node_entry.defined:
             try:
-                await runtime.register(
+                await runtime.node_entry.write(
                     epoch=app.epoch,
                     leader=app.leader,
                     room=app.room,

@@ -10,11 +10,12 @@ from typing import Any
 
 from batonmq_server.lockmgr import app as lockmgr_app
 from batonmq_server.lockmgr.config import LockmgrSettings
-from batonmq_server.nameserver import __main__ as nameserver_app
+from batonmq_server.nameserver import app as nameserver_app
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets import app as offsets_app
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage import app as storage_app
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.node import recovered

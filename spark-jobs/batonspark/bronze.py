@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 from google.protobuf.message import DecodeError
 from pyspark.sql import DataFrame
 
+from batonmq._columns.metric_arrow import signed
+from batonmq._columns.metric_wire import shallow_batch
 from batonmq._core.metric_columns import producer_id
 from batonmq._core.queues import QueueRef
-from batonmq._telemetry.metric_arrow import signed
-from batonmq._telemetry.metric_wire import shallow_batch
 from batonspark.decode import LOST_COUNT, METRICS, Slice, lost_metrics
 from batonspark.events import without_repeats
 from batonspark.metric_rows import Bodies, metric_rows

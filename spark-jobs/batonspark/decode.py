@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batonmq._columns.batch_columns import RecordColumns, check_batch, record_columns
+from batonmq._columns.metric_arrow import EVENTS, TYPES, one_batch
 from batonmq._core.metric_columns import BATCH_COLUMNS, DROPPED_INDEX
 from batonmq._core.queues import QueueRef
-from batonmq._core.record_columns import RecordColumns, record_columns
-from batonmq._core.records import Header, check_batch, decode_properties
-from batonmq._telemetry.metric_arrow import EVENTS, TYPES, one_batch
+from batonmq._core.records import Header, decode_properties
 from batonmq.errors import OldTopic
 from batonspark.metric_rows import Bodies, metric_rows
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from google.protobuf.message import DecodeError
 
+from batonmq._columns.metric_arrow import EVENTS, TYPES, decode_events, signed, timestamps
+from batonmq._columns.metric_wire import encoded_rows, shallow_batch
 from batonmq._core.metric_columns import DROPPED, DROPPED_INDEX, UNREADABLE, producer_id
 from batonmq._core.queues import QueueRef
-from batonmq._telemetry.metric_arrow import EVENTS, TYPES, decode_events, signed, timestamps
-from batonmq._telemetry.metric_wire import encoded_rows, shallow_batch
 
 TIME_MAX_US = 253_370_764_800_000_000
 """Times in 9999 and later, and before 1970, are none: few readers of the rows know of such."""

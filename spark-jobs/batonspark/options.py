@@ -69,7 +69,7 @@ Places = Literal["earliest", "latest"] | AtTime | Mapping[str, Place]
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read a topic; docs/spark.md says what the options mean.
+    """How to read a topic; docs/reference/spark.md says what the options mean.
 
     Attributes:
         queues: `broker/queue_id` of those to read; None for all.

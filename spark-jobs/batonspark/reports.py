@@ -89,7 +89,7 @@ class Report:
 
 
 def run_report(name: str, make: Callable[[DataFrame, Asked], Report]) -> None:
-    """Run a report in this process, as the command line asks; see docs/spark.md.
+    """Run a report in this process, as the command line asks; see docs/reference/spark.md.
 
     Exit status as of any job; 1 also if the report says that something is wrong.
     """
@@ -105,7 +105,7 @@ def run_report(name: str, make: Callable[[DataFrame, Asked], Report]) -> None:
 
 def arguments(name: str, given: Sequence[str] | None = None) -> Asked:
     """The command line; ends the process if it makes no sense."""
-    parser = argparse.ArgumentParser(prog=name, description="See docs/spark.md.")
+    parser = argparse.ArgumentParser(prog=name, description="See docs/reference/spark.md.")
     parser.add_argument("--since", type=_time, metavar="TIME", help="ISO 8601, UTC without a zone")
     parser.add_argument("--until", type=_time, metavar="TIME", help="exclusive")
     parser.add_argument("--group", help="only this consumer group")

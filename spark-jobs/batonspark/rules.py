@@ -32,7 +32,7 @@ class Rule(Part):
 
 
 class LagRule(Rule):
-    """A queue of a group is not `ok` (see docs/spark.md for the verdicts)."""
+    """A queue of a group is not `ok` (see docs/reference/spark.md for the verdicts)."""
 
     samples: int = Field(default=6, ge=2, le=100)
     """Length of the window, in samples of about 10 s each."""

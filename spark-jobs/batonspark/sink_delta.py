@@ -58,7 +58,7 @@ _SPARKS_OWN = {"checkpointlocation", "queryname"}
 
 
 class DeltaDataSource(DataSource):
-    """See the module; docs/spark.md has the options."""
+    """See the module; docs/reference/spark.md has the options."""
 
     @classmethod
     def name(cls) -> str:

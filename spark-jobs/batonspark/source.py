@@ -41,7 +41,7 @@ from batonspark.slices import MessagesLost, read_slice
 
 
 class BatonDataSource(DataSource):
-    """See the module; docs/spark.md has the options."""
+    """See the module; docs/reference/spark.md has the options."""
 
     @classmethod
     def name(cls) -> str:

@@ -1,4 +1,7 @@
-"""How fast topics grow, when disks are full, how many queues are needed; see docs/spark.md."""
+"""How fast topics grow, when disks are full, how many queues are needed.
+
+See docs/reference/spark.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goes over all tables once and keeps them small; see docs/spark.md."""
+"""Goes over all tables once and keeps them small; see docs/reference/spark.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which messages a group was delivered more than once, and why; see docs/spark.md."""
+"""Which messages a group was delivered more than once, and why; see docs/reference/spark.md."""
 
 from __future__ import annotations
 

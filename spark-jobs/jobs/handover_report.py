@@ -1,4 +1,4 @@
-"""How queues changed hands, as a page with plots; see docs/spark.md."""
+"""How queues changed hands, as a page with plots; see docs/reference/spark.md."""
 
 from __future__ import annotations
 

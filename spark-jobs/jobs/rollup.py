@@ -1,4 +1,4 @@
-"""The query `rollup` alone; see docs/spark.md."""
+"""The query `rollup` alone; see docs/reference/spark.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every streaming query in one session: bronze, rollup and alerts; see docs/spark.md."""
+"""Every streaming query in one session: bronze, rollup and alerts; see docs/reference/spark.md."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connector
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
-from batonmq_server.runtime.access import Grant, Role
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.guard import Caller, Guard
-from batonmq_server.runtime.stored_access import grants_key, token_key
+from batonmq_server.runtime.access.guard import Caller, Guard
+from batonmq_server.runtime.access.permissions import AccessRole, Grant
+from batonmq_server.runtime.access.stored_access import grants_key, token_key
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.tls import server_credentials
-from tests.access.scene import METHODS, Scene, request_of, scene
+from tests.access.edge_scene import METHODS, Scene, request_of, scene
 from tests.storage.batches import batch
 from tests.support.waiting import until
 
@@ -77,7 +77,7 @@ async def test_what_waits_ends_within_a_second_of_the_revocation(
             await until(lambda: len(made.served) == len(took_s) + 2)
             begin_s = asyncio.get_running_loop().time()
             if by == "grant":
-                await made.store.revoke(reader, Grant(Role.CONSUME, "topic:orders"))
+                await made.store.revoke(reader, Grant(AccessRole.CONSUME, "topic:orders"))
             else:
                 await made.store.revoke_token(made.digest(reader)[:16])
             error = await waits
@@ -93,14 +93,14 @@ async def test_what_waits_ends_within_a_second_of_the_revocation(
 async def test_a_call_after_the_revocation_is_refused_and_after_a_new_grant_let_in(
     made: Scene,
 ) -> None:
-    request, grant = request_of(METHODS[PULL]), Grant(Role.CONSUME, "group:readers")
+    request, grant = request_of(METHODS[PULL]), Grant(AccessRole.CONSUME, "group:readers")
     await made.know("reader", *CONSUME)
     await made.call(PULL, request, "reader")
     await made.store.revoke("reader", grant)
-    await until(lambda: grant not in made.guard.access.grants_of("reader"))
+    await until(lambda: grant not in made.guard.authorizer.grants_of("reader"))
     assert type(await refusal(made.call(PULL, request, "reader"))) is PermissionDenied
     await made.store.grant("reader", grant)
-    await until(lambda: grant in made.guard.access.grants_of("reader"))
+    await until(lambda: grant in made.guard.authorizer.grants_of("reader"))
     await made.call(PULL, request, "reader")
 
 
@@ -111,7 +111,7 @@ async def test_a_short_call_under_way_is_finished(made: Scene) -> None:
         call = tasks.create_task(made.call(DESCRIBE, request_of(METHODS[DESCRIBE]), "operator"))
         await until(lambda: made.served)
         await made.store.revoke("operator", None)
-        await until(lambda: not made.guard.access.grants_of("operator"))
+        await until(lambda: not made.guard.authorizer.grants_of("operator"))
         assert not call.done()
         call.cancel()
 
@@ -292,7 +292,7 @@ async def test_what_nobody_has_written_gives_nobody_anything(
     with caplog.at_level(logging.ERROR):
         await etcd.put(grants_key("reader"), b"\xff\xff")
         await etcd.put(token_key("abc"), b"\xff\xff")
-        await until(lambda: not made.guard.access.grants_of("reader"))
+        await until(lambda: not made.guard.authorizer.grants_of("reader"))
         await until(lambda: len(caplog.records) == 2)
     error = await refusal(made.call(PULL, request_of(METHODS[PULL]), "reader"))
     assert type(error) is PermissionDenied

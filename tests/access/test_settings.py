@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from batonmq._process.config import ConfigError, load
 from batonmq_server.nameserver.config import NameserverSettings
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.etcd.session import EtcdSession
 
 PREFIX = "BATON_NAMESERVER"
 TLS = {f"{PREFIX}_TLS_{name}_FILE": name for name in ("CERT", "KEY", "CA")}
@@ -41,7 +41,7 @@ def test_the_log_and_a_metric_say_which_it_is(
     registry = CollectorRegistry()
     guard = Guard(etcd, registry, on=on, admins=["root", " carol"])
     with caplog.at_level(logging.INFO):
-        guard.govern({})
+        guard.add_rules({})
     (record,) = caplog.records
     assert record.levelname == level
     assert record.message.startswith(told)

@@ -49,7 +49,7 @@ def test_token_of_the_environment_wins_over_the_file_of_the_context() -> None:
     found = choose_security(NOTHING, SECRET, said)
     assert found is not None
     assert found.token is not None
-    assert (found.token.get_secret_value(), found.token_file) == (SECRET, "")
+    assert (found.token.reveal(), found.token_file) == (SECRET, "")
     assert SECRET not in repr(found)
 
 

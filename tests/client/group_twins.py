@@ -90,7 +90,9 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
         self.deal: dict[int, str] = {}
         self.heartbeats: list[nameserver_pb.HeartbeatRequest] = []
         self.sessions: list[queue_pb2.Incarnation] = []
-        self.verdict = nameserver_pb.HeartbeatResponse(verdict=nameserver_pb.VERDICT_ACCEPTED)
+        self.verdict = nameserver_pb.HeartbeatResponse(
+            verdict=nameserver_pb.SUBSCRIPTION_VERDICT_ACCEPTED
+        )
         self.address = ""
         self._changed = asyncio.Event()
         self._broken = asyncio.Event()
@@ -101,7 +103,7 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
         self.group.generation += 1
         places = {m.incarnation.client_id: n for n, m in enumerate(self.group.members, 1)}
         owners = [places.get(self.deal.get(q, ""), 0) for q in range(self.queue_count)]
-        dealt = nameserver_pb.BrokerAssignment(broker=BROKER, owners=owners)
+        dealt = nameserver_pb.BrokerAssignment(broker=BROKER, member_numbers=owners)
         del self.group.assignments[:]
         self.group.assignments.add(topic=TOPIC, brokers=[dealt])
         changed, self._changed = self._changed, asyncio.Event()

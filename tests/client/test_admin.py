@@ -32,7 +32,7 @@ from batonmq.errors import (
     TopicNotFound,
     Unreachable,
 )
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import offsets_service, refusal, register_broker, replica
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until

@@ -32,7 +32,7 @@ def record(members: list[str], owners: dict[QueueRef, str]) -> pb.Group:
     def dealt(topic: str, broker: str) -> pb.BrokerAssignment:
         mine = [q for q in QUEUES if (q.topic, q.broker) == (topic, broker)]
         return pb.BrokerAssignment(
-            broker=broker, owners=[places.get(owners.get(queue, ""), 0) for queue in mine]
+            broker=broker, member_numbers=[places.get(owners.get(queue, ""), 0) for queue in mine]
         )
 
     return pb.Group(

@@ -152,8 +152,8 @@ def test_group_tells_its_settings_by_name() -> None:
 def test_places_of_members_become_their_names() -> None:
     given = pb_group()
     brokers = [
-        pb.BrokerAssignment(broker="a", owners=[2, 0]),
-        pb.BrokerAssignment(broker="b", owners=[1]),
+        pb.BrokerAssignment(broker="a", member_numbers=[2, 0]),
+        pb.BrokerAssignment(broker="b", member_numbers=[1]),
     ]
     given.assignments.append(pb.TopicAssignment(topic="t", brokers=brokers))
     assert group_from_pb(given).assignments == (

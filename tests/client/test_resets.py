@@ -32,7 +32,7 @@ from batonmq.errors import (
     QueueNotFound,
     TopicNotFound,
 )
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.client.group import Scene, noting, scene
 from tests.nameserver.replica import offsets_service, replica
 from tests.support.waiting import until

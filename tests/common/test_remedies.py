@@ -1,4 +1,4 @@
-"""Goal: whoever is told an error is told what to do about it.
+"""Goal: every error says what to do about it.
 
 Method: every class of errors that there is, in the library and in the services.
 """
@@ -30,7 +30,7 @@ def name_of(kind: type[BatonError]) -> str:
     return kind.__name__
 
 
-assert all(modules()), "so that those of every module are there"
+assert all(modules()), "import every module, for its classes of errors"
 
 
 @pytest.mark.parametrize("kind", list(dict.fromkeys(classes())), ids=name_of)
@@ -45,9 +45,9 @@ def test_every_error_has_a_remedy_a_cause_and_retry_advice(kind: type[BatonError
     assert kind.__doc__
 
 
-def test_remedy_that_is_given_wins() -> None:
+def test_remedy_of_an_error_replaces_that_of_its_class() -> None:
     assert NotSent("x", remedy="Do that.").remedy == "Do that."
 
 
-def test_errors_of_a_producer_say_whether_another_try_makes_sense() -> None:
+def test_errors_of_a_producer_state_whether_to_retry() -> None:
     assert [kind.retry for kind in FOR_PRODUCERS] == [Retry.SAME_CALL, Retry.NEVER]

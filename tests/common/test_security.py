@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
 
+from batonmq._common.secret import Secret
 from batonmq._connection.security import CredentialFiles, Security, from_json, to_json
 from batonmq.errors import InvalidArgument
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
@@ -104,7 +104,7 @@ def test_token_that_can_not_be_sent_is_refused_without_being_shown(
     file.write_text(token)
     for security in (
         replace(carol, token_file=str(file)),
-        replace(carol, token=SecretStr(token)),
+        replace(carol, token=Secret(token)),
     ):
         with pytest.raises(InvalidArgument) as refused:
             CredentialFiles(security)
@@ -147,11 +147,11 @@ def test_certificate_and_key_go_together_and_there_is_one_token() -> None:
     with pytest.raises(InvalidArgument, match="go together"):
         Security(cert_file="carol.pem")
     with pytest.raises(InvalidArgument, match="two tokens"):
-        Security(token=SecretStr(SECRET), token_file="token")
+        Security(token=Secret(SECRET), token_file="token")
 
 
 def test_neither_token_nor_key_is_shown_and_the_token_travels(carol: Security) -> None:
-    security = replace(carol, token=SecretStr(SECRET))
+    security = replace(carol, token=Secret(SECRET))
     shown = f"{security!r} {security} {CredentialFiles(security).__dict__.get('pems')!r}"
     assert SECRET not in shown
     assert "PRIVATE KEY" not in shown

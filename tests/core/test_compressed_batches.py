@@ -8,13 +8,13 @@ checksum, with a look at what is allocated.
 from __future__ import annotations
 
 import struct
+import sys
 import tracemalloc
 from collections.abc import Sequence
 
-import google_crc32c
 import lz4.block
 import pytest
-import zstandard
+from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,17 +28,22 @@ from batonmq._core.records import (
     STAMP_TO,
     BatchBuilder,
     Message,
-    check_batch,
     decode_records,
     encode_record,
-    key_hashes,
     read_header,
     record_lengths,
     record_section,
     tag_hashes,
 )
 from batonmq.errors import BadBatch, BatonError, LimitExceeded
+from tests.core.batch_checks import check_batch
 from tests.core.test_records import MESSAGES
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 
 PACKED = pytest.mark.parametrize("compression", [Compression.LZ4, Compression.ZSTD])
 FEW_AND_MANY = pytest.mark.parametrize("count", [1, 40, 41, 500])
@@ -89,7 +94,7 @@ def repacked(batch: bytes, packed: bytes, lengths: Sequence[int] = ()) -> bytes:
         struct.pack_into(f">{header.count}I", columns, 0, *lengths)
     whole = bytearray(batch[:columns_at] + columns + packed)
     struct.pack_into(">I", whole, 8, len(whole))
-    crc = google_crc32c.value(bytes(whole[BODY_FROM:]))
+    crc = crc32c(bytes(whole[BODY_FROM:]))
     struct.pack_into(">I", whole, STAMP_TO, crc)
     return bytes(whole)
 
@@ -97,7 +102,7 @@ def repacked(batch: bytes, packed: bytes, lengths: Sequence[int] = ()) -> bytes:
 def pack(compression: Compression, records: bytes) -> bytes:
     if compression is Compression.LZ4:
         return bytes(lz4.block.compress(records, store_size=False))
-    return zstandard.compress(records)
+    return zstd.compress(records)
 
 
 @PACKED
@@ -132,11 +137,8 @@ def test_columns_are_those_of_the_batch_without_compression(compression: Compres
     heads = read_header(plain), read_header(packed)
     assert [head.compression for head in heads] == [Compression.NONE, compression]
     assert len(packed) < len(plain) / 2
-    assert tag_hashes(packed, heads[1]).tolist() == tag_hashes(plain, heads[0]).tolist()
-    assert record_lengths(packed, heads[1]).tolist() == [214] * 10 + [216] * 40
-    of_packed, of_plain = key_hashes(packed, heads[1]), key_hashes(plain, heads[0])
-    assert of_packed[0].tolist() == of_plain[0].tolist()
-    assert of_packed[1].tolist() == of_plain[1].tolist()
+    assert tag_hashes(packed, heads[1]) == tag_hashes(plain, heads[0])
+    assert record_lengths(packed, heads[1]) == (214,) * 10 + (216,) * 40
     assert record_section(packed, heads[1]) == record_section(plain, heads[0])
 
 
@@ -244,7 +246,7 @@ def test_batch_longer_than_allowed_once_it_is_unpacked_is_refused_by_its_lengths
     with pytest.raises(LimitExceeded) as refused:
         check_batch(bad, stamped=False)
     assert refused.value.facts["field"] == "batch"
-    with pytest.raises(BadBatch, match="unpacked"):
+    with pytest.raises(BadBatch, match="decompressed"):
         check_batch(repacked(batch, b"garbage", [BODY_BYTES_MAX, fits]), stamped=False)
 
 

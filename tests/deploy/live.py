@@ -44,8 +44,8 @@ async def exported(addresses: Iterable[str]) -> set[str]:
 
 
 def documented() -> dict[str, set[str]]:
-    """Names of the metrics in docs/metrics.md, by who has them."""
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    """Names of the metrics in docs/reference/metrics.md, by who has them."""
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     return {
         block[1]: set(re.findall(r"^\| `(\w+)` \|", block[2], re.MULTILINE))
         for block in re.finditer(r"<!-- begin metrics (\w+) -->\n(.*?)<!-- end", text, re.DOTALL)

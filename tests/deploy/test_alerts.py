@@ -24,7 +24,7 @@ from tools.dashboards.promql import METRICS, matchers, result_labels, rules, sel
 from tools.docs.pages import ROOT
 
 FOLDER = ROOT / "deploy" / "prometheus"
-RUNBOOKS = ROOT / "docs" / "runbooks"
+RUNBOOKS = ROOT / "docs" / "how-to" / "runbooks"
 RULES = [rule for rule in rules(FOLDER / "alerts.yaml") if "alert" in rule]
 RECORDED = [
     rule for path in sorted(FOLDER.glob("*.yaml")) for rule in rules(path) if "record" in rule
@@ -102,7 +102,7 @@ def test_there_is_no_runbook_without_an_alert() -> None:
 
 
 def test_the_list_of_alerts_has_each_with_its_severity() -> None:
-    text = (ROOT / "docs" / "observability.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "observability.md").read_text()
     told = re.findall(r"^\| \[(\w+)\]\(runbooks/(\w+)\.md\) \| (\w+) \|", text, re.MULTILINE)
     assert told == [(r["alert"], r["alert"], r["labels"]["severity"]) for r in RULES]
 

@@ -153,6 +153,6 @@ def test_where_ci_is_set_skips_are_failures(ci: str, required: bool) -> None:
 
 
 def test_the_page_names_the_packages() -> None:
-    page = (ROOT / "docs" / "testing.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "testing.md").read_text()
     told = page.partition("packages of Debian that are missing (")[2].partition(")")[0]
     assert {name.strip("`") for name in told.split(", ")} == set(PACKAGES.values())

@@ -120,7 +120,7 @@ def test_a_new_cluster_and_one_of_the_same_kind_are_applied(
 def test_a_program_that_is_missing_is_named(machine: Machine, verb: str, program: str) -> None:
     done = machine.make(verb)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"{program} is not here; docs/deploy.md says what is needed\n"
+    assert done.stderr == f"{program} is not here; docs/how-to/deploy.md says what is needed\n"
 
 
 @pytest.mark.parametrize("script", ["apply.sh", "test.sh", "apply-secrets.sh", "make-ca.sh"])

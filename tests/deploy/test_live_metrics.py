@@ -1,7 +1,7 @@
 """Metrics and queries while the demo runs.
 
-Goal: docs/metrics.md lists what the processes answer, no more and no less; every query of the
-dashboards has an answer, and no rule fails. Method: the demo, with part of its flights, on a
+Goal: docs/reference/metrics.md lists what the processes answer, no more and no less; every query of
+the dashboards has an answer, and no rule fails. Method: the demo, with part of its flights, on a
 cluster with replicas; a real Prometheus scrapes it meanwhile, where there is one, and is asked.
 Jobs of Spark, their page and their dashboard, have tests/spark/test_app.py.
 """

@@ -1,4 +1,4 @@
-"""Goal: who may call whom is what docs/deploy.md says, in every overlay, and nothing else.
+"""Goal: who may call whom is what docs/how-to/deploy.md says, in every overlay, and nothing else.
 
 Method: the rendered network policies, judged for every pair of a workload, a client, Prometheus and
 strangers (tests/deploy/reach.py), held against the table of that page.
@@ -32,7 +32,7 @@ _CALLEE = re.compile(r"`([\w-]+):(\d+)`")
 
 def expected(resources: list[Resource], components: set[str]) -> set[Way]:
     """What the table of the page promises to those that are there."""
-    page = (REPO / "docs" / "deploy.md").read_text()
+    page = (REPO / "docs" / "how-to" / "deploy.md").read_text()
     table = page.partition("**Network policies**")[2].partition("**Rights.**")[0]
     there = {one.name for one in workloads(resources)}
     strangers = {"a client", "Prometheus", "anybody"}

@@ -27,7 +27,7 @@ _ROCKETMQ = {
     "RECONSUME_LATER", "SUSPEND_CURRENT_QUEUE_A_MOMENT",
 }  # fmt: skip
 """Names of RocketMQ's that pages mention."""
-OPERATIONS = tables.DOCS / "operations.md"
+OPERATIONS = tables.DOCS / "reference" / "operations.md"
 _SOURCES = ("services", "batonmq", "protos", "tests", "bench")
 
 
@@ -244,8 +244,10 @@ def test_names_that_do_not_exist_are_noticed() -> None:
 
 
 def sections() -> set[str]:
-    """Numbers of the sections of docs/ownership.md, and of the points of section 6."""
-    parts = re.split(r"^## (\d+)\. .*$", (ROOT / "docs/ownership.md").read_text(), flags=re.M)
+    """Numbers of the sections of docs/explanation/ownership.md, and of the points of section 6."""
+    parts = re.split(
+        r"^## (\d+)\. .*$", (ROOT / "docs/explanation/ownership.md").read_text(), flags=re.M
+    )
     found: set[str] = set()
     for number, body in zip(parts[1::2], parts[2::2], strict=True):
         found.add(number)

@@ -1,7 +1,7 @@
-"""Goal: the README's programs run as they stand and end by themselves.
+"""The programs of README and tutorial run unchanged and end by themselves.
 
-Method: a real cluster with the quickstart's topic and messages; each program as a process of
-its own, with nothing changed but the nameserver's address.
+Method: a real cluster with the tutorial's topic and messages; each program is a process of its own,
+with nothing changed but the nameserver's address.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ async def _run(program: Path) -> tuple[int | None, str]:
     return process.returncode, output.decode()
 
 
-async def test_programs_of_the_readme_run(tmp_path: Path) -> None:
-    page = Page(Path("README.md"), (ROOT / "README.md").read_text())
-    programs = page.blocks("python")
-    assert len(programs) == 3
+def page_at(path: str) -> Page:
+    return Page(Path(path), (ROOT / path).read_text())
+
+
+async def test_programs_of_readme_and_tutorial_run(tmp_path: Path) -> None:
+    page = page_at("docs/tutorial/first-cluster.md")
+    programs = [*page.blocks("python"), *page_at("README.md").blocks("python")]
+    assert len(programs) == 4
     outputs = []
     async with local_cluster(tmp_path / "cluster") as cluster:
         async with Admin(cluster.nameserver) as admin, Producer(cluster.nameserver) as producer:
@@ -59,3 +63,4 @@ async def test_programs_of_the_readme_run(tmp_path: Path) -> None:
     assert outputs[0] == shown
     assert "b'order 5'" in outputs[1]
     assert "b'order 6'" in outputs[2]
+    assert "b'order 2'" in outputs[3]

@@ -1,4 +1,5 @@
-"""Goal: what docs/filters.md says of filters is so: forms, limits, and the logic of unknown.
+"""Goal: what docs/reference/filters.md says of filters is so: forms, limits, and the logic of
+unknown.
 
 Method: read its tables, and ask the code.
 """
@@ -15,7 +16,7 @@ from batonmq_server.storage.core.property_filter import BYTES_PER_STEP, STEPS_MA
 from batonmq_server.storage.core.store import SCANNED_MAX
 from tools.docs.pages import ROOT
 
-PAGE = (ROOT / "docs" / "filters.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "filters.md").read_text()
 VALUES = {"true": "a = 1", "false": "a = 2", "unknown": "b = 1"}
 """Conditions on a message that has an `a` of 1, and nothing else."""
 

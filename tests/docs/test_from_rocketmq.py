@@ -17,7 +17,10 @@ import batonmq
 from batonmq import Consumer, Durability, Producer, ReceivedMessage, RetryLater, Suspend
 from tools.docs.pages import ROOT, Page
 
-PAGE = Page(Path("docs/from-rocketmq.md"), (ROOT / "docs" / "from-rocketmq.md").read_text())
+PAGE = Page(
+    Path("docs/how-to/from-rocketmq.md"),
+    (ROOT / "docs" / "how-to" / "from-rocketmq.md").read_text(),
+)
 VALUES = {"Durability": Durability}
 
 

@@ -1,5 +1,5 @@
-"""Goal: docs/metrics-streams.md names every kind and field of the contract, and who tells it; the
-code tells every kind there.
+"""Goal: docs/reference/metrics-streams.md names every kind and field of the contract, and who tells
+it; the code tells every kind there.
 
 Method: the page against the contract and the sources; planted errors are noticed.
 """

@@ -1,7 +1,8 @@
-"""Goal: the API reference can be made without a warning, and it says what programs need to know.
+"""The documentation site and its API reference.
 
-Method: it is made as `make docs` makes it; then the public names are looked at: that each is there
-and has a docstring, that each setting is told, and that each error it may raise exists.
+Goal: the site builds without a warning, and the reference has what a program needs to know.
+Method: `make docs` builds it; then each public name is there and has a docstring, each setting is
+documented, and each error that a docstring names exists.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import pytest
 import batonmq
 from batonmq import errors
 from tools.docs.pages import ROOT
-from tools.docs.reference import MODULES, public_names
+from tools.docs.site import build, documented_modules, public_names
 
 NAMES = [
     (module, name)
-    for module in MODULES
+    for module in documented_modules()
     for name in public_names(module)
     if not inspect.ismodule(getattr(importlib.import_module(module), name))
 ]
@@ -61,14 +62,22 @@ def raised(docstring: str) -> list[str]:
     return [name for line in lines for name in line.split(", ")]
 
 
-def test_the_reference_is_made_without_a_warning_and_has_every_public_name(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.docs.reference", str(tmp_path)]
+def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.docs.site", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert "WARNING" not in done.stderr
+    pages = documented_modules()
     for module, name in NAMES:
-        page = (tmp_path / f"{module.replace('.', '/')}.html").read_text()
-        assert f'<section id="{name}">' in page
+        page = tmp_path / pages[module].relative_to(ROOT / "docs").with_suffix(".html")
+        assert f'id="{module}.{name}"' in page.read_text(), f"{module}.{name}"
+
+
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("[nothing](nothing.md)")
+    (tmp_path / "mkdocs.yml").write_text("site_name: x\nstrict: true\n")
+    assert build(tmp_path / "site", tmp_path / "mkdocs.yml") != 0
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -16,7 +16,7 @@ from tools.docs.pages import ROOT, Page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-PAGE = Path("docs/subscriptions.md")
+PAGE = Path("docs/how-to/subscriptions.md")
 
 
 async def test_the_page_tells_what_happens(tmp_path: Path) -> None:

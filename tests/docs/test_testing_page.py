@@ -1,4 +1,4 @@
-"""Goal: the tests that docs/testing-your-code.md shows pass as they stand, and can fail.
+"""Goal: the tests that docs/how-to/testing-your-code.md shows pass as they stand, and can fail.
 
 Method: each block becomes a test file for a pytest of its own, in a folder of its own; then once
 more with what it claims turned round.
@@ -17,7 +17,7 @@ from tools.docs.pages import ROOT, Page
 
 pytestmark = pytest.mark.timeout(120)
 
-PATH = Path("docs/testing-your-code.md")
+PATH = Path("docs/how-to/testing-your-code.md")
 BLOCKS = Page(PATH, (ROOT / PATH).read_text()).blocks("python")
 
 

@@ -111,7 +111,7 @@ async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: 
         assert "identity=shop role=produce" in log
         for security in (writes, reads):
             assert security.token is not None
-            assert security.token.get_secret_value() not in log
+            assert security.token.reveal() not in log
 
 
 async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:

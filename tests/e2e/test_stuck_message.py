@@ -1,9 +1,9 @@
 """Goal: after a crash a stuck message comes again alone, and until then an operator sees it.
 
-Method: docs/stuck-message.md is played: its worker, and its commands in their order, each repeated
-until it prints what the page shows. Ids, times and the generation are left out of the comparison.
-Then the same with acks that are never sent: what comes again is what offsets has not got, no more
-and no less. Locks are leased for 10 s, so that a dead owner is noticed soon.
+Method: docs/how-to/stuck-message.md is played: its worker, and its commands in their order, each
+repeated until it prints what the page shows. Ids, times and the generation are left out of the
+comparison. Then the same with acks that are never sent: what comes again is what offsets has not
+got, no more and no less. Locks are leased for 10 s, so that a dead owner is noticed soon.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.docs.pages import ROOT, Page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-PAGE = Path("docs/stuck-message.md")
+PAGE = Path("docs/how-to/stuck-message.md")
 ADDRESS = "127.0.0.1:9876"
 LEASES: dict[str, Any] = {
     "lockmgr": {"lock_lease_ms": 10_000},

@@ -1,7 +1,7 @@
 """Goal: a whole cluster keeps its promises under every kind of fault there is.
 
 Method: `python -m tools.faults selection`, which is what `make faults` draws at length, with faults
-that are given: about three minutes. See docs/testing.md.
+that are given: about three minutes. See docs/explanation/testing.md.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq_server.lockmgr.core.locks import Lock, Policy
-from batonmq_server.lockmgr.core.table import LockTable
-from batonmq_server.lockmgr.leader import Leader
+from batonmq_server.lockmgr.candidate import Candidate
+from batonmq_server.lockmgr.core.lock_entry import LockPolicy, LockRecord
+from batonmq_server.lockmgr.core.lock_table import LockTable
 from batonmq_server.lockmgr.server import LockmgrServicer
 
 LOCKS = 100_000
@@ -27,21 +27,21 @@ QUEUES_PER_TOPIC = 100
 
 
 class TableLeader:
-    """A leader that has a table and nothing else; its own desk."""
+    """A candidate and its leader in one, which have a lock table and nothing else."""
 
     term = 7
 
     def __init__(self) -> None:
-        table = LockTable(Policy())
+        table = LockTable(LockPolicy())
         owner = Incarnation("client-with-an-id-of-usual-length", 1)
         for number in range(LOCKS):
             topic, queue_id = divmod(number, QUEUES_PER_TOPIC)
             key = GroupQueue("group", f"topic-{topic:04}", "broker-a", queue_id)
-            table.load(key, Lock(owner=owner, token=number + 1), number + 1, 0)
+            table.load(key, LockRecord(owner=owner, token=number + 1), number + 1, 0)
             table.confirm(key, number + 1, 0)
         self.entries = table.entries
 
-    def desk(self) -> TableLeader:
+    def leader(self) -> TableLeader:
         return self
 
 
@@ -49,7 +49,7 @@ async def measure() -> dict[str, int]:
     """Return the locks and pages that were listed, and the growth of the peak memory in KiB."""
     leader = TableLeader()
     server = grpc.aio.server()
-    servicer = LockmgrServicer(cast("Leader", leader), Clock(), hold_ms_max=0)
+    servicer = LockmgrServicer(cast("Candidate", leader), Clock(), hold_ms_max=0)
     pb_grpc.add_LockmgrServiceServicer_to_server(servicer, cast("Any", server))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

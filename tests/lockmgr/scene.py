@@ -22,6 +22,8 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
 from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
@@ -32,9 +34,10 @@ from batonmq_server.lockmgr.app import build as build_lockmgr
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.offsets.app import build as build_offsets
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.service_runtime import Runtime
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ class Session(EtcdSession):
         self._check()
         return revision
 
-    async def get(self, key: str) -> Stored | None:
+    async def get(self, key: str) -> KeyValue | None:
         self._check()
         return await super().get(key)
 
@@ -219,14 +222,14 @@ class Scene:
     ) -> int:
         """Write the group's record, and its gate if that has changed; its new generation."""
         self.generation += 1
-        group = nameserver_pb.Group(
+        group = StoredGroup(
             name=GROUP,
             generation=self.generation,
             members=[nameserver_pb.Member(incarnation=m.incarnation) for m in members],
             subscriptions=[nameserver_pb.Subscription(topic=t, expression="*") for t in topics],
         )
         put = [Put(f"groups/{GROUP}", group.SerializeToString())]
-        opened = nameserver_pb.Gate(**(OPEN | gate)).SerializeToString()
+        opened = StoredGate(**(OPEN | gate)).SerializeToString()
         if opened != self.gate:
             put.append(Put(f"gates/{GROUP}", opened))
         assert await self.etcd.txn(compare=(), put=put)
@@ -509,21 +512,21 @@ async def _served(
     app: App, runtime: Runtime, rules: Rules | None = None
 ) -> AsyncIterator[grpc.aio.Channel]:
     """Serve and run the app's loops; everything ends with the block."""
-    edge = EdgeInterceptor(Clock(), runtime.registry, app.held)
+    edge = EdgeInterceptor(Clock(), runtime.registry, app.long_polls)
     interceptors = [edge, rules] if rules else [edge]
     server = grpc.aio.server(interceptors=interceptors, options=OPTIONS)
     for add in app.servicers.values():
         add(server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    runtime.bound(address, "")
+    runtime.node_entry.set_addresses(address, "")
     await server.start()
     try:
         async with asyncio.TaskGroup() as tasks, connect(address) as channel:
             loops = [runtime.nodes.run, *app.loops]
             running = [tasks.create_task(loop()) for loop in loops]
-            if not runtime.registered:
-                await runtime.register(replica_set=app.replica_set)
-            running.append(tasks.create_task(runtime.keep_registered()))
+            if not runtime.node_entry.defined:
+                await runtime.node_entry.write(replica_set=app.replica_set)
+            running.append(tasks.create_task(runtime.node_entry.keep()))
             yield channel
             for task in running:
                 task.cancel()

@@ -10,7 +10,7 @@ import pytest
 from batonmq._consumer.assigned_queue import DEADLINE_MARGIN_MS
 from batonmq._process.config import ConfigError, load
 from batonmq_server.lockmgr.config import CLIENT_MARGIN_MS, LockmgrSettings
-from batonmq_server.lockmgr.core.locks import Policy, Profile
+from batonmq_server.lockmgr.core.lock_entry import DecisionProfile, LockPolicy
 
 
 def settings(**values: str) -> LockmgrSettings:
@@ -19,21 +19,21 @@ def settings(**values: str) -> LockmgrSettings:
 
 
 def test_defaults_are_the_protocols_times() -> None:
-    assert settings().policy() == Policy()
+    assert settings().policy() == LockPolicy()
 
 
 @pytest.mark.parametrize("lease_ms", ["-1", "0", "1000", "3000"])
-def test_lease_that_ends_before_its_owner_may_start_anything_is_refused(lease_ms: str) -> None:
-    with pytest.raises(ConfigError, match=r"LOCK_LEASE_MS.*leaves an owner no time"):
+def test_lease_that_leaves_its_owner_no_time_is_rejected(lease_ms: str) -> None:
+    with pytest.raises(ConfigError, match=r"lock_lease_ms must be more than 3000"):
         settings(lock_lease_ms=lease_ms)
     assert settings(lock_lease_ms="3001").policy().lease_ms == 3_001
 
 
-def test_margin_is_the_consumers() -> None:
+def test_client_margin_is_that_of_the_consumer() -> None:
     assert CLIENT_MARGIN_MS == DEADLINE_MARGIN_MS
 
 
-def test_profile_is_chosen_by_name_and_others_are_refused() -> None:
-    assert settings(profile="defibus").policy().profile is Profile.DEFIBUS
+def test_unknown_profile_is_rejected() -> None:
+    assert settings(profile="defibus").policy().profile is DecisionProfile.DEFIBUS
     with pytest.raises(ConfigError, match="BATON_LOCKMGR_PROFILE"):
         settings(profile="rocketmq")

@@ -17,60 +17,69 @@ from hypothesis import strategies as st
 
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, Fenced, Held, OldRequest, Unacked
-from batonmq_server.lockmgr.core.access import Condition, Decision, Deny, Grant, Replay
-from batonmq_server.lockmgr.core.defibus import UNCHANGED_MIN, decide_access_defibus
-from batonmq_server.lockmgr.core.locks import (
-    DEFIBUS_SILENCE_MS,
-    Asker,
-    Count,
-    Entry,
-    Lock,
-    Observation,
-    Policy,
-    Profile,
-    Step,
+from batonmq_server.lockmgr.core.decision import (
+    Decision,
+    DenyDecision,
+    FenceCondition,
+    GrantDecision,
+    RenewDecision,
+    WaitDecision,
 )
-from batonmq_server.lockmgr.core.table import KeepAlive, LockTable
+from batonmq_server.lockmgr.core.defibus_decision import UNCHANGED_MIN, decide_defibus
+from batonmq_server.lockmgr.core.lock_entry import (
+    DEFIBUS_SILENCE_MS,
+    ChangeStep,
+    DecisionProfile,
+    LockEntry,
+    LockPolicy,
+    LockRecord,
+    Observation,
+    PollCount,
+    Requester,
+)
+from batonmq_server.lockmgr.core.lock_table import KeepAliveCall, LockTable
 from tests.lockmgr.scene import Member, scene
 
 KEY = GroupQueue("g", "t", "broker-a", 0)
 A, B, C = Incarnation("a", 1), Incarnation("b", 1), Incarnation("c", 1)
-POLICY = Policy(profile=Profile.DEFIBUS)
+POLICY = LockPolicy(profile=DecisionProfile.DEFIBUS)
 START_MS = 1_000
 END_MS = START_MS + DEFIBUS_SILENCE_MS
 
-CLOSED_OR_DRAINED, IDLE = Condition.CLOSED_OR_DRAINED, Condition.IDLE
+CLOSED_OR_DRAINED, IDLE = FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE
 DRAINED = Observation(token=7, committed=10, delivered=10)
 IN_FLIGHT = Observation(token=7, committed=10, delivered=14, unacked_count=4)
 
 
-def owned(unchanged: int = 0, delivered: int = 10) -> Entry:
-    lock = Lock(owner=A, token=7, acquire_seq=3, attempt="x", generation=5)
-    count = Count(delivered, unchanged)
-    return Entry(KEY, lock, revision=1, lease_start_ms=START_MS, count=count)
+def owned(unchanged: int = 0, delivered: int = 10) -> LockEntry:
+    lock = LockRecord(owner=A, token=7, acquire_seq=3, attempt="x", generation=5)
+    count = PollCount(delivered, unchanged)
+    return LockEntry(KEY, lock, revision=1, lease_start_ms=START_MS, poll_count=count)
 
 
 def poll(
-    entry: Entry | None,
+    entry: LockEntry | None,
     seen: Observation,
     now_ms: int = START_MS,
-    asker: Incarnation = B,
+    requester: Incarnation = B,
     generation: int = 6,
-) -> tuple[Decision, Count]:
-    return decide_access_defibus(entry, Asker(asker, 4, generation), seen, now_ms, POLICY)
+) -> tuple[Decision, PollCount]:
+    return decide_defibus(entry, Requester(requester, 4, generation), seen, now_ms, POLICY)
 
 
 # No owner
 
 
-@pytest.mark.parametrize("entry", [None, Entry(KEY, Lock(token=7, generation=9), revision=1)])
+@pytest.mark.parametrize(
+    "entry", [None, LockEntry(KEY, LockRecord(token=7, generation=9), revision=1)]
+)
 @pytest.mark.parametrize("seen", [DRAINED, IN_FLIGHT])
 def test_queue_that_nobody_owns_goes_to_whoever_polls_first(
-    entry: Entry | None, seen: Observation
+    entry: LockEntry | None, seen: Observation
 ) -> None:
     decision, count = poll(entry, seen)
-    assert decision == Grant((CLOSED_OR_DRAINED, IDLE), 7)
-    assert count == Count(seen.delivered, 0)
+    assert decision == GrantDecision((CLOSED_OR_DRAINED, IDLE), 7)
+    assert count == PollCount(seen.delivered, 0)
 
 
 # Rows of the table: drained, polls without change, silence
@@ -100,77 +109,78 @@ def test_queue_that_nobody_owns_goes_to_whoever_polls_first(
     ],
 )
 def test_row(
-    seen: Observation, unchanged: int, now_ms: int, conditions: tuple[Condition, ...]
+    seen: Observation, unchanged: int, now_ms: int, conditions: tuple[FenceCondition, ...]
 ) -> None:
     decision, count = poll(owned(unchanged, seen.delivered), seen, now_ms)
     if conditions:
-        assert decision == Grant(conditions, 7)
-        assert count == Count(seen.delivered, 0)
+        assert decision == GrantDecision(conditions, 7)
+        assert count == PollCount(seen.delivered, 0)
     else:
-        assert isinstance(decision, Deny)
+        assert isinstance(decision, WaitDecision)
         assert isinstance(decision.error, Held if seen.drained else Unacked)
-        assert decision.clears
-        assert count == Count(seen.delivered, unchanged + 1)
+        assert count == PollCount(seen.delivered, unchanged + 1)
 
 
 # Edge cases
 
 
 def test_silence_of_exactly_the_time_out_is_not_over() -> None:
-    assert isinstance(poll(owned(), IN_FLIGHT, END_MS)[0], Deny)
-    assert poll(owned(), IN_FLIGHT, END_MS + 1)[0] == Grant((IDLE,), 7)
+    assert isinstance(poll(owned(), IN_FLIGHT, END_MS)[0], WaitDecision)
+    assert poll(owned(), IN_FLIGHT, END_MS + 1)[0] == GrantDecision((IDLE,), 7)
 
 
 def test_nothing_delivered_and_nothing_acked_is_drained() -> None:
     nothing = Observation(token=7, committed=-1, delivered=-1)
-    assert poll(owned(2, -1), nothing)[0] == Grant((CLOSED_OR_DRAINED,), 7)
+    assert poll(owned(2, -1), nothing)[0] == GrantDecision((CLOSED_OR_DRAINED,), 7)
 
 
 def test_ack_without_delivery_is_never_drained() -> None:
     """As after a restart of the broker: only the time-out frees the queue."""
     acked = Observation(token=7, committed=10, delivered=-1)
-    assert isinstance(poll(owned(99, -1), acked)[0], Deny)
-    assert poll(owned(99, -1), acked, END_MS + 1)[0] == Grant((IDLE,), 7)
+    assert isinstance(poll(owned(99, -1), acked)[0], WaitDecision)
+    assert poll(owned(99, -1), acked, END_MS + 1)[0] == GrantDecision((IDLE,), 7)
 
 
 def test_delivery_starts_the_count_anew() -> None:
     entry = owned(2, delivered=9)
     decision, count = poll(entry, DRAINED)
-    assert isinstance(decision, Deny)
-    assert count == Count(10, 0)
+    assert isinstance(decision, WaitDecision)
+    assert count == PollCount(10, 0)
 
 
 def test_own_poll_of_the_owner_does_not_start_the_count_anew() -> None:
     entry = owned(2)
-    decision, entry.count = poll(entry, DRAINED, asker=A)
-    assert isinstance(decision, Grant)
+    decision, entry.poll_count = poll(entry, DRAINED, requester=A)
+    assert isinstance(decision, GrantDecision)
     assert not decision.newly_acquired
-    assert entry.count == Count(10, 2)
-    assert poll(entry, DRAINED)[0] == Grant((CLOSED_OR_DRAINED,), 7)
+    assert entry.poll_count == PollCount(10, 2)
+    assert poll(entry, DRAINED)[0] == GrantDecision((CLOSED_OR_DRAINED,), 7)
 
 
 def test_owner_that_delivers_and_polls_does_not_save_its_queue_by_that() -> None:
     """Its own poll notes the new delivery, so the challenger's count goes on."""
     entry = owned(2, delivered=9)
-    _, entry.count = poll(entry, DRAINED, asker=A)
-    assert entry.count == Count(10, 2)
-    assert isinstance(poll(entry, DRAINED)[0], Grant)
+    _, entry.poll_count = poll(entry, DRAINED, requester=A)
+    assert entry.poll_count == PollCount(10, 2)
+    assert isinstance(poll(entry, DRAINED)[0], GrantDecision)
 
 
 @pytest.mark.parametrize("generation", [1, 5, 99])
 def test_generations_do_not_count(generation: int) -> None:
-    assert isinstance(poll(owned(2), DRAINED, generation=generation)[0], Grant)
-    assert isinstance(poll(owned(2), DRAINED, asker=A, generation=generation)[0], Grant)
+    assert isinstance(poll(owned(2), DRAINED, generation=generation)[0], GrantDecision)
+    assert isinstance(poll(owned(2), DRAINED, requester=A, generation=generation)[0], GrantDecision)
 
 
 def test_fencing_stays_late_and_repeated_requests_of_the_owner_are_told_apart() -> None:
     for seq, seen, outcome in (
         (2, DRAINED, OldRequest),
-        (3, DRAINED, Replay),
+        (3, DRAINED, RenewDecision),
         (3, replace(DRAINED, token=8), Fenced),
     ):
-        decision, _ = decide_access_defibus(owned(), Asker(A, seq, 1), seen, START_MS, POLICY)
-        assert isinstance(decision.error if isinstance(decision, Deny) else decision, outcome)
+        decision, _ = decide_defibus(owned(), Requester(A, seq, 1), seen, START_MS, POLICY)
+        assert isinstance(
+            decision.error if isinstance(decision, DenyDecision) else decision, outcome
+        )
 
 
 # The leader's table
@@ -183,19 +193,19 @@ def table_of_a(now_ms: int = START_MS) -> LockTable:
     return table
 
 
-def ask(table: LockTable, asker: Incarnation, seen: Observation, now_ms: int) -> Decision:
-    wish = Asker(asker, 9, 5)
-    assert table.needs_look(KEY, wish, now_ms), "every poll has a look of its own"
-    table.observe(KEY, seen, table.look(KEY), now_ms)
+def ask(table: LockTable, requester: Incarnation, seen: Observation, now_ms: int) -> Decision:
+    wish = Requester(requester, 9, 5)
+    assert table.needs_observation(KEY, wish, now_ms), "every poll has a look of its own"
+    table.end_observation(KEY, seen, table.begin_observation(KEY), now_ms)
     decision = table.decide(KEY, wish, now_ms)
     assert decision is not None
     return decision
 
 
 def hand_over(table: LockTable, to: Incarnation, token: int, now_ms: int) -> None:
-    table.begin(KEY, Step.FENCE)
-    lock = Lock(owner=to, token=token, acquire_seq=1, attempt="y", generation=5)
-    table.granted(KEY, lock, token, now_ms, newly_acquired=True)
+    table.begin_change(KEY, ChangeStep.FENCE)
+    lock = LockRecord(owner=to, token=token, acquire_seq=1, attempt="y", generation=5)
+    table.end_granted(KEY, lock, token, now_ms, newly_acquired=True)
 
 
 def test_counter_is_shared_by_all_contenders() -> None:
@@ -203,7 +213,7 @@ def test_counter_is_shared_by_all_contenders() -> None:
     table = table_of_a()
     contenders = [Incarnation(f"c{number}", 1) for number in range(UNCHANGED_MIN + 1)]
     decisions = [ask(table, contender, DRAINED, START_MS) for contender in contenders]
-    assert [type(d) for d in decisions] == [Deny, Deny, Deny, Grant]
+    assert [type(d) for d in decisions] == [WaitDecision, WaitDecision, WaitDecision, GrantDecision]
 
 
 def test_two_views_take_an_idle_queue_from_each_other_for_ever() -> None:
@@ -212,7 +222,7 @@ def test_two_views_take_an_idle_queue_from_each_other_for_ever() -> None:
     flips = 0
     for token in range(8, 12):
         seen = replace(DRAINED, token=token - 1)
-        while not isinstance(ask(table, other, seen, START_MS), Grant):
+        while not isinstance(ask(table, other, seen, START_MS), GrantDecision):
             pass
         hand_over(table, other, token, START_MS)
         owner, other = other, owner
@@ -222,10 +232,10 @@ def test_two_views_take_an_idle_queue_from_each_other_for_ever() -> None:
 
 def test_keep_alive_is_an_access() -> None:
     table = table_of_a()
-    call = KeepAlive(incarnation=A, acquire_seq=3, holds=[(KEY, 7)])
+    call = KeepAliveCall(incarnation=A, acquire_seq=3, holds=[(KEY, 7)])
     table.keep_alive(call, END_MS)
-    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS), Deny)
-    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS + 1), Grant)
+    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS), WaitDecision)
+    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS + 1), GrantDecision)
 
 
 # The original, transcribed
@@ -282,8 +292,8 @@ def test_any_polls_are_decided_as_the_original_decides_them(
         acquired = original.update(client, deliver, ack, now_ms)
         seen = Observation(token=token, committed=ack, delivered=deliver)
         decision = ask(table, client, seen, now_ms)
-        assert isinstance(decision, Grant) == (acquired or own)
-        if isinstance(decision, Grant):
+        assert isinstance(decision, GrantDecision) == (acquired or own)
+        if isinstance(decision, GrantDecision):
             assert decision.newly_acquired == acquired
             token += 1
             hand_over(table, client, token, now_ms)

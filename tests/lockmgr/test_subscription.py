@@ -15,6 +15,7 @@ import pytest
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from batonmq.errors import (
     Fenced,
     ModeChanged,
@@ -299,8 +300,8 @@ async def _change_during_fence(s: Scene, **gate: Any) -> None:
         answer = await proceed()
         found = await s.etcd.get(f"gates/{GROUP}")
         assert found is not None
-        opened = nameserver_pb.Gate.FromString(found.value)
-        opened.MergeFrom(nameserver_pb.Gate(**gate))
+        opened = StoredGate.FromString(found.value)
+        opened.MergeFrom(StoredGate(**gate))
         await s.etcd.put(f"gates/{GROUP}", opened.SerializeToString())
         return answer
 

@@ -13,9 +13,9 @@ from random import Random
 import pytest
 
 from batonmq._core.queues import GroupQueue
-from batonmq_server.lockmgr.core.access import Decision
-from batonmq_server.lockmgr.core.locks import Asker, Lock
-from batonmq_server.lockmgr.core.table import LockTable
+from batonmq_server.lockmgr.core.decision import Decision
+from batonmq_server.lockmgr.core.lock_entry import LockRecord, Requester
+from batonmq_server.lockmgr.core.lock_table import LockTable
 from tests.lockmgr.walk import Violated, World
 
 SEEDS, STEPS = 120, 1_500
@@ -56,15 +56,15 @@ REACHED = [
 class IgnoresSeq(LockTable):
     """Takes a late request of the owner for a new one (story 8)."""
 
-    def decide(self, key: GroupQueue, asker: Asker, now_ms: int) -> Decision | None:
-        newest = Asker(asker.incarnation, 1 << 40, asker.generation)
+    def decide(self, key: GroupQueue, requester: Requester, now_ms: int) -> Decision | None:
+        newest = Requester(requester.incarnation, 1 << 40, requester.generation)
         return super().decide(key, newest, now_ms)
 
 
 class ForgetsOwners(LockTable):
     """Starts as a new leader with every queue free (story 18)."""
 
-    def load(self, key: GroupQueue, lock: Lock, revision: int, now_ms: int) -> None:
+    def load(self, key: GroupQueue, lock: LockRecord, revision: int, now_ms: int) -> None:
         super().load(key, lock.freed(), revision, now_ms)
 
 

@@ -15,8 +15,16 @@ from random import Random
 
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, Fenced, OldEpoch, Superseded, TokenMismatch
-from batonmq_server.lockmgr.core import locks, table
-from batonmq_server.lockmgr.core.access import Condition, Deny, Free, Grant, decide_clear
+from batonmq_server.lockmgr.core import lock_entry as locks
+from batonmq_server.lockmgr.core import lock_table as table
+from batonmq_server.lockmgr.core.decision import (
+    DenyDecision,
+    FenceCondition,
+    FreeDecision,
+    GrantDecision,
+    WaitDecision,
+    decide_clear,
+)
 from batonmq_server.offsets.core import values
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.progress_table import ProgressTable
@@ -24,7 +32,7 @@ from batonmq_server.offsets.core.ranges import RangeSet
 
 KEY = GroupQueue("g", "t", "b", 0)
 OFFSETS_KEY = GroupQueue("g", "t", "b", 0)
-POLICY = locks.Policy()
+POLICY = locks.LockPolicy()
 MESSAGES = 300
 MARGIN_MS = 3_000
 LOST, LATE_MAX = 0.1, 6
@@ -88,7 +96,7 @@ class Ask:
     """An Acquire on its way."""
 
     client: Client
-    asker: locks.Asker
+    requester: locks.Requester
     resume: Offsets
     sent_ms: int
 
@@ -99,7 +107,7 @@ class HandOver:
 
     ask: Ask | None
     term: int
-    grant: Grant
+    grant: GrantDecision
     gate: int
     tried: int = 0
     attempt: str = ""
@@ -110,12 +118,12 @@ class World:
     """Everything there is; one move per `step`."""
 
     random: Random
-    make_table: Callable[[locks.Policy], table.LockTable] = table.LockTable
+    make_table: Callable[[locks.LockPolicy], table.LockTable] = table.LockTable
     now_ms: int = 1_000_000
     term: int = 0
     generation: int = 0
     attempts: int = 0
-    stored: locks.Lock = field(default_factory=locks.Lock)
+    stored: locks.LockRecord = field(default_factory=locks.LockRecord)
     revision: int = 0
     gate: int = 1
     draining: bool = False
@@ -205,8 +213,8 @@ class World:
         entry = self.table.get(KEY)
         if entry is None or not self.revision or entry.pending is not None:
             return
-        self.table.begin(KEY, locks.Step.FENCE)
-        grant = Grant((Condition.FORCED,), self.observation().token)
+        self.table.begin_change(KEY, locks.ChangeStep.FENCE)
+        grant = GrantDecision((FenceCondition.FORCED,), self.observation().token)
         self.fence_next(HandOver(None, self.term, grant, self.gate))
 
     def change_subscription(self) -> None:
@@ -229,11 +237,11 @@ class World:
         if entry is None or entry.lock.owner is None or entry.pending is not None:
             return
         decision = decide_clear(entry, self.observation(), self.now_ms, POLICY)
-        if isinstance(decision, Free):
+        if isinstance(decision, FreeDecision):
             self.free(entry.lock.owner, entry.lock.token)
             self.seen["freed"] += 1
         elif decision is not None:
-            self.table.begin(KEY, locks.Step.FENCE)
+            self.table.begin_change(KEY, locks.ChangeStep.FENCE)
             self.fence_next(HandOver(None, self.term, decision, self.gate))
 
     # Faults
@@ -306,8 +314,8 @@ class World:
         self.ask_again(client)
 
     def ask_again(self, client: Client) -> None:
-        asker = locks.Asker(client.incarnation, client.seq, client.generation)
-        ask = Ask(client, asker, client.in_hand | client.finished, self.now_ms)
+        requester = locks.Requester(client.incarnation, client.seq, client.generation)
+        ask = Ask(client, requester, client.in_hand | client.finished, self.now_ms)
         self.send(lambda: self.arrived(ask), twice=0.2)
 
     def give_up(self, client: Client) -> None:
@@ -319,7 +327,7 @@ class World:
     def granted(self, ask: Ask, token: int, start: values.FenceGrant) -> None:
         """The answer of an Acquire arrives."""
         client = ask.client
-        if not client.asking or client.seq != ask.asker.acquire_seq:
+        if not client.asking or client.seq != ask.requester.acquire_seq:
             return
         client.asking, client.token = False, token
         client.closing, client.pulling = not client.assigned, False
@@ -439,7 +447,7 @@ class World:
         sent_ms, token = self.now_ms, client.token
 
         def renew() -> None:
-            call = table.KeepAlive(
+            call = table.KeepAliveCall(
                 incarnation=client.incarnation,
                 acquire_seq=seen_seq,
                 holds=holds,
@@ -449,7 +457,7 @@ class World:
                 self.seen[report.state.value] += 1
                 self.send(partial(answered, report), to=client)
 
-        def answered(report: table.Report) -> None:
+        def answered(report: table.HoldReport) -> None:
             if report.state is table.HoldState.ORPHAN:
                 if not client.token and not client.asking:
                     owner = client.incarnation
@@ -469,12 +477,12 @@ class World:
 
     def arrived(self, ask: Ask) -> None:
         """An Acquire reaches the leader; it looks, and the answer of offsets may be late."""
-        stamp, term = self.table.look(KEY), self.term
+        stamp, term = self.table.begin_observation(KEY), self.term
         seen = self.observation()
 
         def decide() -> None:
             if term == self.term:
-                self.table.observe(KEY, seen, stamp, self.now_ms)
+                self.table.end_observation(KEY, seen, stamp, self.now_ms)
                 self.decide(ask)
 
         self.send(decide, lossy=False)
@@ -483,17 +491,17 @@ class World:
         if self.draining:
             self.seen["SUBSCRIPTION_DRAINING"] += 1
             return
-        decision = self.table.decide(KEY, ask.asker, self.now_ms)
+        decision = self.table.decide(KEY, ask.requester, self.now_ms)
         if decision is None:
             self.send(lambda: self.arrived(ask))
-        elif isinstance(decision, Deny):
+        elif isinstance(decision, DenyDecision | WaitDecision):
             self.seen[decision.error.reason] += 1
-            if decision.clears:
-                self.table.wait(KEY, ask.asker.incarnation, self.now_ms)
-                if ask.client.asking and ask.client.seq == ask.asker.acquire_seq:
+            if isinstance(decision, WaitDecision):
+                self.table.add_waiter(KEY, ask.requester.incarnation, self.now_ms)
+                if ask.client.asking and ask.client.seq == ask.requester.acquire_seq:
                     self.send(lambda: self.arrived(ask))
-        elif isinstance(decision, Grant):
-            self.table.begin(KEY, locks.Step.FENCE)
+        elif isinstance(decision, GrantDecision):
+            self.table.begin_change(KEY, locks.ChangeStep.FENCE)
             self.fence_next(HandOver(ask, self.term, decision, self.gate))
         else:
             self.repeat(ask)
@@ -517,7 +525,7 @@ class World:
             if hand_over.term == self.term:
                 self.fence_refused(hand_over, error)
             return
-        if condition is Condition.FORCED:
+        if condition is FenceCondition.FORCED:
             self.forced |= {expected}
             for client in self.clients:
                 self.excused |= client.in_hand | client.finished
@@ -534,9 +542,9 @@ class World:
         if not known and hand_over.tried < len(hand_over.grant.conditions):
             self.fence_next(hand_over)
             return
-        self.table.refused(KEY)
+        self.table.end_unchanged(KEY)
         if known:
-            self.table.distrust(KEY)
+            self.table.discard_observation(KEY)
         self.ask_anew(hand_over)
 
     def ask_anew(self, hand_over: HandOver) -> None:
@@ -553,7 +561,7 @@ class World:
         entry = self.table.get(KEY)
         assert entry is not None
         if self.stored != lock and hand_over.ask is not None and hand_over.gate != self.gate:
-            self.table.reloaded(KEY, self.stored, self.revision, fenced=True)
+            self.table.end_reloaded(KEY, self.stored, self.revision, fenced=True)
             self.seen["overtaken"] += 1
             self.ask_anew(hand_over)
             return
@@ -566,33 +574,33 @@ class World:
                 return
         ask = hand_over.ask
         if ask is None:
-            self.table.freed(KEY, lock, self.revision)
+            self.table.end_freed(KEY, lock, self.revision)
             self.seen["to nobody"] += 1
             return
         newly = hand_over.grant.newly_acquired
-        self.table.granted(KEY, lock, self.revision, self.now_ms, newly_acquired=newly)
+        self.table.end_granted(KEY, lock, self.revision, self.now_ms, newly_acquired=newly)
         self.seen["granted"] += 1
         self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
 
-    def lock(self, hand_over: HandOver, start: values.FenceGrant) -> locks.Lock:
+    def lock(self, hand_over: HandOver, start: values.FenceGrant) -> locks.LockRecord:
         if hand_over.ask is None:
             return replace(self.stored.freed(), token=start.token)
-        asker = hand_over.ask.asker
-        return locks.Lock(
-            owner=asker.incarnation,
+        requester = hand_over.ask.requester
+        return locks.LockRecord(
+            owner=requester.incarnation,
             token=start.token,
-            acquire_seq=asker.acquire_seq,
+            acquire_seq=requester.acquire_seq,
             attempt=hand_over.attempt,
-            generation=asker.generation,
+            generation=requester.generation,
         )
 
     def repeat(self, ask: Ask) -> None:
         lock = self.stored
-        wish = self.wish(ask, Condition.SAME_HOLDER, lock.token - 1, lock.attempt)
+        wish = self.wish(ask, FenceCondition.SAME_HOLDER, lock.token - 1, lock.attempt)
         start = self.offsets.fence(OFFSETS_KEY, self.term, wish, self.instant())
         if start.token != lock.token or start.changed:
             raise Violated("a repeated grant is another one")
-        self.table.renew(KEY, self.now_ms)
+        self.table.renew_lease(KEY, self.now_ms)
         self.seen["repeated"] += 1
         self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
 
@@ -608,27 +616,27 @@ class World:
 
     def free(self, owner: Incarnation, token: int) -> None:
         assert self.table.owns(KEY, owner, token)
-        self.table.begin(KEY, locks.Step.RELEASE)
+        self.table.begin_change(KEY, locks.ChangeStep.RELEASE)
         leader = self.term
 
         def write() -> None:
             if leader == self.term:
                 self.stored, self.revision = self.stored.freed(), self.revision + 1
-                self.table.freed(KEY, self.stored, self.revision)
+                self.table.end_freed(KEY, self.stored, self.revision)
                 self.seen["released"] += 1
 
         self.send(write, lossy=False)
 
     def wish(
-        self, ask: Ask | None, condition: Condition, expected: int, attempt: str
+        self, ask: Ask | None, condition: FenceCondition, expected: int, attempt: str
     ) -> values.FenceAttempt:
         return values.FenceAttempt(
             attempt=attempt,
             expected_token=expected,
             condition=values.FenceCondition(condition.value),
-            holder=Incarnation(*ask.asker.incarnation) if ask else None,
+            holder=Incarnation(*ask.requester.incarnation) if ask else None,
             resume=ranges_of(ask.resume if ask else ()),
-            idle_ms=POLICY.lease_ms if condition is Condition.IDLE else 0,
+            idle_ms=POLICY.lease_ms if condition is FenceCondition.IDLE else 0,
             token_min=self.stored.token,
         )
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from batonmq._common.clock import Clock
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Direct, Replica, offsets_service, register_broker, replica
 
 

@@ -23,7 +23,7 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import connect
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError
-from batonmq_server.nameserver.__main__ import build
+from batonmq_server.nameserver.app import build
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
@@ -31,22 +31,23 @@ from batonmq_server.nameserver.group_calls import GroupCalls
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.nameserver.member_sessions import MemberSessions
+from batonmq_server.nameserver.metrics import MembershipMetrics
 from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.offsets.core.values import QueueLimits
-from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.disk import LmdbDisk
 from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.gates import PREFIX as GATES_PREFIX
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.peers import Peers
-from batonmq_server.runtime.places import OFFSETS, Places
-from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_gates import GATES_PREFIX
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
+from batonmq_server.runtime.leader_channels import LeaderChannels
+from batonmq_server.runtime.service_runtime import Runtime
 from tests.offsets.service_calls import only_set
 from tests.support.serving import serving_at
 
@@ -134,14 +135,18 @@ class Direct:
         settings, etcd = runtime.settings, runtime.etcd
         assert isinstance(settings, NameserverSettings)
         self.catalog = Catalog(etcd, runtime.nodes, watchers_max=1)
-        telemetry = GroupEvents(CollectorRegistry(), runtime.hub, self.catalog, 30_000)
-        turns = CompareAndSwap(runtime.random)
-        topic_store = TopicStore(etcd, turns)
-        store = GroupStore(
-            etcd, turns, topic_store, member_lease_ms=30_000, on_change=telemetry.group_changed
+        events = GroupEvents(
+            MembershipMetrics(CollectorRegistry()), runtime.hub, member_lease_ms=30_000
         )
-        self.offsets = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub)
-        places = Places(self.catalog.places, runtime.nodes)
+        swap = CompareAndSwap(runtime.random)
+        topic_store = TopicStore(etcd, swap)
+        store = GroupStore(
+            etcd, swap, topic_store, member_lease_ms=30_000, on_change=events.group_changed
+        )
+        self.offsets = LeaderChannels(
+            runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub
+        )
+        places = GroupPlacements(self.catalog.places, runtime.nodes)
         progress = ProgressDeleter(self.offsets.stub, places)
         self.topics = TopicCalls(settings, self.catalog, topic_store, progress)
         self.groups = GroupCalls(
@@ -150,11 +155,11 @@ class Direct:
             catalog=self.catalog,
             store=store,
             topics=self.topics,
-            sessions=MemberSessions(etcd, self.catalog, store, telemetry, grace_ms=1_000),
-            refusals=RefusedClients(etcd, self.catalog, lease_ms=30_000),
-            progress=progress,
-            placing=PlacementCalls(etcd, turns, self.catalog, places, store),
-            telemetry=telemetry,
+            sessions=MemberSessions(etcd, self.catalog, store, events, grace_ms=1_000),
+            refused=RefusedClients(etcd, self.catalog, lease_ms=30_000),
+            progress_deleter=progress,
+            placement=PlacementCalls(etcd, swap, self.catalog, places, store),
+            events=events,
         )
         self._tasks = tasks
         self._following: list[asyncio.Task[None]] = []
@@ -209,8 +214,8 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
     """The real offsets service, registered; it keeps in `folder` what outlives the block."""
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
-    with Disk(folder) as disk:
-        gates = Mirror(etcd, GATES_PREFIX)
+    with LmdbDisk(folder) as disk:
+        gates = EtcdMirror(etcd, GATES_PREFIX)
         offsets = standalone_epoch(
             disk,
             EpochContext(
@@ -238,7 +243,7 @@ async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
         address=address,
         epoch=epoch,
         leader=True,
-        replica_set=OFFSETS,
+        replica_set=OFFSETS_SERVICE,
     )
     return await etcd.put(etcd.key("nodes", "offsets", "offsets-0"), node.SerializeToString())
 
@@ -300,7 +305,7 @@ def owners(group: pb.Group) -> dict[str, int]:
         names[owner]
         for topic in group.assignments
         for part in topic.brokers
-        for owner in part.owners
+        for owner in part.member_numbers
     )
 
 

@@ -44,8 +44,8 @@ from batonmq_server.nameserver.core.groups import Group, Member, Subscription, T
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.inspector import QueueInspector
 from batonmq_server.nameserver.queue_queries import BrokerChannels, QueueQueries
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.support.serving import serving_at
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -159,7 +159,7 @@ class BrokerTwin(Manners, storage_grpc.StorageServiceServicer, query_grpc.QueryS
         end, found = BATCH_COUNT * len(log), []
         for batch in log[request.offset // BATCH_COUNT :]:
             header = read_header(batch)
-            if wanted is None or set(tag_hashes(batch, header).tolist()) & wanted:
+            if wanted is None or set(tag_hashes(batch, header)) & wanted:
                 found, end = [batch], header.next_offset
                 break
         return query_pb.ReadResponse(
@@ -181,7 +181,7 @@ class Scene:
 
     inspector: QueueInspector
     catalog: Catalog
-    nodes: Mirror
+    nodes: EtcdMirror
     clock: Clock
     lockmgr: LockmgrTwin
     offsets: OffsetsTwin
@@ -253,7 +253,7 @@ async def scene() -> AsyncIterator[Scene]:
     """Everything in this process, behind real gRPC; no etcd is asked."""
     clock = Clock()
     etcd = EtcdSession("127.0.0.1:1", "inspector", clock)
-    nodes = Mirror(etcd, "nodes/")
+    nodes = EtcdMirror(etcd, "nodes/")
     catalog = Catalog(etcd, nodes, watchers_max=1)
     async with AsyncExitStack() as stack:
         lockmgr, offsets = LockmgrTwin(), OffsetsTwin()  # type: ignore[abstract]

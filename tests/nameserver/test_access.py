@@ -25,10 +25,10 @@ from batonmq.errors import InvalidArgument, InvalidName, LimitExceeded
 from batonmq_server.nameserver import access_store
 from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
-from batonmq_server.runtime import stored_access
-from batonmq_server.runtime.access import Grant as StoredGrant
-from batonmq_server.runtime.access import Role as StoredRole
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.access import stored_access
+from batonmq_server.runtime.access.permissions import AccessRole as StoredRole
+from batonmq_server.runtime.access.permissions import Grant as StoredGrant
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Replica
 
 READ = Grant(Role.CONSUME, "topic:orders")
@@ -109,7 +109,7 @@ async def test_a_token_is_kept_as_its_digest_and_shown_by_nothing(
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         made = await control.create_token("app")
-    token = made.token.get_secret_value()
+    token = made.token.reveal()
     (found,) = await control.list()
     assert [(t.token_id, t.by) for t in found.tokens] == [(made.token_id, "")]
     stored, _ = await etcd.get_prefix("")
@@ -122,7 +122,7 @@ async def test_a_token_is_kept_as_its_digest_and_shown_by_nothing(
 
 async def test_two_tokens_of_one_identity_are_revoked_one_by_one(control: AccessControl) -> None:
     first, second = [await control.create_token("app") for _ in range(2)]
-    assert first.token.get_secret_value() != second.token.get_secret_value()
+    assert first.token.reveal() != second.token.reveal()
     assert await control.revoke_token(first.token_id)
     assert not await control.revoke_token(first.token_id)
     (found,) = await control.list()

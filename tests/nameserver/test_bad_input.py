@@ -18,7 +18,7 @@ from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, heartbeat, incarnation, refusal
 
 BAD_NAMES = {

@@ -37,7 +37,7 @@ from batonmq_server.nameserver.core.evidence import (
 )
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/ownership.md"
+PAGE = ROOT / "docs/explanation/ownership.md"
 PROTO = ROOT / "protos/baton/nameserver/v1/nameserver_service.proto"
 
 GROUP = GroupEvidence(name="planners", generation=7, member_count=2)

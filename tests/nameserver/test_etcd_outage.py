@@ -13,7 +13,7 @@ import pytest
 
 from batonmq._common.clock import Clock
 from batonmq_server.local.etcd import EtcdProcess
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     Replica,
     ids,

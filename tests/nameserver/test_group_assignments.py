@@ -10,7 +10,7 @@ import asyncio
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import LimitExceeded
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Replica,
@@ -39,7 +39,9 @@ async def test_heartbeat_answers_with_the_queues_and_who_joins_moves_few(
     before = await nameserver.join("g", "c2")
     after = await nameserver.join("g", "c3")
     assert sorted(owners(after).values()) == [2, 3, 3]
-    (was,), (now,) = ([p.owners for t in g.assignments for p in t.brokers] for g in (before, after))
+    (was,), (now,) = (
+        [p.member_numbers for t in g.assignments for p in t.brokers] for g in (before, after)
+    )
     stayed = sum(a == b for a, b in zip(was, now, strict=True))
     assert stayed == 6, "only what c3 got has moved"
 
@@ -154,7 +156,7 @@ async def test_members_get_the_queues_of_their_machine_room(
         request.subscriptions[0].topic, request.room = "orders", room
         group = (await nameserver.stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)).group
     (topic,) = group.assignments
-    assert [(part.broker, set(part.owners)) for part in topic.brokers] == [
+    assert [(part.broker, set(part.member_numbers)) for part in topic.brokers] == [
         ("broker-a", {2}),
         ("broker-b", {1}),
     ]

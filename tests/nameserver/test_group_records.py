@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq_server.nameserver.core.assignment import AssignableQueue, AssignmentStrategy
 from batonmq_server.nameserver.core.groups import (
     MEMBERS_MAX,
@@ -31,7 +33,7 @@ from batonmq_server.nameserver.core.groups import (
 )
 from batonmq_server.nameserver.core.member_silence import Silence, next_look_ms, silence_of
 from batonmq_server.nameserver.core.topics import QUEUES_MAX, QueueSpread, Topic
-from batonmq_server.nameserver.group_proto import gate_of, group_from_pb, group_to_pb
+from batonmq_server.nameserver.group_proto import gate_of, group_from_stored, group_to_stored
 from batonmq_server.nameserver.group_store import RECORD_BYTES_MAX
 from tests.nameserver.transaction_scene import subscribed, terms
 
@@ -67,12 +69,12 @@ FULL = Group(
     ],
 )
 def test_a_record_survives_storing(group: Group) -> None:
-    stored = group_to_pb(group).SerializeToString()
-    assert group_from_pb(pb.Group.FromString(stored)) == group
+    stored = group_to_stored(group).SerializeToString()
+    assert group_from_stored(StoredGroup.FromString(stored)) == group
 
 
 def test_a_record_of_an_earlier_version_has_the_default_settings() -> None:
-    group = group_from_pb(pb.Group(name="g", generation=3))
+    group = group_from_stored(StoredGroup(name="g", generation=3))
     assert (group.policy, group.owned, group.strategy) == (
         SubscriptionPolicy.REJECT,
         True,
@@ -82,7 +84,7 @@ def test_a_record_of_an_earlier_version_has_the_default_settings() -> None:
 
 def test_the_gate_tells_what_others_act_on_and_nothing_of_the_members() -> None:
     gate = gate_of(FULL)
-    assert gate == pb.Gate(
+    assert gate == StoredGate(
         subscription_generation=3,
         model=pb.MESSAGE_MODEL_BROADCASTING,
         ownership=pb.OWNERSHIP_OFF,
@@ -99,7 +101,9 @@ def test_owners_are_places_among_the_members() -> None:
     group = Group(name="g", members=members, terms=terms("*", "t", "u"))
     topics = [topic("u", QueueSpread("x", 1)), topic("t", QueueSpread("x", 2), QueueSpread("y", 1))]
     assignments = assign_topics(group, topics, group)
-    assert [(a.topic, [(p.broker, len(p.owners)) for p in a.brokers]) for a in assignments] == [
+    assert [
+        (a.topic, [(p.broker, len(p.member_numbers)) for p in a.brokers]) for a in assignments
+    ] == [
         ("t", [("x", 2), ("y", 1)]),
         ("u", [("x", 1)]),
     ]
@@ -178,10 +182,10 @@ def test_the_largest_group_fits_into_etcd() -> None:
         assignments=assignments,
         staged=StagedSubscription(subscriptions, draining=True, since_unix_ms=2**40),
     )
-    size = group_to_pb(group).ByteSize()
+    size = group_to_stored(group).ByteSize()
     assert size < RECORD_BYTES_MAX / 2
     packed = sum(
-        a.ByteSize() for a in group_to_pb(replace(group, members=(), staged=None)).assignments
+        a.ByteSize() for a in group_to_stored(replace(group, members=(), staged=None)).assignments
     )
     assert packed < 65_536 * 2 + 64 * 16 * 20 + 64 * 80, "two bytes a queue, and the names"
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import GroupInUse
 from batonmq_server.offsets.core.values import AckState, Instant, ProgressSource
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     Direct,
     Replica,
@@ -35,10 +36,10 @@ from tests.nameserver.replica import (
 from tests.support.serving import serving_at
 
 
-async def gate_of(etcd: EtcdSession, group: str = "g") -> pb.Gate:
+async def gate_of(etcd: EtcdSession, group: str = "g") -> StoredGate:
     stored = await etcd.get(etcd.key("gates", group))
     assert stored is not None
-    return pb.Gate.FromString(stored.value)
+    return StoredGate.FromString(stored.value)
 
 
 async def revisions(etcd: EtcdSession, group: str = "g") -> tuple[int, int]:
@@ -57,7 +58,7 @@ async def test_new_group_has_the_default_settings_and_a_gate(
         pb.OWNERSHIP_ON,
         pb.STRATEGY_STICKY,
     )
-    assert await gate_of(etcd) == pb.Gate(
+    assert await gate_of(etcd) == StoredGate(
         subscription_generation=1,
         model=pb.MESSAGE_MODEL_CLUSTERING,
         ownership=pb.OWNERSHIP_ON,
@@ -217,7 +218,7 @@ async def test_group_that_is_joined_during_its_deletion_keeps_its_progress(
 
     async def forget_late(group: str) -> int:
         await nameserver.join(group, "c1")
-        return await direct.groups.progress.forget_group(group)
+        return await direct.groups.progress_deleter.delete_group(group)
 
     await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
     with pytest.raises(GroupInUse):

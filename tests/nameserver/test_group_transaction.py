@@ -503,7 +503,7 @@ def _check(scene: Scene, before: Group, wanted: dict[str, str], *, drained: bool
         assert drained, "and no queue had an owner"
     without = set() if record.policy is SubscriptionPolicy.WARN else scene.waiting
     may_own = set() if record.draining else set(scene.ids) - without
-    owners = [o for t in record.assignments for part in t.brokers for o in part.owners]
+    owners = [o for t in record.assignments for part in t.brokers for o in part.member_numbers]
     assert len(owners) == (5 if record.members else 0)
     assert all(owners) if may_own else not any(owners)
     assert scene.owners == may_own

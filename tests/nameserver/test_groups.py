@@ -13,7 +13,7 @@ from typing import Any
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import Difference
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Direct,
@@ -46,7 +46,7 @@ async def test_heartbeat_answers_with_the_group_and_the_interval(nameserver: Rep
     assert answer.group.model == pb.MESSAGE_MODEL_CLUSTERING
     assert answer.group.consume_from == pb.CONSUME_FROM_LAST
     assert answer.group.subscription_generation == 1
-    assert answer.verdict == pb.VERDICT_ACCEPTED
+    assert answer.verdict == pb.SUBSCRIPTION_VERDICT_ACCEPTED
     (member,) = answer.group.members
     assert member.incarnation == incarnation("c1")
     assert member.host == "host-of-c1"

@@ -22,18 +22,17 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import DataLoss, DataLossDetail, Held, NotLeader, SubscriptionConflict
-from batonmq_server.nameserver.core.diagnosis import StuckReason
+from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis, StuckReason
 from batonmq_server.nameserver.core.groups import Group, Pause, StagedSubscription, Subscription
-from batonmq_server.nameserver.group_metrics import GroupMetrics
 from batonmq_server.nameserver.inspector import (
     FRESH_MS,
     LOOK_AGAIN_MS,
     GroupQueues,
-    QueueDiagnosis,
     state_of,
 )
+from batonmq_server.nameserver.metrics import LagMetrics
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import KeyValue
 from tests.nameserver.service_twins import TIMEOUT_S, Scene, queue_to_pb, scene
 
 
@@ -410,7 +409,7 @@ class Watch:
         self.lookout = QueueMonitor(
             asked.catalog,
             asked.inspector,
-            GroupMetrics(self.registry),
+            LagMetrics(self.registry),
             self.hub,
             node_id="n1",
             interval_ms=15_000,
@@ -420,7 +419,7 @@ class Watch:
 
     def register(self, node_id: str) -> None:
         node = pb.Node(service=pb.SERVICE_KIND_NAMESERVER, node_id=node_id)
-        self._nodes[f"nameserver/{node_id}"] = Stored(node_id, node.SerializeToString(), 1, 1)
+        self._nodes[f"nameserver/{node_id}"] = KeyValue(node_id, node.SerializeToString(), 1, 1)
 
     def shown(self, name: str) -> dict[tuple[str, ...], float]:
         """Samples by the values of their labels."""

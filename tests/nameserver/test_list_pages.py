@@ -14,11 +14,12 @@ import pytest
 from baton.nameserver.v1 import access_service_pb2 as access_pb
 from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from batonmq._connection.channels import connect
 from batonmq.admin.access import AccessControl, Grant, Role
 from batonmq.admin.admin import Admin
 from batonmq_server.runtime import paging
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, refusal
 from tests.support.waiting import until
 
@@ -66,7 +67,7 @@ async def all_pages(nameserver: Replica, read: ReadPage) -> list[list[str]]:
 async def store_topics(nameserver: Replica, etcd: EtcdSession, names: list[str]) -> None:
     """Write topics to etcd, without a call for each, and wait until the replica has them."""
     for name in names:
-        topic = pb.Topic(name=name, topic_id=1, spread=[pb.QueueSpread(broker="broker-a")])
+        topic = StoredTopic(name=name, topic_id=1, spread=[pb.QueueSpread(broker="broker-a")])
         revision = await etcd.put(etcd.key("topics", name), topic.SerializeToString())
 
     async def listed() -> bool:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Replica, ids, incarnation, next_group, refusal, replica
 from tests.support.waiting import until
 

@@ -19,8 +19,8 @@ from batonmq.errors import (
     OffsetsUnreachable,
     SetNotFound,
 )
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.places import Place, place_of
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica
 from tests.support.waiting import until
 
@@ -33,7 +33,7 @@ async def locate(nameserver: Replica, group: str) -> str:
         answer = await nameserver.stub.LocateGroup(request, timeout=CALL_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
-    return answer.place.offsets_set
+    return answer.placement.offsets_set
 
 
 async def move(
@@ -46,9 +46,9 @@ async def move(
         raise from_rpc_error(error) from error
 
 
-async def stored(etcd: EtcdSession, group: str) -> Place | None:
+async def stored(etcd: EtcdSession, group: str) -> GroupPlacement | None:
     found = await etcd.get(f"places/{group}")
-    return place_of(found) if found is not None else None
+    return decode_placement(found) if found is not None else None
 
 
 async def add_set(etcd: EtcdSession, nameserver: Replica, name: str) -> None:
@@ -70,7 +70,7 @@ async def finish(etcd: EtcdSession, group: str) -> None:
     """Do what the new set does when the group has arrived."""
     place = await stored(etcd, group)
     assert place is not None
-    await etcd.put(f"places/{group}", Place(place.offsets_set, place.move).encode())
+    await etcd.put(f"places/{group}", GroupPlacement(place.offsets_set, place.move).encode())
 
 
 async def test_groups_are_spread_and_only_those_move_that_go_to_a_new_set(
@@ -83,7 +83,8 @@ async def test_groups_are_spread_and_only_those_move_that_go_to_a_new_set(
     await add_set(etcd, nameserver, "offsets-c")
     assert {group: await locate(nameserver, group) for group in groups} == before, "as chosen"
     moved = {
-        group: (await move(nameserver, group, dry_run=True)).place.offsets_set for group in groups
+        group: (await move(nameserver, group, dry_run=True)).placement.offsets_set
+        for group in groups
     }
     went = {group for group in groups if moved[group] != before[group]}
     assert {moved[group] for group in went} == {"offsets-c"}
@@ -116,18 +117,18 @@ async def test_a_move_is_written_once_and_the_next_one_waits_for_its_end(
     begin = await locate(nameserver, "billing")
     first, second = sorted({"offsets", "offsets-b", "offsets-c"} - {begin})
     answer = await move(nameserver, "billing", first)
-    assert (answer.before.offsets_set, answer.place.offsets_set) == (begin, first)
+    assert (answer.before.offsets_set, answer.placement.offsets_set) == (begin, first)
     place = await stored(etcd, "billing")
     assert place is not None
     assert (place.offsets_set, place.move, place.from_set) == (first, 1, begin)
     again = await move(nameserver, "billing", first)
-    assert again.before == again.place == answer.place, "it is on its way there"
+    assert again.before == again.placement == answer.placement, "it is on its way there"
     with pytest.raises(GroupMoving) as refusal:
         await move(nameserver, "billing", second)
     assert refusal.value.facts["from_set"] == begin
     await finish(etcd, "billing")
     answer = await move(nameserver, "billing", second)
-    assert (answer.place.move, answer.place.from_set) == (2, first)
+    assert (answer.placement.move, answer.placement.from_set) == (2, first)
     assert await locate(nameserver, "billing") == second
 
 
@@ -160,7 +161,7 @@ async def test_a_group_without_any_set_waits_for_one(
 async def test_a_topic_is_created_once_every_set_that_keeps_a_group_has_forgotten_it(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
-    await etcd.put("places/far", Place("away").encode())
+    await etcd.put("places/far", GroupPlacement("away").encode())
     tries: list[int] = []
 
     async def is_refused() -> bool:

@@ -8,7 +8,7 @@ Method: entries written as storage nodes write them, and what the nameserver ans
 from __future__ import annotations
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, register_broker
 from tests.support.waiting import until
 

@@ -30,7 +30,7 @@ from batonmq_server.nameserver.core.groups import Group, Heartbeat, Subscription
 from batonmq_server.nameserver.group_requests import GroupChange
 from batonmq_server.nameserver.group_store import BATCH_MAX, GroupStore
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Put
 
 BROKERS = {"broker-a": ""}
 
@@ -167,7 +167,7 @@ async def test_member_that_comes_back_is_not_expired_on_an_old_reading(race: Rac
     before = (await race.other.join(beat("c1"))).group
     await race.die("c1")
     async with race.overtaken(lambda: race.other.join(beat("c1"))):
-        outcome = await race.store.tend("g")
+        outcome = await race.store.maintain("g")
     assert outcome.change is None
     assert await race.group() == before
 
@@ -185,7 +185,7 @@ async def test_member_expired_meanwhile_joins_anew(race: Race) -> None:
     before = (await race.other.join(beat("c1"))).group
     assert before is not None
     await race.die("c1")
-    async with race.overtaken(lambda: race.other.tend("g")):
+    async with race.overtaken(lambda: race.other.maintain("g")):
         outcome = await race.store.join(beat("c1"))
     assert outcome.change is not None
     group = await race.group()
@@ -207,8 +207,8 @@ async def test_two_replicas_expire_a_member_once(race: Race) -> None:
     before = (await race.other.join(beat("c1"))).group
     assert before is not None
     await race.die("c1")
-    async with race.overtaken(lambda: race.other.tend("g")):
-        outcome = await race.store.tend("g")
+    async with race.overtaken(lambda: race.other.maintain("g")):
+        outcome = await race.store.maintain("g")
     assert outcome.change is None
     assert (await race.group()).generation == before.generation + 1
 
@@ -229,7 +229,7 @@ async def test_refusal_for_the_sake_of_a_call_that_lost_its_race_is_decided_anew
         race.overtaken(lambda: race.other.join(beat("c3", "y"))),
         asyncio.TaskGroup() as tasks,
     ):
-        tasks.create_task(race.store.tend("g"))
+        tasks.create_task(race.store.maintain("g"))
         first = tasks.create_task(refused(race.store.join(beat("c1", "x"))))
         second = tasks.create_task(race.store.join(beat("c2", "y")))
     assert isinstance(first.result(), SubscriptionConflict)
@@ -247,7 +247,7 @@ async def test_caller_that_goes_away_leaves_those_that_rode_with_it_to_themselve
         running[0].cancel()
 
     async with race.overtaken(go_away), asyncio.TaskGroup() as tasks:
-        tasks.create_task(race.store.tend("g"))
+        tasks.create_task(race.store.maintain("g"))
         running.append(tasks.create_task(race.store.join(beat("c1"))))
         second = tasks.create_task(race.store.join(beat("c2")))
     assert running[0].cancelled()
@@ -256,7 +256,7 @@ async def test_caller_that_goes_away_leaves_those_that_rode_with_it_to_themselve
 
 async def test_calls_that_wait_for_one_turn_are_written_together(race: Race) -> None:
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(race.store.tend("g"))
+        tasks.create_task(race.store.maintain("g"))
         joining = [tasks.create_task(race.store.join(beat(f"c{n}"))) for n in range(20)]
         leaving = tasks.create_task(race.store.leave("g", "c7", 1))
     groups = [task.result().group for task in joining]
@@ -282,7 +282,7 @@ async def test_many_that_die_at_once_are_taken_out_by_one_change(race: Race) -> 
             tasks.create_task(race.store.join(beat(name)))
     for name in names[1:]:
         await race.die(name)
-    outcome = await race.store.tend("g")
+    outcome = await race.store.maintain("g")
     assert outcome.change is not None
     assert len(outcome.change.expired) == 149
     assert ids(await race.group()) == ["c000"]
@@ -344,7 +344,7 @@ async def test_a_topic_created_between_two_readings_is_seen_or_has_no_smaller_id
     read = race.session.get
     reads: list[str] = []
 
-    async def read_slowly(key: str) -> Stored | None:
+    async def read_slowly(key: str) -> KeyValue | None:
         stored = await read(key)
         reads.append(key)
         if len(reads) == 1:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Put
 from tests.nameserver.replica import (
     Replica,
     grant,
@@ -27,10 +28,10 @@ LATEST = pb.SUBSCRIPTION_POLICY_STAGED_LATEST
 WARN = pb.SUBSCRIPTION_POLICY_WARN
 
 
-async def gate_of(etcd: EtcdSession, group: str = "g") -> tuple[pb.Gate, Stored]:
+async def gate_of(etcd: EtcdSession, group: str = "g") -> tuple[StoredGate, KeyValue]:
     stored = await etcd.get(etcd.key("gates", group))
     assert stored is not None
-    return pb.Gate.FromString(stored.value), stored
+    return StoredGate.FromString(stored.value), stored
 
 
 def expression(group: pb.Group) -> str:
@@ -59,13 +60,16 @@ async def test_staged_change_waits_for_members_and_then_for_owners(
     await grant(etcd, "g", "c1", queue_id=0)
     await grant(etcd, "g", "c2", queue_id=1)
     first = await nameserver.beat("g", "c1", "new")
-    assert first.verdict == pb.VERDICT_STAGED
+    assert first.verdict == pb.SUBSCRIPTION_VERDICT_STAGED
     assert [(d.newcomer_value, d.member_value) for d in first.differences] == [("new", "old")]
     assert (first.group.staged.draining, owners(first.group)) == (False, {"c2": 8})
     with nameserver.watch_group("g") as call:
         await next_group(call)
         second = await nameserver.beat("g", "c2", "new")
-        assert (second.verdict, second.group.staged.draining) == (pb.VERDICT_STAGED, True)
+        assert (second.verdict, second.group.staged.draining) == (
+            pb.SUBSCRIPTION_VERDICT_STAGED,
+            True,
+        )
         assert (expression(second.group), owners(second.group)) == ("old", {"": 8})
         gate, _ = await gate_of(etcd)
         assert (gate.draining, gate.subscription_generation, gate.bound) == (True, 1, True)
@@ -81,13 +85,13 @@ async def test_staged_change_waits_for_members_and_then_for_owners(
     assert owners(after) == {"c1": 4, "c2": 4}
     gate, _ = await gate_of(etcd)
     assert (gate.draining, gate.subscription_generation) == (False, 2)
-    assert (await nameserver.beat("g", "c1", "new")).verdict == pb.VERDICT_ACCEPTED
+    assert (await nameserver.beat("g", "c1", "new")).verdict == pb.SUBSCRIPTION_VERDICT_ACCEPTED
 
 
 async def test_change_that_nobody_holds_up_is_accepted_at_once(nameserver: Replica) -> None:
     await nameserver.join("g", "c1", "old")
     answer = await nameserver.beat("g", "c1", "new")
-    assert answer.verdict == pb.VERDICT_ACCEPTED
+    assert answer.verdict == pb.SUBSCRIPTION_VERDICT_ACCEPTED
     assert (expression(answer.group), answer.group.subscription_generation) == ("new", 2)
     assert owners(answer.group) == {"c1": 8}
 
@@ -102,7 +106,7 @@ async def test_zombie_of_the_old_subscription_holds_up_the_new_one(
     with nameserver.watch_group("g") as call:
         await next_group(call)
         answer = await nameserver.beat("g", "c1", "new")
-        assert (answer.verdict, owners(answer.group)) == (pb.VERDICT_STAGED, {"": 8})
+        assert (answer.verdict, owners(answer.group)) == (pb.SUBSCRIPTION_VERDICT_STAGED, {"": 8})
         assert await next_group(call) == answer.group
         await grant(etcd, "g", "")
         assert expression(await next_group(call)) == "new"
@@ -117,7 +121,7 @@ async def test_grant_that_was_decided_before_the_drain_is_not_persisted_after_it
     _, gate = await gate_of(etcd)
     lock = etcd.key("locks", "g", "flights", "broker-a", "0")
     answer = await nameserver.beat("g", "c2", "new")
-    assert (answer.verdict, expression(answer.group)) == (pb.VERDICT_ACCEPTED, "new")
+    assert (answer.verdict, expression(answer.group)) == (pb.SUBSCRIPTION_VERDICT_ACCEPTED, "new")
     persisted = await etcd.txn(
         compare=[Compare(gate.key, mod_revision=gate.mod_revision)], put=[Put(lock, b"")]
     )
@@ -143,7 +147,7 @@ async def test_grant_that_lands_just_before_the_drain_is_waited_for(
     monkeypatch.setattr(nameserver.runtime.etcd, "txn", overtaken)
     answer = await nameserver.beat("g", "c2", "new")
     assert granted
-    assert (answer.verdict, answer.group.staged.draining) == (pb.VERDICT_STAGED, True)
+    assert (answer.verdict, answer.group.staged.draining) == (pb.SUBSCRIPTION_VERDICT_STAGED, True)
 
 
 async def test_two_replicas_flip_once(
@@ -189,7 +193,7 @@ async def test_warn_replaces_at_once_and_counts_it(nameserver: Replica, etcd: Et
     await nameserver.join("g", "c1", "old")
     await grant(etcd, "g", "c1")
     answer = await nameserver.beat("g", "c2", "new")
-    assert (answer.verdict, expression(answer.group)) == (pb.VERDICT_REPLACED, "new")
+    assert (answer.verdict, expression(answer.group)) == (pb.SUBSCRIPTION_VERDICT_REPLACED, "new")
     assert [(d.newcomer_client_id, d.member_client_id) for d in answer.differences] == [
         ("c2", "c1")
     ]
@@ -198,7 +202,7 @@ async def test_warn_replaces_at_once_and_counts_it(nameserver: Replica, etcd: Et
     assert nameserver.metric("differing_members") == 1
     again = await nameserver.beat("g", "c1", "old")
     assert (again.verdict, again.group.generation) == (
-        pb.VERDICT_OVERRULED,
+        pb.SUBSCRIPTION_VERDICT_OVERRULED,
         answer.group.generation,
     )
     gate, _ = await gate_of(etcd)
@@ -210,7 +214,7 @@ async def test_broadcasting_members_may_want_different_messages(
 ) -> None:
     for client_id, wants in (("c1", "x"), ("c2", "y")):
         answer = await nameserver.beat("g", client_id, wants, model=pb.MESSAGE_MODEL_BROADCASTING)
-        assert answer.verdict == pb.VERDICT_ACCEPTED
+        assert answer.verdict == pb.SUBSCRIPTION_VERDICT_ACCEPTED
     assert (ids(answer.group), list(answer.group.assignments)) == (["c1", "c2"], [])
     assert (await gate_of(etcd))[0].model == pb.MESSAGE_MODEL_BROADCASTING
     error = await refusal(nameserver.join("g", "c3", "x"))
@@ -222,7 +226,7 @@ async def test_waiting_member_stays_one_by_its_heartbeats(nameserver: Replica) -
     await nameserver.join("g", "c1", "old")
     waiting = await nameserver.beat("g", "c2", "new")
     again = await nameserver.beat("g", "c2", "new")
-    assert (again.verdict, again.group) == (pb.VERDICT_STAGED, waiting.group)
+    assert (again.verdict, again.group) == (pb.SUBSCRIPTION_VERDICT_STAGED, waiting.group)
 
 
 async def test_refused_client_is_shown_until_it_gives_up(

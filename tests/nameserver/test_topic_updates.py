@@ -21,7 +21,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._core.keyed_queues import TOPICS_REVISION
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Replica,

@@ -20,8 +20,8 @@ from batonmq.errors import Retry, TopicNotFound
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.offsets.core.values import FenceAttempt, FenceCondition, Instant
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Direct,
@@ -115,7 +115,7 @@ async def test_progress_is_forgotten_when_a_topic_is_created_and_not_before(
     await nameserver.delete("orders")
     assert offsets.table.query(keys[0]).token == 1
     created = (await nameserver.create("orders", 3)).topic
-    assert offsets.table.group("g") == [keys[1]]
+    assert offsets.table.queues_of("g") == [keys[1]]
     assert offsets.table.deleted_topic_id("orders") == created.topic_id
 
 
@@ -357,7 +357,7 @@ async def test_nothing_is_answered_before_etcd_was_read(
 
 async def test_generation_rises_though_streams_arrive_out_of_order(etcd: EtcdSession) -> None:
     """A broker moves, then a topic changes; this replica hears of the broker last."""
-    nodes = Mirror(etcd, "nodes/")
+    nodes = EtcdMirror(etcd, "nodes/")
     catalog = Catalog(etcd, nodes, watchers_max=1)
     following = [nodes, *catalog.mirrors]
     async with asyncio.TaskGroup() as tasks:

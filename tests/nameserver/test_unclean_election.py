@@ -21,16 +21,20 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.replicas import ACCEPTED_MAX, Standing, decode
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.replication.replica_set import (
+    ACCEPTED_LOSSES_MAX,
+    ReplicaSetRecord,
+    decode_record,
+)
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, register_broker
 
 SET = "broker-a"
 KEY = f"replicas/storage/{SET}"
-BEFORE = Standing(7, "a-0", frozenset({"a-0", "a-1"}), 7)
+BEFORE = ReplicaSetRecord(7, "a-0", frozenset({"a-0", "a-1"}), 7)
 
 
-async def put_set(etcd: EtcdSession, standing: Standing = BEFORE) -> None:
+async def put_set(etcd: EtcdSession, standing: ReplicaSetRecord = BEFORE) -> None:
     await etcd.put(KEY, standing.encode())
 
 
@@ -39,8 +43,8 @@ async def up(etcd: EtcdSession, name: str, epoch: int = 6, version: int = 4_096)
     await register_broker(etcd, name, leader=False, **place)
 
 
-async def standing(etcd: EtcdSession) -> Standing:
-    return decode(await etcd.get(KEY))
+async def standing(etcd: EtcdSession) -> ReplicaSetRecord:
+    return decode_record(await etcd.get(KEY))
 
 
 async def elect(
@@ -97,12 +101,14 @@ async def test_the_chosen_node_alone_may_be_elected_and_it_is_recorded(
 
 async def test_losses_before_stay_up_to_a_bound(nameserver: Replica, etcd: EtcdSession) -> None:
     await up(etcd, "a-2")
-    for _ in range(ACCEPTED_MAX + 2):
+    for _ in range(ACCEPTED_LOSSES_MAX + 2):
         now = await standing(etcd)
-        await put_set(etcd, Standing(now.epoch + 1, "a-0", frozenset({"a-0"}), 0, now.accepted))
+        await put_set(
+            etcd, ReplicaSetRecord(now.epoch + 1, "a-0", frozenset({"a-0"}), 0, now.accepted)
+        )
         await elect(nameserver)
     epochs = [loss.epoch for loss in (await standing(etcd)).accepted]
-    assert epochs == list(range(3, ACCEPTED_MAX + 3))
+    assert epochs == list(range(3, ACCEPTED_LOSSES_MAX + 3))
 
 
 @pytest.mark.parametrize("execute", [False, True])

@@ -119,7 +119,7 @@ class Scene:
             self.record.members[owner - 1].client_id
             for topic in self.record.assignments
             for part in topic.brokers
-            for owner in part.owners
+            for owner in part.member_numbers
             if owner
         }
 

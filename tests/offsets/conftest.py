@@ -17,13 +17,13 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._telemetry.events import EventHub
 from batonmq_server.offsets.core.values import QueueLimits
-from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.disk import LmdbDisk
 from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.gates import PREFIX
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_gates import GATES_PREFIX
 from tests.offsets.service_calls import Service, only_set
 from tests.support.serving import serving
 
@@ -40,8 +40,8 @@ async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     limits = QueueLimits(ack_ranges_max=1_000)
-    gates = Mirror(etcd, PREFIX)
-    with Disk(tmp_path) as disk:
+    gates = EtcdMirror(etcd, GATES_PREFIX)
+    with LmdbDisk(tmp_path) as disk:
         offsets = standalone_epoch(
             disk,
             EpochContext(

@@ -25,11 +25,11 @@ from batonmq._connection.channels import OPTIONS, connect
 from batonmq.errors import BatonError, NoQuorum
 from batonmq_server.offsets.app import served
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.disk import Disk, StoredEntry
-from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.offsets.disk import LmdbDisk, StoredEntry
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.replicas import Standing, decode
+from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, decode_record
+from batonmq_server.runtime.service_runtime import Runtime
 from tests.offsets.service_calls import run
 from tests.support.waiting import until
 
@@ -55,7 +55,7 @@ class Session(EtcdSession):
         self._check()
         return await super().txn(**parts)
 
-    async def get(self, key: str) -> Stored | None:
+    async def get(self, key: str) -> KeyValue | None:
         self._check()
         return await super().get(key)
 
@@ -126,7 +126,7 @@ class Replica:
     name: str
     replica_set: str
     session: Session
-    disk: Disk
+    disk: LmdbDisk
     stub: pb_grpc.OffsetsServiceAsyncStub
     replication: replication_grpc.ReplicationServiceAsyncStub
     gate: Gate
@@ -202,10 +202,10 @@ class ReplicaSet:
         await until(look)
         return found[0]
 
-    async def fingerprint(self) -> Standing:
+    async def fingerprint(self) -> ReplicaSetRecord:
         """The set as etcd has it."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
-            return decode(await session.get("replicas/offsets/offsets"))
+            return decode_record(await session.get("replicas/offsets/offsets"))
 
     async def in_sync(self, *names: str) -> None:
         """Wait until exactly these are in sync."""
@@ -242,23 +242,25 @@ async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> N
     try:
         async with Session(settings.etcd, settings.cluster, Clock()) as session:
             runtime = Runtime("offsets", settings, session)
-            with Disk(settings.data_dir) as disk:
+            with LmdbDisk(settings.data_dir) as disk:
                 async with served(settings, runtime, disk) as app:
-                    edge = EdgeInterceptor(runtime.clock, runtime.registry, app.held)
+                    edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls)
                     server = grpc.aio.server(interceptors=[edge, gate], options=OPTIONS)
                     for add in app.servicers.values():
                         add(server)
                     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-                    runtime.bound(address, "")
+                    runtime.node_entry.set_addresses(address, "")
                     await server.start()
                     async with connect(address) as channel, asyncio.TaskGroup() as tasks:
                         loops: list[Callable[[], Any]] = [
                             *app.loops,
                             runtime.nodes.run,
-                            runtime.keep_registered,
+                            runtime.node_entry.keep,
                         ]
                         if app.leader:
-                            await runtime.register(epoch=app.epoch, replica_set=app.replica_set)
+                            await runtime.node_entry.write(
+                                epoch=app.epoch, replica_set=app.replica_set
+                            )
                         running = [tasks.create_task(loop()) for loop in loops]
                         started.set_result(
                             Replica(
@@ -276,7 +278,7 @@ async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> N
                         )
                         await stopping.wait()
                         await server.stop(None)
-                        await runtime.unregister()
+                        await runtime.node_entry.remove()
                         for task in running:
                             task.cancel()
     finally:

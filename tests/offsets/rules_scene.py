@@ -14,12 +14,12 @@ from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 from batonmq_server.offsets.core.resets import (
+    QueueReset,
     ResetExecutor,
     ResetHistory,
     ResetOrder,
     ResetOutcome,
     ResetStep,
-    ResetTarget,
 )
 from batonmq_server.offsets.core.values import (
     Acks,
@@ -154,7 +154,7 @@ class Scene:
 
     def reset(self, to: int, op_id: str = "op", *, dry_run: bool = False) -> ResetStep | BatonError:
         order = ResetOrder(op_id, ProgressSource.RESET, "admin", "replay")
-        targets = [ResetTarget(KEY, AckState(to))]
+        targets = [QueueReset(KEY, AckState(to))]
         outcome = self.resets.reset(KEY.group, order, targets, self.now, dry_run=dry_run)
         (result,) = self.carried_out(outcome)
         return result
@@ -166,10 +166,10 @@ class Scene:
 
     def carried_out(self, outcome: ResetOutcome) -> list[ResetStep | BatonError]:
         """The results, after making durable what has to be."""
-        if outcome.fresh:
-            assert outcome.record is not None
-            operation = self.resets.records.at(outcome.record)
-            self.stored_operations[outcome.record.slot] = encode_reset(operation)
+        if outcome.applied:
+            assert outcome.slot is not None
+            operation = self.resets.history.at(outcome.slot)
+            self.stored_operations[outcome.slot.slot] = encode_reset(operation)
             self._store(True)
         return outcome.results
 

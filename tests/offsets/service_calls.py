@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.common.v1 import error_pb2, queue_pb2
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
@@ -23,9 +23,13 @@ from batonmq_server.offsets.core.change_log import POSITION
 from batonmq_server.offsets.disk import StoredEntry
 from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.offsets.group_importer import PlacementDirectory
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import OFFSETS, PREFIX, Place
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
+from batonmq_server.runtime.group_placements import (
+    OFFSETS_SERVICE,
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+)
 
 TERM = 7
 TIMEOUT_S = 20
@@ -71,8 +75,8 @@ class Service:
         """The gate of `group` has arrived from etcd."""
         gates = self.offsets.gates
         gates.revision += 1
-        value = nameserver_pb.Gate(**fields).SerializeToString()
-        gates.values[group] = Stored(group, value, gates.revision, gates.revision)
+        value = StoredGate(**fields).SerializeToString()
+        gates.values[group] = KeyValue(group, value, gates.revision, gates.revision)
 
     async def held(self, queue_id: int = 3, delivered: int = 10) -> None:
         """client-a gets token 1 and has [0, delivered) in flight."""
@@ -92,14 +96,14 @@ class Service:
 
 def only_set(etcd: EtcdSession, *groups: str) -> PlacementDirectory:
     """The surroundings of the only replica set, to which etcd has given `groups` already."""
-    places = Mirror(etcd, PREFIX)
+    places = EtcdMirror(etcd, PLACEMENTS_PREFIX)
     for group in groups:
-        places.values[group] = Stored(group, Place(OFFSETS).encode(), 1, 1)
+        places.values[group] = KeyValue(group, GroupPlacement(OFFSETS_SERVICE).encode(), 1, 1)
 
     def stub(replica_set: str) -> pb_grpc.OffsetsServiceAsyncStub:
         raise AssertionError(f"there is no set {replica_set}")
 
-    return PlacementDirectory(OFFSETS, etcd, places, stub)
+    return PlacementDirectory(OFFSETS_SERVICE, etcd, places, stub)
 
 
 async def call(service: Service, name: str, request: Any) -> Any:

@@ -19,7 +19,7 @@ from batonmq_server.offsets.core.change_log import (
     StoreChange,
     decode_change_log,
 )
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 
 BIG = 1 << 30
 
@@ -38,43 +38,43 @@ def positions(found: list[StoreChange] | None) -> list[tuple[int, int]]:
 
 def test_who_has_nothing_gets_everything_at_once_and_no_part_of_it() -> None:
     log = ChangeLog((), 0)
-    assert log.position == NOWHERE
-    assert log.since(NOWHERE, BIG) == []
+    assert log.position == NO_POSITION
+    assert log.since(NO_POSITION, BIG) == []
     write(log, 3, 2)
-    assert log.since(NOWHERE, BIG) is None, "with the first change it would look like a member"
+    assert log.since(NO_POSITION, BIG) is None, "with the first change it would look like a member"
 
 
 def test_versions_have_no_gaps_across_epochs() -> None:
     log = ChangeLog((), 0)
     write(log, 1, 2)
     write(log, 4, 2)
-    assert positions(log.since(Position(1, 1), BIG)) == [(1, 2), (4, 3), (4, 4)]
+    assert positions(log.since(ReplicaPosition(1, 1), BIG)) == [(1, 2), (4, 3), (4, 4)]
 
 
 def test_a_change_that_does_not_follow_is_refused() -> None:
     log = ChangeLog((), 0)
     write(log, 2)
-    for at in (Position(2, 3), Position(2, 1), Position(1, 2)):
+    for at in (ReplicaPosition(2, 3), ReplicaPosition(2, 1), ReplicaPosition(1, 2)):
         with pytest.raises(DataLoss):
             log.append(StoreChange(at, ()))
-    assert log.position == Position(2, 1)
+    assert log.position == ReplicaPosition(2, 1)
 
 
 def test_who_wrote_what_another_leader_did_not_begins_anew() -> None:
     log = ChangeLog((), 0)
     write(log, 1, 3)
     write(log, 2, 2)
-    assert log.contains(Position(1, 3))
-    assert not log.contains(Position(1, 4)), "the old leader wrote on when epoch 2 had begun"
-    assert not log.contains(Position(2, 6)), "nobody has been there"
-    assert log.since(Position(1, 4), BIG) is None
+    assert log.contains(ReplicaPosition(1, 3))
+    assert not log.contains(ReplicaPosition(1, 4)), "the old leader wrote on when epoch 2 had begun"
+    assert not log.contains(ReplicaPosition(2, 6)), "nobody has been there"
+    assert log.since(ReplicaPosition(1, 4), BIG) is None
 
 
 def test_what_is_no_longer_kept_is_not_sent() -> None:
     log = ChangeLog((), 0, kept_bytes_max=1_000)
     write(log, 1, 20, size=100)
-    assert log.since(Position(1, 2), BIG) is None
-    kept = positions(log.since(Position(1, 17), BIG))
+    assert log.since(ReplicaPosition(1, 2), BIG) is None
+    kept = positions(log.since(ReplicaPosition(1, 17), BIG))
     assert kept == [(1, 18), (1, 19), (1, 20)]
     assert log.since(log.position, BIG) == []
 
@@ -82,8 +82,8 @@ def test_what_is_no_longer_kept_is_not_sent() -> None:
 def test_an_answer_is_as_long_as_fits_but_holds_one_change() -> None:
     log = ChangeLog((), 0)
     write(log, 1, 5, size=1_000)
-    assert positions(log.since(Position(1, 1), 10)) == [(1, 2)]
-    assert positions(log.since(Position(1, 1), 2_500)) == [(1, 2), (1, 3)]
+    assert positions(log.since(ReplicaPosition(1, 1), 10)) == [(1, 2)]
+    assert positions(log.since(ReplicaPosition(1, 1), 2_500)) == [(1, 2), (1, 3)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=6))
@@ -100,8 +100,8 @@ def test_what_is_stored_brings_the_log_back(steps: list[tuple[int, int]]) -> Non
     assert again.position == log.position
     for version in range(log.position.version + 2):
         for wrote in range(epoch + 2):
-            assert again.contains(Position(wrote, version)) == log.contains(
-                Position(wrote, version)
+            assert again.contains(ReplicaPosition(wrote, version)) == log.contains(
+                ReplicaPosition(wrote, version)
             )
 
 

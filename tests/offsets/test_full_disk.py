@@ -24,12 +24,12 @@ from batonmq._telemetry.events import EventHub
 from batonmq.errors import DiskFull
 from batonmq_server.offsets import group_commit
 from batonmq_server.offsets.core.values import QueueLimits
-from batonmq_server.offsets.disk import FREE_BYTES_MIN, Disk
+from batonmq_server.offsets.disk import FREE_BYTES_MIN, LmdbDisk
 from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.offsets.service_calls import TERM, Service, call, only_set, queue
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -49,8 +49,8 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     etcd = EtcdSession("127.0.0.1:1", "unused", clock)
-    gates = Mirror(etcd, "gates/")
-    with Disk(folder, free_bytes=room) as disk:
+    gates = EtcdMirror(etcd, "gates/")
+    with LmdbDisk(folder, free_bytes=room) as disk:
         offsets = standalone_epoch(
             disk,
             EpochContext(
@@ -99,7 +99,7 @@ async def test_a_full_disk_refuses_changes_until_it_has_room_again(
         commits = service.offsets.commits
         async with asyncio.TaskGroup() as tasks:
             caught = tasks.create_task(call(service, "Commit", commit(5)))
-            await until(lambda: commits.full is not None)
+            await until(lambda: commits.disk_full is not None)
             assert service.registry.get_sample_value("baton_offsets_disk_full") == 1
             for method, request in CHANGES.items():
                 code, error = await refused(service, method, request)
@@ -134,7 +134,7 @@ async def test_what_was_not_durable_on_a_full_disk_is_gone_after_a_restart(
         room.free_bytes = 0
         async with asyncio.TaskGroup() as tasks:
             caught = tasks.create_task(call(service, "Commit", commit(5)))
-            await until(lambda: service.offsets.commits.full is not None)
+            await until(lambda: service.offsets.commits.disk_full is not None)
             await service.offsets.commits.drain()
             caught.cancel()
     async with serving_in(tmp_path, room) as service:
@@ -145,7 +145,7 @@ async def test_what_was_not_durable_on_a_full_disk_is_gone_after_a_restart(
 
 async def test_a_write_that_leaves_too_little_free_is_refused(tmp_path: Path) -> None:
     room = Room()
-    with Disk(tmp_path, free_bytes=room) as disk:
+    with LmdbDisk(tmp_path, free_bytes=room) as disk:
         room.free_bytes -= 1
         with pytest.raises(DiskFull) as raised:
             await disk.write([(b"a", b"1")])

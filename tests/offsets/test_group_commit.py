@@ -12,7 +12,8 @@ import pytest
 
 from batonmq.errors import DiskFull, Unreachable
 from batonmq_server.offsets import group_commit
-from batonmq_server.offsets.group_commit import Entry, GroupCommit
+from batonmq_server.offsets.core.change_log import Entry
+from batonmq_server.offsets.group_commit import GroupCommit
 
 
 class Scene:

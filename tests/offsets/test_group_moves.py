@@ -38,8 +38,8 @@ from batonmq_server.offsets.core.local_placements import (
     PlacementState,
 )
 from batonmq_server.offsets.disk import StoredEntry
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.places import Place, place_of
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
 from tests.offsets.replica_cluster import (
     LEASE_MS,
     TIMEOUT_S,
@@ -70,14 +70,14 @@ class Scene:
 
     async def place(self, offsets_set: str, move: int = 0, from_set: str = "") -> None:
         """Do what the nameserver does."""
-        place = Place(offsets_set, move, from_set)
+        place = GroupPlacement(offsets_set, move, from_set)
         await self.etcd.put(f"places/{GROUP}", place.encode())
 
     async def finished(self, move: int) -> bool:
         """Whether etcd says that the move is over."""
         stored = await self.etcd.get(f"places/{GROUP}")
         assert stored is not None
-        place = place_of(stored)
+        place = decode_placement(stored)
         return place.move == move and not place.from_set
 
     async def moved(self, move: int) -> None:
@@ -270,7 +270,7 @@ async def test_a_group_goes_back_and_forth(etcd_endpoint: str, tmp_path: Path) -
         assert (await progress(right)).committed_offset == 65
         # What is late of an earlier move does nothing.
         with pytest.raises(OldMove):
-            await ask(right, pb.HandOverRequest(group=GROUP, move=2, to_set="left"))
+            await ask(right, pb.ExportGroupRequest(group=GROUP, move=2, to_set="left"))
         await ask(left, pb.ForgetGroupRequest(group=GROUP, move=1))
         await ask(right, pb.ForgetGroupRequest(group=GROUP, move=2))
         assert (await progress(right)).committed_offset == 65
@@ -285,7 +285,7 @@ async def test_a_set_answers_nothing_before_all_has_arrived(
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         before = await work(left)
         held, go_on = asyncio.Event(), asyncio.Event()
-        lost: list[pb.HandOverResponse] = []
+        lost: list[pb.ExportGroupResponse] = []
 
         async def hold_up(request: Any, proceed: Proceed) -> Any:
             answer = await proceed()
@@ -296,7 +296,7 @@ async def test_a_set_answers_nothing_before_all_has_arrived(
                 raise Unreachable("the answer is lost")
             return answer
 
-        left.gate.rules["HandOver"] = hold_up
+        left.gate.rules["ExportGroup"] = hold_up
         await scene.place("right", 1, "left")
         await held.wait()
         assert await refused(right) == "NOT_SERVING"
@@ -360,7 +360,7 @@ def stop_at(gate: Gate, point: str) -> asyncio.Event:
             raise Unreachable("it comes no farther")
         return await proceed()
 
-    method = "ForgetGroup" if "forg" in point else "HandOver"
+    method = "ForgetGroup" if "forg" in point else "ExportGroup"
     count = 2 if point == "after a part" else 0
     gate.rules[method] = lambda request, proceed: stop(count, request, proceed)
     return reached
@@ -581,7 +581,7 @@ def test_a_seal_is_only_lifted_by_a_greater_move() -> None:
         homes.check("g")
     with pytest.raises(NotServing):
         homes.seal("g", 3, "c", {})
-    homes.put("g", LocalPlacement(2, PlacementState.HERE, topic_ids={"u": 4}))
+    homes.put("g", LocalPlacement(2, PlacementState.KEPT, topic_ids={"u": 4}))
     homes.check("g")
     assert homes.topic_id("g", "u") == 4
     assert not homes.forget("g", 1)
@@ -600,7 +600,7 @@ def test_what_was_not_handed_over_is_not_forgotten() -> None:
     homes = LocalPlacements()
     with pytest.raises(InvalidArgument):
         homes.forget("g", 1)
-    homes.put("g", LocalPlacement(2, PlacementState.HERE))
+    homes.put("g", LocalPlacement(2, PlacementState.KEPT))
     for move in (2, 3):
         with pytest.raises(InvalidArgument):
             homes.forget("g", move)

@@ -12,7 +12,7 @@ import pytest
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
-from batonmq_server.offsets import persistence, server
+from batonmq_server.offsets import lockmgr_calls, persistence
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.values import Acks, Instant, QueueLimits
 from batonmq_server.offsets.persistence import recover_in_steps, recover_standalone
@@ -53,7 +53,7 @@ async def test_parts_of_an_announce_tell_every_queue_once(
     service: Service, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     tokens = await fenced(service)
-    monkeypatch.setattr(server, "ANNOUNCED_MAX", count)
+    monkeypatch.setattr(lockmgr_calls, "ANNOUNCED_MAX", count)
     found = await parts(service)
     assert sorted(told(found)) == sorted(tokens.items())
     groups_at_once = -(-count // 3)
@@ -64,7 +64,7 @@ async def test_what_ends_between_two_parts_hides_no_other_queue(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = await fenced(service)
-    monkeypatch.setattr(server, "ANNOUNCED_MAX", 4)
+    monkeypatch.setattr(lockmgr_calls, "ANNOUNCED_MAX", 4)
     first = await call(service, "Announce", pb.AnnounceRequest(term=TERM))
     assert first.more
     await call(service, "DeleteTopic", deletion())

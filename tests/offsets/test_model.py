@@ -30,12 +30,12 @@ from batonmq_server.offsets.codec import (
 from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import RangeSet
 from batonmq_server.offsets.core.resets import (
+    QueueReset,
     ResetExecutor,
     ResetHistory,
     ResetOrder,
     ResetOutcome,
     ResetStep,
-    ResetTarget,
 )
 from batonmq_server.offsets.core.values import (
     Acks,
@@ -61,7 +61,7 @@ def ranges_of(offsets: frozenset[int] | set[int]) -> RangeSet:
 
 
 def answer_of(step: ResetStep) -> tuple[int, ...]:
-    moved, to = step.moved, step.to_offset
+    moved, to = step.effect, step.to_offset
     counts = moved.replayed_count, moved.skipped_count
     return (moved.before.committed_offset, to, *counts, moved.reset_epoch, moved.token)
 
@@ -315,7 +315,7 @@ class Machine(RuleBasedStateMachine):
         if changed:
             known = KEY in self.table or model.token > 0
             self.stored = encode_progress(self.table.state(KEY)) if known else None
-            for done in self.resets.records.newest_first(KEY.group):
+            for done in self.resets.history.newest_first(KEY.group):
                 self.stored_moves[done.number] = encode_reset(done)
             self.stored_topic_id = self.table.deleted_topic_id(KEY.topic)
         self.check_acceptance(call, answer, model)
@@ -380,14 +380,14 @@ class Machine(RuleBasedStateMachine):
         if move.undone:
             outcome = self.resets.undo(KEY.group, order, self.now, **dry)
         else:
-            target = ResetTarget(KEY, move.to)
+            target = QueueReset(KEY, move.to)
             outcome = self.resets.reset(KEY.group, order, [target], self.now, **dry)
         (result,) = outcome.results
-        if not outcome.fresh:
+        if not outcome.applied:
             assert self.copy() == before, "a dry run, a repetition and a refusal change nothing"
         if isinstance(result, BatonError):
             return result.reason, False
-        return answer_of(result), bool(outcome.fresh)
+        return answer_of(result), bool(outcome.applied)
 
     def copy(self) -> object:
         return replace(self.table.query(KEY)) if KEY in self.table else None
@@ -439,7 +439,7 @@ class Machine(RuleBasedStateMachine):
     def table_is_where_the_model_is(self) -> None:
         assert (KEY in self.table) == self.model.known
         if not self.model.known:
-            assert self.table.group(KEY.group) == []
+            assert self.table.queues_of(KEY.group) == []
             with pytest.raises(UnknownQueue) as raised:
                 self.table.query(KEY)
             facts = raised.value.facts
@@ -460,7 +460,7 @@ class Machine(RuleBasedStateMachine):
         assert (KEY in self.table.capped) == (len(queue.acked.runs) >= RANGES_MAX)
         assert (queue.subscription_generation, queue.source) == (model.generation, model.source)
         assert queue.first_reset_epoch == model.first_reset_epoch
-        newest_first = self.resets.records.newest_first(KEY.group)
+        newest_first = self.resets.history.newest_first(KEY.group)
         assert [done.order.op_id for done in newest_first] == list(model.moves)[::-1]
 
     @invariant()

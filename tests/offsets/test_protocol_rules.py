@@ -618,7 +618,7 @@ def test_s1_after_a_delete_the_queue_begins_anew_and_the_token_goes_on() -> None
     scene.close(1, unfinished=offsets((4, 5)))
     assert scene.delete(1) == [KEY]
     assert KEY not in scene.table
-    assert scene.table.group(KEY.group) == []
+    assert scene.table.queues_of(KEY.group) == []
     assert scene.table.ack_ranges == {}
     with pytest.raises(UnknownQueue) as raised:
         scene.table.query(KEY)
@@ -714,7 +714,7 @@ def test_s1_delete_ends_all_groups_of_the_topic_and_no_other_topic() -> None:
         scene.table.fence(key, 7, FIRST, scene.now)
     assert sorted(scene.delete(1) or ()) == sorted([KEY, *others])
     assert scene.table.query(kept).token == 1
-    assert (scene.table.group("others"), scene.table.group("readers")) == ([], [kept])
+    assert (scene.table.queues_of("others"), scene.table.queues_of("readers")) == ([], [kept])
     assert {key for key, _ in scene.table.items()} == {KEY, *others, kept}
 
 

@@ -19,11 +19,11 @@ from batonmq.errors import (
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.resets import (
     RECORDS_MAX,
+    QueueReset,
     RecordedReset,
     ResetHistory,
     ResetOrder,
     ResetStep,
-    ResetTarget,
 )
 from batonmq_server.offsets.core.values import Acks, AckState, Instant, ProgressSource
 from tests.offsets.rules_scene import FORCED, IDLE, KEY, A, B, Scene, offsets
@@ -61,8 +61,8 @@ def test_s13_reset_is_one_step_of_token_epoch_place_and_holder() -> None:
     assert (queue.committed_offset, queue.delivered_offset, queue.acked) == (4, 4, EMPTY)
     assert queue.delivered_reserved == 4
     assert queue.source is ProgressSource.RESET
-    assert (moved.moved.reset_epoch, moved.moved.token) == (1, 2)
-    assert (moved.moved.before, moved.to_offset) == (AckState(10, offsets((12, 13))), 4)
+    assert (moved.effect.reset_epoch, moved.effect.token) == (1, 2)
+    assert (moved.effect.before, moved.to_offset) == (AckState(10, offsets((12, 13))), 4)
 
 
 def test_s13_what_was_started_before_is_maybe_seen_afterwards() -> None:
@@ -92,23 +92,23 @@ def test_s13_maybe_seen_reaches_to_whatever_was_farthest(what: str) -> None:
 
 def test_s13_forward_reset_is_a_recorded_skip() -> None:
     scene = held()
-    moved = step(scene.reset(50)).moved
+    moved = step(scene.reset(50)).effect
     assert (moved.replayed_count, moved.skipped_count) == (0, 39)
     assert (scene.queue.committed_offset, scene.queue.maybe_seen) == (50, EMPTY)
-    (recorded,) = scene.resets.records.newest_first(KEY.group)
+    (recorded,) = scene.resets.history.newest_first(KEY.group)
     assert recorded.order == ResetOrder("op", ProgressSource.RESET, "admin", "replay")
-    assert recorded.steps[0].moved == moved
+    assert recorded.steps[0].effect == moved
     scene.reset(0, "back")
     assert scene.queue.maybe_seen == offsets((0, 50)), "nothing that was started is forgotten"
 
 
 def test_s13_backward_reset_counts_what_comes_again() -> None:
-    moved = step(held().reset(4)).moved
+    moved = step(held().reset(4)).effect
     assert (moved.replayed_count, moved.skipped_count) == (7, 0)
 
 
 def test_s13_forward_reset_beyond_a_hole_counts_the_hole_only() -> None:
-    moved = step(held().reset(15)).moved
+    moved = step(held().reset(15)).effect
     assert (moved.replayed_count, moved.skipped_count) == (0, 4)
 
 
@@ -117,7 +117,7 @@ def test_s13_dry_run_tells_the_same_and_changes_nothing() -> None:
     before = scene.queue.committed_offset, scene.queue.token, scene.queue.maybe_seen
     told = step(scene.reset(4, dry_run=True))
     assert (scene.queue.committed_offset, scene.queue.token, scene.queue.maybe_seen) == before
-    assert scene.resets.records.newest_first(KEY.group) == []
+    assert scene.resets.history.newest_first(KEY.group) == []
     assert told == step(scene.reset(4))
 
 
@@ -130,7 +130,7 @@ def test_s13_dry_run_leaves_a_queue_without_progress_unknown() -> None:
 
 def test_s13_queue_without_progress_begins_where_it_is_reset_to() -> None:
     scene = Scene()
-    moved = step(scene.reset(4)).moved
+    moved = step(scene.reset(4)).effect
     assert (moved.before, moved.replayed_count, moved.skipped_count) == (AckState(4), 0, 0)
     assert scene.fence(A, 1, initial_offset=90).committed_offset == 4
 
@@ -210,21 +210,21 @@ def test_s13_op_id_that_moved_the_queue_elsewhere_is_refused() -> None:
 def test_s13_op_id_of_another_order_is_refused(other: ResetOrder) -> None:
     scene = held()
     scene.reset(4)
-    target = ResetTarget(KEY._replace(queue_id=9), AckState(4))
+    target = QueueReset(KEY._replace(queue_id=9), AckState(4))
     outcome = scene.resets.reset(KEY.group, other, [target], scene.now, dry_run=False)
     assert [type(result) for result in outcome.results] == [OperationExists]
-    assert (outcome.fresh, len(scene.table)) == ([], 1)
+    assert (outcome.applied, len(scene.table)) == ([], 1)
 
 
 def test_s13_one_operation_may_take_several_calls() -> None:
     scene = Scene()
     order = ResetOrder("op", ProgressSource.RESET, "admin", "replay")
     keys = [KEY._replace(queue_id=queue_id) for queue_id in range(4)]
-    targets = [ResetTarget(key, AckState(7)) for key in keys]
+    targets = [QueueReset(key, AckState(7)) for key in keys]
     for some in (targets[2:], targets[:3]):
         scene.now_ms += 1
         scene.resets.reset(KEY.group, order, some, scene.now, dry_run=False)
-    (operation,) = scene.resets.records.newest_first(KEY.group)
+    (operation,) = scene.resets.history.newest_first(KEY.group)
     assert [each.key for each in operation.steps] == keys
     assert operation.unix_ms == scene.now.unix_ms - 1
     assert [scene.table.query(key).token for key in keys] == [1, 1, 1, 1]
@@ -260,8 +260,8 @@ def test_s13_undo_restores_committed_and_acked_exactly() -> None:
     assert (queue.committed_offset, queue.acked) == (10, offsets((12, 13)))
     assert (queue.token, queue.reset_epoch, queue.holder) == (4, 2, None)
     assert queue.maybe_seen == offsets((10, 12), (13, 20))
-    assert (step(undone).moved.replayed_count, step(undone).moved.skipped_count) == (0, 8)
-    assert [each.order.undone_op_id for each in scene.resets.records.newest_first(KEY.group)] == [
+    assert (step(undone).effect.replayed_count, step(undone).effect.skipped_count) == (0, 8)
+    assert [each.order.undone_op_id for each in scene.resets.history.newest_first(KEY.group)] == [
         "op",
         "",
     ]
@@ -271,7 +271,7 @@ def test_s13_undo_of_a_skip_brings_what_was_skipped() -> None:
     scene = held()
     scene.reset(50)
     (undone,) = scene.undo("op")
-    assert step(undone).moved.replayed_count == 39
+    assert step(undone).effect.replayed_count == 39
     assert scene.queue.maybe_seen == offsets((10, 12), (13, 50))
 
 
@@ -302,9 +302,9 @@ def test_s13_undo_is_answered_from_its_record_when_the_undone_one_is_forgotten()
     scene = held()
     scene.reset(4)
     first = scene.undo("op")
-    undo = scene.resets.records.newest_first(KEY.group)[0]
-    scene.resets.records = ResetHistory()
-    scene.resets.records.put(KEY.group, undo)
+    undo = scene.resets.history.newest_first(KEY.group)[0]
+    scene.resets.history = ResetHistory()
+    scene.resets.history.put(KEY.group, undo)
     assert scene.undo("op") == first
 
 
@@ -322,7 +322,7 @@ def test_s13_undo_does_not_touch_what_was_created_again(deletion: str, anew: boo
     (refused,) = scene.undo("op")
     assert isinstance(refused, UnknownQueue)
     assert scene.table.state(KEY).token == (4 if anew else 3)
-    assert scene.resets.records.find(KEY.group, "undo") is None
+    assert scene.resets.history.find(KEY.group, "undo") is None
 
 
 # ---- clone
@@ -355,7 +355,7 @@ def test_s13_clone_flags_what_the_group_itself_had_started() -> None:
     scene.table.commit_unowned(theirs(), handled(40), scene.now)
     (moved,) = cloned(scene)
     assert scene.table.query(theirs()).maybe_seen == offsets((10, 12), (13, 40))
-    assert (moved.moved.replayed_count, moved.moved.skipped_count) == (29, 0)
+    assert (moved.effect.replayed_count, moved.effect.skipped_count) == (29, 0)
 
 
 def test_s13_clone_of_one_topic_leaves_the_others() -> None:
@@ -429,7 +429,7 @@ def test_s13_a_group_may_be_deleted_on_one_topic() -> None:
 def test_s13_reset_of_a_deleted_queue_goes_on_with_its_token() -> None:
     scene = held()
     scene.delete_group()
-    moved = step(scene.reset(4)).moved
+    moved = step(scene.reset(4)).effect
     assert (moved.token, moved.reset_epoch) == (3, 2)
     scene.now_ms += 30_000
     assert scene.fence(A, 3, IDLE).token == 4

@@ -14,9 +14,9 @@ import pytest
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq_server.offsets import placement_resolver as here
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.places import PREFIX
+from batonmq_server.offsets import placement_resolver
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
+from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX
 from tests.offsets.service_calls import GOOD, TERM, Service, call, queue, reasons, run
 from tests.support.waiting import until
 
@@ -29,7 +29,7 @@ class StandingStill(EtcdSession):
     still = False
     asked = waiting = 0
 
-    async def get(self, key: str) -> Stored | None:
+    async def get(self, key: str) -> KeyValue | None:
         if self.still:
             self.asked += 1
             self.waiting += 1
@@ -53,8 +53,8 @@ def shared(method: str, *items: Any) -> Any:
 
 
 async def places(etcd: EtcdSession) -> set[str]:
-    found, _ = await etcd.get_prefix(PREFIX)
-    return {stored.key.removeprefix(PREFIX) for stored in found}
+    found, _ = await etcd.get_prefix(PLACEMENTS_PREFIX)
+    return {stored.key.removeprefix(PLACEMENTS_PREFIX) for stored in found}
 
 
 @pytest.mark.parametrize("method", ["Fence", "RecordDelivered", "Touch"])
@@ -133,7 +133,7 @@ async def test_a_made_up_group_that_commits_without_token_gets_no_place(
 async def test_groups_of_a_call_are_looked_up_at_the_same_time(
     service: Service, etcd: StandingStill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here, "FIND_S", 10.0)
+    monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", 10.0)
     etcd.still = True
     query = pb.QueryRequest(queues=[queue(group) for group in MADE_UP])
     async with asyncio.TaskGroup() as tasks:
@@ -145,7 +145,7 @@ async def test_groups_of_a_call_are_looked_up_at_the_same_time(
 async def test_what_etcd_does_not_tell_costs_only_those_who_need_it(
     service: Service, etcd: StandingStill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here, "FIND_S", 0.05)
+    monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", 0.05)
     await service.held()
     etcd.still = True
     query = pb.QueryRequest(queues=[*map(queue, MADE_UP), queue()])

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from batonmq._common.clock import Clock
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 
 
 @pytest.fixture

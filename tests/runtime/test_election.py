@@ -19,9 +19,9 @@ import pytest
 from batonmq._common.clock import Clock
 from batonmq_server.local.etcd import EtcdProcess
 from batonmq_server.runtime.election import SAFETY_MS, Election
-from batonmq_server.runtime.etcd import EtcdSession, Put
-from tests.runtime.compaction import compact
-from tests.runtime.doors import two_doors
+from batonmq_server.runtime.etcd.session import EtcdSession, Put
+from tests.runtime.etcd_compaction import compact
+from tests.runtime.etcd_proxies import two_doors
 from tests.support.waiting import until
 
 LONG_MS = 60_000

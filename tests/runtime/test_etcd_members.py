@@ -21,11 +21,11 @@ from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
 from batonmq.errors import NoQuorum
 from batonmq_server.local.etcd import etcd_members as processes
-from batonmq_server.runtime import etcd_members
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.etcd_members import FRESH_S, TRY_S
-from batonmq_server.runtime.mirror import Mirror
-from tests.runtime.doors import Doors, SlowDoor, two_doors
+from batonmq_server.runtime.etcd import members as etcd_members
+from batonmq_server.runtime.etcd.members import FRESH_S, TRY_S
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.runtime.etcd_proxies import Doors, SlowDoor, two_doors
 from tests.support.waiting import until
 
 MINUTE_MS = 60_000
@@ -36,7 +36,7 @@ SOON_S = 30
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who lives may be as slow as the machine is."""
-    monkeypatch.setattr(etcd_members, "LOOK_TIMEOUT_S", 2)
+    monkeypatch.setattr(etcd_members, "CHECK_TIMEOUT_S", 2)
 
 
 @pytest_asyncio.fixture
@@ -123,7 +123,7 @@ async def test_member_that_is_slow_but_lives_is_waited_for(
             waiting = tasks.create_task(coming)
             now_s = asyncio.get_running_loop().time
             begin_s = now_s()
-            await until(lambda: member.heard_s > begin_s + 3)  # by what it says of itself
+            await until(lambda: member.answered_s > begin_s + 3)  # by what it says of itself
             assert not waiting.done()
             await etcd.put("b/2", b"")
         assert waiting.result().events
@@ -134,7 +134,7 @@ async def test_copy_of_a_prefix_follows_at_another_member_without_a_gap(
     doors: Doors, cluster: str, etcd: EtcdSession
 ) -> None:
     async with session_at(doors, cluster) as session, asyncio.TaskGroup() as tasks:
-        mirror = Mirror(session, "topics/")
+        mirror = EtcdMirror(session, "topics/")
         following = tasks.create_task(mirror.run())
         await mirror.ready()
         heard: set[str] = set()
@@ -212,15 +212,15 @@ async def test_member_that_is_slow_is_waited_for_though_the_other_one_is_down(
 async def test_members_that_are_all_slow_answer_in_the_end(count: int) -> None:
     """A try that never got more than the first would be given up each time."""
 
-    async def answer(member: etcd_members.Member) -> str:
+    async def answer(member: etcd_members.EtcdMember) -> str:
         await asyncio.sleep(1.5 * TRY_S)
         return member.address
 
     addresses = [f"127.0.0.1:{number}" for number in range(1, count + 1)]
-    members = etcd_members.Members(addresses, Random(1), connect)
+    members = etcd_members.EtcdMembers(addresses, Random(1), connect)
     try:
         async with asyncio.timeout(SOON_S):
-            assert await members.ask(answer, MINUTE_MS / 1000, TRY_S) in addresses
+            assert await members.call(answer, MINUTE_MS / 1000, TRY_S) in addresses
     finally:
         await members.close()
 

@@ -24,7 +24,7 @@ from batonmq._connection.channels import connect
 from batonmq.errors import NoQuorum
 from batonmq_server.local.ports import keep_ports
 from batonmq_server.runtime import health
-from batonmq_server.runtime.health import LIVE, READY, STARTED, Health, health_of
+from batonmq_server.runtime.health import LIVE, READY, STARTED, Health, serve_health
 from tests.support.waiting import until
 
 TIMEOUT_S = 20
@@ -51,7 +51,7 @@ class Node:
 @asynccontextmanager
 async def probed(folder: Path) -> AsyncIterator[tuple[Health, grpc.aio.Channel]]:
     port = keep_ports(folder / "ports.json", ["health"])["health"]
-    async with health_of("127.0.0.1", port) as answers, connect(f"127.0.0.1:{port}") as channel:
+    async with serve_health("127.0.0.1", port) as answers, connect(f"127.0.0.1:{port}") as channel:
         yield answers, channel
 
 
@@ -105,7 +105,7 @@ async def test_a_node_is_ready_while_it_is_listed_and_level(
 
 
 async def test_without_a_port_of_its_own_the_answers_are_given_elsewhere() -> None:
-    async with health_of("127.0.0.1", 0) as answers:
+    async with serve_health("127.0.0.1", 0) as answers:
         server = grpc.aio.server()
         answers.add(server)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -32,9 +32,9 @@ from batonmq._connection.channels import connect
 from batonmq.errors import NoDeadline
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.ports import keep_ports
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import LIVE, READY, STARTED
-from batonmq_server.runtime.replicas import Standing
+from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -178,7 +178,7 @@ async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
     """It would write what the others never get, and one of both would be given up."""
     key = etcd.key("replicas", service, replica_set)
     node_id = f"{replica_set}-0"
-    await etcd.put(key, Standing(7, node_id, frozenset({node_id, "other"}), 7).encode())
+    await etcd.put(key, ReplicaSetRecord(7, node_id, frozenset({node_id, "other"}), 7).encode())
     upper = f"BATON_{service.upper()}"
     settings = {
         "CLUSTER": etcd.prefix.split("/")[2],
@@ -207,7 +207,7 @@ async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
     (said,) = child.last_lines(1)
     assert f"other may be elected, so it must not run without {upper}_REPLICAS" in said
     assert not (tmp_path / "data").exists(), "nothing is touched"
-    await etcd.put(key, Standing(7, node_id, frozenset({node_id}), 7).encode())
+    await etcd.put(key, ReplicaSetRecord(7, node_id, frozenset({node_id}), 7).encode())
     child.spawn()
     try:
         await child.ready(30)

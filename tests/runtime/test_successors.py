@@ -1,6 +1,7 @@
-"""Goal: a leader gives way only to who has everything, is up, and says that it can go on.
+"""Goal: a leader resigns only in favour of a follower that could lead.
 
-Method: the real keeper and its books; in place of etcd a set that stands as it is.
+Such a follower is in sync, registered, and reports no problem.
+Method: the real in-sync set and its tracker; in place of etcd a record that does not change.
 """
 
 from __future__ import annotations
@@ -8,44 +9,43 @@ from __future__ import annotations
 from typing import cast
 
 from batonmq._common.clock import Clock
-from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.keeper import Keeper, ReplicaPolicy, Won
-from batonmq_server.runtime.replicas import ReplicaSet, Standing
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet, ReplicaPolicy
+from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, ReplicaSetStore
 
 POLICY = ReplicaPolicy(min_in_sync=1, lag_ms_max=60_000, hold_ms=100)
 
 
-class SetTwin:
-    """A set of four that does not change."""
+class StoreTwin:
+    """The record of a set of four nodes, which does not change."""
 
-    members = frozenset("abcd")
-
-
-def keeper(up: str) -> Keeper:
-    """Of leader a, with b and c in sync."""
-    standing = Standing(7, "a", frozenset("abc"), served_epoch=6, mod_revision=1)
-    won = Won(cast(Election, None), cast(ReplicaSet, SetTwin()), standing)
-    return Keeper(won, 5, POLICY, Clock(), lambda: frozenset(up))
+    node_ids = frozenset("abcd")
 
 
-async def test_who_was_not_heard_of_is_no_successor() -> None:
-    found = keeper(up="abcd")
+def in_sync_set(registered: str) -> InSyncSet:
+    """Leader a, with b and c in sync."""
+    store = cast(ReplicaSetStore, StoreTwin())
+    record = ReplicaSetRecord(7, "a", frozenset("abc"), served_epoch=6, mod_revision=1)
+    return InSyncSet(store, record, 5, POLICY, Clock(), lambda: frozenset(registered))
+
+
+async def test_replica_that_never_reported_is_not_a_successor() -> None:
+    found = in_sync_set(registered="abcd")
     assert found.successors() == set()
-    found.told("b", "")
+    found.set_problem("b", "")
     assert found.successors() == {"b"}
 
 
-async def test_who_says_that_it_can_not_follow_is_no_successor_until_it_says_that_it_can() -> None:
-    found = keeper(up="abcd")
-    found.told("b", "DISK_FULL: nothing is free")
-    found.told("c", "")
+async def test_replica_that_reports_a_problem_is_not_a_successor_until_it_recovers() -> None:
+    found = in_sync_set(registered="abcd")
+    found.set_problem("b", "DISK_FULL: nothing is free")
+    found.set_problem("c", "")
     assert found.successors() == {"c"}
-    found.told("b", "")
+    found.set_problem("b", "")
     assert found.successors() == {"b", "c"}
 
 
-async def test_who_is_out_of_sync_or_away_is_no_successor() -> None:
-    found = keeper(up="abd")
+async def test_replica_out_of_sync_or_not_registered_is_not_a_successor() -> None:
+    found = in_sync_set(registered="abd")
     for name in "abcd":
-        found.told(name, "")
+        found.set_problem(name, "")
     assert found.successors() == {"b"}

@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from pydantic import SecretStr
 
 from batonmq._common.rpc import from_rpc_error
+from batonmq._common.secret import Secret
 from batonmq._connection import tls_probe as handshake
 from batonmq._connection.channels import OPTIONS, connector
 from batonmq._connection.secure_channel import LOOK_INTERVAL_S, SecureChannel
@@ -133,7 +133,7 @@ async def test_who_shows_a_certificate_is_known_by_it(node: Security, carol: Sec
 async def test_without_certificates_of_clients_tokens_tell_who_calls(
     node: Security, carol: Security
 ) -> None:
-    security = Security(ca_file=carol.ca_file, token=SecretStr(SECRET))
+    security = Security(ca_file=carol.ca_file, token=Secret(SECRET))
     async with serving(node, required=False) as (address, _):
         assert await answer(address, security, b"token") == f"Bearer {SECRET}".encode()
         assert await answer(address, replace(security, token=None), b"token") == b""

@@ -1,4 +1,4 @@
-"""Moves between sets of offsets that leave out a rule (docs/replication.md)."""
+"""Moves between sets of offsets that leave out a rule (docs/explanation/replication.md)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from batonmq_server.offsets.group_exporter import GroupExporter
 from batonmq_server.offsets.group_importer import GroupImporter
 from batonmq_server.offsets.persistence import entries_of_group
 from batonmq_server.offsets.placement_resolver import PlacementResolver
-from batonmq_server.runtime.places import Place
+from batonmq_server.runtime.group_placements import GroupPlacement
 
 
 def adopt_without_seal(patch: pytest.MonkeyPatch) -> None:
     """The old set hands over what it has, and goes on."""
 
-    async def hand_over(
+    async def export(
         self: GroupExporter, group: str, move: int, to_set: str, after_key: bytes
-    ) -> pb.HandOverResponse:
+    ) -> pb.ExportGroupResponse:
         del move, to_set, after_key
         await self._commits.wait_all_durable()
         found = await entries_of_group(self._disk, group)
-        answer = pb.HandOverResponse(
+        answer = pb.ExportGroupResponse(
             last=True, term=self._table.term, topic_ids=self._table.topic_ids
         )
         for key, value in found:
             answer.entries.add(key=key, value=value)
         return answer
 
-    patch.setattr(GroupExporter, "hand_over", hand_over)
+    patch.setattr(GroupExporter, "export", export)
     patch.setattr(LocalPlacements, "forget", lambda *_: False)
     _stays_where_it_was(patch)
 
@@ -83,7 +83,7 @@ def adopt_a_lower_move(patch: pytest.MonkeyPatch) -> None:
     """A leader fetches whatever the copy of etcd says that it has, and opens what it has got."""
     real = GroupImporter._move
 
-    async def move(self: GroupImporter, group: str, place: Place) -> None:
+    async def move(self: GroupImporter, group: str, place: GroupPlacement) -> None:
         home = self._table.placements.get(group)
         if home is not None and home.move >= place.move:
             self._table.placements.put(group, LocalPlacement(place.move, PlacementState.ARRIVING))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from batonmq_server.nameserver.group_store import GroupStore
-from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage.delivery_recorder import (
     DeliveryRecorder,
     PendingDelivery,
@@ -37,10 +37,10 @@ def flip_with_owners(patch: pytest.MonkeyPatch) -> None:
 
 def pause_known_now_and_then(patch: pytest.MonkeyPatch) -> None:
     """Storage looks at every second pull only whether the group is paused."""
-    real, looks = Gates.check_running, itertools.count()
+    real, looks = GroupGates.check_running, itertools.count()
 
-    def check_running(self: Gates, group: str) -> None:
+    def check_running(self: GroupGates, group: str) -> None:
         if next(looks) % 2:
             real(self, group)
 
-    patch.setattr(Gates, "check_running", check_running)
+    patch.setattr(GroupGates, "check_running", check_running)

@@ -14,9 +14,9 @@ from batonmq_server.storage.components import StorageComponents, build_component
 from batonmq_server.storage.core.epochs import EpochHistory, common_point
 from batonmq_server.storage.core.producers import ProducerTable
 from batonmq_server.storage.flusher import Flusher, InThread
-from batonmq_server.storage.leadership import Leadership
+from batonmq_server.storage.leadership import StorageLeadership
 from batonmq_server.storage.log_follower import LogFollower
-from batonmq_server.storage.role import Role
+from batonmq_server.storage.replica import StorageReplica
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
@@ -50,27 +50,27 @@ def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
 
 def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
     """Readers at a follower see what it has, and not what every member of the set has."""
-    real = LogFollower._settle
+    real = LogFollower._clear_damage
 
-    async def settle(
+    async def clear_damage(
         self: LogFollower, components: StorageComponents, answer: replication_pb.FetchResponse
     ) -> None:
         components.flusher.confirmed(components.node.store.log.synced_position)
         await real(self, components, answer)
 
-    patch.setattr(LogFollower, "_settle", settle)
+    patch.setattr(LogFollower, "_clear_damage", clear_damage)
 
 
 def replicated_alone(patch: pytest.MonkeyPatch) -> None:
     """What everybody in sync has is said to be REPLICATED, also if that is the leader alone."""
-    real = Role.durability_of
+    real = StorageReplica.durability_of
 
-    def reached(self: Role, next_position: int) -> pb.Durability.ValueType:
+    def reached(self: StorageReplica, next_position: int) -> pb.Durability.ValueType:
         durability = real(self, next_position)
         safe = durability == pb.DURABILITY_FSYNCED
         return pb.DURABILITY_REPLICATED if safe else durability
 
-    patch.setattr(Role, "durability_of", reached)
+    patch.setattr(StorageReplica, "durability_of", reached)
 
 
 def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
@@ -81,31 +81,31 @@ def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
         return replace(components, loops=(*components.loops, components.due.run))
 
     patch.setattr("batonmq_server.storage.app.build_components", served)
-    patch.setattr(Role, "refusal", lambda *_: None)
+    patch.setattr(StorageReplica, "refusal", lambda *_: None)
 
 
 def take_an_empty_copy_for_whole(patch: pytest.MonkeyPatch) -> None:
     """A member that has lost its disk counts again as soon as it has reached the last epoch."""
-    real = node._of_replica
+    real = node._recover_replica
 
-    def of_replica(attempt: node._Attempt, *, accept_loss: bool) -> EpochHistory:
+    def recover_replica(attempt: node._Attempt, *, accept_loss: bool) -> EpochHistory:
         history = real(attempt, accept_loss=accept_loss)
         return history if history.starts else EpochHistory()
 
-    patch.setattr(node, "_of_replica", of_replica)
+    patch.setattr(node, "_recover_replica", recover_replica)
 
 
 def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
     """A new leader knows nothing of what producers had sent to the one before."""
-    real = Leadership.begin
+    real = StorageLeadership.begin
 
-    async def begin(self: Leadership, in_thread: InThread) -> None:
+    async def begin(self: StorageLeadership, in_thread: InThread) -> None:
         self.components.node.store.producers = ProducerTable()
         await real(self, in_thread)
 
-    patch.setattr(Leadership, "begin", begin)
+    patch.setattr(StorageLeadership, "begin", begin)
 
 
 def answer_without_lease(patch: pytest.MonkeyPatch) -> None:
     """Who was elected answers until it hears that it is over."""
-    patch.setattr(Role, "check", lambda _: None)
+    patch.setattr(StorageReplica, "check", lambda _: None)

@@ -17,9 +17,9 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq._core.queues import GroupQueue
 from batonmq._core.records import Record, decode_records, read_header
 from batonmq._core.retries import ATTEMPTS
-from batonmq_server.offsets.disk import Entry
+from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.places import OFFSETS
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.store import CheckedBatch, Store, TopicQueues
@@ -75,10 +75,10 @@ class Checker:
     def watch_leadership(self, offsets: OffsetsEpoch) -> None:
         """See what a leader of offsets begins with and does; what it writes counts once the
         in-sync set has it."""
-        table = self.books.tables.get(OFFSETS)
+        table = self.books.tables.get(OFFSETS_SERVICE)
         if table is None or offsets.table.epoch > table.epoch:
             self.offsets.began(dict(offsets.disk.read()))
-            self.offsets.watch_table(offsets.table, OFFSETS)
+            self.offsets.watch_table(offsets.table, OFFSETS_SERVICE)
         write = offsets.commits._write
 
         async def watched(entries: Sequence[Entry]) -> None:

@@ -34,7 +34,7 @@ from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import KeyValue
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing import processes
@@ -136,7 +136,7 @@ class World(processes.MemoryEnvironment):
     def failed(self, process: str, error: BaseException) -> None:
         self.checker.books.fail("unexpected", f"process {process} ends with {error!r}")
 
-    def _put(self, stored: Stored) -> None:
+    def _put(self, stored: KeyValue) -> None:
         if stored.key == SET_KEY:
             self.checker.replicas.standing_written(stored)
         elif stored.key == STORE_SET_KEY:
@@ -218,8 +218,8 @@ class ConsumerProcess(SimulatedProcess):
             return
         checks.ended(self.name, event.kind, event.queue, event.token)
         if event.kind == "fenced":
-            runner = consumer._runners[event.queue]
-            if runner._deadline_ms <= event.monotonic_ms:
+            queue = consumer._queues[event.queue]
+            if queue._deadline_ms <= event.monotonic_ms:
                 checks.deadline_passed(self.name, event.queue)
 
 

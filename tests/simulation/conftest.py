@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def only_errors_are_logged() -> Iterator[None]:
     """A run logs thousands of warnings: they are what it is about. Errors go into its trace."""
-    names = ("batonmq", "services", "asyncio")
+    names = ("batonmq", "batonmq_server", "asyncio")
     before = [logging.getLogger(name).level for name in names]
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from baton.lockmgr.v1 import stored_lock_pb2
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._core.subscription import TagFilter
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import KeyValue
 from tests.simulation.books import Books, Queue, holder_of, key_of, token_of
 
 
@@ -16,15 +17,15 @@ class EtcdChecks:
     def __init__(self, books: Books, topic: str) -> None:
         self._books, self._topic = books, topic
 
-    def written(self, stored: Stored) -> None:
+    def written(self, stored: KeyValue) -> None:
         """A key has a new value."""
         kind, _, rest = stored.key.partition("/")
         if kind == "locks":
             self._lock_written(stored_lock_pb2.StoredLock.FromString(stored.value))
         elif kind == "gates" and rest == self._books.name:
-            self._gate_written(pb.Gate.FromString(stored.value))
+            self._gate_written(StoredGate.FromString(stored.value))
         elif kind == "groups" and rest == self._books.name:
-            self._group_written(pb.Group.FromString(stored.value))
+            self._group_written(StoredGroup.FromString(stored.value))
 
     def _lock_written(self, lock: stored_lock_pb2.StoredLock) -> None:
         books, key = self._books, key_of(lock.queue)
@@ -60,7 +61,7 @@ class EtcdChecks:
             issued = queue.fenced[token]
             self._books.fail("V1", f"{key}: etcd gives {token} to {owner}, issued to {issued}")
 
-    def _gate_written(self, gate: pb.Gate) -> None:
+    def _gate_written(self, gate: StoredGate) -> None:
         books, group = self._books, self._books.group
         paused = gate.pause.reason if gate.HasField("pause") else ""
         if paused != group.paused:
@@ -80,7 +81,7 @@ class EtcdChecks:
                     f"still {queue.owner.client_id}'s",
                 )
 
-    def _group_written(self, group: pb.Group) -> None:
+    def _group_written(self, group: StoredGroup) -> None:
         expression = {s.topic: s.expression for s in group.subscriptions}.get(self._topic)
         if expression is None:
             return

@@ -139,8 +139,8 @@ class Operator:
             return await self._directory.nameserver().MoveGroup(request, timeout=CALL_TIMEOUT_S)
 
         answer = await self._until_answered(call)
-        if isinstance(answer, pb.MoveGroupResponse) and answer.before != answer.place:
-            self._stage.note(f"move {answer.place.move} to {to_set}", "moves")
+        if isinstance(answer, pb.MoveGroupResponse) and answer.before != answer.placement:
+            self._stage.note(f"move {answer.placement.move} to {to_set}", "moves")
 
     async def _pause(self, reason: str, time_s: float) -> None:
         self._begin(self._update(_paused(True, reason)))

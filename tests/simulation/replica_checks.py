@@ -14,11 +14,10 @@ from typing import Any
 from baton.common.v1 import replicas_pb2
 from batonmq.errors import BatonError, NoQuorum, NotLeader, NotServing
 from batonmq_server.offsets.codec import META, unseal
-from batonmq_server.offsets.core.change_log import HISTORY, POSITION
-from batonmq_server.offsets.disk import Entry
+from batonmq_server.offsets.core.change_log import HISTORY, POSITION, Entry
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.etcd import Stored
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.etcd.session import KeyValue
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
 from batonmq_server.testing.memory_network import MemoryCall
 from tests.simulation.books import Books
@@ -50,11 +49,11 @@ class Standpoint:
         return Standpoint(int(version), tuple((int(part[0]), int(part[2])) for part in parts))
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReplicaPosition:
         """Its last change."""
-        return Position(self.history[-1][0], self.version) if self.history else NOWHERE
+        return ReplicaPosition(self.history[-1][0], self.version) if self.history else NO_POSITION
 
-    def has(self, change: Position) -> bool:
+    def has(self, change: ReplicaPosition) -> bool:
         """Whether it has that change."""
         if change.version > self.version:
             return False
@@ -73,9 +72,9 @@ class ReplicaChecks:
         self._books, self._leader = books, leader
         self._disks: dict[str, MemoryOffsetsDisk] = {}
         self._stands: dict[str, Standpoint] = {}
-        self._states: dict[Position, int] = {}
+        self._states: dict[ReplicaPosition, int] = {}
         self._standing = replicas_pb2.ReplicaSet()
-        self._confirmed = NOWHERE
+        self._confirmed = NO_POSITION
         self._epochs: dict[int, int] = {}
 
     # ---- copies
@@ -143,7 +142,7 @@ class ReplicaChecks:
         self._confirmed = max(self._confirmed, at)
         self._check_electable(f"{node} confirms {at}")
 
-    def standing_written(self, stored: Stored) -> None:
+    def standing_written(self, stored: KeyValue) -> None:
         """The set has changed in etcd."""
         before, now = self._standing, replicas_pb2.ReplicaSet.FromString(stored.value)
         self._standing = now

@@ -16,7 +16,7 @@ from typing import Any
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.storage.core.commitlog import FOLDER
 from batonmq_server.storage.core.epochs import EpochHistory
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
@@ -44,17 +44,17 @@ class LogStand(Standpoint):
     damaged: bool = False
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReplicaPosition:
         """See base."""
         if self.damaged or not self.history:
-            return NOWHERE
-        return Position(self.history[-1][0], self.version)
+            return NO_POSITION
+        return ReplicaPosition(self.history[-1][0], self.version)
 
     def epoch_before(self, end: int) -> int:
         """The epoch that wrote the last byte before `end`; 0 for none."""
         return max((epoch for epoch, first in self.history if first < end), default=0)
 
-    def has(self, change: Position) -> bool:
+    def has(self, change: ReplicaPosition) -> bool:
         """Whether it has everything up to there, by that epoch."""
         return change.version <= self.version and self.epoch_before(change.version) == change.epoch
 
@@ -78,9 +78,9 @@ class Written:
     topic_id: int
 
     @property
-    def place(self) -> Position:
+    def place(self) -> ReplicaPosition:
         """Who has this has the batch."""
-        return Position(self.epoch, self.receipt.next_position)
+        return ReplicaPosition(self.epoch, self.receipt.next_position)
 
 
 class StoreChecks(ReplicaChecks):
@@ -199,7 +199,7 @@ class StoreChecks(ReplicaChecks):
         stand, end = self._stand(name), node.store.readable_position
         if not end or self._nodes[name] is not node:
             return
-        place = Position(stand.epoch_before(end), end)
+        place = ReplicaPosition(stand.epoch_before(end), end)
         if end <= self._seen.version:
             if not self._seen.has(place):
                 self._fail(f"{name} shows {place}, and another node has shown something else")
@@ -222,7 +222,7 @@ class StoreChecks(ReplicaChecks):
         """See everything that a node does to its copy from now on."""
         store = node.store
         real = {each: getattr(store, each) for each in ("append", "synced", "confirmed")}
-        keep, cut, begin_epoch = node.keep, node.cut, node.begin_epoch
+        keep, cut, begin_epoch = node.save_history, node.cut, node.begin_epoch
 
         def append(
             batches: Sequence[CheckedBatch], topics: Mapping[str, TopicQueues], *more: Any
@@ -259,7 +259,7 @@ class StoreChecks(ReplicaChecks):
                 self._fail(f"{name} is leader, and lacks {self._confirmed}, which was confirmed")
 
         vars(store).update(append=append, synced=synced, confirmed=confirmed)
-        vars(node).update(keep=kept, cut=was_cut, begin_epoch=began)
+        vars(node).update(save_history=kept, cut=was_cut, begin_epoch=began)
 
     def _appended(
         self,
@@ -307,7 +307,7 @@ class StoreChecks(ReplicaChecks):
         if receipt.durability in _SAFE and end > self._seen.version:
             self._books.fail("receipts", f"{text}; confirmed is {self._confirmed}")
         elif receipt.durability == pb.DURABILITY_REPLICATED:
-            place = Position(self._seen.epoch_before(end), end)
+            place = ReplicaPosition(self._seen.epoch_before(end), end)
             self._books.counts["replicated receipts"] += 1
             if sum(stand.has(place) for stand in self._stands.values()) < 2:
                 self._books.fail("receipts", f"{text}; nobody else has it")

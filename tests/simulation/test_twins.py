@@ -22,10 +22,10 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._process.config import load
 from batonmq.errors import NoQuorum, OldEpoch, OldEpochDetail, Unreachable
 from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.etcd import Compare, Put
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import Compare, Put
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.testing.memory_etcd import MemoryEtcdSession
 from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector
@@ -315,7 +315,7 @@ def test_the_real_mirror_follows_the_twin_through_lost_events() -> None:
     async def main() -> None:
         world = World("etcd")
         etcd = session(world, "a")
-        mirror = Mirror(etcd, "topics/")
+        mirror = EtcdMirror(etcd, "topics/")
         following = asyncio.get_running_loop().create_task(mirror.run())
         await mirror.ready()
         world.network.faults = Faults(loss=0.2, slow=0.2)
@@ -376,11 +376,11 @@ def test_a_late_write_of_a_node_under_a_dead_lease_does_not_unlist_the_node_for_
         etcd = session(world, "a")
         settings = load(ServiceSettings, "NODE", {"NODE_NODE_ID": "lock-a"})
         runtime = Runtime("lockmgr", settings, etcd)
-        runtime.bound("lock-a:1", "")
+        runtime.node_entry.set_addresses("lock-a:1", "")
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(runtime.nodes.run())]
-        await runtime.register(epoch=3)
-        tasks.append(loop.create_task(runtime.keep_registered()))
+        await runtime.node_entry.write(epoch=3)
+        tasks.append(loop.create_task(runtime.node_entry.keep()))
         entry = await etcd.get("nodes/lockmgr/lock-a")
         assert entry is not None
         given_up = await etcd.lease(2_000)

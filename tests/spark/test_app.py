@@ -46,7 +46,7 @@ from tests.support.waiting import until_now
 from tools.dashboards.internals import SPARK
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "spark.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "spark.md").read_text()
 QUERIES = ("bronze", "rollup", "alerts")
 FLIGHTS, PACE = 2_000, 150
 process = [pytest.mark.spark, pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -24,7 +24,7 @@ from batonspark.audit_ranges import (
     unseen,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "spark.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "spark.md"
 A = Delivery(1_000, 1, "a", 0, 10)
 B = Delivery(60_000, 2, "b", 4, 12)
 

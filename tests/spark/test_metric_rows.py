@@ -16,10 +16,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
+from batonmq._columns.metric_arrow import EVENTS, EventRows, encode_events, event_rows
+from batonmq._columns.metric_wire import FEW, encoded_rows
 from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS
 from batonmq._core.queues import QueueRef
-from batonmq._telemetry.metric_arrow import EVENTS, EventRows, encode_events, event_rows
-from batonmq._telemetry.metric_wire import FEW, encoded_rows
 from batonspark.decode import METRICS
 from batonspark.metric_rows import Bodies, metric_rows
 

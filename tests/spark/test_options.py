@@ -1,4 +1,4 @@
-"""Goal: what an option means is what docs/spark.md says, and a mistake is told at once.
+"""Goal: what an option means is what docs/reference/spark.md says, and a mistake is told at once.
 
 Method: options as users write them. No Spark.
 """

@@ -1,7 +1,7 @@
 """The data directory whose bytes stand in `tests/storage/golden`.
 
 `python -m tests.storage.golden` writes them anew: a format has changed, and so must its version and
-docs/format.md.
+docs/reference/format.md.
 """
 
 from __future__ import annotations

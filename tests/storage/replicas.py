@@ -16,6 +16,7 @@ import grpc.aio
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2 as replication_pb
@@ -28,10 +29,10 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import OPTIONS, connect
 from batonmq._core.records import decode_records, read_header
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.replicas import Standing, decode
+from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, decode_record
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.app import build
 from batonmq_server.storage.config import StorageSettings
 from tests.offsets.replica_cluster import (
@@ -200,7 +201,7 @@ class Scene:
         """Write the topic as the nameserver does."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
             spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
-            topic = nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+            topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
             await session.put(session.key("topics", TOPIC), topic.SerializeToString())
 
     async def leader(self) -> Replica:
@@ -217,10 +218,10 @@ class Scene:
         await until(look)
         return found[0]
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> ReplicaSetRecord:
         """The set as etcd has it."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
-            return decode(await session.get(f"replicas/storage/{BROKER}"))
+            return decode_record(await session.get(f"replicas/storage/{BROKER}"))
 
     async def vacant(self) -> None:
         """Wait until the last leader's lease has run out, and nobody has been elected."""
@@ -272,18 +273,18 @@ async def _run(settings: StorageSettings, started: asyncio.Future[Replica]) -> N
         async with Session(settings.etcd, settings.cluster, Clock()) as session:
             runtime = Runtime("storage", settings, session)
             async with build(settings, runtime) as app:
-                edge = EdgeInterceptor(runtime.clock, runtime.registry, app.held)
+                edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls)
                 server = grpc.aio.server(interceptors=[edge, gate], options=OPTIONS)
                 for add in app.servicers.values():
                     add(server)
                 address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-                runtime.bound(address, "")
+                runtime.node_entry.set_addresses(address, "")
                 await server.start()
                 async with connect(address) as channel, asyncio.TaskGroup() as tasks:
                     loops: list[Callable[[], Any]] = [
                         *app.loops,
                         runtime.nodes.run,
-                        runtime.keep_registered,
+                        runtime.node_entry.keep,
                     ]
                     running = [tasks.create_task(loop()) for loop in loops]
                     started.set_result(
@@ -302,13 +303,13 @@ async def _run(settings: StorageSettings, started: asyncio.Future[Replica]) -> N
                     )
                     await stopping.wait()
                     if not session.cut:  # as the runtime does
-                        app.leave()
+                        app.resign()
                         edge.drain()
-                        await runtime.unregister()
+                        await runtime.node_entry.remove()
                         await server.stop(settings.shutdown_grace_ms / 1000)
                         await app.drain()
                     await server.stop(None)
-                    await runtime.unregister()
+                    await runtime.node_entry.remove()
                     for task in running:
                         task.cancel()
     except Exception as error:

@@ -15,6 +15,8 @@ import grpc.aio
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -22,8 +24,8 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connect
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.app import build
 from batonmq_server.storage.config import StorageSettings
 from tests.storage.batches import TOPIC, TOPIC_ID
@@ -93,16 +95,16 @@ class Running:
             nameserver_pb.QueueSpread(broker=broker.replace("_", "-"), queue_count=count)
             for broker, count in (queue_counts or {"broker_a": 8}).items()
         ]
-        value = nameserver_pb.Topic(name=topic, topic_id=topic_id, spread=spread)
+        value = StoredTopic(name=topic, topic_id=topic_id, spread=spread)
         return await self.write_topic(value)
 
-    async def write_topic(self, topic: nameserver_pb.Topic) -> int:
+    async def write_topic(self, topic: StoredTopic) -> int:
         """Write a topic whatever it is; the revision."""
         return await self.etcd.put(self.etcd.key("topics", topic.name), topic.SerializeToString())
 
     async def put_gate(self, group: str = GROUP, **fields: Any) -> None:
         """Write a group's gate as the nameserver does."""
-        gate = nameserver_pb.Gate(**fields)
+        gate = StoredGate(**fields)
         await self.etcd.put(self.etcd.key("gates", group), gate.SerializeToString())
 
     async def parked(self, count: int) -> None:

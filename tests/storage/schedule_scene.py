@@ -137,7 +137,7 @@ class Scene:
     async def move(self) -> None:
         """Rounds until nothing is to be written anew."""
         self.clock.now_ms += 10_000
-        while await self.due.move():
+        while await self.due.rewrite_old():
             pass
 
     def waiting(self) -> int:

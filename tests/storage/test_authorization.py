@@ -15,7 +15,12 @@ import pytest
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import schedule_service_pb2 as pb
 from batonmq.errors import NotScheduled, PermissionDenied
-from batonmq_server.runtime.access import Access, Grant, Need, Role
+from batonmq_server.runtime.access.permissions import (
+    AccessRole,
+    Authorizer,
+    Grant,
+    Permission,
+)
 from batonmq_server.storage.core.store import check
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.query_server import QueryServicer
@@ -32,10 +37,10 @@ class Asked:
     """The guard's question, about one caller."""
 
     def __init__(self, *grants: Grant) -> None:
-        self._access = Access()
+        self._access = Authorizer()
         self._access.set_grants("caller", grants)
 
-    def __call__(self, context: Any, *needs: Need) -> None:
+    def __call__(self, context: Any, *needs: Permission) -> None:
         self._access.check("caller", needs)
 
 
@@ -53,11 +58,11 @@ async def test_only_who_may_write_to_its_topic_cancels_a_batch_for_later() -> No
         receipt = await here.schedule(batch(b"body"), NOW + 60_000)
         request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
         with pytest.raises(PermissionDenied) as refused:
-            servicer = scheduling(here, Grant(Role.CONSUME, f"topic:{TOPIC}"))
+            servicer = scheduling(here, Grant(AccessRole.CONSUME, f"topic:{TOPIC}"))
             await servicer.CancelScheduled(request, CONTEXT)
         assert refused.value.facts["resource"] == f"topic:{TOPIC}"
         assert here.waiting() == 1
-        allowed = scheduling(here, Grant(Role.PRODUCE, f"topic:{TOPIC}"))
+        allowed = scheduling(here, Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
         await allowed.CancelScheduled(request, CONTEXT)
         assert here.waiting() == 0
 
@@ -75,7 +80,7 @@ async def test_a_batch_that_was_written_anew_is_known_by_its_topic_still() -> No
         request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
         with pytest.raises(PermissionDenied):
             await scheduling(here).CancelScheduled(request, CONTEXT)
-        allowed = scheduling(here, Grant(Role.PRODUCE, f"topic:{TOPIC}"))
+        allowed = scheduling(here, Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
         await allowed.CancelScheduled(request, CONTEXT)
         assert here.waiting() == 0
 
@@ -104,7 +109,9 @@ async def test_only_who_may_read_its_topic_gets_a_message_by_its_id() -> None:
             return QueryServicer(BROKER, here.store, here.topics, damage, require=Asked(*grants))
 
         with pytest.raises(PermissionDenied):
-            denied = servicer(Grant(Role.PRODUCE, f"topic:{TOPIC}"))
+            denied = servicer(Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
             await denied.GetMessage(request, CONTEXT)
-        answer = await servicer(Grant(Role.CONSUME, f"topic:{TOPIC}")).GetMessage(request, CONTEXT)
+        answer = await servicer(Grant(AccessRole.CONSUME, f"topic:{TOPIC}")).GetMessage(
+            request, CONTEXT
+        )
         assert answer.message.batch

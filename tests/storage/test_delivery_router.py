@@ -22,9 +22,13 @@ from batonmq.errors import (
     GroupMoved,
     NotServing,
 )
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, Places
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    GroupPlacements,
+)
 from batonmq_server.storage.delivery_recorder import DeliveryRecorder, PendingDelivery
 from batonmq_server.storage.delivery_router import DeliveryRouter
 from batonmq_server.storage.long_polls import QueueOwner
@@ -44,22 +48,22 @@ class Scene:
     def __init__(self) -> None:
         self.twins = {"a": OffsetsTwin(), "b": OffsetsTwin()}  # type: ignore[abstract]
         etcd = EtcdSession("127.0.0.1:1", "unused", Clock())
-        self._mirror, nodes = Mirror(etcd, PREFIX), Mirror(etcd, "nodes/")
-        self.places = Places(self._mirror, nodes)
+        self._mirror, nodes = EtcdMirror(etcd, PLACEMENTS_PREFIX), EtcdMirror(etcd, "nodes/")
+        self.places = GroupPlacements(self._mirror, nodes)
 
-    def put(self, group: str, place: Place) -> None:
+    def put(self, group: str, place: GroupPlacement) -> None:
         """etcd tells where a group is."""
         self._mirror.revision += 1
         revision = self._mirror.revision
-        self._mirror.values[group] = Stored(group, place.encode(), revision, revision)
+        self._mirror.values[group] = KeyValue(group, place.encode(), revision, revision)
 
 
 @asynccontextmanager
 async def two_sets() -> AsyncIterator[tuple[Scene, DeliveryRouter]]:
     """`near` is kept by set a, `far` by set b."""
     scene = Scene()
-    scene.put("near", Place("a"))
-    scene.put("far", Place("b"))
+    scene.put("near", GroupPlacement("a"))
+    scene.put("far", GroupPlacement("b"))
 
     def add(twin: OffsetsTwin, server: object) -> None:
         offsets_grpc.add_OffsetsServiceServicer_to_server(twin, server)  # type: ignore[arg-type]
@@ -111,7 +115,7 @@ async def test_a_moved_group_is_asked_of_its_new_set_whose_epoch_is_lower() -> N
         scene.twins["a"].epoch = 9
         verdict = await deliveries.record(range_of(NEAR))
         assert verdict.offsets_epoch == 9
-        scene.put("near", Place("b", 1, "a"))
+        scene.put("near", GroupPlacement("b", 1, "a"))
         verdict = await deliveries.record(range_of(NEAR, epoch=9, offsets_set="a"))
         assert (verdict.offsets_set, verdict.offsets_epoch) == ("b", 1)
         refusal = await refusal_of(deliveries, range_of(NEAR, epoch=9, offsets_set="b"))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batonmq.errors import DataLoss
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.storage.core.epochs import (
     CRC,
     EpochHistory,
@@ -113,12 +113,12 @@ def test_an_epoch_that_wrote_nothing_is_forgotten() -> None:
 
 def test_who_has_all_before_an_epoch_has_the_epoch() -> None:
     history = EpochHistory(((1, 0), (7, 100)))
-    assert history.truncated(99).position(99) == Position(1, 99)
-    assert history.truncated(100).position(100) == Position(7, 100)
+    assert history.truncated(99).position(99) == ReplicaPosition(1, 99)
+    assert history.truncated(100).position(100) == ReplicaPosition(7, 100)
 
 
 def test_who_has_lost_something_has_no_position() -> None:
-    assert decode(encode(EpochHistory(((1, 0),), damaged=True))).position(100) == NOWHERE
+    assert decode(encode(EpochHistory(((1, 0),), damaged=True))).position(100) == NO_POSITION
 
 
 def test_every_flipped_bit_of_the_file_is_found() -> None:

@@ -18,6 +18,7 @@ import grpc.aio
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -30,7 +31,7 @@ from batonmq._core.records import decode_records, read_header
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC, batch
 from tests.storage.offsets_twin import OffsetsTwin
@@ -234,7 +235,7 @@ async def test_a_reader_goes_on_while_there_is_no_leader(scene: Scene, etcd_endp
     queue = QueueRef(TOPIC, BROKER, 0)
     found: list[bytes] = []
     async with EtcdSession(scene.endpoint, scene.cluster, Clock()) as session:
-        gate = nameserver_pb.Gate(ownership=nameserver_pb.OWNERSHIP_OFF)
+        gate = StoredGate(ownership=nameserver_pb.OWNERSHIP_OFF)
         await session.put(session.key("gates", GROUP), gate.SerializeToString())
     async with (
         replica(etcd_endpoint, scene.cluster) as nameserver,

@@ -201,7 +201,7 @@ def test_offsets_that_leave_one_out_are_found() -> None:
     made.disk.files[FIRST].content[:] = other.disk.files[FIRST].content
     report, _ = examined(made)
     assert parts(report) == {"log"}
-    assert any("goes on at" in problem.detail for problem in report.problems)
+    assert any("continues at" in problem.detail for problem in report.problems)
 
 
 def node_in(folder: Path) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 
-import google_crc32c
+from crc32c import crc32c
 
 from batonmq._core.records import key_hash, tag_hash
 from batonmq_server.storage.core import checkpoint, floors
@@ -73,8 +73,8 @@ def test_a_run_of_the_key_index_byte_by_byte() -> None:
     assert (magic, version, begin, first_ms, last_ms, count) == (
         b"BTNK", 1, 0, golden.NOW, golden.NOW + 2_000, 6,
     )  # fmt: skip
-    assert crc == google_crc32c.value(content[52:])
-    assert head_crc == google_crc32c.value(content[:48])
+    assert crc == crc32c(content[52:])
+    assert head_crc == crc32c(content[:48])
     fence, *hashes = struct.unpack_from(">7Q", content, 52)
     keys = ["order-0", "order-1", "order-2", *["customer-9"] * 3]
     assert sorted(hashes) == hashes == sorted(search_hash(7, key_hash(key)) for key in keys)
@@ -88,7 +88,7 @@ def test_floors_and_the_synced_position_byte_by_byte() -> None:
     assert floors.decode(golden.written()["floors"]) == golden.FLOORS
     content = golden.written()["synced"]
     assert content[:8] == decode_synced(content).to_bytes(8, "big")
-    assert content[8:] == google_crc32c.value(content[:8]).to_bytes(4, "big")
+    assert content[8:] == crc32c(content[:8]).to_bytes(4, "big")
 
 
 def test_the_checkpoint_is_of_version_1() -> None:

@@ -22,6 +22,7 @@ import grpc.aio
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
@@ -30,7 +31,7 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connect
 from batonmq._core.records import check_batch, decode_records
 from batonmq.errors import BatonError, NotServing
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.running_node import WATERMARKS, pull_request
@@ -95,7 +96,7 @@ async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
         peer = nameserver_pb.Node(node_id="a", address=address, leader=True)
         await etcd.put(etcd.key("nodes", "offsets", "a"), peer.SerializeToString())
         spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=QUEUES)]
-        topic = nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+        topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
         await etcd.put(etcd.key("topics", TOPIC), topic.SerializeToString())
         here = Site(folder, etcd, env)
         try:
@@ -248,7 +249,7 @@ async def test_damage_of_acknowledged_batches_ends_the_start_with_a_remedy(
         process = await here.start()
         _, errors = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 1
-        assert "acknowledged messages are missing" in errors.decode()
+        assert "acknowledged messages are damaged" in errors.decode()
         await here.start(BATON_STORAGE_ACCEPT_LOSS="true")
         await here.serving(node.start_unix_ms)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import google_crc32c
 import pytest
+from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -254,7 +254,7 @@ def test_a_key_that_is_not_utf8_stops_no_search() -> None:
     opened = fresh()
     raw = batch(Message(b"", keys=("key1",)), Message(b"", keys=("key2", "other")))
     broken = bytearray(raw.replace(b"key1", b"\xff\xff\xff\xff"))
-    broken[52:56] = google_crc32c.value(bytes(broken[56:])).to_bytes(4, "big")
+    broken[52:56] = crc32c(bytes(broken[56:])).to_bytes(4, "big")
     stored(opened.store, bytes(broken))
     queries = MessageQueries(opened.store)
     assert find(queries, "key1") == []

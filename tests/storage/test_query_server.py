@@ -16,6 +16,7 @@ import pytest
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.storage.v1 import query_service_pb2 as pb
 from baton.storage.v1 import query_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
@@ -205,7 +206,7 @@ async def test_a_topic_that_gives_no_messages_is_not_read(
     async with asking(etcd_endpoint, tmp_path) as ask:
         await ask.node.append(batch(b"a"))
         spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
-        topic = nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+        topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
         topic.permission = nameserver_pb.TOPIC_PERMISSION_WRITE
         await ask.node.write_topic(topic)
 

@@ -174,7 +174,7 @@ def test_an_old_copy_of_a_batch_is_not_taken_for_a_new_one() -> None:
     content[first.next_position : 2 * first.next_position] = content[: first.next_position]
     again = open_store(opened.disk.killed())
     assert bodies(again.store) == [b"first"]
-    assert "names 0" in again.report.end_reason
+    assert "header has position 0" in again.report.end_reason
 
 
 def test_consume_queues_are_rebuilt_byte_for_byte() -> None:

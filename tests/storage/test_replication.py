@@ -27,14 +27,14 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, StillInSync
 from batonmq_server.nameserver.unclean_election import UncleanElection
 from batonmq_server.runtime.election import Candidacy
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.position import NOWHERE
-from batonmq_server.runtime.replicas import ReplicaSet
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.replication.position import NO_POSITION
+from batonmq_server.runtime.replication.replica_set import ReplicaSetStore
 from batonmq_server.storage import scrubber as scrub
 from batonmq_server.storage.core.epochs import EpochHistory, decode
 from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.log_follower import LogFollower
-from batonmq_server.storage.role import Role
+from batonmq_server.storage.replica import StorageReplica
 from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
@@ -340,15 +340,15 @@ async def test_who_has_lost_something_is_not_elected(
     assert before.in_sync == {"a", "b", "c"}
     rot(damaged, receipts[20].position)
     refused: list[str] = []
-    stand = ReplicaSet.stand
+    stand = ReplicaSetStore.candidacy
 
-    async def counted(self: ReplicaSet) -> Candidacy | None:
+    async def counted(self: ReplicaSetStore) -> Candidacy | None:
         candidacy = await stand(self)
         if candidacy is None:
             refused.append(damaged.name)
         return candidacy
 
-    monkeypatch.setattr(ReplicaSet, "stand", counted)
+    monkeypatch.setattr(ReplicaSetStore, "candidacy", counted)
     (damaged,) = await scene.start(damaged.name)
     await until(lambda: len(refused) >= 3)
     await scene.vacant()
@@ -367,16 +367,16 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its scrub may find damage between its look at itself and the election."""
-    roles: list[Role] = []
-    begin, stand = Role.begin, ReplicaSet.stand
+    roles: list[StorageReplica] = []
+    begin, stand = StorageReplica.begin, ReplicaSetStore.candidacy
     armed = asyncio.Event()
-    hit: list[ReplicaSet] = []
+    hit: list[ReplicaSetStore] = []
 
-    def noted(self: Role, copy: LogCopy, following: LogFollower) -> None:
+    def noted(self: StorageReplica, copy: LogCopy, following: LogFollower) -> None:
         begin(self, copy, following)
         roles.append(self)
 
-    async def damaged_meanwhile(self: ReplicaSet) -> Candidacy | None:
+    async def damaged_meanwhile(self: ReplicaSetStore) -> Candidacy | None:
         candidacy = await stand(self)
         if candidacy is None or not armed.is_set():
             return candidacy
@@ -384,15 +384,15 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
             return candidacy  # the try is in vain
         if not hit:
             hit.append(self)
-            (copy,) = [role.copy for role in roles if role.member.set is self]
+            (copy,) = [role.copy for role in roles if role.replica_set is self]
             async with copy.writing:
                 await copy.cut(receipts[20].position, damaged=True)
         elif hit[0] is not self and (await self.read()).epoch == before.epoch:
             return None  # the other one wins
         return candidacy
 
-    monkeypatch.setattr(Role, "begin", noted)
-    monkeypatch.setattr(ReplicaSet, "stand", damaged_meanwhile)
+    monkeypatch.setattr(StorageReplica, "begin", noted)
+    monkeypatch.setattr(ReplicaSetStore, "candidacy", damaged_meanwhile)
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
     await scene.alike()
@@ -449,7 +449,7 @@ async def test_a_member_that_has_lost_its_disk_stands_nowhere_until_it_has_every
         at = (await empty.describe()).next_position
         if at == end:
             break
-        assert known.position(at) == NOWHERE
+        assert known.position(at) == NO_POSITION
         on_its_way += at > 0
     assert on_its_way, "it was seen on its way"
     await until(lambda: not history().damaged)
@@ -590,7 +590,11 @@ async def test_a_follower_that_gets_nothing_but_damage_says_so(
         return (await problem()).startswith("DATA_LOSS: ")
 
     await until(told)
-    (said,) = [one for one in caplog.records if one.name == "batonmq_server.runtime.stuck"]
+    (said,) = [
+        one
+        for one in caplog.records
+        if one.name == "batonmq_server.runtime.replication.follow_problem"
+    ]
     assert said.levelname == "ERROR"
     assert "remedy='Check the disk; restore the node from a replica.'" in said.getMessage()
     rot(leader, receipts[20].position)  # and so mend it

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from random import Random
 
-import google_crc32c
 import grpc.aio
 import pytest
+from crc32c import crc32c
 
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import query_service_pb2 as query_pb
@@ -115,7 +115,7 @@ def spoiled(raw: bytes, random: Random) -> bytes:
         numbers = (0, 1, 7, 8, 255, 65_535, 65_536, INT32_MAX, UINT32_MAX, random.randrange(200))
         changed[at : at + 4] = random.choice(numbers).to_bytes(4, "big")
     changed[8:12] = len(changed).to_bytes(4, "big")
-    changed[52:56] = google_crc32c.value(bytes(changed[56:])).to_bytes(4, "big")
+    changed[52:56] = crc32c(bytes(changed[56:])).to_bytes(4, "big")
     return bytes(changed)
 
 

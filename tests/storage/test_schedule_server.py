@@ -32,7 +32,7 @@ from batonmq.errors import (
 from batonmq_server.storage.core.retention import DiskUsage
 from batonmq_server.storage.core.store import TopicQueues
 from batonmq_server.storage.schedule_server import decode_id, encode_id
-from batonmq_server.storage.scheduled_deliverer import UNSETTLED_MAX
+from batonmq_server.storage.scheduled_deliverer import UNDELIVERED_MAX
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, batch, wanted
 from tests.storage.schedule_scene import SEGMENT_BYTES, scene
@@ -320,16 +320,16 @@ async def test_what_waits_for_its_topic_can_be_cancelled() -> None:
 
 async def test_no_more_than_a_bound_is_kept_aside() -> None:
     async with scene() as here:
-        for _ in range(UNSETTLED_MAX // 1_024 + 1):
+        for _ in range(UNDELIVERED_MAX // 1_024 + 1):
             await here.outcomes(*((batch(b"a"), NOW) for _ in range(1_024)))
         here.topics.errors[TOPIC] = NoQuorum("etcd is away")
         await here.deliver()
-        assert len(here.store.schedule.waiting.taken) == UNSETTLED_MAX
+        assert len(here.store.schedule.waiting.taken) == UNDELIVERED_MAX
         here.topics.errors.clear()
         here.clock.pass_ms(1_000)
         await here.deliver()
         assert here.waiting() == 0
-        assert here.store.offsets((TOPIC_ID, 0)).next_offset == UNSETTLED_MAX + 1_024
+        assert here.store.offsets((TOPIC_ID, 0)).next_offset == UNDELIVERED_MAX + 1_024
 
 
 async def test_on_a_full_disk_it_waits_and_goes_on_when_there_is_room() -> None:

@@ -77,7 +77,7 @@ def test_a_part_that_became_zero_is_damage() -> None:
     path, begin, end = made.store.log.segment_of(1_500)
     made.disk.files[path].content[:] = bytes(end - begin)
     damaged, _ = round_of(LogScrub(made.disk, made.store.log))
-    assert damaged == {1_500: "nothing is there"}
+    assert damaged == {1_500: "no batch is written here"}
 
 
 @pytest.mark.parametrize("kept", [0, 100, 700])

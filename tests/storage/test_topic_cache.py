@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum, TopicNotFound
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.storage.core.store import TopicQueues
 from batonmq_server.storage.topic_cache import MISSING_MS, TopicCache
 from tests.storage.clock import JumpingClock
@@ -27,7 +28,7 @@ class CountingSession(EtcdSession):
 
     asked_count = 0
 
-    async def get(self, key: str) -> Stored | None:
+    async def get(self, key: str) -> KeyValue | None:
         self.asked_count += 1
         return await super().get(key)
 
@@ -37,7 +38,7 @@ class Scene:
 
     def __init__(self, session: CountingSession) -> None:
         self.session, self.clock = session, JumpingClock()
-        self.mirror = Mirror(session, "topics/")
+        self.mirror = EtcdMirror(session, "topics/")
         self.topics = TopicCache(self.mirror, session, "broker-a", self.clock)
 
     async def put(self, name: str, topic_id: int, **queue_counts: int) -> int:
@@ -45,7 +46,7 @@ class Scene:
             pb.QueueSpread(broker=broker.replace("_", "-"), queue_count=count)
             for broker, count in queue_counts.items()
         ]
-        value = pb.Topic(name=name, topic_id=topic_id, spread=spread).SerializeToString()
+        value = StoredTopic(name=name, topic_id=topic_id, spread=spread).SerializeToString()
         return await self.session.put(self.session.key("topics", name), value)
 
     @asynccontextmanager
@@ -165,7 +166,7 @@ async def test_what_a_topic_permits_is_known_queue_by_queue(
             pb.QueueSpread(broker="broker-a", queue_count=5, write_queue_count=3),
             pb.QueueSpread(broker="broker-b", queue_count=9, write_queue_count=1),
         ]
-        topic = pb.Topic(name="a", topic_id=7, spread=spread, permission=permission)
+        topic = StoredTopic(name="a", topic_id=7, spread=spread, permission=permission)
         key = here.session.key("topics", "a")
         revision = await here.session.put(key, topic.SerializeToString())
         found = await here.topics.find("a")

@@ -12,6 +12,7 @@ import pytest
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.keyed_queues import TOPICS_REVISION
@@ -37,7 +38,7 @@ async def change(
         broker=BROKER, queue_count=queue_count, write_queue_count=write_queue_count
     )
     revision = await node.write_topic(
-        nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=[spread], permission=permission)
+        StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=[spread], permission=permission)
     )
 
     async def known() -> bool:

@@ -322,7 +322,7 @@ def test_a_client_that_does_not_allow_it_tells_nothing() -> None:
 
 
 def test_arrow_batches_have_the_same_events() -> None:
-    metric_arrow = pytest.importorskip("batonmq._telemetry.metric_arrow")
+    metric_arrow = pytest.importorskip("batonmq._columns.metric_arrow")
 
     async def scene() -> list[pb.MetricBatch]:
         arrow: dict[str, object] = {"metrics_encoding": "arrow"}

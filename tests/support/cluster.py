@@ -19,7 +19,7 @@ PROGRAMS = (
     "batonmq_server.nameserver",
     "batonmq_server.offsets",
     "batonmq_server.storage",
-    "tests.e2e.member",
+    "tests.support.member",
 )
 
 

@@ -6,7 +6,7 @@ everywhere and access on, the demo plays first. Then, while messages flow, every
 paused for 40 s and cut off for 40 s, in turn; in the midst of it all certificates are replaced, and
 strangers try. Everything confirmed has to be handled, in order, and nothing twice that does not say
 so. At last the demo plays in overlays/kind, without TLS. The result goes to build/containers.json,
-and with `--page` to docs/containers.md.
+and with `--page` to docs/reference/containers.md.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--tag", default="0.1.0", help="of the images")
     parser.add_argument("--network", default="baton-e2e", help="name of the network that is made")
     parser.add_argument("--services", nargs="+", default=SERVICES, choices=SERVICES)
-    parser.add_argument("--page", action="store_true", help="write docs/containers.md")
+    parser.add_argument("--page", action="store_true", help="write docs/reference/containers.md")
     options = parser.parse_args()
     if why := asyncio.run(_lacking(options.tag)):
         print(f"e2e-containers skipped: {why}")
@@ -190,7 +190,7 @@ def main() -> int:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")
     if options.page:
-        (REPO / "docs" / "containers.md").write_text(page(report))
+        (REPO / "docs" / "reference" / "containers.md").write_text(page(report))
     good = bool(
         report["demo"]["ok"]
         and report["traffic"].get("ok")

@@ -1,4 +1,4 @@
-"""The list of kinds and fields in docs/metrics-streams.md, which the contract decides.
+"""The list of kinds and fields in docs/reference/metrics-streams.md, which the contract decides.
 
 python -m tools.docs.event_kinds     writes it anew
 """
@@ -14,7 +14,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from baton.metrics.v1 import metrics_service_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "metrics-streams.md"
+PAGE = ROOT / "docs" / "reference" / "metrics-streams.md"
 PROTO = ROOT / "protos" / "baton" / "metrics" / "v1" / "metrics_service.proto"
 BEGIN, END = "<!-- begin vocabulary -->\n", "<!-- end vocabulary -->"
 _TYPES = {

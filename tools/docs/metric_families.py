@@ -17,16 +17,19 @@ from batonmq._common.clock import Clock
 from batonmq._process.config import load
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.events import EventHub
-from batonmq_server.lockmgr.metrics import Recorder
+from batonmq_server.lockmgr.metrics import LockmgrMetrics
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.group_events import GroupEvents
-from batonmq_server.nameserver.group_metrics import GroupMetrics
-from batonmq_server.nameserver.set_metrics import SetMetrics
+from batonmq_server.nameserver.metrics import (
+    CatalogMetrics,
+    LagMetrics,
+    MembershipMetrics,
+    ReplicaSetMetrics,
+)
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import show_expiry
 from batonmq_server.storage.metrics import StorageMetrics
@@ -82,9 +85,10 @@ def _families(make: Callable[[CollectorRegistry], object]) -> list[Family]:
 
 def _nameserver(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
-    catalog = Catalog(etcd, Mirror(etcd, "nodes/"), watchers_max=1)
-    registry.register(SetMetrics(catalog))
-    return GroupEvents(registry, _hub(), catalog, 30_000), GroupMetrics(registry)
+    catalog = Catalog(etcd, EtcdMirror(etcd, "nodes/"), watchers_max=1)
+    CatalogMetrics(registry, catalog)
+    registry.register(ReplicaSetMetrics(catalog))
+    return MembershipMetrics(registry), LagMetrics(registry)
 
 
 def _hub() -> EventHub:
@@ -102,7 +106,7 @@ _REGISTER: Mapping[str, Callable[[CollectorRegistry], object]] = {
     "common": _common,
     "storage": StorageMetrics,
     "offsets": OffsetsMetrics,
-    "lockmgr": lambda registry: Recorder(registry, _hub()),
+    "lockmgr": lambda registry: LockmgrMetrics(registry, _hub()),
     "nameserver": _nameserver,
     "clients": ClientMetrics,
     "spark": lambda registry: (ProgressListener(registry), AlertGauges(registry)),

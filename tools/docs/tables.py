@@ -1,4 +1,6 @@
-"""The lists that the code decides: settings in docs/operations.md, metrics in docs/metrics.md.
+"""The lists that the code decides: settings and metrics.
+
+They are in docs/reference/operations.md and docs/reference/metrics.md.
 
     python -m tools.docs.tables     writes them anew
 
@@ -60,8 +62,8 @@ def metrics() -> dict[str, str]:
 
 
 PAGES: Mapping[Path, Callable[[], dict[str, str]]] = {
-    DOCS / "operations.md": settings,
-    DOCS / "metrics.md": metrics,
+    DOCS / "reference" / "operations.md": settings,
+    DOCS / "reference" / "metrics.md": metrics,
 }
 
 

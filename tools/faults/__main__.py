@@ -2,7 +2,7 @@
 
     BATON_FAULT_SEED=17 BATON_FAULT_MINUTES=3 python -m tools.faults
     python -m tools.faults selection        every kind of fault once, in about three minutes
-    python -m tools.faults page 17          the report of seed 17 as a page, in docs/faults/
+    python -m tools.faults page 17          the report of seed 17, in docs/explanation/faults/
 
 Without a seed one is drawn, and told. The run gets a network of its own, for which it needs Linux,
 `ip` and the right to make namespaces (root has it, others often have); where that can't be, it says
@@ -31,7 +31,7 @@ from tools.faults.upsets import FOLDER as UPSETS_FOLDER
 
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "build" / "faults"
-PAGES = REPO / "docs" / "faults"
+PAGES = REPO / "docs" / "explanation" / "faults"
 NO_NETWORK = "!!! the network is not cut: no network of its own can be made here !!!"
 
 

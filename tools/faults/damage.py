@@ -1,7 +1,7 @@
 """Bytes of a process that does not run, torn off or turned over.
 
 One file at a time: which one, and where in it, is drawn. What it may be is what the service keeps:
-the log, indexes and small files of storage (docs/format.md), the one file of offsets.
+the log, indexes and small files of storage (docs/reference/format.md), the one file of offsets.
 """
 
 from __future__ import annotations

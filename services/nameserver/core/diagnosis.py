@@ -66,6 +66,14 @@ class Finding:
     values: Mapping[str, object] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class QueueDiagnosis:
+    """The evidence about a queue, and what was found from it."""
+
+    evidence: QueueEvidence
+    finding: Finding
+
+
 def diagnose(evidence: QueueEvidence) -> Finding:
     """The reason that is to be mended first."""
     found = (rule(evidence) for rule in _RULES)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batonmq._core.queues import GroupQueue, QueueRef
+
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionMismatch:
@@ -188,6 +190,16 @@ class QueueEvidence:
     filtered: FilterScan | None = None
     unmoved_ms: int = -1
     moved: bool = False
+
+    @property
+    def queue(self) -> QueueRef:
+        """The queue."""
+        return QueueRef(self.topic, self.broker, self.queue_id)
+
+    @property
+    def key(self) -> GroupQueue:
+        """The queue as the group sees it."""
+        return GroupQueue(self.group.name, self.topic, self.broker, self.queue_id)
 
     @property
     def name(self) -> str:

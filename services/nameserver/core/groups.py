@@ -127,7 +127,7 @@ class BrokerAssignment:
     """
 
     broker: str
-    owners: tuple[int, ...]
+    member_numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +274,11 @@ def beginnings_of(group: Group, topics: Iterable[Topic]) -> tuple[TopicBeginning
 def assigned_members(group: Group) -> dict[AssignableQueue, str]:
     """Client ids by queue, of those queues that are dealt to somebody."""
     return {
-        AssignableQueue(topic.topic, part.broker, queue_id): group.members[owner - 1].client_id
+        AssignableQueue(topic.topic, part.broker, queue_id): group.members[number - 1].client_id
         for topic in group.assignments
         for part in topic.brokers
-        for queue_id, owner in enumerate(part.owners)
-        if owner
+        for queue_id, number in enumerate(part.member_numbers)
+        if number
     }
 
 
@@ -295,6 +295,6 @@ def is_fully_assigned(group: Group, topics: Mapping[str, Topic]) -> bool:
         (topic.name, [(part.broker, part.queue_count) for part in topic.spread])
         for topic in present
     ] == [
-        (topic.topic, [(part.broker, len(part.owners)) for part in topic.brokers])
+        (topic.topic, [(part.broker, len(part.member_numbers)) for part in topic.brokers])
         for topic in group.assignments
     ]

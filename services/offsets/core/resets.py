@@ -1,7 +1,8 @@
-"""Resets, undos and clones: what an operator asks for, and the record of it (protocol 13).
+"""Resets, undos and clones of a group's progress, and their history (protocol 13).
 
-An operation moves queues of one group in one step or, if it has many, in several under one id. A
-queue that it has moved is not moved by it again: the record answers.
+An operation moves queues of one group: in one call, or in several calls with one operation id if it
+has many queues. A queue that an operation has moved is not moved by it again: a repeated call is
+answered from the history.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.values import AckState, Instant, ProgressSource, ResetEffect
 
 RECORDS_MAX = 1_000
-"""Operations kept per group; the oldest is forgotten for a newer one."""
+"""Operations kept per group; a new one replaces the oldest."""
 
 
 class ResetOrder(NamedTuple):
-    """What makes two calls the same operation: all of it is equal.
+    """The identity of an operation: two calls belong to one operation if their orders are equal.
 
     Attributes:
         kind: RESET or CLONE.
         undone_op_id: The operation that this one undoes; empty for none.
-        from_group: Whose progress a clone takes; empty for a reset.
+        from_group: The group whose progress a clone copies; empty for a reset.
     """
 
     op_id: str
@@ -44,16 +45,16 @@ class ResetOrder(NamedTuple):
 
 
 class ResetStep(NamedTuple):
-    """One queue that was moved, or would be."""
+    """One queue that an operation moved, or would move."""
 
     key: GroupQueue
     to_offset: int
-    moved: ResetEffect
+    effect: ResetEffect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedReset:
-    """What was carried out. `number` counts the operations of a group, from 1 and for ever."""
+    """An operation with the queues it moved; `number` counts the operations of a group from 1."""
 
     number: int
     order: ResetOrder
@@ -62,7 +63,7 @@ class RecordedReset:
 
 
 class ResetSlot(NamedTuple):
-    """Where an operation is kept: the slots of a group are a ring."""
+    """Where an operation is kept: the slots of a group form a ring."""
 
     group: str
     slot: int
@@ -76,20 +77,20 @@ class ResetHistory:
         self._by_id: dict[tuple[str, str], RecordedReset] = {}
 
     def find(self, group: str, op_id: str) -> RecordedReset | None:
-        """The operation of this id."""
+        """Return the operation with this id, if it is recorded."""
         return self._by_id.get((group, op_id))
 
-    def at(self, key: ResetSlot) -> RecordedReset:
-        """What is kept there."""
-        return self._slots[key.group][key.slot]
+    def at(self, slot: ResetSlot) -> RecordedReset:
+        """Return the operation in a slot."""
+        return self._slots[slot.group][slot.slot]
 
     def newest_first(self, group: str) -> list[RecordedReset]:
-        """The operations of a group."""
+        """Return the operations of a group, newest first."""
         slots = self._slots.get(group, {})
         return sorted(slots.values(), key=lambda each: each.number, reverse=True)
 
     def put(self, group: str, operation: RecordedReset) -> ResetSlot:
-        """Keep an operation, in place of its former self or of the oldest."""
+        """Keep an operation, in place of its earlier version or of the oldest operation."""
         slots, slot = self._slots.setdefault(group, {}), operation.number % RECORDS_MAX
         if slot in slots:
             del self._by_id[group, slots[slot].order.op_id]
@@ -97,32 +98,33 @@ class ResetHistory:
         return ResetSlot(group, slot)
 
     def drop(self, group: str) -> None:
-        """Forget those of a group that is kept elsewhere."""
+        """Forget the operations of a group that has left this replica set."""
         for operation in self._slots.pop(group, {}).values():
             del self._by_id[group, operation.order.op_id]
 
     def next_number(self, group: str) -> int:
-        """For an operation that is new."""
+        """Return the number of the next new operation."""
         slots = self._slots.get(group, {})
         return max((each.number for each in slots.values()), default=0) + 1
 
 
 class ResetOutcome(NamedTuple):
-    """What came of a call.
+    """The result of one call.
 
     Attributes:
-        results: One per queue asked for.
-        fresh: The steps that this call has taken; empty for a dry run or a repetition.
-        record: What has to become durable together with the queues of `fresh`.
+        results: One per requested queue.
+        applied: The steps that this call made; empty for a dry run or a repeated call.
+        slot: The changed slot of the history, to be made durable together with the queues of
+            `applied`; None if nothing was applied.
     """
 
     results: list[ResetStep | BatonError]
-    fresh: list[ResetStep]
-    record: ResetSlot | None
+    applied: list[ResetStep]
+    slot: ResetSlot | None
 
 
-class ResetTarget(NamedTuple):
-    """Where a queue has to go. `undone` is the step to be undone, if it is one."""
+class QueueReset(NamedTuple):
+    """The new state of one queue; `undone` is the step that an undo reverts."""
 
     key: GroupQueue
     to: AckState
@@ -130,48 +132,48 @@ class ResetTarget(NamedTuple):
 
 
 class ResetExecutor:
-    """Carries out operations on a table."""
+    """Applies operations to a table and records them."""
 
-    def __init__(self, table: ProgressTable, records: ResetHistory) -> None:
-        self._table, self.records = table, records
+    def __init__(self, table: ProgressTable, history: ResetHistory) -> None:
+        self._table, self.history = table, history
 
     def reset(
         self,
         group: str,
         order: ResetOrder,
-        targets: Sequence[ResetTarget],
+        targets: Sequence[QueueReset],
         now: Instant,
         *,
         dry_run: bool,
     ) -> ResetOutcome:
-        """Move queues of `group`. A result that is an error has changed nothing."""
-        known = None if dry_run else self.records.find(group, order.op_id)
+        """Move queues of `group`; a queue whose result is an error is unchanged."""
+        known = None if dry_run else self.history.find(group, order.op_id)
         if known is not None and known.order != order:
             return ResetOutcome([_exists(order.op_id) for _ in targets], [], None)
-        taken = {step.key: step for step in known.steps} if known else {}
+        done = {step.key: step for step in known.steps} if known else {}
         results: list[ResetStep | BatonError] = []
-        fresh = []
+        applied = []
         for target in targets:
-            step = taken.get(target.key)
+            step = done.get(target.key)
             if step is None:
-                moved = self._move(target, order.kind, now, dry_run=dry_run)
-                results.append(moved)
-                if isinstance(moved, ResetStep) and not dry_run:
-                    fresh.append(moved)
+                result = self._move(target, order.kind, now, dry_run=dry_run)
+                results.append(result)
+                if isinstance(result, ResetStep) and not dry_run:
+                    applied.append(result)
             elif step.to_offset == target.to.committed_offset:
                 results.append(step)
             else:
                 results.append(_exists(order.op_id))
-        return ResetOutcome(results, fresh, self._recorded(group, order, known, fresh, now))
+        return ResetOutcome(results, applied, self._record(group, order, known, applied, now))
 
     def undo(self, group: str, order: ResetOrder, now: Instant, *, dry_run: bool) -> ResetOutcome:
-        """Bring every queue that `order.undone_op_id` has moved back to where it was.
+        """Move every queue of operation `order.undone_op_id` back to its earlier state.
 
         Raises:
-            OperationNotFound: no such operation is recorded.
+            OperationNotFound: the operation to undo is not recorded.
         """
-        known = None if dry_run else self.records.find(group, order.op_id)
-        undone = self.records.find(group, order.undone_op_id)
+        known = None if dry_run else self.history.find(group, order.op_id)
+        undone = self.history.find(group, order.undone_op_id)
         if undone is None and known is not None and known.order == order:
             return ResetOutcome(list(known.steps), [], None)
         if undone is None:
@@ -179,70 +181,72 @@ class ResetExecutor:
                 f"no operation {order.undone_op_id} of group {group} is recorded",
                 facts={"op_id": order.undone_op_id},
             )
-        targets = [ResetTarget(step.key, step.moved.before, step) for step in undone.steps]
+        targets = [QueueReset(step.key, step.effect.before, step) for step in undone.steps]
         return self.reset(group, order, targets, now, dry_run=dry_run)
 
     def clone(
         self, to_group: str, order: ResetOrder, topic: str, now: Instant, *, dry_run: bool
     ) -> ResetOutcome:
-        """Give `to_group` the progress of `order.from_group`, on one topic or, if empty, all.
+        """Give `to_group` the progress of `order.from_group`.
 
-        All but its retry topic, which only `from_group` reads.
+        Args:
+            topic: Only this topic; empty for all but the retry topic of `from_group`, which no
+                other group reads.
 
         Raises:
-            OperationExists: the id was used for something else.
+            OperationExists: the id was used for another operation.
         """
-        known = None if dry_run else self.records.find(to_group, order.op_id)
+        known = None if dry_run else self.history.find(to_group, order.op_id)
         if known is not None and known.order != order:
             raise _exists(order.op_id)
         if known is not None:
             return ResetOutcome(list(known.steps), [], None)
         targets, own = [], retry_topic(order.from_group)
-        for key in self._table.group(order.from_group):
+        for key in self._table.queues_of(order.from_group):
             if key.topic == topic or (not topic and key.topic != own):
                 source = self._table.query(key)
-                place = AckState(source.committed_offset, source.acked)
-                targets.append(ResetTarget(key._replace(group=to_group), place))
+                state = AckState(source.committed_offset, source.acked)
+                targets.append(QueueReset(key._replace(group=to_group), state))
         return self.reset(to_group, order, targets, now, dry_run=dry_run)
 
     def _move(
-        self, target: ResetTarget, kind: ProgressSource, now: Instant, *, dry_run: bool
+        self, target: QueueReset, kind: ProgressSource, now: Instant, *, dry_run: bool
     ) -> ResetStep | BatonError:
         if target.undone is not None:
             try:
                 progress = self._table.query(target.key)
             except UnknownQueue as error:
                 return error
-            if target.undone.moved.reset_epoch <= progress.first_reset_epoch:
+            if target.undone.effect.reset_epoch <= progress.first_reset_epoch:
                 return UnknownQueue(
-                    f"what the operation moved on queue {target.key} was deleted since",
+                    f"the progress that the operation moved on queue {target.key} was deleted",
                     facts={"queue": str(target.key)},
                     detail=UnknownQueueDetail(token=progress.token),
                 )
-        moved = self._table.reset(target.key, target.to, kind, now, dry_run=dry_run)
-        return ResetStep(target.key, target.to.committed_offset, moved)
+        effect = self._table.reset(target.key, target.to, kind, now, dry_run=dry_run)
+        return ResetStep(target.key, target.to.committed_offset, effect)
 
-    def _recorded(
+    def _record(
         self,
         group: str,
         order: ResetOrder,
         known: RecordedReset | None,
-        fresh: Iterable[ResetStep],
+        applied: Iterable[ResetStep],
         now: Instant,
     ) -> ResetSlot | None:
-        steps = tuple(fresh)
+        steps = tuple(applied)
         if not steps:
             return None
         operation = RecordedReset(
-            number=known.number if known else self.records.next_number(group),
+            number=known.number if known else self.history.next_number(group),
             order=order,
             unix_ms=known.unix_ms if known else now.unix_ms,
             steps=tuple(sorted((known.steps if known else ()) + steps)),
         )
-        return self.records.put(group, operation)
+        return self.history.put(group, operation)
 
 
 def _exists(op_id: str) -> OperationExists:
     return OperationExists(
-        f"operation id {op_id} was used for something else", facts={"op_id": op_id}
+        f"operation id {op_id} was used for another operation", facts={"op_id": op_id}
     )

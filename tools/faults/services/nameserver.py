@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batonmq._core import sql_parser
-from batonmq_server.nameserver.__main__ import build
+from batonmq_server.nameserver.app import build
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.runtime.process import run
 from tools.faults.upsets import UpsetClock, Upsets

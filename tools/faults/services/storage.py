@@ -7,7 +7,9 @@ from contextlib import asynccontextmanager
 
 from batonmq._core import sql_parser
 from batonmq.errors import DiskFull
-from batonmq_server.runtime.process import App, Runtime, run
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.process import run
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.app import replicated
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core.files import Disk, File

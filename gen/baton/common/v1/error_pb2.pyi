@@ -64,27 +64,27 @@ class _RetryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Retry.ValueType
     RETRY_UNSPECIFIED: _Retry.ValueType  # 0
     """Not set; callers treat it as RETRY_NEVER."""
     RETRY_NEVER: _Retry.ValueType  # 1
-    """Repeating the call is useless until somebody changes something."""
+    """Repeating the call is useless until something else is changed."""
     RETRY_SAME_CALL: _Retry.ValueType  # 2
     """The same call, unchanged, may succeed later."""
     RETRY_REDO: _Retry.ValueType  # 3
-    """The caller redoes the larger step of which the call is a part (acquires the queue again)."""
+    """The caller repeats the larger step that the call is a part of, such as acquiring the queue."""
     RETRY_REFRESH_ROUTE: _Retry.ValueType  # 4
-    """The caller refreshes its route and repeats the call, perhaps elsewhere."""
+    """The caller refreshes its route and repeats the call, possibly at another node."""
 
 class Retry(_Retry, metaclass=_RetryEnumTypeWrapper):
-    """What a caller may do after an error."""
+    """What the caller may do after an error."""
 
 RETRY_UNSPECIFIED: Retry.ValueType  # 0
 """Not set; callers treat it as RETRY_NEVER."""
 RETRY_NEVER: Retry.ValueType  # 1
-"""Repeating the call is useless until somebody changes something."""
+"""Repeating the call is useless until something else is changed."""
 RETRY_SAME_CALL: Retry.ValueType  # 2
 """The same call, unchanged, may succeed later."""
 RETRY_REDO: Retry.ValueType  # 3
-"""The caller redoes the larger step of which the call is a part (acquires the queue again)."""
+"""The caller repeats the larger step that the call is a part of, such as acquiring the queue."""
 RETRY_REFRESH_ROUTE: Retry.ValueType  # 4
-"""The caller refreshes its route and repeats the call, perhaps elsewhere."""
+"""The caller refreshes its route and repeats the call, possibly at another node."""
 Global___Retry: _TypeAlias = Retry  # noqa: Y015
 
 class _Reason:
@@ -96,15 +96,15 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_UNSPECIFIED: _Reason.ValueType  # 0
     """Not set; never sent."""
     REASON_INVALID_ARGUMENT: _Reason.ValueType  # 1
-    """A field is malformed whatever the state. Facts: `field`."""
+    """A field is invalid, whatever the state of the cluster. Facts: `field`."""
     REASON_INVALID_NAME: _Reason.ValueType  # 2
     """A name has a character, a length or a form that is not allowed. Facts: `field`."""
     REASON_LIMIT_EXCEEDED: _Reason.ValueType  # 3
-    """Something exceeds its limit. Facts: `field`, `limit`, `actual`."""
+    """A value exceeds its limit. Facts: `field`, `limit`, `actual`."""
     REASON_BAD_CHECKSUM: _Reason.ValueType  # 4
     """The checksum of a batch does not match its bytes. Facts: `expected`, `actual`."""
     REASON_BAD_BATCH: _Reason.ValueType  # 5
-    """A batch can't be read: magic, version or lengths are wrong. Facts: `field`."""
+    """A batch can't be decoded: its magic, version or lengths are wrong. Facts: `field`."""
     REASON_BAD_EXPRESSION: _Reason.ValueType  # 6
     """A subscription expression can't be parsed. Facts: `expression`."""
     REASON_NO_DEADLINE: _Reason.ValueType  # 7
@@ -112,161 +112,165 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_TOPIC_NOT_FOUND: _Reason.ValueType  # 20
     """The topic does not exist. Facts: `topic`."""
     REASON_QUEUE_NOT_FOUND: _Reason.ValueType  # 21
-    """The topic exists, the queue index does not. Facts: `topic`, `queue_id`, `queue_count`."""
+    """The topic exists, but has no queue with this id. Facts: `topic`, `queue_id`, `queue_count`."""
     REASON_GROUP_NOT_FOUND: _Reason.ValueType  # 22
     """The group does not exist. Facts: `group`."""
     REASON_TOPIC_EXISTS: _Reason.ValueType  # 23
-    """The topic exists already with other settings. Facts: `topic`."""
+    """The topic exists already, with other settings. Facts: `topic`."""
     REASON_NO_BROKER: _Reason.ValueType  # 24
-    """No storage node is registered to take the topic's queues."""
+    """No storage node is registered."""
     REASON_WRONG_BROKER: _Reason.ValueType  # 25
-    """The named broker is not the one that answers. Facts: `asked`, `actual`."""
+    """The call names another broker than the one it reached. Facts: `asked`, `actual`."""
     REASON_CLIENT_ID_IN_USE: _Reason.ValueType  # 26
-    """A live client with another incarnation has this client id. Facts: `client_id`, `host`."""
+    """A live client with another incarnation uses this client id. Facts: `client_id`, `host`."""
     REASON_NOT_MEMBER: _Reason.ValueType  # 27
     """The client is not a live member of the group. Facts: `group`, `client_id`."""
     REASON_SUBSCRIPTION_CONFLICT: _Reason.ValueType  # 28
-    """The group's subscription differs from the heartbeat's; see `differences`."""
+    """The client's subscription differs from the subscription of its group; see `differences`."""
     REASON_NOT_SUBSCRIBED: _Reason.ValueType  # 29
-    """The topic is not in the group's subscription. Facts: `group`, `topic`."""
+    """The group does not subscribe to the topic. Facts: `group`, `topic`."""
     REASON_GROUP_IN_USE: _Reason.ValueType  # 30
-    """The group has live members, and this needs a group without. Facts: `group`, `members`."""
+    """The group has live members, and the call needs a group without members. Facts: `group`,
+    `members`.
+    """
     REASON_OPERATION_NOT_FOUND: _Reason.ValueType  # 31
     """No recorded operation has this id. Facts: `op_id`."""
     REASON_OPERATION_EXISTS: _Reason.ValueType  # 32
-    """This operation id was used for something else. Facts: `op_id`."""
+    """The operation id was used for another operation. Facts: `op_id`."""
     REASON_SET_NOT_FOUND: _Reason.ValueType  # 33
-    """No such offsets replica set is registered. Facts: `offsets_set`, `known`."""
+    """No node of this offsets replica set is registered. Facts: `offsets_set`, `known`."""
     REASON_GROUP_MOVING: _Reason.ValueType  # 34
-    """The group is being moved to another offsets replica set already. Facts: `group`, `offsets_set`,
-    `from_set`, `move`.
-    """
+    """Another move of the group is in progress. Facts: `group`, `offsets_set`, `from_set`, `move`."""
     REASON_GROUPS_APART: _Reason.ValueType  # 35
-    """Two groups would have to be kept by one offsets replica set, and are not. Facts: `group`,
+    """The call needs both groups in one offsets replica set, and they are in two. Facts: `group`,
     `other_group`, `offsets_set`.
     """
     REASON_OFFSET_OUT_OF_RANGE: _Reason.ValueType  # 40
-    """Offset outside [first, next]. Facts: `offset`, `first_offset`, `next_offset`."""
+    """The offset is outside of [first_offset, next_offset]. Facts: `offset`, `first_offset`,
+    `next_offset`.
+    """
     REASON_OFFSET_AHEAD_OF_LOG: _Reason.ValueType  # 41
-    """Committed offset is beyond the end of the log. Facts: `offset`, `next_offset`."""
+    """The committed offset is beyond the end of the log. Facts: `offset`, `next_offset`."""
     REASON_SEQUENCE_GAP: _Reason.ValueType  # 42
-    """A producer's sequence skips. Facts: `expected`, `actual`."""
+    """A sequence number of the producer is missing. Facts: `expected`, `actual`."""
     REASON_PRODUCER_FENCED: _Reason.ValueType  # 43
-    """A newer epoch of the producer id has written. Facts: `epoch`, `current`."""
+    """A newer producer with this id has written. Facts: `epoch`, `current`."""
     REASON_DUPLICATE_SEQUENCE: _Reason.ValueType  # 44
-    """A repeated sequence that is too old for its receipt to be known. Facts: `sequence`."""
+    """The batch was stored so long ago that its receipt is no longer known. Facts: `sequence`."""
     REASON_DATA_LOSS: _Reason.ValueType  # 45
-    """Stored bytes fail their checksum. Facts: `position`."""
+    """Stored bytes do not match their checksum. Facts: `position`."""
     REASON_MESSAGE_NOT_FOUND: _Reason.ValueType  # 46
-    """No message has this id, or it is no longer kept. Facts: `message_id`."""
+    """No message has this id, or the message is no longer kept. Facts: `message_id`."""
     REASON_NOT_SCHEDULED: _Reason.ValueType  # 47
-    """Nothing is scheduled under this id: never was, was delivered, or was cancelled.
-    Facts: `schedule_id`.
+    """No message is scheduled under this id; it may have been delivered or cancelled. Facts:
+    `schedule_id`.
     """
     REASON_NOT_WRITABLE: _Reason.ValueType  # 48
-    """The topic, or the queue, takes no messages. Facts: `topic`, `queue_id`."""
+    """The topic, or the queue, does not take messages. Facts: `topic`, `queue_id`."""
     REASON_NOT_READABLE: _Reason.ValueType  # 49
-    """The topic, or the queue, gives no messages. Facts: `topic`, `queue_id`."""
+    """The topic, or the queue, does not allow reading. Facts: `topic`, `queue_id`."""
     REASON_FENCED: _Reason.ValueType  # 60
-    """The token is not the queue's current one. Facts: `token`, `current`, `reset_epoch`, and
-    `why`: TAKEN, CLOSED, FORCED, RESET or SUBSCRIPTION.
+    """The fencing token of the call is not the queue's current one. Facts: `token`, `current`,
+    `reset_epoch`, `why` (a FenceCause).
     """
     REASON_OLD_EPOCH: _Reason.ValueType  # 61
-    """The caller has seen a newer epoch of this replica set, or this term is over.
-    Facts: `epoch`, `current`.
-    """
+    """A newer epoch of the replica set, or a newer term, exists. Facts: `epoch`, `current`."""
     REASON_DELIVERY_GAP: _Reason.ValueType  # 62
-    """A delivery would leave out undelivered offsets. Facts: `first_offset`, `expected`."""
+    """A delivery would skip offsets that were not delivered. Facts: `first_offset`, `expected`."""
     REASON_BEYOND_DELIVERED: _Reason.ValueType  # 63
-    """An ack names an offset that was not delivered. Facts: `offset`, `delivered`."""
+    """An acknowledgement names an offset that was not delivered. Facts: `offset`, `delivered`."""
     REASON_ACK_CAP: _Reason.ValueType  # 64
     """The ack window of the queue is full. Facts: `ranges`, `limit`."""
     REASON_UNKNOWN_QUEUE: _Reason.ValueType  # 65
-    """offsets has no progress of the queue. Facts: `queue`, `token`, `reset_epoch`."""
+    """The offsets service has no progress of the queue. Facts: `queue`, `token`, `reset_epoch`."""
     REASON_TOKEN_MISMATCH: _Reason.ValueType  # 66
     """A fence expected another token. Facts: `expected`, `token`, `attempt`."""
     REASON_SUPERSEDED: _Reason.ValueType  # 67
-    """This fence attempt succeeded once and a newer token has replaced it. Facts: `token`."""
+    """The fence attempt succeeded, and a newer token has replaced its token. Facts: `token`."""
     REASON_UNACKED: _Reason.ValueType  # 68
-    """A fence's condition does not hold: delivered messages are not acked. Facts: `unacked`,
-    `lowest_offset`.
+    """The condition of a fence does not hold: delivered messages are not acknowledged. Facts:
+    `unacked`, `lowest_offset`.
     """
     REASON_NOT_IDLE: _Reason.ValueType  # 69
-    """A fence's condition does not hold: the holder was active lately. Facts: `idle_ms`."""
+    """The condition of a fence does not hold: the owner was active a short time ago. Facts:
+    `idle_ms`.
+    """
     REASON_NOT_HOLDER: _Reason.ValueType  # 70
-    """A fence's condition does not hold: the holder is another incarnation, or has closed."""
+    """The condition of a fence does not hold: another incarnation owns the queue, or the owner has
+    released it.
+    """
     REASON_DELIVERY_UNRECORDED: _Reason.ValueType  # 71
-    """The delivery could not be recorded, so no bytes left. Pull again from the same offset."""
+    """The delivery could not be recorded, so no messages were sent. Pull again from the same offset."""
     REASON_HELD: _Reason.ValueType  # 80
-    """The queue is owned by another member. Facts: `owner`, `age_ms`."""
+    """Another member owns the queue. Facts: `owner`, `age_ms`."""
     REASON_DRAINING: _Reason.ValueType  # 81
-    """The owner is letting go. Facts: `owner`."""
+    """The owner is draining the queue before it releases it. Facts: `owner`."""
     REASON_OLD_REQUEST: _Reason.ValueType  # 82
     """A newer Acquire of the same incarnation exists. Facts: `acquire_seq`, `current`."""
     REASON_NOT_ASSIGNED: _Reason.ValueType  # 83
-    """By the newest generation the queue is not the asker's. Facts: `generation`, `current`."""
+    """The newest assignment of the group gives the queue to another member. Facts: `generation`,
+    `current`.
+    """
     REASON_HANDOVER_PENDING: _Reason.ValueType  # 84
-    """A hand-over of the queue is under way. Facts: `attempt`."""
+    """A hand-over of the queue is in progress. Facts: `attempt`."""
     REASON_MODE_CHANGED: _Reason.ValueType  # 85
-    """The group's queues are owned, and the call is for a group without ownership, or the other way
-    round. Facts: `group`, `model`, `ownership`.
+    """The call is for a group with ownership of queues and the group has none, or the reverse.
+    Facts: `group`, `model`, `ownership`.
     """
     REASON_PAUSED: _Reason.ValueType  # 86
     """An operator has paused the group. Facts: `group`, `by`, `reason`."""
     REASON_SUBSCRIPTION_DRAINING: _Reason.ValueType  # 87
-    """The subscription of the group is being changed: nobody gets a queue until every queue is given
-    back. Facts: `group`, `subscription_generation`.
+    """The group's subscription is changing: no queue is granted until all queues are released.
+    Facts: `group`, `subscription_generation`.
     """
     REASON_OLD_TOPIC: _Reason.ValueType  # 88
-    """The start offset was read of an earlier topic of the name. Facts: `topic_id`, `current`."""
+    """The start offset belongs to an earlier topic of the same name. Facts: `topic_id`, `current`."""
     REASON_GROUP_MOVED: _Reason.ValueType  # 89
-    """The group is kept by another offsets replica set. Facts: `group`, `offsets_set`, `move`."""
+    """Another offsets replica set keeps the group. Facts: `group`, `offsets_set`, `move`."""
     REASON_OLD_MOVE: _Reason.ValueType  # 90
-    """A later move of the group is known than the one the call is for. Facts: `group`, `move`,
-    `current`.
-    """
+    """A later move of the group is known. Facts: `group`, `move`, `current`."""
     REASON_STILL_IN_SYNC: _Reason.ValueType  # 91
-    """Somebody may be elected without a loss. Facts: `node_id` where known."""
+    """A replica can be elected without losing messages. Facts: `node_id` if known."""
     REASON_NOT_LEADER: _Reason.ValueType  # 100
-    """This node does not lead; another may. Facts: `leader` where known."""
+    """The node is not the leader. Facts: `leader` if known."""
     REASON_NOT_SERVING: _Reason.ValueType  # 101
     """The node is starting or stopping."""
     REASON_NO_QUORUM: _Reason.ValueType  # 102
     """etcd can't be reached or has no quorum."""
     REASON_OFFSETS_UNREACHABLE: _Reason.ValueType  # 103
-    """offsets can't be reached."""
+    """The offsets service can't be reached."""
     REASON_OVERLOADED: _Reason.ValueType  # 104
-    """A bound on connections, memory or queued work is reached. Facts: `limit`."""
+    """A limit on connections, memory or queued work is reached. Facts: `limit`."""
     REASON_UNREACHABLE: _Reason.ValueType  # 105
-    """A peer service can't be reached. Facts: `service`."""
+    """A service can't be reached. Facts: `service`."""
     REASON_INTERNAL: _Reason.ValueType  # 106
-    """A bug; the server's log has the rest."""
+    """A bug; the log of the server has the details."""
     REASON_DISK_FULL: _Reason.ValueType  # 107
-    """The disk is too full to write; reading and retention go on. Facts: `used_percent`,
+    """The disk is too full to write. Reading and retention continue. Facts: `used_percent`,
     `limit_percent`, `free_bytes`.
     """
     REASON_NOT_ENOUGH_REPLICAS: _Reason.ValueType  # 108
     """Fewer replicas are in sync than a write needs. Facts: `in_sync`, `limit`."""
     REASON_UNAUTHENTICATED: _Reason.ValueType  # 120
-    """Access is on, and the call says in no way that is known who makes it."""
+    """Authorization is on, and the call has no valid credentials."""
     REASON_PERMISSION_DENIED: _Reason.ValueType  # 121
-    """The caller is known and may not do this. Facts: `identity`, `role`, `resource`."""
+    """No grant of the authenticated caller covers the call. Facts: `identity`, `role`, `resource`."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
-    """Every reason for which BatonMQ refuses something. Values are never reused."""
+    """Reason of an error. Values are never reused."""
 
 REASON_UNSPECIFIED: Reason.ValueType  # 0
 """Not set; never sent."""
 REASON_INVALID_ARGUMENT: Reason.ValueType  # 1
-"""A field is malformed whatever the state. Facts: `field`."""
+"""A field is invalid, whatever the state of the cluster. Facts: `field`."""
 REASON_INVALID_NAME: Reason.ValueType  # 2
 """A name has a character, a length or a form that is not allowed. Facts: `field`."""
 REASON_LIMIT_EXCEEDED: Reason.ValueType  # 3
-"""Something exceeds its limit. Facts: `field`, `limit`, `actual`."""
+"""A value exceeds its limit. Facts: `field`, `limit`, `actual`."""
 REASON_BAD_CHECKSUM: Reason.ValueType  # 4
 """The checksum of a batch does not match its bytes. Facts: `expected`, `actual`."""
 REASON_BAD_BATCH: Reason.ValueType  # 5
-"""A batch can't be read: magic, version or lengths are wrong. Facts: `field`."""
+"""A batch can't be decoded: its magic, version or lengths are wrong. Facts: `field`."""
 REASON_BAD_EXPRESSION: Reason.ValueType  # 6
 """A subscription expression can't be parsed. Facts: `expression`."""
 REASON_NO_DEADLINE: Reason.ValueType  # 7
@@ -274,152 +278,156 @@ REASON_NO_DEADLINE: Reason.ValueType  # 7
 REASON_TOPIC_NOT_FOUND: Reason.ValueType  # 20
 """The topic does not exist. Facts: `topic`."""
 REASON_QUEUE_NOT_FOUND: Reason.ValueType  # 21
-"""The topic exists, the queue index does not. Facts: `topic`, `queue_id`, `queue_count`."""
+"""The topic exists, but has no queue with this id. Facts: `topic`, `queue_id`, `queue_count`."""
 REASON_GROUP_NOT_FOUND: Reason.ValueType  # 22
 """The group does not exist. Facts: `group`."""
 REASON_TOPIC_EXISTS: Reason.ValueType  # 23
-"""The topic exists already with other settings. Facts: `topic`."""
+"""The topic exists already, with other settings. Facts: `topic`."""
 REASON_NO_BROKER: Reason.ValueType  # 24
-"""No storage node is registered to take the topic's queues."""
+"""No storage node is registered."""
 REASON_WRONG_BROKER: Reason.ValueType  # 25
-"""The named broker is not the one that answers. Facts: `asked`, `actual`."""
+"""The call names another broker than the one it reached. Facts: `asked`, `actual`."""
 REASON_CLIENT_ID_IN_USE: Reason.ValueType  # 26
-"""A live client with another incarnation has this client id. Facts: `client_id`, `host`."""
+"""A live client with another incarnation uses this client id. Facts: `client_id`, `host`."""
 REASON_NOT_MEMBER: Reason.ValueType  # 27
 """The client is not a live member of the group. Facts: `group`, `client_id`."""
 REASON_SUBSCRIPTION_CONFLICT: Reason.ValueType  # 28
-"""The group's subscription differs from the heartbeat's; see `differences`."""
+"""The client's subscription differs from the subscription of its group; see `differences`."""
 REASON_NOT_SUBSCRIBED: Reason.ValueType  # 29
-"""The topic is not in the group's subscription. Facts: `group`, `topic`."""
+"""The group does not subscribe to the topic. Facts: `group`, `topic`."""
 REASON_GROUP_IN_USE: Reason.ValueType  # 30
-"""The group has live members, and this needs a group without. Facts: `group`, `members`."""
+"""The group has live members, and the call needs a group without members. Facts: `group`,
+`members`.
+"""
 REASON_OPERATION_NOT_FOUND: Reason.ValueType  # 31
 """No recorded operation has this id. Facts: `op_id`."""
 REASON_OPERATION_EXISTS: Reason.ValueType  # 32
-"""This operation id was used for something else. Facts: `op_id`."""
+"""The operation id was used for another operation. Facts: `op_id`."""
 REASON_SET_NOT_FOUND: Reason.ValueType  # 33
-"""No such offsets replica set is registered. Facts: `offsets_set`, `known`."""
+"""No node of this offsets replica set is registered. Facts: `offsets_set`, `known`."""
 REASON_GROUP_MOVING: Reason.ValueType  # 34
-"""The group is being moved to another offsets replica set already. Facts: `group`, `offsets_set`,
-`from_set`, `move`.
-"""
+"""Another move of the group is in progress. Facts: `group`, `offsets_set`, `from_set`, `move`."""
 REASON_GROUPS_APART: Reason.ValueType  # 35
-"""Two groups would have to be kept by one offsets replica set, and are not. Facts: `group`,
+"""The call needs both groups in one offsets replica set, and they are in two. Facts: `group`,
 `other_group`, `offsets_set`.
 """
 REASON_OFFSET_OUT_OF_RANGE: Reason.ValueType  # 40
-"""Offset outside [first, next]. Facts: `offset`, `first_offset`, `next_offset`."""
+"""The offset is outside of [first_offset, next_offset]. Facts: `offset`, `first_offset`,
+`next_offset`.
+"""
 REASON_OFFSET_AHEAD_OF_LOG: Reason.ValueType  # 41
-"""Committed offset is beyond the end of the log. Facts: `offset`, `next_offset`."""
+"""The committed offset is beyond the end of the log. Facts: `offset`, `next_offset`."""
 REASON_SEQUENCE_GAP: Reason.ValueType  # 42
-"""A producer's sequence skips. Facts: `expected`, `actual`."""
+"""A sequence number of the producer is missing. Facts: `expected`, `actual`."""
 REASON_PRODUCER_FENCED: Reason.ValueType  # 43
-"""A newer epoch of the producer id has written. Facts: `epoch`, `current`."""
+"""A newer producer with this id has written. Facts: `epoch`, `current`."""
 REASON_DUPLICATE_SEQUENCE: Reason.ValueType  # 44
-"""A repeated sequence that is too old for its receipt to be known. Facts: `sequence`."""
+"""The batch was stored so long ago that its receipt is no longer known. Facts: `sequence`."""
 REASON_DATA_LOSS: Reason.ValueType  # 45
-"""Stored bytes fail their checksum. Facts: `position`."""
+"""Stored bytes do not match their checksum. Facts: `position`."""
 REASON_MESSAGE_NOT_FOUND: Reason.ValueType  # 46
-"""No message has this id, or it is no longer kept. Facts: `message_id`."""
+"""No message has this id, or the message is no longer kept. Facts: `message_id`."""
 REASON_NOT_SCHEDULED: Reason.ValueType  # 47
-"""Nothing is scheduled under this id: never was, was delivered, or was cancelled.
-Facts: `schedule_id`.
+"""No message is scheduled under this id; it may have been delivered or cancelled. Facts:
+`schedule_id`.
 """
 REASON_NOT_WRITABLE: Reason.ValueType  # 48
-"""The topic, or the queue, takes no messages. Facts: `topic`, `queue_id`."""
+"""The topic, or the queue, does not take messages. Facts: `topic`, `queue_id`."""
 REASON_NOT_READABLE: Reason.ValueType  # 49
-"""The topic, or the queue, gives no messages. Facts: `topic`, `queue_id`."""
+"""The topic, or the queue, does not allow reading. Facts: `topic`, `queue_id`."""
 REASON_FENCED: Reason.ValueType  # 60
-"""The token is not the queue's current one. Facts: `token`, `current`, `reset_epoch`, and
-`why`: TAKEN, CLOSED, FORCED, RESET or SUBSCRIPTION.
+"""The fencing token of the call is not the queue's current one. Facts: `token`, `current`,
+`reset_epoch`, `why` (a FenceCause).
 """
 REASON_OLD_EPOCH: Reason.ValueType  # 61
-"""The caller has seen a newer epoch of this replica set, or this term is over.
-Facts: `epoch`, `current`.
-"""
+"""A newer epoch of the replica set, or a newer term, exists. Facts: `epoch`, `current`."""
 REASON_DELIVERY_GAP: Reason.ValueType  # 62
-"""A delivery would leave out undelivered offsets. Facts: `first_offset`, `expected`."""
+"""A delivery would skip offsets that were not delivered. Facts: `first_offset`, `expected`."""
 REASON_BEYOND_DELIVERED: Reason.ValueType  # 63
-"""An ack names an offset that was not delivered. Facts: `offset`, `delivered`."""
+"""An acknowledgement names an offset that was not delivered. Facts: `offset`, `delivered`."""
 REASON_ACK_CAP: Reason.ValueType  # 64
 """The ack window of the queue is full. Facts: `ranges`, `limit`."""
 REASON_UNKNOWN_QUEUE: Reason.ValueType  # 65
-"""offsets has no progress of the queue. Facts: `queue`, `token`, `reset_epoch`."""
+"""The offsets service has no progress of the queue. Facts: `queue`, `token`, `reset_epoch`."""
 REASON_TOKEN_MISMATCH: Reason.ValueType  # 66
 """A fence expected another token. Facts: `expected`, `token`, `attempt`."""
 REASON_SUPERSEDED: Reason.ValueType  # 67
-"""This fence attempt succeeded once and a newer token has replaced it. Facts: `token`."""
+"""The fence attempt succeeded, and a newer token has replaced its token. Facts: `token`."""
 REASON_UNACKED: Reason.ValueType  # 68
-"""A fence's condition does not hold: delivered messages are not acked. Facts: `unacked`,
-`lowest_offset`.
+"""The condition of a fence does not hold: delivered messages are not acknowledged. Facts:
+`unacked`, `lowest_offset`.
 """
 REASON_NOT_IDLE: Reason.ValueType  # 69
-"""A fence's condition does not hold: the holder was active lately. Facts: `idle_ms`."""
+"""The condition of a fence does not hold: the owner was active a short time ago. Facts:
+`idle_ms`.
+"""
 REASON_NOT_HOLDER: Reason.ValueType  # 70
-"""A fence's condition does not hold: the holder is another incarnation, or has closed."""
+"""The condition of a fence does not hold: another incarnation owns the queue, or the owner has
+released it.
+"""
 REASON_DELIVERY_UNRECORDED: Reason.ValueType  # 71
-"""The delivery could not be recorded, so no bytes left. Pull again from the same offset."""
+"""The delivery could not be recorded, so no messages were sent. Pull again from the same offset."""
 REASON_HELD: Reason.ValueType  # 80
-"""The queue is owned by another member. Facts: `owner`, `age_ms`."""
+"""Another member owns the queue. Facts: `owner`, `age_ms`."""
 REASON_DRAINING: Reason.ValueType  # 81
-"""The owner is letting go. Facts: `owner`."""
+"""The owner is draining the queue before it releases it. Facts: `owner`."""
 REASON_OLD_REQUEST: Reason.ValueType  # 82
 """A newer Acquire of the same incarnation exists. Facts: `acquire_seq`, `current`."""
 REASON_NOT_ASSIGNED: Reason.ValueType  # 83
-"""By the newest generation the queue is not the asker's. Facts: `generation`, `current`."""
+"""The newest assignment of the group gives the queue to another member. Facts: `generation`,
+`current`.
+"""
 REASON_HANDOVER_PENDING: Reason.ValueType  # 84
-"""A hand-over of the queue is under way. Facts: `attempt`."""
+"""A hand-over of the queue is in progress. Facts: `attempt`."""
 REASON_MODE_CHANGED: Reason.ValueType  # 85
-"""The group's queues are owned, and the call is for a group without ownership, or the other way
-round. Facts: `group`, `model`, `ownership`.
+"""The call is for a group with ownership of queues and the group has none, or the reverse.
+Facts: `group`, `model`, `ownership`.
 """
 REASON_PAUSED: Reason.ValueType  # 86
 """An operator has paused the group. Facts: `group`, `by`, `reason`."""
 REASON_SUBSCRIPTION_DRAINING: Reason.ValueType  # 87
-"""The subscription of the group is being changed: nobody gets a queue until every queue is given
-back. Facts: `group`, `subscription_generation`.
+"""The group's subscription is changing: no queue is granted until all queues are released.
+Facts: `group`, `subscription_generation`.
 """
 REASON_OLD_TOPIC: Reason.ValueType  # 88
-"""The start offset was read of an earlier topic of the name. Facts: `topic_id`, `current`."""
+"""The start offset belongs to an earlier topic of the same name. Facts: `topic_id`, `current`."""
 REASON_GROUP_MOVED: Reason.ValueType  # 89
-"""The group is kept by another offsets replica set. Facts: `group`, `offsets_set`, `move`."""
+"""Another offsets replica set keeps the group. Facts: `group`, `offsets_set`, `move`."""
 REASON_OLD_MOVE: Reason.ValueType  # 90
-"""A later move of the group is known than the one the call is for. Facts: `group`, `move`,
-`current`.
-"""
+"""A later move of the group is known. Facts: `group`, `move`, `current`."""
 REASON_STILL_IN_SYNC: Reason.ValueType  # 91
-"""Somebody may be elected without a loss. Facts: `node_id` where known."""
+"""A replica can be elected without losing messages. Facts: `node_id` if known."""
 REASON_NOT_LEADER: Reason.ValueType  # 100
-"""This node does not lead; another may. Facts: `leader` where known."""
+"""The node is not the leader. Facts: `leader` if known."""
 REASON_NOT_SERVING: Reason.ValueType  # 101
 """The node is starting or stopping."""
 REASON_NO_QUORUM: Reason.ValueType  # 102
 """etcd can't be reached or has no quorum."""
 REASON_OFFSETS_UNREACHABLE: Reason.ValueType  # 103
-"""offsets can't be reached."""
+"""The offsets service can't be reached."""
 REASON_OVERLOADED: Reason.ValueType  # 104
-"""A bound on connections, memory or queued work is reached. Facts: `limit`."""
+"""A limit on connections, memory or queued work is reached. Facts: `limit`."""
 REASON_UNREACHABLE: Reason.ValueType  # 105
-"""A peer service can't be reached. Facts: `service`."""
+"""A service can't be reached. Facts: `service`."""
 REASON_INTERNAL: Reason.ValueType  # 106
-"""A bug; the server's log has the rest."""
+"""A bug; the log of the server has the details."""
 REASON_DISK_FULL: Reason.ValueType  # 107
-"""The disk is too full to write; reading and retention go on. Facts: `used_percent`,
+"""The disk is too full to write. Reading and retention continue. Facts: `used_percent`,
 `limit_percent`, `free_bytes`.
 """
 REASON_NOT_ENOUGH_REPLICAS: Reason.ValueType  # 108
 """Fewer replicas are in sync than a write needs. Facts: `in_sync`, `limit`."""
 REASON_UNAUTHENTICATED: Reason.ValueType  # 120
-"""Access is on, and the call says in no way that is known who makes it."""
+"""Authorization is on, and the call has no valid credentials."""
 REASON_PERMISSION_DENIED: Reason.ValueType  # 121
-"""The caller is known and may not do this. Facts: `identity`, `role`, `resource`."""
+"""No grant of the authenticated caller covers the call. Facts: `identity`, `role`, `resource`."""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):
-    """Why a call, or one item of a batched call, was refused. A failed call carries exactly one of
-    these in the details of its google.rpc.Status; a refused item of a batch carries it in place
-    of its result. There is no other error channel.
+    """Error of a call, or of one item of a batched call. The google.rpc.Status of a failed call has
+    exactly one of these in its details, beside google.rpc.ErrorInfo and google.rpc.RetryInfo for
+    generic clients. A rejected item of a batch has it in place of its result.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -462,20 +470,20 @@ class Error(_message.Message):
     reason: Global___Reason.ValueType
     """Stable reason for machines. Required."""
     message: _builtins.str
-    """One sentence for people: what was refused and the values that made it so."""
+    """One sentence for people: what was wrong with which value."""
     remedy: _builtins.str
-    """One sentence for people: what to do about it. Empty where nothing can be done."""
+    """One sentence for people: what to do about it. Empty if nothing can be done."""
     retry: Global___Retry.ValueType
     """What the caller may do next. Required."""
     retry_after_ms: _builtins.int
-    """Do not try again sooner than this, in milliseconds; 0 if there is no advice."""
+    """Earliest time of a retry, in milliseconds from now; 0 for no advice."""
     @_builtins.property
     def facts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Values behind the refusal, by name, as the comment of the reason lists them."""
+        """The values behind the error by name, for people; the comment of each reason lists them."""
 
     @_builtins.property
     def differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionDifference]:
-        """For REASON_SUBSCRIPTION_CONFLICT: every topic on which the two clients disagree."""
+        """For REASON_SUBSCRIPTION_CONFLICT: all differences between the two subscriptions."""
 
     @_builtins.property
     def fenced(self) -> Global___FencedDetail:
@@ -762,7 +770,7 @@ Global___DataLossDetail: _TypeAlias = DataLossDetail  # noqa: Y015
 
 @_typing.final
 class SubscriptionDifference(_message.Message):
-    """One topic that two members of a group subscribe to differently."""
+    """One difference between the subscriptions of two members of a group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -773,17 +781,17 @@ class SubscriptionDifference(_message.Message):
     MEMBER_CLIENT_ID_FIELD_NUMBER: _builtins.int
     MEMBER_VALUE_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
-    """The topic, or the setting (`model`, `orderly`, `consume_from`) where topic is empty."""
+    """The topic; empty if the setting holds for all topics."""
     setting: _builtins.str
     """The setting that differs: `expression`, `model`, `orderly` or `consume_from`."""
     newcomer_client_id: _builtins.str
-    """Client whose heartbeat was refused."""
+    """Client whose heartbeat was rejected."""
     newcomer_value: _builtins.str
-    """What the newcomer asked for; empty if it does not subscribe to the topic."""
+    """Value of that client; empty if it does not subscribe to the topic."""
     member_client_id: _builtins.str
-    """A live member that has the group's present subscription."""
+    """A live member with the group's current subscription."""
     member_value: _builtins.str
-    """What the group has; empty if the group does not subscribe to the topic."""
+    """Value of the group; empty if the group does not subscribe to the topic."""
     def __init__(
         self,
         *,

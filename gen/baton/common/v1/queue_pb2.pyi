@@ -18,7 +18,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class QueueRef(_message.Message):
-    """Names one queue of the cluster: what storage keeps."""
+    """Key of one queue of the cluster, as storage keeps it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -48,7 +48,7 @@ Global___QueueRef: _TypeAlias = QueueRef  # noqa: Y015
 
 @_typing.final
 class GroupQueue(_message.Message):
-    """Names one queue as one consumer group sees it: what offsets and lockmgr keep."""
+    """Key of one queue within one consumer group: the key of progress (offsets) and of locks (lockmgr)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -76,16 +76,16 @@ Global___GroupQueue: _TypeAlias = GroupQueue  # noqa: Y015
 
 @_typing.final
 class OffsetRange(_message.Message):
-    """A half-open run of queue offsets, [first_offset, next_offset)."""
+    """A half-open range of queue offsets, [first_offset, next_offset)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_OFFSET_FIELD_NUMBER: _builtins.int
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     first_offset: _builtins.int
-    """First offset of the run, in messages, 0-based."""
+    """First offset of the range, in messages, 0-based."""
     next_offset: _builtins.int
-    """One past the last offset of the run; greater than `first_offset`."""
+    """Offset after the last one of the range; greater than `first_offset`."""
     def __init__(
         self,
         *,
@@ -102,7 +102,7 @@ Global___OffsetRange: _TypeAlias = OffsetRange  # noqa: Y015
 
 @_typing.final
 class Incarnation(_message.Message):
-    """One process life of one client. Ownership belongs to an incarnation, never to a client id."""
+    """One run of one client process. An incarnation owns queues, a client id does not."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -111,7 +111,7 @@ class Incarnation(_message.Message):
     client_id: _builtins.str
     """Client id; 1 to 255 printable characters without '/' and white space. Required."""
     incarnation_id: _builtins.int
-    """Random non-zero number drawn at process start. Required."""
+    """Random non-zero number, drawn when the process starts. Required."""
     def __init__(
         self,
         *,

@@ -20,9 +20,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ReplicaSet(_message.Message):
-    """Who may lead a replica set, as etcd keeps it under replicas/<service>/<set>. Changed only by
-    compare-and-swap: by a candidate together with its election, then by the elected leader; and by an
-    operator, once all in sync are lost.
+    """The nodes of a replica set that may lead it, stored in etcd under replicas/<service>/<set>.
+    Changed only by compare-and-swap: by a candidate together with its election, then by the elected
+    leader; and by an operator after the loss of the whole in-sync set.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -33,22 +33,22 @@ class ReplicaSet(_message.Message):
     SERVED_EPOCH_FIELD_NUMBER: _builtins.int
     ACCEPTED_LOSSES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the last leader; rises with every election."""
+    """Epoch of the last leader; increases with every election."""
     leader: _builtins.str
     """Node id of the last leader."""
     served_epoch: _builtins.int
-    """Last epoch in which something was answered: whoever has nothing of it, or of a later one, has lost
-    what it had, and is not elected either.
+    """Last epoch in which the leader acknowledged something. A replica that has nothing of this epoch
+    or of a later one has lost its data, and is not elected either.
     """
     @_builtins.property
     def in_sync(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Node ids of those that have everything the leader has answered for; the leader is one of them.
-        Nobody else can be elected.
+        """Node ids of the in-sync set: the replicas that have everything the leader has acknowledged, the
+        leader included. No other replica can be elected.
         """
 
     @_builtins.property
     def accepted_losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___AcceptedLoss]:
-        """What operators have given up, the newest last; the last 16."""
+        """Losses that operators have accepted, the newest last; the last 16."""
 
     def __init__(
         self,
@@ -69,7 +69,9 @@ Global___ReplicaSet: _TypeAlias = ReplicaSet  # noqa: Y015
 
 @_typing.final
 class AcceptedLoss(_message.Message):
-    """That an operator has let a node be elected that was not in sync, as all that were are lost."""
+    """An operator's decision to allow the election of a node outside the in-sync set, because the whole
+    in-sync set is lost.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -79,16 +81,16 @@ class AcceptedLoss(_message.Message):
     UNIX_MS_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
-    """Node id of the one that may be elected since."""
+    """Node id of the node that may be elected."""
     epoch: _builtins.int
-    """Epoch of the last leader before."""
+    """Epoch of the last leader before the decision."""
     unix_ms: _builtins.int
-    """When, by the operator's clock."""
+    """Time of the decision by the operator's clock, in Unix milliseconds."""
     by: _builtins.str
-    """Who, as the operator's machine says: user@host."""
+    """Operator, as the operator's machine names it: user@host."""
     @_builtins.property
     def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Node ids of those that were in sync, and are no longer."""
+        """Node ids of the lost in-sync set."""
 
     def __init__(
         self,
@@ -125,17 +127,19 @@ class Replica(_message.Message):
     leader: _builtins.bool
     """True for the leader itself."""
     in_sync: _builtins.bool
-    """Whether it is in the in-sync set, and so may be elected."""
+    """Whether the node is in the in-sync set, and so may be elected."""
     position: _builtins.int
-    """Up to where it has everything, durably: a version at offsets, bytes at storage."""
+    """Position up to which the node has everything durably: a version at offsets, bytes at storage."""
     lag: _builtins.int
-    """How much it lacks, in the same unit."""
+    """Distance to the leader's position, in the same unit."""
     lag_ms: _builtins.int
-    """For how long it has not had everything, in milliseconds; 0 if it has, -1 if it was never heard of
-    in this epoch.
+    """Time for which the node has lagged, in milliseconds; 0 if it does not lag, -1 if it has not
+    contacted the leader in this epoch.
     """
     problem: _builtins.str
-    """Why it can't follow, if that does not pass by itself, as it told the leader; empty if it can."""
+    """Error that keeps the node from following until it is repaired, as the node reported it; empty if
+    there is none.
+    """
     def __init__(
         self,
         *,

@@ -94,7 +94,7 @@ class MetricBatch(_message.Message):
     """
     arrow: _builtins.bytes
     """In place of `events`: the same as one Arrow IPC stream with the columns that
-    docs/metrics-streams.md lists.
+    docs/reference/metrics-streams.md lists.
     """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricEvent]:

@@ -29,7 +29,7 @@ class GrantRequest(_message.Message):
     GRANT_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """1 to 255 visible characters: the first URI of a client certificate, else its first DNS name,
-    else its common name; or what a token stands for. Not `service:...`. Required.
+    else its common name; or the identity of a token. Not `service:...`. Required.
     """
     @_builtins.property
     def grant(self) -> _stored_access_pb2.AccessGrant:
@@ -57,7 +57,7 @@ class GrantResponse(_message.Message):
 
     CHANGED_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
-    """False if it had the grant already."""
+    """False if the identity had the grant already."""
     def __init__(
         self,
         *,
@@ -83,7 +83,7 @@ class RevokeRequest(_message.Message):
     """Required."""
     @_builtins.property
     def grant(self) -> _stored_access_pb2.AccessGrant:
-        """As it was granted: revoking `topic:a` takes nothing from a grant of `topic:*`. Unset: all grants."""
+        """Exactly as granted: revoking `topic:a` does not change a grant of `topic:*`. Unset: all grants."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class RevokeResponse(_message.Message):
 
     REVOKED_COUNT_FIELD_NUMBER: _builtins.int
     revoked_count: _builtins.int
-    """How many grants were taken away."""
+    """Number of revoked grants."""
     def __init__(
         self,
         *,
@@ -183,7 +183,7 @@ Global___ListAccessResponse: _TypeAlias = ListAccessResponse  # noqa: Y015
 
 @_typing.final
 class IdentityAccess(_message.Message):
-    """What one identity has."""
+    """Grants and tokens of one identity."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -191,14 +191,14 @@ class IdentityAccess(_message.Message):
     GRANTS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
-    """Its name."""
+    """Name of the identity."""
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[_stored_access_pb2.AccessGrant]:
-        """What is granted to it, by resource."""
+        """Its grants, by resource."""
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_stored_access_pb2.StoredToken]:
-        """Tokens that stand for it, oldest first."""
+        """Its tokens, oldest first."""
 
     def __init__(
         self,
@@ -224,10 +224,10 @@ class CheckRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
-    """Empty for whoever asks."""
+    """Identity to check; empty for the caller."""
     @_builtins.property
     def wanted(self) -> _stored_access_pb2.AccessGrant:
-        """Without `*`. Required."""
+        """The permission to check, without `*`. Required."""
 
     def __init__(
         self,
@@ -254,14 +254,16 @@ class CheckResponse(_message.Message):
     BY_FIELD_NUMBER: _builtins.int
     ACCESS_ON_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
-    """Who was looked at."""
+    """The identity that was checked."""
     allowed: _builtins.bool
-    """Whether it may."""
+    """True if the identity has the permission."""
     access_on: _builtins.bool
-    """Whether services look at grants at all."""
+    """True if authorization is on: services check grants."""
     @_builtins.property
     def by(self) -> _stored_access_pb2.AccessGrant:
-        """The grant that allows it; `admin` on `cluster` also for who is admin by a setting."""
+        """The grant that gives the permission; `admin` on `cluster` also for an identity that is admin by a
+        setting.
+        """
 
     def __init__(
         self,
@@ -287,7 +289,7 @@ class CreateTokenRequest(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
-    """Whom it stands for. Required."""
+    """Identity of the token. Required."""
     def __init__(
         self,
         *,
@@ -312,7 +314,7 @@ class CreateTokenResponse(_message.Message):
     token: _builtins.str
     """To be sent as `authorization: Bearer TOKEN`."""
     token_id: _builtins.str
-    """By which it is listed and revoked."""
+    """Id by which the token is listed and revoked."""
     def __init__(
         self,
         *,
@@ -357,7 +359,7 @@ class RevokeTokenResponse(_message.Message):
 
     REVOKED_FIELD_NUMBER: _builtins.int
     revoked: _builtins.bool
-    """False if there was none."""
+    """False if there was no such token."""
     def __init__(
         self,
         *,

@@ -26,9 +26,10 @@ if _version_not_supported:
 
 
 class AccessServiceStub:
-    """Who may do what. All state is in etcd; every service follows it, whether access is on or off.
+    """Grants of roles to identities, and bearer tokens. All state is in etcd; every service follows it,
+    whether authorization is on or off.
 
-    While access is on, all calls but Check need the role `admin` on `cluster`.
+    While authorization is on, all calls except Check need the role `admin` on `cluster`.
     """
 
     def __init__(self, channel):
@@ -70,24 +71,25 @@ class AccessServiceStub:
 
 
 class AccessServiceServicer:
-    """Who may do what. All state is in etcd; every service follows it, whether access is on or off.
+    """Grants of roles to identities, and bearer tokens. All state is in etcd; every service follows it,
+    whether authorization is on or off.
 
-    While access is on, all calls but Check need the role `admin` on `cluster`.
+    While authorization is on, all calls except Check need the role `admin` on `cluster`.
     """
 
     def Grant(self, request, context):
         """Gives an identity a role on a resource. Repeating it does no harm.
 
         Statuses: INVALID_ARGUMENT (INVALID_ARGUMENT, INVALID_NAME, LIMIT_EXCEEDED), RESOURCE_EXHAUSTED
-        (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM).
+        (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Revoke(self, request, context):
-        """Takes a role on a resource from an identity. Repeating it does no harm. Services stop taking its
-        calls as soon as etcd tells them, and end those that are held.
+        """Revokes a role on a resource from an identity. Repeating it does no harm. Services reject its calls
+        as soon as they have the change from etcd, and end calls that wait.
 
         Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
         """
@@ -105,7 +107,8 @@ class AccessServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """Tells whether an identity has a role on a resource. Everybody who is known may ask about itself.
+        """Returns whether an identity has a role on a resource. Every authenticated identity may ask about
+        itself.
 
         Statuses: INVALID_ARGUMENT (INVALID_ARGUMENT, INVALID_NAME), UNAVAILABLE (NO_QUORUM).
         """
@@ -114,10 +117,10 @@ class AccessServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateToken(self, request, context):
-        """Creates a bearer token that stands for an identity. The token is in this answer and nowhere else:
-        etcd keeps its SHA-256.
+        """Creates a bearer token for an identity. Only this answer contains the token: etcd keeps its SHA-256.
 
-        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: a token nobody has seen may be listed).
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: the token may be listed, although no caller has
+        received it).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,9 +177,10 @@ def add_AccessServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AccessService:
-    """Who may do what. All state is in etcd; every service follows it, whether access is on or off.
+    """Grants of roles to identities, and bearer tokens. All state is in etcd; every service follows it,
+    whether authorization is on or off.
 
-    While access is on, all calls but Check need the role `admin` on `cluster`.
+    While authorization is on, all calls except Check need the role `admin` on `cluster`.
     """
 
     @staticmethod

@@ -27,9 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AccessServiceStub:
-    """Who may do what. All state is in etcd; every service follows it, whether access is on or off.
+    """Grants of roles to identities, and bearer tokens. All state is in etcd; every service follows it,
+    whether authorization is on or off.
 
-    While access is on, all calls but Check need the role `admin` on `cluster`.
+    While authorization is on, all calls except Check need the role `admin` on `cluster`.
     """
 
     @_typing.overload
@@ -40,11 +41,11 @@ class AccessServiceStub:
     """Gives an identity a role on a resource. Repeating it does no harm.
 
     Statuses: INVALID_ARGUMENT (INVALID_ARGUMENT, INVALID_NAME, LIMIT_EXCEEDED), RESOURCE_EXHAUSTED
-    (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM).
+    (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM).
     """
     Revoke: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.RevokeRequest, _access_service_pb2.RevokeResponse]
-    """Takes a role on a resource from an identity. Repeating it does no harm. Services stop taking its
-    calls as soon as etcd tells them, and end those that are held.
+    """Revokes a role on a resource from an identity. Repeating it does no harm. Services reject its calls
+    as soon as they have the change from etcd, and end calls that wait.
 
     Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
     """
@@ -54,15 +55,16 @@ class AccessServiceStub:
     Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
     """
     Check: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.CheckRequest, _access_service_pb2.CheckResponse]
-    """Tells whether an identity has a role on a resource. Everybody who is known may ask about itself.
+    """Returns whether an identity has a role on a resource. Every authenticated identity may ask about
+    itself.
 
     Statuses: INVALID_ARGUMENT (INVALID_ARGUMENT, INVALID_NAME), UNAVAILABLE (NO_QUORUM).
     """
     CreateToken: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.CreateTokenRequest, _access_service_pb2.CreateTokenResponse]
-    """Creates a bearer token that stands for an identity. The token is in this answer and nowhere else:
-    etcd keeps its SHA-256.
+    """Creates a bearer token for an identity. Only this answer contains the token: etcd keeps its SHA-256.
 
-    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: a token nobody has seen may be listed).
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: the token may be listed, although no caller has
+    received it).
     """
     RevokeToken: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.RevokeTokenRequest, _access_service_pb2.RevokeTokenResponse]
     """Revokes a token by its id. Repeating it does no harm.
@@ -72,9 +74,10 @@ class AccessServiceStub:
 
 @_typing.type_check_only
 class AccessServiceAsyncStub(AccessServiceStub):
-    """Who may do what. All state is in etcd; every service follows it, whether access is on or off.
+    """Grants of roles to identities, and bearer tokens. All state is in etcd; every service follows it,
+    whether authorization is on or off.
 
-    While access is on, all calls but Check need the role `admin` on `cluster`.
+    While authorization is on, all calls except Check need the role `admin` on `cluster`.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -82,11 +85,11 @@ class AccessServiceAsyncStub(AccessServiceStub):
     """Gives an identity a role on a resource. Repeating it does no harm.
 
     Statuses: INVALID_ARGUMENT (INVALID_ARGUMENT, INVALID_NAME, LIMIT_EXCEEDED), RESOURCE_EXHAUSTED
-    (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM).
+    (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM).
     """
     Revoke: _aio.UnaryUnaryMultiCallable[_access_service_pb2.RevokeRequest, _access_service_pb2.RevokeResponse]  # type: ignore[assignment]
-    """Takes a role on a resource from an identity. Repeating it does no harm. Services stop taking its
-    calls as soon as etcd tells them, and end those that are held.
+    """Revokes a role on a resource from an identity. Repeating it does no harm. Services reject its calls
+    as soon as they have the change from etcd, and end calls that wait.
 
     Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
     """
@@ -96,15 +99,16 @@ class AccessServiceAsyncStub(AccessServiceStub):
     Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
     """
     Check: _aio.UnaryUnaryMultiCallable[_access_service_pb2.CheckRequest, _access_service_pb2.CheckResponse]  # type: ignore[assignment]
-    """Tells whether an identity has a role on a resource. Everybody who is known may ask about itself.
+    """Returns whether an identity has a role on a resource. Every authenticated identity may ask about
+    itself.
 
     Statuses: INVALID_ARGUMENT (INVALID_ARGUMENT, INVALID_NAME), UNAVAILABLE (NO_QUORUM).
     """
     CreateToken: _aio.UnaryUnaryMultiCallable[_access_service_pb2.CreateTokenRequest, _access_service_pb2.CreateTokenResponse]  # type: ignore[assignment]
-    """Creates a bearer token that stands for an identity. The token is in this answer and nowhere else:
-    etcd keeps its SHA-256.
+    """Creates a bearer token for an identity. Only this answer contains the token: etcd keeps its SHA-256.
 
-    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: a token nobody has seen may be listed).
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: the token may be listed, although no caller has
+    received it).
     """
     RevokeToken: _aio.UnaryUnaryMultiCallable[_access_service_pb2.RevokeTokenRequest, _access_service_pb2.RevokeTokenResponse]  # type: ignore[assignment]
     """Revokes a token by its id. Repeating it does no harm.
@@ -113,9 +117,10 @@ class AccessServiceAsyncStub(AccessServiceStub):
     """
 
 class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Who may do what. All state is in etcd; every service follows it, whether access is on or off.
+    """Grants of roles to identities, and bearer tokens. All state is in etcd; every service follows it,
+    whether authorization is on or off.
 
-    While access is on, all calls but Check need the role `admin` on `cluster`.
+    While authorization is on, all calls except Check need the role `admin` on `cluster`.
     """
 
     @_abc_1.abstractmethod
@@ -127,7 +132,7 @@ class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
         """Gives an identity a role on a resource. Repeating it does no harm.
 
         Statuses: INVALID_ARGUMENT (INVALID_ARGUMENT, INVALID_NAME, LIMIT_EXCEEDED), RESOURCE_EXHAUSTED
-        (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM).
+        (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM).
         """
 
     @_abc_1.abstractmethod
@@ -136,8 +141,8 @@ class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _access_service_pb2.RevokeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_access_service_pb2.RevokeResponse, _abc.Awaitable[_access_service_pb2.RevokeResponse]]:
-        """Takes a role on a resource from an identity. Repeating it does no harm. Services stop taking its
-        calls as soon as etcd tells them, and end those that are held.
+        """Revokes a role on a resource from an identity. Repeating it does no harm. Services reject its calls
+        as soon as they have the change from etcd, and end calls that wait.
 
         Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
         """
@@ -159,7 +164,8 @@ class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _access_service_pb2.CheckRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_access_service_pb2.CheckResponse, _abc.Awaitable[_access_service_pb2.CheckResponse]]:
-        """Tells whether an identity has a role on a resource. Everybody who is known may ask about itself.
+        """Returns whether an identity has a role on a resource. Every authenticated identity may ask about
+        itself.
 
         Statuses: INVALID_ARGUMENT (INVALID_ARGUMENT, INVALID_NAME), UNAVAILABLE (NO_QUORUM).
         """
@@ -170,10 +176,10 @@ class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _access_service_pb2.CreateTokenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_access_service_pb2.CreateTokenResponse, _abc.Awaitable[_access_service_pb2.CreateTokenResponse]]:
-        """Creates a bearer token that stands for an identity. The token is in this answer and nowhere else:
-        etcd keeps its SHA-256.
+        """Creates a bearer token for an identity. Only this answer contains the token: etcd keeps its SHA-256.
 
-        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: a token nobody has seen may be listed).
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM: the token may be listed, although no caller has
+        received it).
         """
 
     @_abc_1.abstractmethod

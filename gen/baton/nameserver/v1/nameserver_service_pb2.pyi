@@ -38,7 +38,7 @@ class _TopicPermissionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Topic
     """Messages can be sent only."""
 
 class TopicPermission(_TopicPermission, metaclass=_TopicPermissionEnumTypeWrapper):
-    """What may be done with a topic."""
+    """Which calls a topic allows."""
 
 TOPIC_PERMISSION_UNSPECIFIED: TopicPermission.ValueType  # 0
 """Not set; means TOPIC_PERMISSION_READ_WRITE."""
@@ -93,7 +93,7 @@ class _MessageModelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MessageM
     MESSAGE_MODEL_CLUSTERING: _MessageModel.ValueType  # 1
     """Each queue goes to one member."""
     MESSAGE_MODEL_BROADCASTING: _MessageModel.ValueType  # 2
-    """Every member gets every message. Nobody owns a queue, and each keeps its progress itself."""
+    """Every member gets every message. No queue has an owner, and each member keeps its own progress."""
 
 class MessageModel(_MessageModel, metaclass=_MessageModelEnumTypeWrapper):
     """How the members of a group share messages."""
@@ -103,7 +103,7 @@ MESSAGE_MODEL_UNSPECIFIED: MessageModel.ValueType  # 0
 MESSAGE_MODEL_CLUSTERING: MessageModel.ValueType  # 1
 """Each queue goes to one member."""
 MESSAGE_MODEL_BROADCASTING: MessageModel.ValueType  # 2
-"""Every member gets every message. Nobody owns a queue, and each keeps its progress itself."""
+"""Every member gets every message. No queue has an owner, and each member keeps its own progress."""
 Global___MessageModel: _TypeAlias = MessageModel  # noqa: Y015
 
 class _Ownership:
@@ -115,9 +115,9 @@ class _OwnershipEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ownership.V
     OWNERSHIP_UNSPECIFIED: _Ownership.ValueType  # 0
     """Not set; means OWNERSHIP_ON."""
     OWNERSHIP_ON: _Ownership.ValueType  # 1
-    """One member at a time owns a queue, by a token."""
+    """One member at a time owns a queue, with a fencing token."""
     OWNERSHIP_OFF: _Ownership.ValueType  # 2
-    """Nobody owns a queue: members read what is assigned to them, and after a rebalance messages may
+    """Queues have no owner: members read the queues assigned to them, and after a rebalance messages may
     be handled twice.
     """
 
@@ -127,9 +127,9 @@ class Ownership(_Ownership, metaclass=_OwnershipEnumTypeWrapper):
 OWNERSHIP_UNSPECIFIED: Ownership.ValueType  # 0
 """Not set; means OWNERSHIP_ON."""
 OWNERSHIP_ON: Ownership.ValueType  # 1
-"""One member at a time owns a queue, by a token."""
+"""One member at a time owns a queue, with a fencing token."""
 OWNERSHIP_OFF: Ownership.ValueType  # 2
-"""Nobody owns a queue: members read what is assigned to them, and after a rebalance messages may
+"""Queues have no owner: members read the queues assigned to them, and after a rebalance messages may
 be handled twice.
 """
 Global___Ownership: _TypeAlias = Ownership  # noqa: Y015
@@ -143,38 +143,38 @@ class _SubscriptionPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Su
     SUBSCRIPTION_POLICY_UNSPECIFIED: _SubscriptionPolicy.ValueType  # 0
     """Not set; means SUBSCRIPTION_POLICY_REJECT."""
     SUBSCRIPTION_POLICY_REJECT: _SubscriptionPolicy.ValueType  # 1
-    """It is refused, with every difference; the others are not touched."""
+    """The heartbeat is refused, with every difference; the members of the group are not affected."""
     SUBSCRIPTION_POLICY_STAGED: _SubscriptionPolicy.ValueType  # 2
-    """It is a member without queues until every live member asks for the same; then all queues are
-    given back, and given out again under the new subscription.
+    """The sender is a member without queues until every live member has the new subscription; then all
+    queues are released, and assigned again under the new subscription.
     """
     SUBSCRIPTION_POLICY_STAGED_LATEST: _SubscriptionPolicy.ValueType  # 3
-    """As STAGED, but the newest subscription does not wait for the others: at once, all queues are
-    given back, and members that still ask for the old one get none.
+    """As STAGED, but the newest subscription does not wait for the other members: all queues are
+    released at once, and members that still have the old subscription get none.
     """
     SUBSCRIPTION_POLICY_WARN: _SubscriptionPolicy.ValueType  # 4
-    """The last one asked for counts for all, from their next pull on. Counted and logged: messages
-    are lost on the members that ask for something else. As RocketMQ does.
+    """The newest subscription replaces that of all members, from their next pull on, as in RocketMQ.
+    Each replacement is counted and logged: members with another subscription lose messages.
     """
 
 class SubscriptionPolicy(_SubscriptionPolicy, metaclass=_SubscriptionPolicyEnumTypeWrapper):
-    """What happens when a member asks for another subscription than the group has."""
+    """What happens to a heartbeat whose subscription differs from the group's."""
 
 SUBSCRIPTION_POLICY_UNSPECIFIED: SubscriptionPolicy.ValueType  # 0
 """Not set; means SUBSCRIPTION_POLICY_REJECT."""
 SUBSCRIPTION_POLICY_REJECT: SubscriptionPolicy.ValueType  # 1
-"""It is refused, with every difference; the others are not touched."""
+"""The heartbeat is refused, with every difference; the members of the group are not affected."""
 SUBSCRIPTION_POLICY_STAGED: SubscriptionPolicy.ValueType  # 2
-"""It is a member without queues until every live member asks for the same; then all queues are
-given back, and given out again under the new subscription.
+"""The sender is a member without queues until every live member has the new subscription; then all
+queues are released, and assigned again under the new subscription.
 """
 SUBSCRIPTION_POLICY_STAGED_LATEST: SubscriptionPolicy.ValueType  # 3
-"""As STAGED, but the newest subscription does not wait for the others: at once, all queues are
-given back, and members that still ask for the old one get none.
+"""As STAGED, but the newest subscription does not wait for the other members: all queues are
+released at once, and members that still have the old subscription get none.
 """
 SUBSCRIPTION_POLICY_WARN: SubscriptionPolicy.ValueType  # 4
-"""The last one asked for counts for all, from their next pull on. Counted and logged: messages
-are lost on the members that ask for something else. As RocketMQ does.
+"""The newest subscription replaces that of all members, from their next pull on, as in RocketMQ.
+Each replacement is counted and logged: members with another subscription lose messages.
 """
 Global___SubscriptionPolicy: _TypeAlias = SubscriptionPolicy  # noqa: Y015
 
@@ -191,14 +191,14 @@ class _StrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Strategy.Val
     STRATEGY_AVERAGE: _Strategy.ValueType  # 2
     """Consecutive queues to one member."""
     STRATEGY_AVERAGE_BY_CIRCLE: _Strategy.ValueType  # 3
-    """In turn, like cards."""
+    """One queue to each member in turn."""
     STRATEGY_CONSISTENT_HASH: _Strategy.ValueType  # 4
-    """By a hash ring: few moves, shares only about equal."""
+    """By a hash ring: few moves, shares only roughly equal."""
     STRATEGY_MACHINE_ROOM: _Strategy.ValueType  # 5
-    """To members in the broker's machine room; those of rooms without members to all."""
+    """To members in the broker's machine room; queues of rooms without members to all members."""
 
 class Strategy(_Strategy, metaclass=_StrategyEnumTypeWrapper):
-    """How queues are dealt out to members."""
+    """How queues are assigned to members."""
 
 STRATEGY_UNSPECIFIED: Strategy.ValueType  # 0
 """Not set; means STRATEGY_STICKY."""
@@ -207,11 +207,11 @@ STRATEGY_STICKY: Strategy.ValueType  # 1
 STRATEGY_AVERAGE: Strategy.ValueType  # 2
 """Consecutive queues to one member."""
 STRATEGY_AVERAGE_BY_CIRCLE: Strategy.ValueType  # 3
-"""In turn, like cards."""
+"""One queue to each member in turn."""
 STRATEGY_CONSISTENT_HASH: Strategy.ValueType  # 4
-"""By a hash ring: few moves, shares only about equal."""
+"""By a hash ring: few moves, shares only roughly equal."""
 STRATEGY_MACHINE_ROOM: Strategy.ValueType  # 5
-"""To members in the broker's machine room; those of rooms without members to all."""
+"""To members in the broker's machine room; queues of rooms without members to all members."""
 Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
 
 class _ConsumeFrom:
@@ -228,11 +228,11 @@ class _ConsumeFromEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ConsumeFr
     """At the first message the queue still holds."""
     CONSUME_FROM_TIMESTAMP: _ConsumeFrom.ValueType  # 3
     """At the first message stored at or after a time that each member chooses, by default half an hour
-    before it starts; of the members, the one that reads a queue first decides.
+    before it starts. The member that reads a queue first decides.
     """
 
 class ConsumeFrom(_ConsumeFrom, metaclass=_ConsumeFromEnumTypeWrapper):
-    """Where a group without progress starts."""
+    """Where a group starts on a queue without progress."""
 
 CONSUME_FROM_UNSPECIFIED: ConsumeFrom.ValueType  # 0
 """Not set; means CONSUME_FROM_LAST."""
@@ -242,41 +242,41 @@ CONSUME_FROM_FIRST: ConsumeFrom.ValueType  # 2
 """At the first message the queue still holds."""
 CONSUME_FROM_TIMESTAMP: ConsumeFrom.ValueType  # 3
 """At the first message stored at or after a time that each member chooses, by default half an hour
-before it starts; of the members, the one that reads a queue first decides.
+before it starts. The member that reads a queue first decides.
 """
 Global___ConsumeFrom: _TypeAlias = ConsumeFrom  # noqa: Y015
 
-class _Verdict:
+class _SubscriptionVerdict:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.ValueType], _builtins.type):
+class _SubscriptionVerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SubscriptionVerdict.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    VERDICT_UNSPECIFIED: _Verdict.ValueType  # 0
+    SUBSCRIPTION_VERDICT_UNSPECIFIED: _SubscriptionVerdict.ValueType  # 0
     """Not set; never sent."""
-    VERDICT_ACCEPTED: _Verdict.ValueType  # 1
+    SUBSCRIPTION_VERDICT_ACCEPTED: _SubscriptionVerdict.ValueType  # 1
     """The subscription is the group's."""
-    VERDICT_STAGED: _Verdict.ValueType  # 2
-    """It is to be the group's next one; until then the member gets no queue."""
-    VERDICT_REPLACED: _Verdict.ValueType  # 3
-    """It is the group's now, against the will of other live members."""
-    VERDICT_OVERRULED: _Verdict.ValueType  # 4
-    """Another member has replaced it; this member gets what that one asked for."""
+    SUBSCRIPTION_VERDICT_STAGED: _SubscriptionVerdict.ValueType  # 2
+    """The subscription is staged as the group's next one; until then the member gets no queue."""
+    SUBSCRIPTION_VERDICT_REPLACED: _SubscriptionVerdict.ValueType  # 3
+    """The subscription has replaced a different one that other live members still have."""
+    SUBSCRIPTION_VERDICT_OVERRULED: _SubscriptionVerdict.ValueType  # 4
+    """Another member has replaced the subscription; this member gets that member's."""
 
-class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
-    """What the group's policy says of a heartbeat that was accepted."""
+class SubscriptionVerdict(_SubscriptionVerdict, metaclass=_SubscriptionVerdictEnumTypeWrapper):
+    """What the group's policy decided about the subscription of an accepted heartbeat."""
 
-VERDICT_UNSPECIFIED: Verdict.ValueType  # 0
+SUBSCRIPTION_VERDICT_UNSPECIFIED: SubscriptionVerdict.ValueType  # 0
 """Not set; never sent."""
-VERDICT_ACCEPTED: Verdict.ValueType  # 1
+SUBSCRIPTION_VERDICT_ACCEPTED: SubscriptionVerdict.ValueType  # 1
 """The subscription is the group's."""
-VERDICT_STAGED: Verdict.ValueType  # 2
-"""It is to be the group's next one; until then the member gets no queue."""
-VERDICT_REPLACED: Verdict.ValueType  # 3
-"""It is the group's now, against the will of other live members."""
-VERDICT_OVERRULED: Verdict.ValueType  # 4
-"""Another member has replaced it; this member gets what that one asked for."""
-Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+SUBSCRIPTION_VERDICT_STAGED: SubscriptionVerdict.ValueType  # 2
+"""The subscription is staged as the group's next one; until then the member gets no queue."""
+SUBSCRIPTION_VERDICT_REPLACED: SubscriptionVerdict.ValueType  # 3
+"""The subscription has replaced a different one that other live members still have."""
+SUBSCRIPTION_VERDICT_OVERRULED: SubscriptionVerdict.ValueType  # 4
+"""Another member has replaced the subscription; this member gets that member's."""
+Global___SubscriptionVerdict: _TypeAlias = SubscriptionVerdict  # noqa: Y015
 
 class _StuckReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -287,122 +287,120 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     STUCK_REASON_UNSPECIFIED: _StuckReason.ValueType  # 0
     """Not set; never sent."""
     STUCK_REASON_MOVING: _StuckReason.ValueType  # 1
-    """It is moving: messages were committed lately."""
+    """Not stuck: messages were committed within the last seconds."""
     STUCK_REASON_IDLE: _StuckReason.ValueType  # 2
-    """Nothing to do: everything is handled. Evidence: `next_offset`."""
+    """Not stuck: all messages are handled. Evidence: `next_offset`."""
     STUCK_REASON_NO_MEMBER: _StuckReason.ValueType  # 3
     """The group has no member. Evidence: `generation`."""
     STUCK_REASON_NOT_ASSIGNED: _StuckReason.ValueType  # 4
-    """The queue is dealt to nobody. Evidence: `generation`, `members`."""
+    """The queue is not assigned to a member. Evidence: `generation`, `members`."""
     STUCK_REASON_REFUSED_SUBSCRIPTION: _StuckReason.ValueType  # 5
-    """The member that should have it is refused for its subscription, or waits for it to become the
-    group's. Evidence: `client_id`, `member_client_id`, and per difference `topic`, `wants`, `has`.
+    """A client gets no queue because its subscription is refused, or is staged. Evidence: `client_id`,
+    `member_client_id`, and per difference `topic`, `wants`, `has`.
     """
     STUCK_REASON_SUBSCRIPTION_DRAINING: _StuckReason.ValueType  # 6
     """The subscription is being changed. Evidence: `since_ms`, `open_grants`."""
     STUCK_REASON_HELD: _StuckReason.ValueType  # 7
-    """Another member than the one it is dealt to still owns it. Evidence: `owner`, `held_ms`, `token`,
+    """Another member than the assigned one still owns the queue. Evidence: `owner`, `held_ms`, `token`,
     `waiters`.
     """
     STUCK_REASON_OWNER_SILENT: _StuckReason.ValueType  # 8
-    """The owner was silent. Evidence: `owner`, `lease_left_ms`."""
+    """The owner has stopped renewing its lease. Evidence: `owner`, `lease_left_ms`."""
     STUCK_REASON_HANDOVER_PENDING: _StuckReason.ValueType  # 9
     """A hand-over is under way. Evidence: `step`, `attempt`."""
     STUCK_REASON_PHANTOM_TOKEN: _StuckReason.ValueType  # 10
     """The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
     STUCK_REASON_HEAD_OF_LINE: _StuckReason.ValueType  # 11
-    """The owner has messages in hand and does not finish them. Evidence: `owner`, `unacked`, `offset`,
-    `message_id`, `age_ms`.
+    """The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
+    `offset`, `message_id`, `age_ms`.
     """
     STUCK_REASON_ACK_CAP: _StuckReason.ValueType  # 12
-    """So much is acked out of order that deliveries wait for the lowest. Evidence: as HEAD_OF_LINE, and
-    `ranges`.
+    """Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
+    as HEAD_OF_LINE, and `ranges`.
     """
     STUCK_REASON_NOT_PULLING: _StuckReason.ValueType  # 13
     """The owner does not pull. Evidence: `owner`, `idle_ms`."""
     STUCK_REASON_FILTERED: _StuckReason.ValueType  # 14
-    """Everything that waits is dropped by the filter. Evidence: `expression`, `scanned`."""
+    """Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
     STUCK_REASON_PAUSED: _StuckReason.ValueType  # 15
     """An operator has paused the group. Evidence: `by`, `reason`, `since_ms`."""
     STUCK_REASON_NOT_READABLE: _StuckReason.ValueType  # 16
-    """The topic gives no messages. Evidence: `permission`."""
+    """The permission of the topic forbids reading. Evidence: `permission`."""
     STUCK_REASON_OFFSET_AHEAD_OF_LOG: _StuckReason.ValueType  # 17
     """The committed offset is beyond the end of the log. Evidence: `committed_offset`, `next_offset`."""
     STUCK_REASON_STORAGE_UNREACHABLE: _StuckReason.ValueType  # 18
     """The broker can't be reached. Evidence: `broker`, `error`."""
     STUCK_REASON_OFFSETS_UNREACHABLE: _StuckReason.ValueType  # 19
-    """offsets can't be reached. Evidence: `error`."""
+    """The offsets service can't be reached. Evidence: `error`."""
     STUCK_REASON_LOCKMGR_UNREACHABLE: _StuckReason.ValueType  # 20
-    """The lock manager can't be reached, or nobody leads. Evidence: `error`."""
+    """The lock manager can't be reached, or none leads. Evidence: `error`."""
     STUCK_REASON_NOT_ACQUIRED: _StuckReason.ValueType  # 21
-    """Nobody has acquired the queue yet. Evidence: `assigned`."""
+    """The assigned member has not acquired the queue. Evidence: `assigned`."""
     STUCK_REASON_DATA_LOSS: _StuckReason.ValueType  # 22
     """A stored batch is damaged. Evidence: `position`, `error`."""
 
 class StuckReason(_StuckReason, metaclass=_StuckReasonEnumTypeWrapper):
-    """Why a queue is not moving (protocol section 16)."""
+    """Why a queue is stuck (protocol section 16)."""
 
 STUCK_REASON_UNSPECIFIED: StuckReason.ValueType  # 0
 """Not set; never sent."""
 STUCK_REASON_MOVING: StuckReason.ValueType  # 1
-"""It is moving: messages were committed lately."""
+"""Not stuck: messages were committed within the last seconds."""
 STUCK_REASON_IDLE: StuckReason.ValueType  # 2
-"""Nothing to do: everything is handled. Evidence: `next_offset`."""
+"""Not stuck: all messages are handled. Evidence: `next_offset`."""
 STUCK_REASON_NO_MEMBER: StuckReason.ValueType  # 3
 """The group has no member. Evidence: `generation`."""
 STUCK_REASON_NOT_ASSIGNED: StuckReason.ValueType  # 4
-"""The queue is dealt to nobody. Evidence: `generation`, `members`."""
+"""The queue is not assigned to a member. Evidence: `generation`, `members`."""
 STUCK_REASON_REFUSED_SUBSCRIPTION: StuckReason.ValueType  # 5
-"""The member that should have it is refused for its subscription, or waits for it to become the
-group's. Evidence: `client_id`, `member_client_id`, and per difference `topic`, `wants`, `has`.
+"""A client gets no queue because its subscription is refused, or is staged. Evidence: `client_id`,
+`member_client_id`, and per difference `topic`, `wants`, `has`.
 """
 STUCK_REASON_SUBSCRIPTION_DRAINING: StuckReason.ValueType  # 6
 """The subscription is being changed. Evidence: `since_ms`, `open_grants`."""
 STUCK_REASON_HELD: StuckReason.ValueType  # 7
-"""Another member than the one it is dealt to still owns it. Evidence: `owner`, `held_ms`, `token`,
+"""Another member than the assigned one still owns the queue. Evidence: `owner`, `held_ms`, `token`,
 `waiters`.
 """
 STUCK_REASON_OWNER_SILENT: StuckReason.ValueType  # 8
-"""The owner was silent. Evidence: `owner`, `lease_left_ms`."""
+"""The owner has stopped renewing its lease. Evidence: `owner`, `lease_left_ms`."""
 STUCK_REASON_HANDOVER_PENDING: StuckReason.ValueType  # 9
 """A hand-over is under way. Evidence: `step`, `attempt`."""
 STUCK_REASON_PHANTOM_TOKEN: StuckReason.ValueType  # 10
 """The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
 STUCK_REASON_HEAD_OF_LINE: StuckReason.ValueType  # 11
-"""The owner has messages in hand and does not finish them. Evidence: `owner`, `unacked`, `offset`,
-`message_id`, `age_ms`.
+"""The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
+`offset`, `message_id`, `age_ms`.
 """
 STUCK_REASON_ACK_CAP: StuckReason.ValueType  # 12
-"""So much is acked out of order that deliveries wait for the lowest. Evidence: as HEAD_OF_LINE, and
-`ranges`.
+"""Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
+as HEAD_OF_LINE, and `ranges`.
 """
 STUCK_REASON_NOT_PULLING: StuckReason.ValueType  # 13
 """The owner does not pull. Evidence: `owner`, `idle_ms`."""
 STUCK_REASON_FILTERED: StuckReason.ValueType  # 14
-"""Everything that waits is dropped by the filter. Evidence: `expression`, `scanned`."""
+"""Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
 STUCK_REASON_PAUSED: StuckReason.ValueType  # 15
 """An operator has paused the group. Evidence: `by`, `reason`, `since_ms`."""
 STUCK_REASON_NOT_READABLE: StuckReason.ValueType  # 16
-"""The topic gives no messages. Evidence: `permission`."""
+"""The permission of the topic forbids reading. Evidence: `permission`."""
 STUCK_REASON_OFFSET_AHEAD_OF_LOG: StuckReason.ValueType  # 17
 """The committed offset is beyond the end of the log. Evidence: `committed_offset`, `next_offset`."""
 STUCK_REASON_STORAGE_UNREACHABLE: StuckReason.ValueType  # 18
 """The broker can't be reached. Evidence: `broker`, `error`."""
 STUCK_REASON_OFFSETS_UNREACHABLE: StuckReason.ValueType  # 19
-"""offsets can't be reached. Evidence: `error`."""
+"""The offsets service can't be reached. Evidence: `error`."""
 STUCK_REASON_LOCKMGR_UNREACHABLE: StuckReason.ValueType  # 20
-"""The lock manager can't be reached, or nobody leads. Evidence: `error`."""
+"""The lock manager can't be reached, or none leads. Evidence: `error`."""
 STUCK_REASON_NOT_ACQUIRED: StuckReason.ValueType  # 21
-"""Nobody has acquired the queue yet. Evidence: `assigned`."""
+"""The assigned member has not acquired the queue. Evidence: `assigned`."""
 STUCK_REASON_DATA_LOSS: StuckReason.ValueType  # 22
 """A stored batch is damaged. Evidence: `position`, `error`."""
 Global___StuckReason: _TypeAlias = StuckReason  # noqa: Y015
 
 @_typing.final
-class Place(_message.Message):
-    """Where a group's progress is kept. Stands in etcd as it is, under places/<group>, also after the
-    group is deleted: tokens of its queues are kept, so that none is issued twice.
-    """
+class Placement(_message.Message):
+    """The placement of a group: the offsets replica set that keeps its progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -410,11 +408,11 @@ class Place(_message.Message):
     MOVE_FIELD_NUMBER: _builtins.int
     FROM_SET_FIELD_NUMBER: _builtins.int
     offsets_set: _builtins.str
-    """Offsets replica set that keeps it."""
+    """Offsets replica set that keeps the group."""
     move: _builtins.int
-    """Rises by one with every move; 0 for a group that is where it began."""
+    """Rises by one with every move; 0 for a group that was never moved."""
     from_set: _builtins.str
-    """The set it comes from, until the move is finished; else empty."""
+    """The set that the group moves from, until the move is finished; else empty."""
     def __init__(
         self,
         *,
@@ -428,7 +426,7 @@ class Place(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Place: _TypeAlias = Place  # noqa: Y015
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class LocateGroupRequest(_message.Message):
@@ -458,19 +456,19 @@ class LocateGroupResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PLACE_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def place(self) -> Global___Place:
-        """Where it is."""
+    def placement(self) -> Global___Placement:
+        """The placement of the group."""
 
     def __init__(
         self,
         *,
-        place: Global___Place | None = ...,
+        placement: Global___Placement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -488,11 +486,11 @@ class MoveGroupRequest(_message.Message):
     group: _builtins.str
     """Group. Required."""
     to_set: _builtins.str
-    """Replica set to move it to; empty for the one that a new group of the name would be given, of those
-    that are registered: the one with the highest score of a hash of group and set.
+    """Replica set to move the group to. Empty for the one that a new group of the name would get: of the
+    registered sets, the one with the highest hash of group and set.
     """
     dry_run: _builtins.bool
-    """Tell what would happen and change nothing."""
+    """Only return what would happen; change nothing."""
     def __init__(
         self,
         *,
@@ -515,24 +513,26 @@ class MoveGroupResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BEFORE_FIELD_NUMBER: _builtins.int
-    PLACE_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def before(self) -> Global___Place:
-        """Where it was."""
+    def before(self) -> Global___Placement:
+        """The placement before the call."""
 
     @_builtins.property
-    def place(self) -> Global___Place:
-        """Where it is, or would be; equal to `before` if it stays."""
+    def placement(self) -> Global___Placement:
+        """The placement after the call, or after a call without `dry_run`; equal to `before` if the group
+        stays where it is.
+        """
 
     def __init__(
         self,
         *,
-        before: Global___Place | None = ...,
-        place: Global___Place | None = ...,
+        before: Global___Placement | None = ...,
+        placement: Global___Placement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "place", b"place"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "place", b"place"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "placement", b"placement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -553,14 +553,14 @@ class Topic(_message.Message):
     name: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]."""
     topic_id: _builtins.int
-    """Unique for ever: distinguishes a topic from an earlier one of the same name. Positive."""
+    """Unique for all time: distinguishes a topic from an earlier one of the same name. Positive."""
     create_unix_ms: _builtins.int
     """Wall clock of the creation."""
     permission: Global___TopicPermission.ValueType
-    """What may be done with it."""
+    """Which calls the topic allows."""
     inherited: _builtins.bool
     """True if topics that are created on demand take their number of queues and their permission from
-    this one, provided that the nameserver's setting names it as the template.
+    this one. The nameserver's setting auto_create_template has to name it, too.
     """
     @_builtins.property
     def spread(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSpread]:
@@ -597,13 +597,13 @@ class QueueSpread(_message.Message):
     broker: _builtins.str
     """Broker name."""
     queue_count: _builtins.int
-    """Number of queues that are read, 1 to 1,024; their indexes are [0, queue_count)."""
+    """Number of queues that can be read, 1 to 1,024; their indexes are [0, queue_count)."""
     write_queue_count: _builtins.int
     """Number of queues that take messages, up to `queue_count`; their indexes are
     [0, write_queue_count). 0 means all.
     """
     room: _builtins.str
-    """Machine room of the broker when the queues were put there; empty if it has none."""
+    """Machine room of the broker when the queues were assigned to it; empty if it has none."""
     def __init__(
         self,
         *,
@@ -655,7 +655,7 @@ class CreateTopicResponse(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
     created: _builtins.bool
-    """False if it existed already."""
+    """False if the topic existed already."""
     @_builtins.property
     def topic(self) -> Global___Topic:
         """The topic."""
@@ -687,11 +687,13 @@ class UpdateTopicRequest(_message.Message):
     topic: _builtins.str
     """Name. Required."""
     queue_count: _builtins.int
-    """Queues in all, 1 to 1,024; 0 leaves them as they are."""
+    """Queues in all, 1 to 1,024; 0 leaves the number unchanged."""
     permission: Global___TopicPermission.ValueType
-    """Permission; unspecified leaves it as it is."""
+    """Permission; unspecified leaves it unchanged."""
     inherited: _builtins.bool
-    """Whether topics created on demand may take their settings from this one; unset leaves it."""
+    """Whether topics created on demand may take their settings from this one; unset leaves
+    it unchanged.
+    """
     def __init__(
         self,
         *,
@@ -877,7 +879,7 @@ Global___DeleteTopicResponse: _TypeAlias = DeleteTopicResponse  # noqa: Y015
 
 @_typing.final
 class Route(_message.Message):
-    """Where the queues of a topic are and at which address."""
+    """A route: the brokers that have the queues of a topic, and their addresses."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -892,7 +894,7 @@ class Route(_message.Message):
 
     @_builtins.property
     def brokers(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokerAddress]:
-        """Addresses of the brokers that are alive. A broker of the topic that is not here is away."""
+        """Addresses of the brokers that are alive. A broker of the topic that is missing here is down."""
 
     def __init__(
         self,
@@ -911,7 +913,7 @@ Global___Route: _TypeAlias = Route  # noqa: Y015
 
 @_typing.final
 class BrokerAddress(_message.Message):
-    """Where a broker is."""
+    """A broker and its address."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1092,11 +1094,11 @@ class ElectReplicaRequest(_message.Message):
     replica_set: _builtins.str
     """The replica set; of storage the broker. Required."""
     node_id: _builtins.str
-    """Node id of the one to be elected. Required."""
+    """Node id of the node to elect. Required."""
     execute: _builtins.bool
-    """False: only tell what would be given up."""
+    """False: only return the nodes whose changes would be discarded."""
     by: _builtins.str
-    """Who does it; recorded. Required with `execute`; up to 200 characters."""
+    """Name of the operator, stored with the accepted loss. Required with `execute`; up to 200 characters."""
     def __init__(
         self,
         *,
@@ -1124,11 +1126,13 @@ class ElectReplicaResponse(_message.Message):
     UP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def before(self) -> _replicas_pb2.ReplicaSet:
-        """The set before."""
+        """The replica set before the call."""
 
     @_builtins.property
     def up(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
-        """Its nodes that are up, by node id. How far they have come is what they knew when they registered."""
+        """Nodes of the set that are up, by node id. Their replica epoch and version are those of their
+        registration.
+        """
 
     def __init__(
         self,
@@ -1146,8 +1150,8 @@ Global___ElectReplicaResponse: _TypeAlias = ElectReplicaResponse  # noqa: Y015
 
 @_typing.final
 class Node(_message.Message):
-    """A registered, live process. Stands in etcd as it is, under nodes/<service>/<node_id>, under the
-    lease of the process.
+    """A registered, live process. Also stored in etcd, under nodes/<service>/<node_id>, with the lease of
+    the process.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1165,7 +1169,7 @@ class Node(_message.Message):
     REPLICA_SET_FIELD_NUMBER: _builtins.int
     OUTSIDE_ADDRESS_FIELD_NUMBER: _builtins.int
     service: Global___ServiceKind.ValueType
-    """What it is."""
+    """Service that the process is an instance of."""
     node_id: _builtins.str
     """Name of the process, unique within its service."""
     address: _builtins.str
@@ -1177,18 +1181,20 @@ class Node(_message.Message):
     epoch: _builtins.int
     """Epoch or term of the process: rises with every start or election. 0 where there is none."""
     leader: _builtins.bool
-    """True if it is the one to talk to: leader or leader."""
+    """True if clients call this process: the leader of its replica set, or the elected lock manager."""
     room: _builtins.str
     """Machine room, for the strategy of that name; empty for none."""
     replica_epoch: _builtins.int
-    """Of a replica: epoch of its last change when it registered; 0 for none."""
+    """Of a replica: epoch of its last change at its registration; 0 if it has no change."""
     replica_version: _builtins.int
-    """Of a replica: version of its last change, or end of its log, when it registered; 0 for none."""
+    """Of a replica: version of its last change, or end of its log, at its registration; 0 if it has no
+    change.
+    """
     replica_set: _builtins.str
-    """Replica set it belongs to: of storage the broker name. Empty means `node_id`."""
+    """Replica set of the process; of storage, the broker name. Empty means `node_id`."""
     outside_address: _builtins.str
     """host:port at which clients outside the services' network reach its gRPC server; empty if they
-    reach it at `address`. A client is outside if it asks a nameserver at its outside address.
+    reach it at `address`. A client is outside if it calls a nameserver at its outside address.
     """
     def __init__(
         self,
@@ -1226,7 +1232,7 @@ class Subscription(_message.Message):
     """Topic name. Required."""
     expression: _builtins.str
     """Filter: `*` or empty for all, tags separated by `||`, or `sql:`, a space and a condition on
-    properties (docs/filters.md); at most 2,048 characters.
+    properties (docs/reference/filters.md); at most 2,048 characters.
     """
     def __init__(
         self,
@@ -1261,11 +1267,11 @@ class HeartbeatRequest(_message.Message):
     model: Global___MessageModel.ValueType
     """Message model; must agree within the group."""
     consume_from: Global___ConsumeFrom.ValueType
-    """Where to start without progress; must agree within the group."""
+    """Where to start on a queue without progress; must agree within the group."""
     orderly: _builtins.bool
     """True if messages of a queue are handled one at a time; must agree within the group."""
     host: _builtins.str
-    """Host name of the client, for people; at most 255 characters."""
+    """Host name of the client, for display; at most 255 characters."""
     room: _builtins.str
     """Machine room of the client, at most 127 characters; empty for none."""
     @_builtins.property
@@ -1298,7 +1304,7 @@ Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):
-    """Response for Heartbeat. A heartbeat that is answered was accepted."""
+    """Response for Heartbeat, which was accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1308,22 +1314,22 @@ class HeartbeatResponse(_message.Message):
     DIFFERENCES_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
     """Send the next heartbeat after this time, in milliseconds."""
-    verdict: Global___Verdict.ValueType
-    """What became of the subscription."""
+    verdict: Global___SubscriptionVerdict.ValueType
+    """What the group's policy decided about the subscription."""
     @_builtins.property
     def group(self) -> Global___Group:
         """The group as it is now."""
 
     @_builtins.property
     def differences(self) -> _containers.RepeatedCompositeFieldContainer[_error_pb2.SubscriptionDifference]:
-        """Unless the verdict is VERDICT_ACCEPTED: on what it differs from the group's."""
+        """Unless the verdict is ACCEPTED: every difference between the subscription and the group's."""
 
     def __init__(
         self,
         *,
         group: Global___Group | None = ...,
         interval_ms: _builtins.int = ...,
-        verdict: Global___Verdict.ValueType = ...,
+        verdict: Global___SubscriptionVerdict.ValueType = ...,
         differences: _abc.Iterable[_error_pb2.SubscriptionDifference] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
@@ -1396,7 +1402,7 @@ class WatchGroupRequest(_message.Message):
     """Group. Required."""
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
-        """The member whose session this is; unset for somebody who only looks."""
+        """The member whose session this stream is; unset for an observer."""
 
     def __init__(
         self,
@@ -1528,7 +1534,7 @@ class DescribeGroupResponse(_message.Message):
 
     @_builtins.property
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedClient]:
-        """Clients that are refused at this time, by client id."""
+        """Clients whose heartbeats are being refused, by client id."""
 
     def __init__(
         self,
@@ -1546,9 +1552,7 @@ Global___DescribeGroupResponse: _TypeAlias = DescribeGroupResponse  # noqa: Y015
 
 @_typing.final
 class RefusedClient(_message.Message):
-    """A client whose heartbeat was refused within the last 30 s. Stands in etcd as it is, under
-    refused/<group>/<client_id>, under a lease.
-    """
+    """A client whose heartbeat was refused within the last 30 s."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1557,7 +1561,7 @@ class RefusedClient(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_MS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
-    """Its host name, for people."""
+    """Its host name, for display."""
     since_unix_ms: _builtins.int
     """Wall clock of the first refusal in a row."""
     @_builtins.property
@@ -1566,7 +1570,7 @@ class RefusedClient(_message.Message):
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Why, with every difference."""
+        """Why it was refused, with every difference."""
 
     def __init__(
         self,
@@ -1586,7 +1590,7 @@ Global___RefusedClient: _TypeAlias = RefusedClient  # noqa: Y015
 
 @_typing.final
 class Group(_message.Message):
-    """A consumer group. Stands in etcd as it is, under groups/<name>."""
+    """A consumer group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1608,38 +1612,38 @@ class Group(_message.Message):
     name: _builtins.str
     """Name."""
     generation: _builtins.int
-    """Rises with every change of the members, the subscription, the settings or the assignments; also
-    above that of an earlier group of the name.
+    """Rises with every change of the members, the subscription, the settings or the assignments; above
+    that of earlier groups of the name.
     """
     subscription_generation: _builtins.int
     """Rises by one with every change of `subscriptions`."""
     model: Global___MessageModel.ValueType
     """Message model."""
     consume_from: Global___ConsumeFrom.ValueType
-    """Where to start without progress."""
+    """Where to start on a queue without progress."""
     orderly: _builtins.bool
     """True if messages of a queue are handled one at a time."""
     policy: Global___SubscriptionPolicy.ValueType
-    """What happens to other subscriptions."""
+    """What happens to a heartbeat with another subscription."""
     ownership: Global___Ownership.ValueType
     """Whether queues are owned."""
     strategy: Global___Strategy.ValueType
-    """How queues are dealt out."""
+    """How queues are assigned to members."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """Members by client id, ascending."""
 
     @_builtins.property
     def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Subscription]:
-        """What every member subscribes to, by topic, ascending; expressions in canonical form."""
+        """The group's subscription, by topic, ascending; expressions in canonical form."""
 
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicAssignment]:
-        """Which member each queue is dealt to, by topic, ascending; none for a broadcasting group."""
+        """The member that each queue is assigned to, by topic, ascending; empty for a broadcasting group."""
 
     @_builtins.property
     def staged(self) -> Global___StagedSubscription:
-        """The next subscription, for the staged policies; unset if none waits."""
+        """The next subscription, for the staged policies; unset if none is staged."""
 
     @_builtins.property
     def pause(self) -> Global___Pause:
@@ -1647,9 +1651,9 @@ class Group(_message.Message):
 
     @_builtins.property
     def beginnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicBeginning]:
-        """What the topics were when the group began with them, by topic, ascending; none for a
-        broadcasting group. A queue that came later is read from its first message, whatever
-        `consume_from` says: all of its messages were sent to a group that was there.
+        """The topics as they were when the group subscribed to them, by topic, ascending; empty for a
+        broadcasting group. A queue that was added later is read from its first message, whatever
+        `consume_from` says: all of its messages were sent while the group existed.
         """
 
     def __init__(
@@ -1681,7 +1685,7 @@ Global___Group: _TypeAlias = Group  # noqa: Y015
 
 @_typing.final
 class TopicBeginning(_message.Message):
-    """A topic when a group began with it."""
+    """A topic as it was when a group subscribed to it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1694,7 +1698,7 @@ class TopicBeginning(_message.Message):
     """Id of the topic."""
     @_builtins.property
     def spread(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSpread]:
-        """The queues it had: brokers, ascending, and their `queue_count`."""
+        """The queues that the topic had: brokers, ascending, and their `queue_count`."""
 
     def __init__(
         self,
@@ -1713,7 +1717,7 @@ Global___TopicBeginning: _TypeAlias = TopicBeginning  # noqa: Y015
 
 @_typing.final
 class StagedSubscription(_message.Message):
-    """The subscription that a group is about to get."""
+    """The next subscription of a group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1721,9 +1725,9 @@ class StagedSubscription(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_MS_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
-    """True once it is decided: all queues are being given back."""
+    """True once the change is decided: the owners are releasing all queues."""
     since_unix_ms: _builtins.int
-    """Wall clock at which the first member asked for it."""
+    """Wall clock of the first heartbeat with it."""
     @_builtins.property
     def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Subscription]:
         """By topic, ascending; expressions in canonical form."""
@@ -1745,7 +1749,7 @@ Global___StagedSubscription: _TypeAlias = StagedSubscription  # noqa: Y015
 
 @_typing.final
 class Pause(_message.Message):
-    """An operator has stopped the deliveries of a group."""
+    """A pause: an operator has stopped the deliveries of a group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1753,11 +1757,11 @@ class Pause(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_MS_FIELD_NUMBER: _builtins.int
     by: _builtins.str
-    """Who."""
+    """Name of the operator."""
     reason: _builtins.str
-    """Why."""
+    """Reason that the operator gave."""
     since_unix_ms: _builtins.int
-    """Wall clock."""
+    """Wall clock of the start of the pause."""
     def __init__(
         self,
         *,
@@ -1774,55 +1778,8 @@ class Pause(_message.Message):
 Global___Pause: _TypeAlias = Pause  # noqa: Y015
 
 @_typing.final
-class Gate(_message.Message):
-    """What storage, offsets and lockmgr have to know of a group. Stands in etcd as it is, under
-    gates/<name>, and changes in the same transaction as the group. A grant is persisted only if the
-    gate is as it was when the grant was decided.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    OWNERSHIP_FIELD_NUMBER: _builtins.int
-    BOUND_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
-    PAUSE_FIELD_NUMBER: _builtins.int
-    subscription_generation: _builtins.int
-    """Generation of the subscription."""
-    model: Global___MessageModel.ValueType
-    """Message model."""
-    ownership: Global___Ownership.ValueType
-    """Whether queues are owned."""
-    bound: _builtins.bool
-    """True if deliveries are bound to the generation of the subscription: not under the policy WARN."""
-    draining: _builtins.bool
-    """True while the subscription is being changed: no grants."""
-    @_builtins.property
-    def pause(self) -> Global___Pause:
-        """Set while an operator has paused the group."""
-
-    def __init__(
-        self,
-        *,
-        subscription_generation: _builtins.int = ...,
-        model: Global___MessageModel.ValueType = ...,
-        ownership: Global___Ownership.ValueType = ...,
-        bound: _builtins.bool = ...,
-        draining: _builtins.bool = ...,
-        pause: Global___Pause | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "draining", b"draining", "model", b"model", "ownership", b"ownership", "pause", b"pause", "subscription_generation", b"subscription_generation"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Gate: _TypeAlias = Gate  # noqa: Y015
-
-@_typing.final
 class TopicAssignment(_message.Message):
-    """The queues of one topic."""
+    """The assignment of the queues of one topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1850,27 +1807,29 @@ Global___TopicAssignment: _TypeAlias = TopicAssignment  # noqa: Y015
 
 @_typing.final
 class BrokerAssignment(_message.Message):
-    """The queues of one topic on one broker."""
+    """The assignment of the queues of one topic on one broker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BROKER_FIELD_NUMBER: _builtins.int
-    OWNERS_FIELD_NUMBER: _builtins.int
+    MEMBER_NUMBERS_FIELD_NUMBER: _builtins.int
     broker: _builtins.str
     """Broker name."""
     @_builtins.property
-    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One number per queue, by queue id: place of its member in `members`, from 1; 0 for nobody."""
+    def member_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One number per queue, by queue id: the position in the group's `members`, from 1, of the member
+        that the queue is assigned to; 0 if the queue is not assigned.
+        """
 
     def __init__(
         self,
         *,
         broker: _builtins.str = ...,
-        owners: _abc.Iterable[_builtins.int] | None = ...,
+        member_numbers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "owners", b"owners"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "member_numbers", b"member_numbers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1889,18 +1848,18 @@ class Member(_message.Message):
     ROOM_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_HASH_FIELD_NUMBER: _builtins.int
     host: _builtins.str
-    """Host name, for people."""
+    """Host name, for display."""
     join_unix_ms: _builtins.int
     """Wall clock of its first heartbeat."""
     differs: _builtins.bool
-    """True if it asks for another subscription than the group has."""
+    """True if the member's subscription differs from the group's."""
     room: _builtins.str
     """Machine room; empty for none."""
     subscription_hash: _builtins.int
-    """Hash of the subscription it asks for."""
+    """Hash of the member's subscription."""
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
-        """The member."""
+        """Incarnation of the member."""
 
     def __init__(
         self,
@@ -1922,7 +1881,7 @@ Global___Member: _TypeAlias = Member  # noqa: Y015
 
 @_typing.final
 class UpdateGroupRequest(_message.Message):
-    """Request for UpdateGroup. What is unspecified or unset stays as it is."""
+    """Request for UpdateGroup. Unspecified and unset fields leave their setting unchanged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1936,17 +1895,17 @@ class UpdateGroupRequest(_message.Message):
     group: _builtins.str
     """Name. Required."""
     policy: Global___SubscriptionPolicy.ValueType
-    """What happens to other subscriptions."""
+    """What happens to a heartbeat with another subscription."""
     ownership: Global___Ownership.ValueType
     """Whether queues are owned."""
     strategy: Global___Strategy.ValueType
-    """How queues are dealt out."""
+    """How queues are assigned to members."""
     paused: _builtins.bool
-    """True stops deliveries, false lets them go on."""
+    """True stops deliveries, false resumes them."""
     by: _builtins.str
-    """With `paused`: who does it, 1 to 255 characters."""
+    """With `paused`: name of the operator, 1 to 255 characters."""
     reason: _builtins.str
-    """With `paused`: why, up to 1,024 characters."""
+    """With `paused`: the reason, up to 1,024 characters."""
     def __init__(
         self,
         *,
@@ -2022,7 +1981,7 @@ class DeleteGroupResponse(_message.Message):
 
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     queue_count: _builtins.int
-    """Number of queues whose progress was ended."""
+    """Number of queues whose progress was deleted."""
     def __init__(
         self,
         *,
@@ -2134,30 +2093,30 @@ class Diagnosis(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     UNMOVED_MS_FIELD_NUMBER: _builtins.int
     reason: Global___StuckReason.ValueType
-    """Why it does not move, or that it does."""
+    """Why the queue is stuck, or that it is not."""
     message: _builtins.str
-    """The same in a sentence, with the values."""
+    """The reason as a sentence, with its values."""
     remedy: _builtins.str
-    """What to do about it; empty where nothing has to be done."""
+    """What the operator has to do; empty if nothing."""
     lag_count: _builtins.int
-    """Messages that are not handled yet, filtered ones included; -1 if not known."""
+    """Messages that are not handled, filtered ones included; -1 if unknown."""
     lag_ms: _builtins.int
-    """Age of the oldest message that is not handled, in milliseconds; 0 without lag, -1 if not known."""
+    """Age of the oldest message that is not handled, in milliseconds; 0 without lag, -1 if unknown."""
     committed_offset: _builtins.int
-    """Committed offset; -1 without progress, or if not known."""
+    """Committed offset; -1 without progress, or if unknown."""
     next_offset: _builtins.int
-    """Next offset the queue will assign; -1 if not known."""
+    """Next offset of the log; -1 if unknown."""
     owner: _builtins.str
-    """Client that owns the queue; empty if none does."""
+    """Client that owns the queue; empty if it has no owner."""
     unmoved_ms: _builtins.int
-    """Time since the committed offset was seen to move, in milliseconds; -1 if not known."""
+    """Time since a change of the committed offset was observed, in milliseconds; -1 if unknown."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
 
     @_builtins.property
     def evidence(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Values behind it, by name, as the comment of the reason lists them."""
+        """Values of the reason by name, as the comment of the reason lists them."""
 
     def __init__(
         self,

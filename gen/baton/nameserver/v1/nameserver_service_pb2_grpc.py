@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class NameserverServiceStub:
-    """Names, routes and group membership. All state is in etcd, so every replica tells the same.
+    """Topics, routes, groups and their members. All state is in etcd, so all replicas give the same answers.
     """
 
     def __init__(self, channel):
@@ -133,15 +133,15 @@ class NameserverServiceStub:
 
 
 class NameserverServiceServicer:
-    """Names, routes and group membership. All state is in etcd, so every replica tells the same.
+    """Topics, routes, groups and their members. All state is in etcd, so all replicas give the same answers.
     """
 
     def CreateTopic(self, request, context):
         """Creates a topic on registered brokers. Creating it again with the same settings is no error.
-        A topic of the same name that existed before is forgotten first, at offsets too.
+        Progress of an earlier topic of the same name is deleted at offsets first.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-        FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
+        FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
         UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -149,9 +149,9 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateTopic(self, request, context):
-        """Changes the permission or the number of queues of a topic. More queues are there at once.
-        Fewer: the last ones take no more messages from now on, and are gone once every group that
-        has progress on them has read them to the end.
+        """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
+        queues, the last ones become retiring: they take no more messages, and are removed once every
+        group with progress on them has read them to the end.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
         FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
@@ -187,24 +187,26 @@ class NameserverServiceServicer:
         and no progress of a group. Until then the progress stays where it was.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
-        (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def QueryRoute(self, request, context):
-        """Where the queues of a topic are. Where topics are created on demand, this may create it.
+        """Returns the route of a topic: which brokers have its queues. If topics are created on demand, this
+        call may create the topic.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
-        (NOT_SERVING); those of CreateTopic if it creates it.
+        (NOT_SERVING); those of CreateTopic if it creates the topic.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRoute(self, request, context):
-        """The route now, and each time it changes. A client ignores a generation older than its own.
+        """Streams the route of a topic: at once, and after each change. A client ignores a generation older
+        than the newest it has seen.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is
         deleted; RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers; UNAVAILABLE
@@ -215,7 +217,7 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DescribeCluster(self, request, context):
-        """The nodes that are registered and alive.
+        """Returns the registered nodes whose lease has not expired.
 
         Statuses: UNAVAILABLE (NOT_SERVING).
         """
@@ -224,24 +226,26 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ElectReplica(self, request, context):
-        """Lets a node be elected that is not in sync, because all that are in sync are lost. What only they
-        had is given up, also if they come back. Not to be repeated blindly.
+        """Unclean election: allows a node outside the in-sync set to be elected, because every node of the
+        in-sync set is lost. Changes that only the lost nodes have are discarded, also if those nodes come
+        back. Do not repeat it without a look at the replica set.
 
-        Statuses: INVALID_ARGUMENT (no such set; or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
-        a member in sync is up, or somebody leads), UNAVAILABLE (NO_QUORUM: not known whether it is done).
+        Statuses: INVALID_ARGUMENT (no such set, or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
+        a node of the in-sync set is up, or the set has a leader), UNAVAILABLE (NO_QUORUM: unknown whether
+        it was written).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
-        that is silent for 30 s is removed. Whether another subscription than the group's is refused,
-        waits for its turn or replaces it, is the group's policy.
+        """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
+        without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
+        subscription that differs from the group's is refused, is staged, or replaces it.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
         ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
-        RESOURCE_EXHAUSTED (OVERLOADED: 1,000 members, or others change the group too), UNAVAILABLE
+        RESOURCE_EXHAUSTED (OVERLOADED: the group has 1,000 members, or too many concurrent changes), UNAVAILABLE
         (NO_QUORUM, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -251,7 +255,7 @@ class NameserverServiceServicer:
     def Leave(self, request, context):
         """Leaves a group at once. Leaving twice is no error.
 
-        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: others change the group too),
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
         UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -259,8 +263,8 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchGroup(self, request, context):
-        """The membership now, and each time it changes. A stream that names its member is that member's
-        session: when it breaks and no heartbeat comes within a short grace, the member is removed.
+        """Streams the group: at once, and after each change. A stream that names its member is that member's
+        session: if it breaks and no heartbeat arrives within a short grace period, the member is removed.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
         (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
@@ -302,20 +306,21 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteGroup(self, request, context):
-        """Deletes a group without members, and then its progress at offsets. Repeating it finishes what
-        was begun; a group that was created again meanwhile keeps the progress.
+        """Deletes a group without members, and then its progress at offsets. After a failure, repeat the call
+        to delete the rest; a group that was created again meanwhile keeps its progress.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
-        (GROUP_IN_USE: a member lives, or the group was created again), RESOURCE_EXHAUSTED
-        (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted,
-        and it is not known whether its progress is).
+        (GROUP_IN_USE: a member is alive, or the group was created again), RESOURCE_EXHAUSTED
+        (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted, and
+        it is unknown whether its progress is).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WhyStuck(self, request, context):
-        """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
+        """Returns the reason why each queue of a group is stuck, if it is. Queries the lock manager, offsets
+        and storage.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
         UNAVAILABLE (NOT_SERVING).
@@ -325,21 +330,23 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LocateGroup(self, request, context):
-        """Which offsets replica set keeps the progress of a group. A group that has no place yet gets one.
+        """Returns the placement of a group: the offsets replica set that keeps its progress. A group without
+        placement gets one.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
-        OFFSETS_UNREACHABLE: it has no place, and no node of offsets is registered).
+        OFFSETS_UNREACHABLE: the group has no placement, and no node of offsets is registered).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MoveGroup(self, request, context):
-        """Moves a group to another offsets replica set. Answers once etcd says so; the set fetches it then,
-        and a seal at the old one lets nobody use both. A group that is there already stays.
+        """Moves a group to another offsets replica set. Answers once the placement is written to etcd; then
+        the new set fetches the progress, and a seal at the old set prevents use of both. A group that is
+        already at the set stays there.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND; SET_NOT_FOUND: no node of
-        the set is registered), ABORTED (GROUP_MOVING: its last move is not finished),
+        the set is registered), ABORTED (GROUP_MOVING: the previous move is not finished),
         RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -453,7 +460,7 @@ def add_NameserverServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class NameserverService:
-    """Names, routes and group membership. All state is in etcd, so every replica tells the same.
+    """Topics, routes, groups and their members. All state is in etcd, so all replicas give the same answers.
     """
 
     @staticmethod

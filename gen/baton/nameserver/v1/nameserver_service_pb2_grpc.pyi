@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class NameserverServiceStub:
-    """Names, routes and group membership. All state is in etcd, so every replica tells the same."""
+    """Topics, routes, groups and their members. All state is in etcd, so all replicas give the same answers."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -35,16 +35,16 @@ class NameserverServiceStub:
     def __new__(cls, channel: _aio.Channel) -> NameserverServiceAsyncStub: ...
     CreateTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.CreateTopicRequest, _nameserver_service_pb2.CreateTopicResponse]
     """Creates a topic on registered brokers. Creating it again with the same settings is no error.
-    A topic of the same name that existed before is forgotten first, at offsets too.
+    Progress of an earlier topic of the same name is deleted at offsets first.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
+    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
     UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
     """
     UpdateTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]
-    """Changes the permission or the number of queues of a topic. More queues are there at once.
-    Fewer: the last ones take no more messages from now on, and are gone once every group that
-    has progress on them has read them to the end.
+    """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
+    queues, the last ones become retiring: they take no more messages, and are removed once every
+    group with progress on them has read them to the end.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
     FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
@@ -68,52 +68,56 @@ class NameserverServiceStub:
     and no progress of a group. Until then the progress stays where it was.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
-    (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     QueryRoute: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.QueryRouteRequest, _nameserver_service_pb2.QueryRouteResponse]
-    """Where the queues of a topic are. Where topics are created on demand, this may create it.
+    """Returns the route of a topic: which brokers have its queues. If topics are created on demand, this
+    call may create the topic.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
-    (NOT_SERVING); those of CreateTopic if it creates it.
+    (NOT_SERVING); those of CreateTopic if it creates the topic.
     """
     WatchRoute: _grpc.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchRouteRequest, _nameserver_service_pb2.WatchRouteResponse]
-    """The route now, and each time it changes. A client ignores a generation older than its own.
+    """Streams the route of a topic: at once, and after each change. A client ignores a generation older
+    than the newest it has seen.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is
     deleted; RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers; UNAVAILABLE
     (NOT_SERVING).
     """
     DescribeCluster: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeClusterRequest, _nameserver_service_pb2.DescribeClusterResponse]
-    """The nodes that are registered and alive.
+    """Returns the registered nodes whose lease has not expired.
 
     Statuses: UNAVAILABLE (NOT_SERVING).
     """
     ElectReplica: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ElectReplicaRequest, _nameserver_service_pb2.ElectReplicaResponse]
-    """Lets a node be elected that is not in sync, because all that are in sync are lost. What only they
-    had is given up, also if they come back. Not to be repeated blindly.
+    """Unclean election: allows a node outside the in-sync set to be elected, because every node of the
+    in-sync set is lost. Changes that only the lost nodes have are discarded, also if those nodes come
+    back. Do not repeat it without a look at the replica set.
 
-    Statuses: INVALID_ARGUMENT (no such set; or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
-    a member in sync is up, or somebody leads), UNAVAILABLE (NO_QUORUM: not known whether it is done).
+    Statuses: INVALID_ARGUMENT (no such set, or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
+    a node of the in-sync set is up, or the set has a leader), UNAVAILABLE (NO_QUORUM: unknown whether
+    it was written).
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]
-    """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
-    that is silent for 30 s is removed. Whether another subscription than the group's is refused,
-    waits for its turn or replaces it, is the group's policy.
+    """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
+    without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
+    subscription that differs from the group's is refused, is staged, or replaces it.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
     ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
-    RESOURCE_EXHAUSTED (OVERLOADED: 1,000 members, or others change the group too), UNAVAILABLE
+    RESOURCE_EXHAUSTED (OVERLOADED: the group has 1,000 members, or too many concurrent changes), UNAVAILABLE
     (NO_QUORUM, NOT_SERVING).
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.LeaveRequest, _nameserver_service_pb2.LeaveResponse]
     """Leaves a group at once. Leaving twice is no error.
 
-    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: others change the group too),
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
     UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     WatchGroup: _grpc.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchGroupRequest, _nameserver_service_pb2.WatchGroupResponse]
-    """The membership now, and each time it changes. A stream that names its member is that member's
-    session: when it breaks and no heartbeat comes within a short grace, the member is removed.
+    """Streams the group: at once, and after each change. A stream that names its member is that member's
+    session: if it breaks and no heartbeat arrives within a short grace period, the member is removed.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
     (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
@@ -139,52 +143,55 @@ class NameserverServiceStub:
     (NO_QUORUM, NOT_SERVING).
     """
     DeleteGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteGroupRequest, _nameserver_service_pb2.DeleteGroupResponse]
-    """Deletes a group without members, and then its progress at offsets. Repeating it finishes what
-    was begun; a group that was created again meanwhile keeps the progress.
+    """Deletes a group without members, and then its progress at offsets. After a failure, repeat the call
+    to delete the rest; a group that was created again meanwhile keeps its progress.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
-    (GROUP_IN_USE: a member lives, or the group was created again), RESOURCE_EXHAUSTED
-    (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted,
-    and it is not known whether its progress is).
+    (GROUP_IN_USE: a member is alive, or the group was created again), RESOURCE_EXHAUSTED
+    (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted, and
+    it is unknown whether its progress is).
     """
     WhyStuck: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.WhyStuckRequest, _nameserver_service_pb2.WhyStuckResponse]
-    """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
+    """Returns the reason why each queue of a group is stuck, if it is. Queries the lock manager, offsets
+    and storage.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
     UNAVAILABLE (NOT_SERVING).
     """
     LocateGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.LocateGroupRequest, _nameserver_service_pb2.LocateGroupResponse]
-    """Which offsets replica set keeps the progress of a group. A group that has no place yet gets one.
+    """Returns the placement of a group: the offsets replica set that keeps its progress. A group without
+    placement gets one.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
-    OFFSETS_UNREACHABLE: it has no place, and no node of offsets is registered).
+    OFFSETS_UNREACHABLE: the group has no placement, and no node of offsets is registered).
     """
     MoveGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveGroupRequest, _nameserver_service_pb2.MoveGroupResponse]
-    """Moves a group to another offsets replica set. Answers once etcd says so; the set fetches it then,
-    and a seal at the old one lets nobody use both. A group that is there already stays.
+    """Moves a group to another offsets replica set. Answers once the placement is written to etcd; then
+    the new set fetches the progress, and a seal at the old set prevents use of both. A group that is
+    already at the set stays there.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND; SET_NOT_FOUND: no node of
-    the set is registered), ABORTED (GROUP_MOVING: its last move is not finished),
+    the set is registered), ABORTED (GROUP_MOVING: the previous move is not finished),
     RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE).
     """
 
 @_typing.type_check_only
 class NameserverServiceAsyncStub(NameserverServiceStub):
-    """Names, routes and group membership. All state is in etcd, so every replica tells the same."""
+    """Topics, routes, groups and their members. All state is in etcd, so all replicas give the same answers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.CreateTopicRequest, _nameserver_service_pb2.CreateTopicResponse]  # type: ignore[assignment]
     """Creates a topic on registered brokers. Creating it again with the same settings is no error.
-    A topic of the same name that existed before is forgotten first, at offsets too.
+    Progress of an earlier topic of the same name is deleted at offsets first.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
+    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
     UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
     """
     UpdateTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]  # type: ignore[assignment]
-    """Changes the permission or the number of queues of a topic. More queues are there at once.
-    Fewer: the last ones take no more messages from now on, and are gone once every group that
-    has progress on them has read them to the end.
+    """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
+    queues, the last ones become retiring: they take no more messages, and are removed once every
+    group with progress on them has read them to the end.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
     FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
@@ -208,52 +215,56 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     and no progress of a group. Until then the progress stays where it was.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
-    (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     QueryRoute: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.QueryRouteRequest, _nameserver_service_pb2.QueryRouteResponse]  # type: ignore[assignment]
-    """Where the queues of a topic are. Where topics are created on demand, this may create it.
+    """Returns the route of a topic: which brokers have its queues. If topics are created on demand, this
+    call may create the topic.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
-    (NOT_SERVING); those of CreateTopic if it creates it.
+    (NOT_SERVING); those of CreateTopic if it creates the topic.
     """
     WatchRoute: _aio.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchRouteRequest, _nameserver_service_pb2.WatchRouteResponse]  # type: ignore[assignment]
-    """The route now, and each time it changes. A client ignores a generation older than its own.
+    """Streams the route of a topic: at once, and after each change. A client ignores a generation older
+    than the newest it has seen.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is
     deleted; RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers; UNAVAILABLE
     (NOT_SERVING).
     """
     DescribeCluster: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeClusterRequest, _nameserver_service_pb2.DescribeClusterResponse]  # type: ignore[assignment]
-    """The nodes that are registered and alive.
+    """Returns the registered nodes whose lease has not expired.
 
     Statuses: UNAVAILABLE (NOT_SERVING).
     """
     ElectReplica: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ElectReplicaRequest, _nameserver_service_pb2.ElectReplicaResponse]  # type: ignore[assignment]
-    """Lets a node be elected that is not in sync, because all that are in sync are lost. What only they
-    had is given up, also if they come back. Not to be repeated blindly.
+    """Unclean election: allows a node outside the in-sync set to be elected, because every node of the
+    in-sync set is lost. Changes that only the lost nodes have are discarded, also if those nodes come
+    back. Do not repeat it without a look at the replica set.
 
-    Statuses: INVALID_ARGUMENT (no such set; or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
-    a member in sync is up, or somebody leads), UNAVAILABLE (NO_QUORUM: not known whether it is done).
+    Statuses: INVALID_ARGUMENT (no such set, or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
+    a node of the in-sync set is up, or the set has a leader), UNAVAILABLE (NO_QUORUM: unknown whether
+    it was written).
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
-    that is silent for 30 s is removed. Whether another subscription than the group's is refused,
-    waits for its turn or replaces it, is the group's policy.
+    """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
+    without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
+    subscription that differs from the group's is refused, is staged, or replaces it.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
     ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
-    RESOURCE_EXHAUSTED (OVERLOADED: 1,000 members, or others change the group too), UNAVAILABLE
+    RESOURCE_EXHAUSTED (OVERLOADED: the group has 1,000 members, or too many concurrent changes), UNAVAILABLE
     (NO_QUORUM, NOT_SERVING).
     """
     Leave: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.LeaveRequest, _nameserver_service_pb2.LeaveResponse]  # type: ignore[assignment]
     """Leaves a group at once. Leaving twice is no error.
 
-    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: others change the group too),
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
     UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     WatchGroup: _aio.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchGroupRequest, _nameserver_service_pb2.WatchGroupResponse]  # type: ignore[assignment]
-    """The membership now, and each time it changes. A stream that names its member is that member's
-    session: when it breaks and no heartbeat comes within a short grace, the member is removed.
+    """Streams the group: at once, and after each change. A stream that names its member is that member's
+    session: if it breaks and no heartbeat arrives within a short grace period, the member is removed.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
     (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
@@ -279,37 +290,40 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     (NO_QUORUM, NOT_SERVING).
     """
     DeleteGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteGroupRequest, _nameserver_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
-    """Deletes a group without members, and then its progress at offsets. Repeating it finishes what
-    was begun; a group that was created again meanwhile keeps the progress.
+    """Deletes a group without members, and then its progress at offsets. After a failure, repeat the call
+    to delete the rest; a group that was created again meanwhile keeps its progress.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
-    (GROUP_IN_USE: a member lives, or the group was created again), RESOURCE_EXHAUSTED
-    (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted,
-    and it is not known whether its progress is).
+    (GROUP_IN_USE: a member is alive, or the group was created again), RESOURCE_EXHAUSTED
+    (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted, and
+    it is unknown whether its progress is).
     """
     WhyStuck: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.WhyStuckRequest, _nameserver_service_pb2.WhyStuckResponse]  # type: ignore[assignment]
-    """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
+    """Returns the reason why each queue of a group is stuck, if it is. Queries the lock manager, offsets
+    and storage.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
     UNAVAILABLE (NOT_SERVING).
     """
     LocateGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.LocateGroupRequest, _nameserver_service_pb2.LocateGroupResponse]  # type: ignore[assignment]
-    """Which offsets replica set keeps the progress of a group. A group that has no place yet gets one.
+    """Returns the placement of a group: the offsets replica set that keeps its progress. A group without
+    placement gets one.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
-    OFFSETS_UNREACHABLE: it has no place, and no node of offsets is registered).
+    OFFSETS_UNREACHABLE: the group has no placement, and no node of offsets is registered).
     """
     MoveGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveGroupRequest, _nameserver_service_pb2.MoveGroupResponse]  # type: ignore[assignment]
-    """Moves a group to another offsets replica set. Answers once etcd says so; the set fetches it then,
-    and a seal at the old one lets nobody use both. A group that is there already stays.
+    """Moves a group to another offsets replica set. Answers once the placement is written to etcd; then
+    the new set fetches the progress, and a seal at the old set prevents use of both. A group that is
+    already at the set stays there.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND; SET_NOT_FOUND: no node of
-    the set is registered), ABORTED (GROUP_MOVING: its last move is not finished),
+    the set is registered), ABORTED (GROUP_MOVING: the previous move is not finished),
     RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE).
     """
 
 class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Names, routes and group membership. All state is in etcd, so every replica tells the same."""
+    """Topics, routes, groups and their members. All state is in etcd, so all replicas give the same answers."""
 
     @_abc_1.abstractmethod
     def CreateTopic(
@@ -318,10 +332,10 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.CreateTopicResponse, _abc.Awaitable[_nameserver_service_pb2.CreateTopicResponse]]:
         """Creates a topic on registered brokers. Creating it again with the same settings is no error.
-        A topic of the same name that existed before is forgotten first, at offsets too.
+        Progress of an earlier topic of the same name is deleted at offsets first.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-        FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
+        FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
         UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
         """
 
@@ -331,9 +345,9 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.UpdateTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.UpdateTopicResponse, _abc.Awaitable[_nameserver_service_pb2.UpdateTopicResponse]]:
-        """Changes the permission or the number of queues of a topic. More queues are there at once.
-        Fewer: the last ones take no more messages from now on, and are gone once every group that
-        has progress on them has read them to the end.
+        """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
+        queues, the last ones become retiring: they take no more messages, and are removed once every
+        group with progress on them has read them to the end.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
         FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
@@ -375,7 +389,7 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         and no progress of a group. Until then the progress stays where it was.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
-        (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -384,10 +398,11 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.QueryRouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.QueryRouteResponse, _abc.Awaitable[_nameserver_service_pb2.QueryRouteResponse]]:
-        """Where the queues of a topic are. Where topics are created on demand, this may create it.
+        """Returns the route of a topic: which brokers have its queues. If topics are created on demand, this
+        call may create the topic.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
-        (NOT_SERVING); those of CreateTopic if it creates it.
+        (NOT_SERVING); those of CreateTopic if it creates the topic.
         """
 
     @_abc_1.abstractmethod
@@ -396,7 +411,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.WatchRouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_nameserver_service_pb2.WatchRouteResponse], _abc.AsyncIterator[_nameserver_service_pb2.WatchRouteResponse]]:
-        """The route now, and each time it changes. A client ignores a generation older than its own.
+        """Streams the route of a topic: at once, and after each change. A client ignores a generation older
+        than the newest it has seen.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is
         deleted; RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers; UNAVAILABLE
@@ -409,7 +425,7 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.DescribeClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.DescribeClusterResponse, _abc.Awaitable[_nameserver_service_pb2.DescribeClusterResponse]]:
-        """The nodes that are registered and alive.
+        """Returns the registered nodes whose lease has not expired.
 
         Statuses: UNAVAILABLE (NOT_SERVING).
         """
@@ -420,11 +436,13 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.ElectReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.ElectReplicaResponse, _abc.Awaitable[_nameserver_service_pb2.ElectReplicaResponse]]:
-        """Lets a node be elected that is not in sync, because all that are in sync are lost. What only they
-        had is given up, also if they come back. Not to be repeated blindly.
+        """Unclean election: allows a node outside the in-sync set to be elected, because every node of the
+        in-sync set is lost. Changes that only the lost nodes have are discarded, also if those nodes come
+        back. Do not repeat it without a look at the replica set.
 
-        Statuses: INVALID_ARGUMENT (no such set; or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
-        a member in sync is up, or somebody leads), UNAVAILABLE (NO_QUORUM: not known whether it is done).
+        Statuses: INVALID_ARGUMENT (no such set, or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
+        a node of the in-sync set is up, or the set has a leader), UNAVAILABLE (NO_QUORUM: unknown whether
+        it was written).
         """
 
     @_abc_1.abstractmethod
@@ -433,13 +451,13 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.HeartbeatResponse, _abc.Awaitable[_nameserver_service_pb2.HeartbeatResponse]]:
-        """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
-        that is silent for 30 s is removed. Whether another subscription than the group's is refused,
-        waits for its turn or replaces it, is the group's policy.
+        """Joins a group, or renews the membership. To be repeated every `interval_ms` of the answer; a member
+        without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
+        subscription that differs from the group's is refused, is staged, or replaces it.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
         ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
-        RESOURCE_EXHAUSTED (OVERLOADED: 1,000 members, or others change the group too), UNAVAILABLE
+        RESOURCE_EXHAUSTED (OVERLOADED: the group has 1,000 members, or too many concurrent changes), UNAVAILABLE
         (NO_QUORUM, NOT_SERVING).
         """
 
@@ -451,7 +469,7 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_nameserver_service_pb2.LeaveResponse, _abc.Awaitable[_nameserver_service_pb2.LeaveResponse]]:
         """Leaves a group at once. Leaving twice is no error.
 
-        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: others change the group too),
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
         UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
 
@@ -461,8 +479,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.WatchGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_nameserver_service_pb2.WatchGroupResponse], _abc.AsyncIterator[_nameserver_service_pb2.WatchGroupResponse]]:
-        """The membership now, and each time it changes. A stream that names its member is that member's
-        session: when it breaks and no heartbeat comes within a short grace, the member is removed.
+        """Streams the group: at once, and after each change. A stream that names its member is that member's
+        session: if it breaks and no heartbeat arrives within a short grace period, the member is removed.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
         (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
@@ -512,13 +530,13 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.DeleteGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.DeleteGroupResponse, _abc.Awaitable[_nameserver_service_pb2.DeleteGroupResponse]]:
-        """Deletes a group without members, and then its progress at offsets. Repeating it finishes what
-        was begun; a group that was created again meanwhile keeps the progress.
+        """Deletes a group without members, and then its progress at offsets. After a failure, repeat the call
+        to delete the rest; a group that was created again meanwhile keeps its progress.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
-        (GROUP_IN_USE: a member lives, or the group was created again), RESOURCE_EXHAUSTED
-        (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted,
-        and it is not known whether its progress is).
+        (GROUP_IN_USE: a member is alive, or the group was created again), RESOURCE_EXHAUSTED
+        (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted, and
+        it is unknown whether its progress is).
         """
 
     @_abc_1.abstractmethod
@@ -527,7 +545,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.WhyStuckRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.WhyStuckResponse, _abc.Awaitable[_nameserver_service_pb2.WhyStuckResponse]]:
-        """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
+        """Returns the reason why each queue of a group is stuck, if it is. Queries the lock manager, offsets
+        and storage.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
         UNAVAILABLE (NOT_SERVING).
@@ -539,10 +558,11 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.LocateGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.LocateGroupResponse, _abc.Awaitable[_nameserver_service_pb2.LocateGroupResponse]]:
-        """Which offsets replica set keeps the progress of a group. A group that has no place yet gets one.
+        """Returns the placement of a group: the offsets replica set that keeps its progress. A group without
+        placement gets one.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
-        OFFSETS_UNREACHABLE: it has no place, and no node of offsets is registered).
+        OFFSETS_UNREACHABLE: the group has no placement, and no node of offsets is registered).
         """
 
     @_abc_1.abstractmethod
@@ -551,11 +571,12 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.MoveGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.MoveGroupResponse, _abc.Awaitable[_nameserver_service_pb2.MoveGroupResponse]]:
-        """Moves a group to another offsets replica set. Answers once etcd says so; the set fetches it then,
-        and a seal at the old one lets nobody use both. A group that is there already stays.
+        """Moves a group to another offsets replica set. Answers once the placement is written to etcd; then
+        the new set fetches the progress, and a seal at the old set prevents use of both. A group that is
+        already at the set stays there.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND; SET_NOT_FOUND: no node of
-        the set is registered), ABORTED (GROUP_MOVING: its last move is not finished),
+        the set is registered), ABORTED (GROUP_MOVING: the previous move is not finished),
         RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE).
         """
 

@@ -32,10 +32,10 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_CONSUME: _Role.ValueType  # 2
     """Read messages of a topic, or be a member of a group. Reading with a group needs both."""
     ROLE_ADMIN: _Role.ValueType  # 3
-    """Every role, and change and delete the topic or group; on `cluster` everything."""
+    """All other roles, and change and delete the topic or group; on `cluster`, every call."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What somebody may do with a resource."""
+    """A role: what an identity may do with a resource."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Not set; never stored."""
@@ -44,7 +44,7 @@ ROLE_PRODUCE: Role.ValueType  # 1
 ROLE_CONSUME: Role.ValueType  # 2
 """Read messages of a topic, or be a member of a group. Reading with a group needs both."""
 ROLE_ADMIN: Role.ValueType  # 3
-"""Every role, and change and delete the topic or group; on `cluster` everything."""
+"""All other roles, and change and delete the topic or group; on `cluster`, every call."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
@@ -75,7 +75,7 @@ Global___AccessGrant: _TypeAlias = AccessGrant  # noqa: Y015
 
 @_typing.final
 class StoredGrants(_message.Message):
-    """All that is granted to one identity, under access/grants/<identity> in etcd, the identity
+    """All grants of one identity, under access/grants/<identity> in etcd, the identity
     percent-encoded.
     """
 
@@ -84,7 +84,7 @@ class StoredGrants(_message.Message):
     GRANTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___AccessGrant]:
-        """Each once."""
+        """The grants, each once."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ Global___StoredGrants: _TypeAlias = StoredGrants  # noqa: Y015
 
 @_typing.final
 class StoredToken(_message.Message):
-    """What is kept of a bearer token, under access/tokens/<SHA-256 of the token, in hex> in etcd. The
-    token itself is nowhere.
+    """A bearer token, under access/tokens/<SHA-256 of the token, in hex> in etcd. The token itself is not
+    stored.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -112,13 +112,13 @@ class StoredToken(_message.Message):
     CREATE_UNIX_MS_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
-    """Whom it stands for."""
+    """Identity of the token."""
     token_id: _builtins.str
-    """By which people name it; the first digits of the key."""
+    """Id of the token in commands; the first digits of the key."""
     create_unix_ms: _builtins.int
-    """When it was created."""
+    """Wall clock of the creation."""
     by: _builtins.str
-    """Identity of who created it; empty if access was off."""
+    """Identity that created it; empty if authorization was off."""
     def __init__(
         self,
         *,

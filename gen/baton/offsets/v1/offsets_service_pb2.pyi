@@ -126,8 +126,8 @@ HOLD_END_RESET: HoldEnd.ValueType  # 5
 Global___HoldEnd: _TypeAlias = HoldEnd  # noqa: Y015
 
 @_typing.final
-class HandOverRequest(_message.Message):
-    """Request for HandOver."""
+class ExportGroupRequest(_message.Message):
+    """Request for ExportGroup."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -157,11 +157,11 @@ class HandOverRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HandOverRequest: _TypeAlias = HandOverRequest  # noqa: Y015
+Global___ExportGroupRequest: _TypeAlias = ExportGroupRequest  # noqa: Y015
 
 @_typing.final
-class HandOverResponse(_message.Message):
-    """Response for HandOver."""
+class ExportGroupResponse(_message.Message):
+    """Response for ExportGroup."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -219,7 +219,7 @@ class HandOverResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HandOverResponse: _TypeAlias = HandOverResponse  # noqa: Y015
+Global___ExportGroupResponse: _TypeAlias = ExportGroupResponse  # noqa: Y015
 
 @_typing.final
 class StoredEntry(_message.Message):
@@ -1406,16 +1406,26 @@ class QueryGroupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Group name. Required."""
+    page_size: _builtins.int
+    """Entries in the answer at most; 0 means 1,000, more than 10,000 means 10,000. A page may have
+    fewer, even if more follow.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty for the first page."""
     def __init__(
         self,
         *,
         group: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1429,8 +1439,11 @@ class QueryGroupResponse(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
+    next_page_token: _builtins.str
+    """Token of the next page; empty if this is the last page."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
         """Progress by topic, broker and queue, ascending."""
@@ -1440,10 +1453,11 @@ class QueryGroupResponse(_message.Message):
         *,
         offsets_epoch: _builtins.int = ...,
         queues: _abc.Iterable[Global___Progress] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "queues", b"queues"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "offsets_epoch", b"offsets_epoch", "queues", b"queues"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1834,16 +1848,26 @@ class ListResetsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Group. Required."""
+    page_size: _builtins.int
+    """Entries in the answer at most; 0 means 1,000, more than 10,000 means 10,000. A page may have
+    fewer, even if more follow.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty for the first page."""
     def __init__(
         self,
         *,
         group: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1857,8 +1881,11 @@ class ListResetsResponse(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     RESETS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
+    next_page_token: _builtins.str
+    """Token of the next page; empty if this is the last page."""
     @_builtins.property
     def resets(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedReset]:
         """Newest first."""
@@ -1868,10 +1895,11 @@ class ListResetsResponse(_message.Message):
         *,
         offsets_epoch: _builtins.int = ...,
         resets: _abc.Iterable[Global___RecordedReset] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "resets", b"resets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "offsets_epoch", b"offsets_epoch", "resets", b"resets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1936,6 +1964,14 @@ class ListHoldsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Entries in the answer at most; 0 means 1,000, more than 10,000 means 10,000. A page may have
+    fewer, even if more follow.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty for the first page."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -1944,10 +1980,12 @@ class ListHoldsRequest(_message.Message):
         self,
         *,
         queue: _queue_pb2.GroupQueue | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "queue", b"queue"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1961,8 +1999,11 @@ class ListHoldsResponse(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
+    next_page_token: _builtins.str
+    """Token of the next page; empty if this is the last page."""
     @_builtins.property
     def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hold]:
         """Newest first; the first one is that of the present token."""
@@ -1972,10 +2013,11 @@ class ListHoldsResponse(_message.Message):
         *,
         offsets_epoch: _builtins.int = ...,
         holds: _abc.Iterable[Global___Hold] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holds", b"holds", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holds", b"holds", "next_page_token", b"next_page_token", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,10 +116,10 @@ class OffsetsServiceStub:
                 request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsRequest.SerializeToString,
                 response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsResponse.FromString,
                 _registered_method=True)
-        self.HandOver = channel.unary_unary(
-                '/baton.offsets.v1.OffsetsService/HandOver',
-                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverRequest.SerializeToString,
-                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverResponse.FromString,
+        self.ExportGroup = channel.unary_unary(
+                '/baton.offsets.v1.OffsetsService/ExportGroup',
+                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ExportGroupRequest.SerializeToString,
+                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ExportGroupResponse.FromString,
                 _registered_method=True)
         self.ForgetGroup = channel.unary_unary(
                 '/baton.offsets.v1.OffsetsService/ForgetGroup',
@@ -301,7 +301,7 @@ class OffsetsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def HandOver(self, request, context):
+    def ExportGroup(self, request, context):
         """Gives a group up to another replica set, which asks for it. With the first call the group is
         sealed here, durably: from then on nothing about it is answered, and nothing of it changes. The
         answer is a part of what is kept of it; repeating a call answers the same, until ForgetGroup.
@@ -395,10 +395,10 @@ def add_OffsetsServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsRequest.FromString,
                     response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsResponse.SerializeToString,
             ),
-            'HandOver': grpc.unary_unary_rpc_method_handler(
-                    servicer.HandOver,
-                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverRequest.FromString,
-                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverResponse.SerializeToString,
+            'ExportGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExportGroup,
+                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ExportGroupRequest.FromString,
+                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ExportGroupResponse.SerializeToString,
             ),
             'ForgetGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.ForgetGroup,
@@ -807,7 +807,7 @@ class OffsetsService:
             _registered_method=True)
 
     @staticmethod
-    def HandOver(request,
+    def ExportGroup(request,
             target,
             options=(),
             channel_credentials=None,
@@ -820,9 +820,9 @@ class OffsetsService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.offsets.v1.OffsetsService/HandOver',
-            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverRequest.SerializeToString,
-            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverResponse.FromString,
+            '/baton.offsets.v1.OffsetsService/ExportGroup',
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ExportGroupRequest.SerializeToString,
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ExportGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -147,7 +147,7 @@ class OffsetsServiceStub:
 
     Statuses: INVALID_ARGUMENT.
     """
-    HandOver: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.HandOverRequest, _offsets_service_pb2.HandOverResponse]
+    ExportGroup: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.ExportGroupRequest, _offsets_service_pb2.ExportGroupResponse]
     """Gives a group up to another replica set, which asks for it. With the first call the group is
     sealed here, durably: from then on nothing about it is answered, and nothing of it changes. The
     answer is a part of what is kept of it; repeating a call answers the same, until ForgetGroup.
@@ -280,7 +280,7 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
 
     Statuses: INVALID_ARGUMENT.
     """
-    HandOver: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.HandOverRequest, _offsets_service_pb2.HandOverResponse]  # type: ignore[assignment]
+    ExportGroup: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.ExportGroupRequest, _offsets_service_pb2.ExportGroupResponse]  # type: ignore[assignment]
     """Gives a group up to another replica set, which asks for it. With the first call the group is
     sealed here, durably: from then on nothing about it is answered, and nothing of it changes. The
     answer is a part of what is kept of it; repeating a call answers the same, until ForgetGroup.
@@ -496,11 +496,11 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def HandOver(
+    def ExportGroup(
         self,
-        request: _offsets_service_pb2.HandOverRequest,
+        request: _offsets_service_pb2.ExportGroupRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_offsets_service_pb2.HandOverResponse, _abc.Awaitable[_offsets_service_pb2.HandOverResponse]]:
+    ) -> _typing.Union[_offsets_service_pb2.ExportGroupResponse, _abc.Awaitable[_offsets_service_pb2.ExportGroupResponse]]:
         """Gives a group up to another replica set, which asks for it. With the first call the group is
         sealed here, durably: from then on nothing about it is answered, and nothing of it changes. The
         answer is a part of what is kept of it; repeating a call answers the same, until ForgetGroup.

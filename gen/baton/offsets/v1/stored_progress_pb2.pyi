@@ -20,37 +20,37 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _HomeState:
+class _LocalPlacementState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _HomeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HomeState.ValueType], _builtins.type):
+class _LocalPlacementStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LocalPlacementState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    HOME_STATE_UNSPECIFIED: _HomeState.ValueType  # 0
+    LOCAL_PLACEMENT_STATE_UNSPECIFIED: _LocalPlacementState.ValueType  # 0
     """Not set; never written."""
-    HOME_STATE_ARRIVING: _HomeState.ValueType  # 1
+    LOCAL_PLACEMENT_STATE_ARRIVING: _LocalPlacementState.ValueType  # 1
     """On its way here: parts of it may be written."""
-    HOME_STATE_HERE: _HomeState.ValueType  # 2
+    LOCAL_PLACEMENT_STATE_KEPT: _LocalPlacementState.ValueType  # 2
     """It is kept here."""
-    HOME_STATE_GONE: _HomeState.ValueType  # 3
+    LOCAL_PLACEMENT_STATE_GONE: _LocalPlacementState.ValueType  # 3
     """It was sealed, to be handed over: it is kept elsewhere."""
-    HOME_STATE_FORGOTTEN: _HomeState.ValueType  # 4
+    LOCAL_PLACEMENT_STATE_FORGOTTEN: _LocalPlacementState.ValueType  # 4
     """The same, and what was handed over is removed."""
 
-class HomeState(_HomeState, metaclass=_HomeStateEnumTypeWrapper):
+class LocalPlacementState(_LocalPlacementState, metaclass=_LocalPlacementStateEnumTypeWrapper):
     """Whether a replica set keeps a group."""
 
-HOME_STATE_UNSPECIFIED: HomeState.ValueType  # 0
+LOCAL_PLACEMENT_STATE_UNSPECIFIED: LocalPlacementState.ValueType  # 0
 """Not set; never written."""
-HOME_STATE_ARRIVING: HomeState.ValueType  # 1
+LOCAL_PLACEMENT_STATE_ARRIVING: LocalPlacementState.ValueType  # 1
 """On its way here: parts of it may be written."""
-HOME_STATE_HERE: HomeState.ValueType  # 2
+LOCAL_PLACEMENT_STATE_KEPT: LocalPlacementState.ValueType  # 2
 """It is kept here."""
-HOME_STATE_GONE: HomeState.ValueType  # 3
+LOCAL_PLACEMENT_STATE_GONE: LocalPlacementState.ValueType  # 3
 """It was sealed, to be handed over: it is kept elsewhere."""
-HOME_STATE_FORGOTTEN: HomeState.ValueType  # 4
+LOCAL_PLACEMENT_STATE_FORGOTTEN: LocalPlacementState.ValueType  # 4
 """The same, and what was handed over is removed."""
-Global___HomeState: _TypeAlias = HomeState  # noqa: Y015
+Global___LocalPlacementState: _TypeAlias = LocalPlacementState  # noqa: Y015
 
 @_typing.final
 class StoredProgress(_message.Message):
@@ -168,7 +168,7 @@ class StoredProgress(_message.Message):
 Global___StoredProgress: _TypeAlias = StoredProgress  # noqa: Y015
 
 @_typing.final
-class StoredHandover(_message.Message):
+class StoredTokenChange(_message.Message):
     """How offsets keeps one change of a queue's token on its disk: what ended, and what began. Not sent
     over the wire.
     """
@@ -223,7 +223,7 @@ class StoredHandover(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StoredHandover: _TypeAlias = StoredHandover  # noqa: Y015
+Global___StoredTokenChange: _TypeAlias = StoredTokenChange  # noqa: Y015
 
 @_typing.final
 class StoredReset(_message.Message):
@@ -334,7 +334,7 @@ class StoredResetStep(_message.Message):
 Global___StoredResetStep: _TypeAlias = StoredResetStep  # noqa: Y015
 
 @_typing.final
-class StoredHome(_message.Message):
+class StoredLocalPlacement(_message.Message):
     """Where a group is, of one that has come to this replica set, or left it. Not sent over the wire."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -365,7 +365,7 @@ class StoredHome(_message.Message):
     TOPIC_IDS_FIELD_NUMBER: _builtins.int
     move: _builtins.int
     """Number of the move by which it came, or left."""
-    state: Global___HomeState.ValueType
+    state: Global___LocalPlacementState.ValueType
     """What became of the group here."""
     gone_to: _builtins.str
     """The set it has gone to; empty while it is here."""
@@ -379,7 +379,7 @@ class StoredHome(_message.Message):
         self,
         *,
         move: _builtins.int = ...,
-        state: Global___HomeState.ValueType = ...,
+        state: Global___LocalPlacementState.ValueType = ...,
         gone_to: _builtins.str = ...,
         topic_ids: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
@@ -389,4 +389,4 @@ class StoredHome(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StoredHome: _TypeAlias = StoredHome  # noqa: Y015
+Global___StoredLocalPlacement: _TypeAlias = StoredLocalPlacement  # noqa: Y015

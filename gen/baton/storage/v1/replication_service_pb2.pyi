@@ -126,7 +126,7 @@ class FetchResponse(_message.Message):
     """End of the leader's log."""
     floors: _builtins.bytes
     """Where the queues go on whose messages the leader has removed, for a follower that begins anew, as in
-    the file `floors` (docs/format.md); unset otherwise.
+    the file `floors` (docs/reference/format.md); unset otherwise.
     """
     segment_position: _builtins.int
     """First position of the segment that holds `position`, or will."""
@@ -136,7 +136,7 @@ class FetchResponse(_message.Message):
     """Position of the oldest byte that the leader keeps: the follower may remove what is before."""
     producers: _builtins.bytes
     """With `floors`: the sequences of producers that the log says nothing about any more, as a
-    checkpoint (docs/format.md) that has nothing else. Of many producers those that wrote last.
+    checkpoint (docs/reference/format.md) that has nothing else. Of many producers those that wrote last.
     """
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]:

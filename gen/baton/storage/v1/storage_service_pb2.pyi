@@ -250,7 +250,7 @@ class PullRequest(_message.Message):
     """Chosen by the caller and returned, so that it can drop the answer of an abandoned pull."""
     expression: _builtins.str
     """Filter: `*` or empty for all, tags separated by `||`, or `sql:`, a space and a condition on
-    properties (docs/filters.md); at most 2,048 characters. A condition is tested on a bounded number
+    properties (docs/reference/filters.md); at most 2,048 characters. A condition is tested on a bounded number
     of messages: an answer without batches whose `next_offset` has moved is no sign of the end.
     """
     bytes_max: _builtins.int

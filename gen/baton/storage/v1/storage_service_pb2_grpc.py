@@ -62,7 +62,7 @@ class StorageServiceServicer:
     """
 
     def Append(self, request, context):
-        """Appends batches, in the format of docs/format.md, and answers once each has reached the
+        """Appends batches, in the format of docs/reference/format.md, and answers once each has reached the
         durability asked for. Every batch has its own outcome, in request order: an outcome of one
         batch says nothing about the others.
 

@@ -34,7 +34,7 @@ class StorageServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StorageServiceAsyncStub: ...
     Append: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.AppendRequest, _storage_service_pb2.AppendResponse]
-    """Appends batches, in the format of docs/format.md, and answers once each has reached the
+    """Appends batches, in the format of docs/reference/format.md, and answers once each has reached the
     durability asked for. Every batch has its own outcome, in request order: an outcome of one
     batch says nothing about the others.
 
@@ -86,7 +86,7 @@ class StorageServiceAsyncStub(StorageServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Append: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.AppendRequest, _storage_service_pb2.AppendResponse]  # type: ignore[assignment]
-    """Appends batches, in the format of docs/format.md, and answers once each has reached the
+    """Appends batches, in the format of docs/reference/format.md, and answers once each has reached the
     durability asked for. Every batch has its own outcome, in request order: an outcome of one
     batch says nothing about the others.
 
@@ -141,7 +141,7 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _storage_service_pb2.AppendRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_storage_service_pb2.AppendResponse, _abc.Awaitable[_storage_service_pb2.AppendResponse]]:
-        """Appends batches, in the format of docs/format.md, and answers once each has reached the
+        """Appends batches, in the format of docs/reference/format.md, and answers once each has reached the
         durability asked for. Every batch has its own outcome, in request order: an outcome of one
         batch says nothing about the others.
 

@@ -1,0 +1,97 @@
+"""Changes of lock entries in progress: at most one per queue.
+
+A change runs to its end even if the call that began it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from batonmq._core.queues import GroupQueue
+from batonmq.errors import BatonError, NotLeader
+
+CHANGE_WAIT_S = 5.0
+"""A call waits for the outcome of a change at most this long."""
+
+T = TypeVar("T")
+
+
+def term_ended() -> NotLeader:
+    """Return the error for calls that outlive the term; a new one each time, as it is raised."""
+    return NotLeader("this node has stopped leading", retry_after_ms=200)
+
+
+class EntryChanges:
+    """The changes in progress.
+
+    Args:
+        tasks: Lives as long as the term.
+    """
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.tasks = tasks
+        self._in_progress: dict[GroupQueue, asyncio.Task[Any]] = {}
+
+    def start(self, key: GroupQueue, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work`, the change of `key`, in the background; no other may be in progress."""
+
+        async def run() -> T:
+            try:
+                return await work
+            finally:
+                del self._in_progress[key]
+
+        assert key not in self._in_progress, f"{key} is being changed already"
+        task = self._in_progress[key] = self.tasks.create_task(run())
+        return task
+
+    async def run_to_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`, which goes on if the caller is cancelled.
+
+        Raises:
+            NotLeader: the term ended meanwhile.
+            BatonError: raised by `work`.
+        """
+
+        async def run() -> T | BatonError:
+            try:
+                return await work
+            except BatonError as error:
+                return error
+
+        outcome = await _result(self.tasks.create_task(run()))
+        if isinstance(outcome, BatonError):
+            raise outcome
+        return outcome
+
+    async def wait_for(self, key: GroupQueue) -> None:
+        """Return once no change of `key` is in progress."""
+        while (change := self._in_progress.get(key)) is not None:
+            await asyncio.wait({change})
+
+    async def wait_for_all(self) -> None:
+        """Return once no change is in progress, or after `CHANGE_WAIT_S`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CHANGE_WAIT_S):
+                while self._in_progress:
+                    await asyncio.wait(self._in_progress.values())
+
+
+async def wait_for_outcome(change: asyncio.Task[T]) -> T | None:
+    """Return the result of the change; None if it goes on for more than `CHANGE_WAIT_S`.
+
+    Raises:
+        NotLeader: the term ended meanwhile.
+    """
+    done, _ = await asyncio.wait({change}, timeout=CHANGE_WAIT_S)
+    return await _result(change) if done else None
+
+
+async def _result(task: asyncio.Task[T]) -> T:
+    await asyncio.wait({task})
+    if task.cancelled():
+        raise term_ended()
+    return task.result()

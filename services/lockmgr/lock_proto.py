@@ -1,0 +1,192 @@
+"""Conversion between messages and the core's values; malformed messages are rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.lockmgr.v1 import stored_lock_pb2
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
+from batonmq._core.queues import GroupQueue, Incarnation
+from batonmq_server.lockmgr.core.lock_entry import (
+    Denial,
+    LockEntry,
+    LockRecord,
+    LockState,
+    WantedNotice,
+    WantedReason,
+)
+from batonmq_server.lockmgr.core.lock_table import HoldReport, HoldState
+from batonmq_server.lockmgr.validation import (
+    QUEUE_ID_MAX,
+    check_at_most,
+    check_positive,
+    check_unique,
+)
+from batonmq_server.runtime.paging import key_of_token, malformed_token
+
+WatchNotice = tuple[GroupQueue, int, WantedNotice | None]
+"""A queue and its token, with the notice for its owner; None if the queue is free instead."""
+
+_HOLD_STATES = {state: pb.HoldState.Value(f"HOLD_STATE_{state.value}") for state in HoldState}
+_WANTED_REASONS = {r: pb.WantedReason.Value(f"WANTED_REASON_{r.value}") for r in WantedReason}
+_LOCK_STATES = {state: pb.LockState.Value(f"LOCK_STATE_{state.name}") for state in LockState}
+
+
+def key_from_pb(queue: queue_pb2.GroupQueue) -> GroupQueue:
+    """Return the queue.
+
+    Raises:
+        InvalidName: a name is not allowed.
+        LimitExceeded: the queue id is too large.
+    """
+    check_at_most("queue_id", queue.queue.queue_id, QUEUE_ID_MAX)
+    return GroupQueue(
+        check_group(queue.group),
+        check_topic(queue.queue.topic),
+        check_broker(queue.queue.broker),
+        queue.queue.queue_id,
+    )
+
+
+def key_to_pb(key: GroupQueue) -> queue_pb2.GroupQueue:
+    """Return the message of a queue."""
+    queue = queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
+    return queue_pb2.GroupQueue(group=key.group, queue=queue)
+
+
+def key_from_page_token(page_token: str) -> GroupQueue | None:
+    """Return the key after which a page of a listing starts; None for the first page.
+
+    Raises:
+        InvalidArgument: the token is malformed.
+    """
+    encoded = key_of_token(page_token)
+    if not encoded:
+        return None
+    match encoded.split("/"):
+        case [group, topic, broker, queue_id] if queue_id.isdecimal():
+            return GroupQueue(group, topic, broker, int(queue_id))
+    raise malformed_token(page_token)
+
+
+def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> Incarnation:
+    """Return the incarnation.
+
+    Raises:
+        InvalidName: the client id is not allowed.
+        InvalidArgument: the incarnation id is missing.
+    """
+    client_id = check_client_id(incarnation.client_id)
+    check_positive("incarnation_id", incarnation.incarnation_id)
+    return Incarnation(client_id, incarnation.incarnation_id)
+
+
+def incarnation_to_pb(incarnation: Incarnation) -> queue_pb2.Incarnation:
+    """Return the message of an incarnation."""
+    return queue_pb2.Incarnation(
+        client_id=incarnation.client_id, incarnation_id=incarnation.incarnation_id
+    )
+
+
+def holds_from_pb(holds: Iterable[pb.Hold]) -> list[tuple[GroupQueue, int]]:
+    """Return the queues with their tokens.
+
+    Raises:
+        InvalidArgument: a token is missing, or a queue is listed twice.
+        InvalidName, LimitExceeded: see `key_from_pb`.
+    """
+    found: dict[GroupQueue, int] = {}
+    allowed: set[tuple[str, str, str]] = set()
+    for hold in holds:
+        check_positive("token", hold.token)
+        queue = hold.queue.queue
+        key = GroupQueue(hold.queue.group, queue.topic, queue.broker, queue.queue_id)
+        if key[:3] not in allowed or key.queue_id > QUEUE_ID_MAX:
+            allowed.add(key_from_pb(hold.queue)[:3])
+        check_unique("holds", key, found)
+        found[key] = hold.token
+    return list(found.items())
+
+
+def lock_from_pb(stored: stored_lock_pb2.StoredLock) -> LockRecord:
+    """Return a lock as etcd has it."""
+    owner = stored.owner if stored.HasField("owner") else None
+    return LockRecord(
+        owner=Incarnation(owner.client_id, owner.incarnation_id) if owner else None,
+        token=stored.token,
+        acquire_seq=stored.acquire_seq,
+        attempt=stored.attempt,
+        generation=stored.generation,
+        subscription_generation=stored.subscription_generation,
+        forced_op_id=stored.forced_op_id,
+    )
+
+
+def lock_to_pb(key: GroupQueue, lock: LockRecord) -> stored_lock_pb2.StoredLock:
+    """Return the message that etcd stores for a lock."""
+    return stored_lock_pb2.StoredLock(
+        queue=key_to_pb(key),
+        owner=incarnation_to_pb(lock.owner) if lock.owner else None,
+        token=lock.token,
+        acquire_seq=lock.acquire_seq,
+        attempt=lock.attempt,
+        generation=lock.generation,
+        subscription_generation=lock.subscription_generation,
+        forced_op_id=lock.forced_op_id,
+    )
+
+
+def reports_to_pb(reports: Sequence[HoldReport], holds: Sequence[pb.Hold]) -> pb.KeepAliveResponse:
+    """Return the answer to a keep-alive.
+
+    Args:
+        reports: One per hold, in order, then one per entry that the owner did not list.
+    """
+    response = pb.KeepAliveResponse()
+    for number, (key, state, token, wanted) in enumerate(reports):
+        queue = holds[number].queue if number < len(holds) else key_to_pb(key)
+        line = response.reports.add(queue=queue, state=_HOLD_STATES[state], token=token)
+        if wanted is not None:
+            line.wanted_by = wanted.by
+            line.wanted_reason = _WANTED_REASONS[wanted.reason]
+    return response
+
+
+def notice_to_pb(notice: WatchNotice) -> pb.WatchResponse:
+    """Return one event of a Watch stream."""
+    key, token, wanted = notice
+    queue = key_to_pb(key)
+    if wanted is None:
+        return pb.WatchResponse(freed=pb.Freed(queue=queue))
+    reason = _WANTED_REASONS[wanted.reason]
+    return pb.WatchResponse(wanted=pb.Wanted(queue=queue, token=token, by=wanted.by, reason=reason))
+
+
+def denial_to_pb(denial: Denial, now_ms: int) -> pb.Denial:
+    """Return one refusal, for Describe."""
+    return pb.Denial(
+        client_id=denial.client_id,
+        error=error_to_pb(denial.error),
+        age_ms=now_ms - denial.at_ms,
+    )
+
+
+def entry_to_pb(entry: LockEntry, now_ms: int) -> pb.LockEntry:
+    """Return one entry, for List and Describe."""
+    owner = entry.lock.owner
+    waiters = sorted(entry.waiters.items(), key=lambda item: (item[1].since_ms, item[0]))
+    return pb.LockEntry(
+        queue=key_to_pb(entry.key),
+        state=_LOCK_STATES[entry.state],
+        owner=incarnation_to_pb(owner) if owner else None,
+        token=entry.lock.token,
+        lease_age_ms=now_ms - entry.lease_start_ms if owner else 0,
+        held_ms=now_ms - entry.held_since_ms if owner else 0,
+        waiters=[requester.client_id for requester, _ in waiters],
+        generation=entry.lock.generation,
+        acquire_seq=entry.lock.acquire_seq,
+        subscription_generation=entry.lock.subscription_generation,
+    )

@@ -1,0 +1,160 @@
+"""Builds the nameserver process from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
+from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from batonmq_server.nameserver.access import RULES
+from batonmq_server.nameserver.access_server import AccessServicer
+from batonmq_server.nameserver.access_store import AccessStore
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
+from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.group_events import GroupEvents
+from batonmq_server.nameserver.group_maintainer import GroupMaintainer
+from batonmq_server.nameserver.group_store import GroupStore
+from batonmq_server.nameserver.inspector import QueueInspector
+from batonmq_server.nameserver.member_sessions import MemberSessions
+from batonmq_server.nameserver.metrics import (
+    CatalogMetrics,
+    LagMetrics,
+    MembershipMetrics,
+    ReplicaSetMetrics,
+)
+from batonmq_server.nameserver.placement_calls import PlacementCalls
+from batonmq_server.nameserver.progress_deleter import ProgressDeleter
+from batonmq_server.nameserver.queue_monitor import QueueMonitor
+from batonmq_server.nameserver.queue_queries import BrokerChannels, QueueQueries
+from batonmq_server.nameserver.refused_clients import RefusedClients
+from batonmq_server.nameserver.server import NameserverServicer
+from batonmq_server.nameserver.system_topics import SystemTopics
+from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.nameserver.topic_shrinker import TopicShrinker
+from batonmq_server.nameserver.topic_store import TopicStore
+from batonmq_server.nameserver.unclean_election import UncleanElection
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.mirror import all_ready
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
+from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels
+from batonmq_server.runtime.service_runtime import Runtime
+
+SERVICE = "baton.nameserver.v1.NameserverService"
+ACCESS_SERVICE = "baton.nameserver.v1.AccessService"
+
+
+@asynccontextmanager
+async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator[App]:
+    """Yield the parts of a nameserver, for the runtime to run.
+
+    Nothing is recovered at the start, as all state is in etcd.
+    """
+    etcd = runtime.etcd
+    catalog = Catalog(etcd, runtime.nodes, watchers_max=settings.watchers_max)
+    CatalogMetrics(runtime.registry, catalog)
+    runtime.registry.register(ReplicaSetMetrics(catalog))
+    events = GroupEvents(
+        MembershipMetrics(runtime.registry), runtime.hub, member_lease_ms=settings.member_lease_ms
+    )
+    swap = CompareAndSwap(runtime.random)
+    topic_store = TopicStore(etcd, swap)
+    group_store = GroupStore(
+        etcd,
+        swap,
+        topic_store,
+        member_lease_ms=settings.member_lease_ms,
+        on_change=events.group_changed,
+    )
+    maintainer = GroupMaintainer(
+        catalog, group_store, runtime.random, check_interval_ms=settings.member_lease_ms
+    )
+    sessions = MemberSessions(
+        etcd, catalog, group_store, events, grace_ms=settings.session_grace_ms
+    )
+    offsets = LeaderChannels(
+        runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
+    )
+    places = GroupPlacements(catalog.places, runtime.nodes)
+
+    def offsets_of_group(group: str) -> offsets_grpc.OffsetsServiceAsyncStub:
+        return offsets.stub(places.set_of(group))
+
+    progress_deleter = ProgressDeleter(offsets.stub, places)
+    topics = TopicCalls(settings, catalog, topic_store, progress_deleter)
+    refused = RefusedClients(etcd, catalog, lease_ms=settings.member_lease_ms)
+    groups = GroupCalls(
+        settings=settings,
+        clock=runtime.clock,
+        catalog=catalog,
+        store=group_store,
+        topics=topics,
+        sessions=sessions,
+        refused=refused,
+        progress_deleter=progress_deleter,
+        placement=PlacementCalls(etcd, swap, catalog, places, group_store),
+        events=events,
+    )
+    lockmgr = LeaderChannel(
+        runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect
+    )
+    brokers = BrokerChannels(lambda: catalog.addresses, runtime.connect)
+    queries = QueueQueries(lockmgr.stub, offsets_of_group, brokers)
+    inspector = QueueInspector(catalog, refused.of_group, queries, runtime.clock)
+    monitor = QueueMonitor(
+        catalog,
+        inspector,
+        LagMetrics(runtime.registry),
+        runtime.hub,
+        node_id=settings.node_id,
+        interval_ms=settings.inspect_interval_ms,
+    )
+    servicer = NameserverServicer(
+        catalog,
+        topics,
+        groups,
+        DiagnosisCalls(groups, topics, inspector),
+        UncleanElection(etcd),
+        runtime.guard.allows,
+    )
+    access = AccessServicer(AccessStore(etcd, swap), runtime.guard)
+    shrinker = TopicShrinker(
+        catalog,
+        topic_store,
+        offsets_of_group,
+        runtime.connect,
+        interval_ms=settings.shrink_interval_ms,
+    )
+    system_topics = SystemTopics(
+        catalog,
+        topic_store,
+        progress_deleter.delete_topic,
+        queue_count=settings.metrics_queue_count,
+    )
+    try:
+        yield App(
+            servicers={
+                SERVICE: partial(pb_grpc.add_NameserverServiceServicer_to_server, servicer),
+                ACCESS_SERVICE: partial(access_grpc.add_AccessServiceServicer_to_server, access),
+            },
+            rules=RULES,
+            loops=(
+                *(mirror.run for mirror in catalog.mirrors),
+                maintainer.run,
+                sessions.run,
+                shrinker.run,
+                monitor.run,
+                *((system_topics.run,) if settings.metrics_stream else ()),
+            ),
+            caught_up=partial(all_ready, *catalog.mirrors),
+        )
+    finally:
+        await offsets.close()
+        await lockmgr.close()
+        await brokers.close()

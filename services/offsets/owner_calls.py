@@ -1,0 +1,166 @@
+"""The calls under a queue's token, and commits of groups without ownership.
+
+RecordDelivered and Touch come from storage on behalf of the holder, Commit and Close from the
+holder itself.
+"""
+
+from __future__ import annotations
+
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq._core.queues import GroupQueue
+from batonmq.errors import BatonError
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.values import (
+    Acks,
+    CommitResult,
+    DeliveryRange,
+    DeliveryResult,
+    Instant,
+    ProgressSource,
+)
+from batonmq_server.offsets.offsets_calls import Context, OffsetsCalls, attempt
+from batonmq_server.offsets.request_reader import check_single, merge_outcomes
+from batonmq_server.offsets.responses import committed_pb, ranges_pb
+
+
+class OwnerCalls(OffsetsCalls):
+    """Answers RecordDelivered, Touch, Commit and Close."""
+
+    async def RecordDelivered(
+        self, request: pb.RecordDeliveredRequest, context: Context
+    ) -> pb.RecordDeliveredResponse:
+        """See the proto."""
+        self._check_change(request.offsets_epoch)
+        items, malformed = self._read.shared_batch(request.items, self._read.delivery)
+        now = self._now()
+        results = [self._deliver(*item, now) for item in items]
+        await self._commits.wait_durable(item[0] for item in items)
+        acked = [(item[:2], each[1]) for item, each in zip(items, results, strict=True) if each[1]]
+        self._telemetry.report_commits("pull", [one[0] for one in acked], [one[1] for one in acked])
+        return pb.RecordDeliveredResponse(
+            offsets_epoch=self._table.epoch,
+            outcomes=merge_outcomes([one for one, _ in results], malformed, pb.DeliveryOutcome),
+        )
+
+    async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
+        """See the proto."""
+        self._table.check_epoch(request.offsets_epoch)
+        touches, malformed = self._read.shared_batch(request.items, self._read.touch)
+        now, outcomes = self._now(), []
+        for key, token in touches:
+            error = attempt(self._touch, key, token, now)
+            failure = (
+                self._item_error("touch", key, token, error)
+                if isinstance(error, BatonError)
+                else None
+            )
+            outcomes.append(pb.TouchOutcome(error=failure))
+        await self._commits.wait_durable(key for key, _ in touches)
+        return pb.TouchResponse(
+            offsets_epoch=self._table.epoch,
+            outcomes=merge_outcomes(outcomes, malformed, pb.TouchOutcome),
+        )
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        """See the proto."""
+        begin_s = self._telemetry.events.now_s()
+        self._check_change(request.offsets_epoch)
+        items = self._read.batch(request.items, self._read.commit)
+        check_single(item[0] for item in items)
+        unowned = (key for key, token, _ in items if not token)
+        await self._resolve(key for key in unowned if self._modes.exists(key.group))
+        now, outcomes = self._now(), []
+        results = [attempt(self._commit, *item, now, ProgressSource.COMMIT) for item in items]
+        for item, result in zip(items, results, strict=True):
+            if isinstance(result, BatonError):
+                failure = self._item_error("commit", item[0], item[1], result)
+                outcomes.append(pb.CommitOutcome(error=failure))
+            else:
+                outcomes.append(pb.CommitOutcome(committed=committed_pb(result)))
+        await self._commits.wait_durable(item[0] for item in items)
+        self._telemetry.report_commits("commit", [item[:2] for item in items], results)
+        self._telemetry.events.record_commit_time(begin_s, (item[0].topic for item in items))
+        return pb.CommitResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
+
+    async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
+        """See the proto."""
+        self._check_change(request.offsets_epoch)
+        items = self._read.batch(request.items, self._read.close)
+        check_single(item[0] for item in items)
+        now, outcomes = self._now(), []
+        results = [attempt(self._close, *item, now) for item in items]
+        for item, result in zip(items, results, strict=True):
+            if isinstance(result, BatonError):
+                failure = self._item_error("close", item[0], item[1], result)
+                outcomes.append(pb.CloseOutcome(error=failure))
+            else:
+                outcomes.append(pb.CloseOutcome(closed=committed_pb(result)))
+                self._telemetry.report_cut_off(item[3].count if result.changed else 0)
+        await self._commits.wait_durable(item[0] for item in items)
+        self._telemetry.report_commits("close", [item[:2] for item in items], results)
+        return pb.CloseResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
+
+    def _deliver(
+        self,
+        key: GroupQueue,
+        token: int,
+        delivery: DeliveryRange,
+        acks: Acks | None,
+        now: Instant,
+    ) -> tuple[pb.DeliveryOutcome, CommitResult | BatonError | None]:
+        """Return the outcome of one delivery, and the result of the acks sent with it, if any.
+
+        Acks are applied first: they may open the window that the delivery needs (protocol 6.6).
+        """
+        committed: CommitResult | BatonError | None = None
+        if acks is not None:
+            committed = attempt(self._commit, key, token, acks, now, ProgressSource.PULL)
+        if isinstance(committed, BatonError):
+            failure = self._item_error("pull", key, token, committed)
+            return pb.DeliveryOutcome(error=failure), committed
+        delivered = attempt(self._record, key, token, delivery, now)
+        if isinstance(delivered, BatonError):
+            failure = self._item_error("record", key, token, delivered)
+            return pb.DeliveryOutcome(error=failure), committed
+        answer = pb.Delivered(
+            maybe_seen=ranges_pb(delivered.maybe_seen),
+            progress=committed_pb(committed) if committed is not None else None,
+        )
+        return pb.DeliveryOutcome(delivered=answer), committed
+
+    def _record(
+        self, key: GroupQueue, token: int, delivery: DeliveryRange, now: Instant
+    ) -> DeliveryResult:
+        self._resolver.check(key.group)
+        self._modes.check(key.group, token)
+        delivered = self._table.record_delivered(key, token, delivery, now)
+        if delivered.changed:
+            self._commits.mark_changed(key)
+        return delivered
+
+    def _touch(self, key: GroupQueue, token: int, now: Instant) -> None:
+        self._resolver.check(key.group)
+        self._table.touch(key, token, now)
+
+    def _commit(
+        self, key: GroupQueue, token: int, acks: Acks, now: Instant, source: ProgressSource
+    ) -> CommitResult:
+        self._modes.check(key.group, token)
+        self._resolver.check(key.group)
+        if token:
+            committed = self._table.commit(key, token, acks, now, source)
+        else:
+            committed = self._table.commit_unowned(key, acks, now)
+        if committed.changed:
+            self._commits.mark_changed(key)
+        return committed
+
+    def _close(
+        self, key: GroupQueue, token: int, acks: Acks, unfinished: RangeSet, now: Instant
+    ) -> CommitResult:
+        self._resolver.check(key.group)
+        self._modes.check(key.group, token)
+        committed = self._table.close(key, token, acks, unfinished, now)
+        if committed.changed:
+            self._commits.mark_changed(key)
+        return committed

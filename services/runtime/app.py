@@ -1,0 +1,55 @@
+"""What a service hands to the runtime: its servicers, background loops and shutdown hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from batonmq_server.runtime.access.rules import AccessRules
+
+Loop = Callable[[], Coroutine[Any, Any, None]]
+
+
+async def _nothing() -> None:
+    return
+
+
+async def _true() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App:
+    """A service, ready to be served by a process.
+
+    Attributes:
+        servicers: Full proto service name to the function that adds the servicer to a server.
+        rules: Access rules of all methods of these servicers.
+        loops: Background loops, each run as one task until the process stops. If one raises, the
+            process ends with status 1: no service goes on with a dead flusher.
+        long_polls: Names of methods whose calls may wait with nothing to do; SIGTERM ends these
+            calls with NOT_SERVING.
+        epoch: Registered with the node; of two nodes of one name, the one with the higher epoch
+            is the current one.
+        leader: Registered with the node; False if the service registers its leadership itself.
+        room: Registered with the node: its machine room; empty for none.
+        replica_set: Registered with the node: the replica set it belongs to; empty for none.
+        caught_up: Whether the service has all data that it follows; waits until this is known.
+        resign: Called first when the process stops: the node gives up its leadership.
+        drain: Called after the server has stopped taking calls: finish, flush, release.
+    """
+
+    servicers: Mapping[str, Callable[[grpc.aio.Server], None]]
+    rules: AccessRules = field(default_factory=dict)
+    loops: Sequence[Loop] = ()
+    long_polls: frozenset[str] = frozenset()
+    epoch: int = 0
+    leader: bool = True
+    room: str = ""
+    replica_set: str = ""
+    caught_up: Callable[[], Awaitable[bool]] = _true
+    resign: Callable[[], None] = lambda: None
+    drain: Callable[[], Awaitable[None]] = _nothing

@@ -1,0 +1,1 @@
+"""Client of etcd: sessions, leases, transactions, and live copies of key prefixes."""

@@ -1,0 +1,80 @@
+"""What the runtime hands to a service: settings, etcd, metrics registry, access guard, events."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine
+from random import Random
+from typing import Any, TypeVar
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from batonmq._common.aio import unless
+from batonmq._connection.channels import connect
+from batonmq._telemetry.events import EventHub
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.node_entry import NodeEntry
+from batonmq_server.runtime.settings import ServiceSettings
+
+T = TypeVar("T")
+
+
+class StopRequested(Exception):
+    """SIGTERM or SIGINT arrived before the process served."""
+
+
+class Runtime:
+    """The shared parts of one service process.
+
+    Args:
+        random: Source of all random choices in the process; freshly seeded by default.
+        connect: Makes a channel to another service.
+
+    Attributes:
+        nodes: Mirror of the nodes that are registered in etcd.
+        node_entry: This node's entry among them.
+        stop_requested: Set when SIGTERM or SIGINT arrives.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        settings: ServiceSettings,
+        etcd: EtcdSession,
+        *,
+        random: Random | None = None,
+        connect: Callable[[str], grpc.aio.Channel] = connect,
+    ) -> None:
+        self.service, self.settings, self.etcd = service, settings, etcd
+        self.clock = etcd.clock
+        self.random = random or Random(secrets.randbits(64))
+        self.connect = connect
+        self.registry = CollectorRegistry()
+        self.stop_requested = asyncio.Event()
+        self.nodes = EtcdMirror(etcd, "nodes/")
+        self.node_entry = NodeEntry(service, settings, etcd, self.nodes)
+        self.guard = Guard(
+            etcd,
+            self.registry,
+            on=settings.access,
+            admins=settings.access_admins.split(","),
+            certificates=settings.tls_require_client_cert,
+        )
+        self.hub = EventHub(
+            f"{service}/{settings.node_id}", self.random.getrandbits(63) or 1, self.clock
+        )
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of `work`, which may wait for etcd without a bound.
+
+        Raises:
+            StopRequested: the process was told to stop first.
+        """
+        result = await unless(self.stop_requested, work)
+        if self.stop_requested.is_set():
+            raise StopRequested
+        return result

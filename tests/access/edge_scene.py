@@ -1,0 +1,243 @@
+"""Every call of every contract behind the real edge, with grants and tokens in a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq.errors import Unauthenticated
+from batonmq_server.lockmgr.access import RULES as LOCKMGR
+from batonmq_server.nameserver.access import RULES as NAMESERVER
+from batonmq_server.nameserver.access_store import AccessStore
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
+from batonmq_server.offsets.access import RULES as OFFSETS
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.access.permissions import AccessRole, Grant
+from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRules
+from batonmq_server.runtime.access.stored_access import digest_of
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.health import Health
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.storage.access import RULES as STORAGE
+from tests.storage.batches import batch
+from tests.support.waiting import until
+from tests.test_contracts import SERVICES
+
+ALL: AccessRules = {**STORAGE, **OFFSETS, **LOCKMGR, **NAMESERVER, **COMMON_RULES}
+TOPIC, GROUP = "orders", "readers"
+TIMEOUT_S = 30
+Call = Callable[[Any, Any], Awaitable[Any]]
+
+
+def request_of(method: MethodDescriptor, topic: str = TOPIC, group: str = GROUP) -> Message:
+    """A request that names the topic and the group wherever it can name one."""
+    made = GetMessageClass(method.input_type)()
+    _fill(made, topic, group)
+    return made
+
+
+def _fill(message: Message, topic: str, group: str) -> None:
+    for one in message.DESCRIPTOR.fields:
+        repeated = one.is_repeated
+        values = getattr(message, one.name)
+        if one.message_type is not None:
+            _fill(values.add() if repeated else values, topic, group)
+        elif one.name == "topic":
+            setattr(message, one.name, topic)
+        elif one.name.endswith("group"):
+            setattr(message, one.name, group)
+        elif one.type == FieldDescriptor.TYPE_BYTES and one.name.startswith("batch"):
+            if repeated:
+                values.append(batch(b"body", topic=topic))
+            else:
+                setattr(message, one.name, batch(b"body", topic=topic))
+
+
+@dataclass
+class Scene:
+    """The server, and who there is.
+
+    Attributes:
+        read: Full paths of the calls whose request was parsed.
+        served: Full paths of the calls that came through to a servicer, with their requests.
+        holds: Calls of these paths end only when they are cancelled.
+    """
+
+    guard: Guard
+    store: AccessStore
+    registry: CollectorRegistry
+    channel: grpc.aio.Channel = field(init=False)
+    read: list[str] = field(default_factory=list)
+    served: list[tuple[str, Any]] = field(default_factory=list)
+    holds: set[str] = field(default_factory=set)
+    tokens: dict[str, str] = field(default_factory=dict)
+
+    async def know(self, identity: str, *grants: tuple[str, str]) -> None:
+        """Give somebody a token and grants, and wait until the guard has heard of them."""
+        self.tokens[identity] = f"secret-{identity.encode().hex()}"
+        for role, resource in grants:
+            await self.store.grant(identity, Grant(AccessRole(role), resource))
+        await self.store.add_token(self.digest(identity), identity, "")
+        held = {Grant(AccessRole(role), resource) for role, resource in grants}
+        await until(
+            lambda: held <= self.guard.authorizer.grants_of(identity) and self.knows(identity)
+        )
+
+    def knows(self, identity: str) -> bool:
+        """Whether the guard takes somebody's token."""
+        try:
+            return self.guard.authorizer.identity_of(self.digest(identity)) == identity
+        except Unauthenticated:
+            return False
+
+    def digest(self, identity: str) -> str:
+        """Of somebody's token."""
+        return digest_of(self.tokens[identity])
+
+    def metadata(self, identity: str) -> list[tuple[str, str]]:
+        """Of a call that somebody makes; nobody brings nothing."""
+        token = self.tokens.get(identity, identity and f"{identity} is no token")
+        return [("authorization", f"Bearer {token}")] if token else []
+
+    async def call(self, path: str, request: Message, identity: str) -> Any:
+        """The answer, of a stream the first one; raises AioRpcError."""
+        method = METHODS[path]
+        codec = (lambda m: m.SerializeToString(), GetMessageClass(method.output_type).FromString)
+        metadata = self.metadata(identity)
+        if method.server_streaming:
+            stream = self.channel.unary_stream(path, *codec)
+            call = stream(request, metadata=metadata, timeout=TIMEOUT_S)
+            async for answer in call:
+                call.cancel()
+                return answer
+            return None
+        unary = self.channel.unary_unary(path, *codec)
+        return await unary(request, metadata=metadata, timeout=TIMEOUT_S)
+
+    def refused_count(self, service: str, reason: str) -> float:
+        labels = {"service": service, "reason": reason}
+        return self.registry.get_sample_value("baton_access_refused_total", labels) or 0
+
+
+def _methods() -> Iterator[tuple[str, MethodDescriptor]]:
+    for service in SERVICES:
+        for method in service.methods:
+            yield f"/{service.full_name}/{method.name}", method
+
+
+METHODS: Mapping[str, MethodDescriptor] = dict(_methods())
+
+
+@asynccontextmanager
+async def scene(
+    etcd: EtcdSession, *held: str, rules: AccessRules = ALL, certificates: bool = True
+) -> AsyncIterator[Scene]:
+    """A server with servicers of all contracts, health and reflection.
+
+    Args:
+        held: Names of methods whose calls may be held.
+        certificates: Whether clients would be asked for one.
+    """
+    registry = CollectorRegistry()
+    guard = Guard(etcd, registry, on=True, admins=["root"], certificates=certificates)
+    guard.add_rules(rules)
+    made = Scene(guard, AccessStore(etcd, CompareAndSwap(etcd.random)), registry)
+    edge = EdgeInterceptor(Clock(), registry, frozenset(held), guard)
+    server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
+    noted: Any = _Noting(server, made.read)
+    for service in SERVICES:
+        noted.add_generic_rpc_handlers((_servicer(made, service),))
+    checks = Health()
+    await checks.serves(())
+    checks.add(noted)
+    contracts = reflection.aio.ReflectionServicer([reflection.SERVICE_NAME])
+    add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add_reflection(contracts, noted)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.TaskGroup() as tasks, connect(f"127.0.0.1:{port}") as channel:
+        made.channel = channel
+        following = tasks.create_task(guard.mirror.run())
+        await guard.mirror.ready()
+        try:
+            yield made
+        finally:
+            await server.stop(None)
+            following.cancel()
+
+
+class _Noting:
+    """A server as those see it who add to it; the calls whose requests are parsed go to `read`."""
+
+    def __init__(self, server: grpc.aio.Server, read: list[str]) -> None:
+        self._server, self._read = server, read
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Add them, with a note of each request."""
+        self._server.add_generic_rpc_handlers([_Noted(one, self._read) for one in handlers])
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """Nothing: the same as the generic ones."""
+
+
+class _Noted(grpc.GenericRpcHandler):
+    def __init__(self, of: grpc.GenericRpcHandler, read: list[str]) -> None:
+        self._of, self._read = of, read
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler: Any = self._of.service(handler_call_details)
+        if handler is None:
+            return None
+
+        def parse(sent: bytes) -> Any:
+            self._read.append(handler_call_details.method)
+            return handler.request_deserializer(sent)
+
+        return handler._replace(request_deserializer=parse)
+
+
+def _servicer(made: Scene, service: ServiceDescriptor) -> grpc.GenericRpcHandler:
+    return grpc.method_handlers_generic_handler(
+        service.full_name,
+        {method.name: _handler(made, service, method) for method in service.methods},
+    )
+
+
+def _handler(
+    made: Scene, service: ServiceDescriptor, method: MethodDescriptor
+) -> grpc.RpcMethodHandler[Any, Any]:
+    path, kind = f"/{service.full_name}/{method.name}", GetMessageClass(method.output_type)
+
+    async def answer(request: Any) -> Any:
+        made.served.append((path, request))
+        if path in made.holds:
+            await asyncio.Event().wait()
+        answered: Any = kind()
+        if method.name in ("Append", "Schedule"):  # one outcome for each item
+            for _ in getattr(request, "batches", ()) or getattr(request, "items", ()):
+                answered.outcomes.add()
+        return answered
+
+    async def unary(request: Any, context: Any) -> Any:
+        return await answer(request)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield await answer(request)
+
+    codec = (GetMessageClass(method.input_type).FromString, kind.SerializeToString)
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream, *codec)
+    return grpc.unary_unary_rpc_method_handler(unary, *codec)

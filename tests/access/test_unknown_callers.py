@@ -1,0 +1,76 @@
+"""Goal: somebody who is not known costs little: what he sends is not read.
+
+Method: every call of every contract behind the real edge, as in the table of access, and those of
+health and of reflection; the requests that were parsed are noted. Then large ones, which gRPC would
+hold in memory if they were read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, Unauthenticated
+from batonmq_server.runtime.access.rules import COMMON_RULES
+from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.access.edge_scene import METHODS, TIMEOUT_S, Scene, request_of, scene
+
+APPEND = "/baton.storage.v1.StorageService/Append"
+FOREIGN = [path for path in COMMON_RULES if not path.startswith("/baton.")]
+PATHS = [*METHODS, *FOREIGN]
+LARGE_BYTES = 32 * 1024 * 1024
+
+
+async def refusal(made: Scene, path: str, identity: str) -> BatonError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        if path in METHODS:
+            await made.call(path, request_of(METHODS[path]), identity)
+        else:
+            call: Any = made.channel.stream_stream(path)
+            call = call([b""], metadata=made.metadata(identity), timeout=TIMEOUT_S)
+            assert not [answer async for answer in call]
+    return from_rpc_error(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("certificates", "identity"), [(False, ""), (False, "somebody"), (True, "somebody")]
+)
+async def test_no_request_of_somebody_unknown_is_read(
+    etcd: EtcdSession, certificates: bool, identity: str
+) -> None:
+    async with scene(etcd, certificates=certificates) as made:
+        for path in PATHS:
+            assert isinstance(await refusal(made, path, identity), Unauthenticated)
+        assert not made.read
+        assert not made.served
+        counted = sum(
+            made.refused_count(service, "UNAUTHENTICATED")
+            for service in {path.split("/")[1].rpartition(".")[2] for path in PATHS}
+        )
+        assert counted == len(PATHS)
+        name, reason = APPEND.split("/")[2], "UNAUTHENTICATED"
+        labels = {"service": "StorageService", "method": name, "reason": reason}
+        assert made.registry.get_sample_value("baton_rpc_calls_total", labels) == 1
+
+
+@pytest.mark.parametrize("path", [APPEND, *FOREIGN])
+async def test_a_large_request_of_a_stranger_ends_before_it_is_there(
+    etcd: EtcdSession, path: str
+) -> None:
+    async with scene(etcd, certificates=False) as made:
+        call: Any = made.channel.unary_unary(path)
+        async with asyncio.timeout(TIMEOUT_S):
+            under_way = call(bytes(LARGE_BYTES), timeout=TIMEOUT_S)
+            assert (await under_way.code()).name == "UNAUTHENTICATED"
+        assert made.read == []
+
+
+async def test_who_is_known_by_a_token_is_read_without_a_certificate(etcd: EtcdSession) -> None:
+    async with scene(etcd, certificates=False) as made:
+        await made.know("shop", ("produce", "topic:orders"))
+        await made.call(APPEND, request_of(METHODS[APPEND]), "shop")
+        assert made.read == [APPEND]

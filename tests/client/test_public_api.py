@@ -1,0 +1,151 @@
+"""Goal: the public names are stated once and documented, and load no package for services only.
+
+Method: the names in `__all__` are loaded; a fresh interpreter imports them with these packages
+hidden.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import batonmq
+import batonmq.admin
+import batonmq.errors
+import batonmq.idempotence
+
+PACKAGES = [batonmq, batonmq.admin, batonmq.idempotence]
+PUBLIC_MODULES = {"batonmq.admin", "batonmq.cli", "batonmq.errors", "batonmq.idempotence"}
+NOT_FOR_CLIENTS = (
+    "google_crc32c",
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+    "numpy",
+    "pandas",
+    "prometheus_client",
+    "pyarrow",
+    "pydantic",
+    "rich",
+    "structlog",
+    "typer",
+    "yaml",
+    "zstandard",
+)
+"""Packages that a client works without."""
+FOR_SERVICES = ("batonmq._columns", "batonmq._process")
+"""Packages of the library that need more."""
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+hidden = set(sys.argv[1].split())
+class Hider:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hider())
+import batonmq
+for package in ("batonmq", "batonmq.admin", "batonmq.idempotence"):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        try:
+            getattr(module, name)
+        except ImportError as error:
+            assert package == "batonmq.idempotence", error
+for found in pkgutil.walk_packages(batonmq.__path__, "batonmq."):
+    parts = found.name.split(".")
+    if parts[-1] != "__main__" and not found.name.startswith(tuple(sys.argv[2].split())):
+        importlib.import_module(found.name)
+print(sorted(hidden & {name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def imports_for_type_checkers(module: ModuleType) -> dict[str, str]:
+    """Names that a package imports below `if TYPE_CHECKING`, and from where."""
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    return {
+        alias.name: str(node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("module", PACKAGES, ids=lambda module: module.__name__)
+def test_public_names_are_the_same_for_programs_and_for_type_checkers(module: ModuleType) -> None:
+    homes = dict(module._HOMES)
+    typed = imports_for_type_checkers(module)
+    if module is batonmq:
+        assert typed.pop("errors") == "batonmq"
+        assert set(module.__all__) == {*homes, "errors"}
+    else:
+        assert set(module.__all__) == set(homes)
+    assert typed == homes
+
+
+@pytest.mark.parametrize("module", PACKAGES, ids=lambda module: module.__name__)
+def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
+    values = {name: getattr(module, name) for name in module.__all__}
+    assert [
+        name
+        for name, value in values.items()
+        if (inspect.isclass(value) or callable(value)) and not inspect.getdoc(value)
+    ] == []
+
+
+def test_every_error_has_a_docstring() -> None:
+    classes = inspect.getmembers(batonmq.errors, inspect.isclass)
+    assert [name for name, cls in classes if not cls.__doc__] == []
+
+
+def test_public_methods_have_docstrings() -> None:
+    classes = [
+        value
+        for module in PACKAGES
+        for name in module.__all__
+        if inspect.isclass(value := getattr(module, name))
+    ]
+    assert [
+        f"{cls.__name__}.{name}"
+        for cls in classes
+        for name, value in vars(cls).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(value) or isinstance(value, property))
+        and not inspect.getdoc(getattr(cls, name))
+    ] == []
+
+
+def test_every_module_is_public_or_has_an_underscore() -> None:
+    names = {f"batonmq.{found.name}" for found in pkgutil.iter_modules(batonmq.__path__)}
+    assert {name for name in names if not name.startswith("batonmq._")} == PUBLIC_MODULES
+
+
+@pytest.mark.parametrize("module", PACKAGES, ids=lambda module: module.__name__)
+def test_unknown_name_is_an_attribute_error(module: ModuleType) -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        module.Nothing  # noqa: B018
+
+
+def test_client_works_without_packages_of_services_and_of_extras() -> None:
+    """Extras of `batonmq.idempotence` are installed here, or not."""
+    program = [sys.executable, "-c", IMPORT_ALL, " ".join(NOT_FOR_CLIENTS)]
+    left_out = (*FOR_SERVICES, "batonmq.cli", "batonmq.idempotence.")
+    done = subprocess.run(
+        [*program, " ".join(left_out)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.strip() == "[]"
+
+
+def test_client_metrics_name_the_extra_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'batonmq\[prometheus\]'"):
+        batonmq.ClientMetrics(None)  # type: ignore[arg-type]

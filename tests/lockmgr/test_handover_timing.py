@@ -1,0 +1,125 @@
+"""Goal: the phases of a hand-over follow each other, and its manner says how it came about.
+
+Method: plain times; every row of the table.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from batonmq._core.queues import GroupQueue, Incarnation
+from batonmq_server.lockmgr.core.decision import FenceCondition
+from batonmq_server.lockmgr.core.handover_timing import (
+    HandOverManner,
+    HandOverTimes,
+    HandOverTimings,
+    NextOwner,
+    OwnershipEnd,
+)
+
+KEY = GroupQueue("g", "t", "a", 0)
+DRAINED = FenceCondition.CLOSED_OR_DRAINED
+A, B = Incarnation("a", 1), Incarnation("b", 1)
+
+
+def passed(
+    told_ms: int | None, freed_ms: int | None, since_ms: int | None, begin_ms: int = 100
+) -> HandOverTimes:
+    """A hand-over from `A`, which gave the queue back at `freed_ms`, or had it until the fence."""
+    timings = HandOverTimings()
+    if told_ms is not None:
+        timings.owner_notified(KEY, told_ms)
+        timings.owner_notified(KEY, told_ms + 1_000)  # only the first counts
+    owner = None
+    if freed_ms is None:
+        owner = OwnershipEnd(A, 3, begin_ms)
+    else:
+        timings.ownership_ended(KEY, OwnershipEnd(A, 3, freed_ms))
+    found = timings.queue_granted(KEY, owner, NextOwner(B, since_ms, begin_ms))
+    assert found is not None
+    assert (found.end.owner, found.end.token) == (A, 3)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("told_ms", "freed_ms", "since_ms", "phases"),
+    [
+        (20, 70, 10, (10, 50, 70)),
+        (20, None, 10, (10, 80, 100)),
+        (None, 70, 10, (0, 60, 70)),
+        (None, None, 10, (0, 90, 100)),
+        (5, 70, 10, (0, 60, 70)),
+        (5, 7, 10, (0, 0, 10)),
+        (20, 7, None, (0, 0, 100)),
+        (None, None, None, (0, 0, 100)),
+        (200, 300, 10, (90, 0, 100)),
+    ],
+)
+def test_phases_follow_each_other(
+    told_ms: int | None, freed_ms: int | None, since_ms: int | None, phases: tuple[int, int, int]
+) -> None:
+    found = passed(told_ms, freed_ms, since_ms)
+    assert (found.contend_ms, found.drain_ms, found.end_ms) == phases
+    if since_ms is not None:
+        assert since_ms + found.contend_ms + found.drain_ms == found.end_ms
+
+
+def test_a_queue_that_comes_back_or_had_no_owner_that_is_known_is_no_hand_over() -> None:
+    timings = HandOverTimings()
+    assert timings.queue_granted(KEY, None, NextOwner(B, 10, 20)) is None
+    timings.ownership_ended(KEY, OwnershipEnd(B, 3, 10))
+    assert timings.queue_granted(KEY, None, NextOwner(B, 10, 20)) is None
+    timings.owner_notified(KEY, 5)
+    assert timings.queue_granted(KEY, OwnershipEnd(B, 4, 20), NextOwner(B, 10, 20)) is None
+
+
+def test_another_life_of_the_same_client_is_another_owner() -> None:
+    found = HandOverTimings().queue_granted(
+        KEY, OwnershipEnd(A, 3, 20), NextOwner(Incarnation("a", 2), 10, 20)
+    )
+    assert found is not None
+
+
+def test_a_hand_over_is_forgotten_once_it_is_over() -> None:
+    timings = HandOverTimings()
+    timings.owner_notified(KEY, 5)
+    timings.owner_overdue(KEY)
+    assert timings.queue_granted(KEY, OwnershipEnd(A, 3, 20), NextOwner(B, 10, 20)) is not None
+    found = timings.queue_granted(KEY, OwnershipEnd(B, 4, 40), NextOwner(A, 30, 40))
+    assert found is not None
+    assert (found.contend_ms, found.overdue) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("end", "overdue", "condition", "unfinished", "manner"),
+    [
+        (OwnershipEnd(A, 3, 9), False, DRAINED, False, HandOverManner.GRACEFUL),
+        (OwnershipEnd(A, 3, 9), False, DRAINED, True, HandOverManner.UNFINISHED),
+        (OwnershipEnd(A, 3, 9), True, DRAINED, False, HandOverManner.GRACEFUL),
+        (OwnershipEnd(A, 3, 9), False, FenceCondition.IDLE, True, HandOverManner.LEASE_EXPIRED),
+        (OwnershipEnd(A, 3, 9), True, FenceCondition.IDLE, True, HandOverManner.DRAIN_TIMED_OUT),
+        (
+            OwnershipEnd(A, 3, 9, forced=True),
+            True,
+            FenceCondition.IDLE,
+            True,
+            HandOverManner.FORCED,
+        ),
+        (
+            OwnershipEnd(A, 3, 9, silent=True),
+            False,
+            DRAINED,
+            False,
+            HandOverManner.LEASE_EXPIRED,
+        ),
+    ],
+)
+def test_manner(
+    end: OwnershipEnd,
+    overdue: bool,
+    condition: FenceCondition,
+    unfinished: bool,
+    manner: HandOverManner,
+) -> None:
+    found = HandOverTimes(end, 0, 0, 9, overdue)
+    assert found.manner(condition, unfinished=unfinished) is manner

@@ -1,0 +1,111 @@
+"""Goal: a set of offsets that does not answer holds up its own groups, and no others.
+
+Method: a lock manager between a real etcd and a real offsets service; a second group is kept, as
+etcd says, by a set that is not there, until etcd says otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.lockmgr.v1 import stored_lock_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
+from batonmq._common.rpc import error_from_pb
+from batonmq.errors import BatonError
+from batonmq_server.runtime.etcd.session import Put
+from batonmq_server.runtime.group_placements import GroupPlacement
+from tests.lockmgr.scene import OPEN, TIMEOUT_S, TOPIC, Member, Node, Scene, scene
+from tests.support.waiting import until
+
+FAR = "far"
+LOCK = f"locks/{FAR}/{TOPIC}/broker-a/0"
+
+
+def far_queue() -> queue_pb2.GroupQueue:
+    inner = queue_pb2.QueueRef(topic=TOPIC, broker="broker-a", queue_id=0)
+    return queue_pb2.GroupQueue(group=FAR, queue=inner)
+
+
+async def far_group(s: Scene, member: Member, token: int = 0) -> None:
+    """A group that a set keeps which is away; `member` owns its queue if there is a token."""
+    group = StoredGroup(
+        name=FAR,
+        generation=1,
+        members=[nameserver_pb.Member(incarnation=member.incarnation)],
+        subscriptions=[nameserver_pb.Subscription(topic=TOPIC, expression="*")],
+    )
+    put = [
+        Put(f"groups/{FAR}", group.SerializeToString()),
+        Put(f"gates/{FAR}", StoredGate(**OPEN).SerializeToString()),
+        Put(f"places/{FAR}", GroupPlacement("away").encode()),
+    ]
+    if token:
+        lock = stored_lock_pb2.StoredLock(owner=member.incarnation, token=token, acquire_seq=1)
+        lock.queue.CopyFrom(far_queue())
+        put.append(Put(LOCK, lock.SerializeToString()))
+    assert await s.etcd.txn(compare=(), put=put)
+
+
+async def state(node: Node, member: Member, token: int) -> str:
+    request = pb.KeepAliveRequest(
+        incarnation=member.incarnation,
+        acquire_seq=9,
+        holds=[pb.Hold(queue=far_queue(), token=token)],
+    )
+    (report,) = (await node.stub.KeepAlive(request, timeout=TIMEOUT_S)).reports
+    return pb.HoldState.Name(report.state).removeprefix("HOLD_STATE_")
+
+
+async def ask(node: Node, member: Member, seq: int) -> pb.Grant | BatonError:
+    request = pb.AcquireRequest(
+        incarnation=member.incarnation,
+        acquire_seq=seq,
+        generation=1,
+        items=[pb.AcquireItem(queue=far_queue())],
+    )
+    async for answer in node.stub.Acquire(request, timeout=TIMEOUT_S):
+        return answer.grant if answer.HasField("grant") else error_from_pb(answer.error)
+    raise AssertionError("no outcome")
+
+
+async def test_a_new_leader_does_not_wait_for_a_set_that_is_away(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Of its groups nobody is renewed and nobody gets a queue; they come to life when it does."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        here, far = Member("here"), Member("far")
+        await far_group(s, far, token=5)
+        node = await s.leader()
+        assert (await here.acquire(node, await s.set_group(here))).token == 1
+        assert await here.state(node, 1) == "OK"
+        assert await state(node, far, 5) == "PENDING"
+        refusal = await ask(node, far, 7)
+        assert isinstance(refusal, BatonError)
+        assert refusal.reason == "HANDOVER_PENDING"
+        assert refusal.facts["step"] == "announce"
+        await s.etcd.put(f"places/{FAR}", GroupPlacement("offsets").encode())
+
+        async def confirmed() -> bool:
+            return await state(node, far, 5) == "NOT_OWNER"
+
+        await until(confirmed)
+        grant = await ask(node, far, 8)
+        assert isinstance(grant, pb.Grant)
+        assert grant.token == 6, "greater than the one in etcd"
+        assert grant.offsets_set == "offsets"
+
+
+async def test_a_queue_of_a_set_that_is_away_is_refused_and_others_are_granted(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, here, far = await s.leader(), Member("here"), Member("far")
+        await far_group(s, far)
+        refusal = await ask(node, far, 1)
+        assert isinstance(refusal, BatonError)
+        assert refusal.reason == "OFFSETS_UNREACHABLE"
+        assert (await here.acquire(node, await s.set_group(here))).token == 1

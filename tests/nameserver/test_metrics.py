@@ -1,0 +1,58 @@
+"""Who is there and who leads, for Prometheus.
+
+Goal: a set without a leader shows 0, also one of storage of which nobody is left. Method: a catalog
+is given what etcd would have, and the series are read.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq_server.nameserver.core.topics import QueueSpread, Topic
+from batonmq_server.nameserver.metrics import ReplicaSetMetrics
+from batonmq_server.runtime.etcd.session import KeyValue
+from tests.nameserver.service_twins import Scene, scene
+
+Shown = dict[tuple[str, str], float]
+
+
+def register(to: Scene, kind: str, node_id: str, replica_set: str, *, leader: bool) -> None:
+    service = pb.ServiceKind.Value(f"SERVICE_KIND_{kind.upper()}")
+    node = pb.Node(service=service, node_id=node_id, replica_set=replica_set, leader=leader)
+    to.nodes.values[f"{kind}/{node_id}"] = KeyValue(node_id, node.SerializeToString(), 1, 1)
+
+
+def shown(of: Scene) -> tuple[Shown, Shown]:
+    """Nodes, and those that lead, by kind and set."""
+    registry = CollectorRegistry()
+    registry.register(ReplicaSetMetrics(of.catalog))
+    nodes, leaders = (
+        {(s.labels["kind"], s.labels["replica_set"]): s.value for s in metric.samples}
+        for metric in registry.collect()
+    )
+    return nodes, leaders
+
+
+async def test_nodes_and_leaders_are_counted_by_set() -> None:
+    async with scene() as made:
+        register(made, "storage", "a-0", "broker-a", leader=True)
+        register(made, "storage", "a-1", "broker-a", leader=False)
+        register(made, "offsets", "offsets-0", "offsets", leader=False)
+        register(made, "lockmgr", "lockmgr-0", "", leader=False)
+        register(made, "lockmgr", "lockmgr-1", "", leader=True)
+        register(made, "nameserver", "nameserver-0", "", leader=True)
+        nodes, leaders = shown(made)
+    sets = ("storage", "broker-a"), ("offsets", "offsets"), ("lockmgr", "lockmgr")
+    assert [nodes[each] for each in sets] == [2, 1, 2]
+    assert [leaders[each] for each in sets] == [1, 0, 1]
+    assert len(nodes) == len(leaders) == len(sets)
+
+
+async def test_a_broker_that_has_queues_is_shown_when_nobody_of_it_is_left() -> None:
+    async with scene() as made:
+        spread = (QueueSpread("broker-a", 2), QueueSpread("broker-b", 2))
+        made.catalog.topics["t"] = Topic(name="t", topic_id=1, spread=spread, create_unix_ms=0)
+        register(made, "storage", "broker-a", "", leader=True)
+        nodes, leaders = shown(made)
+    assert nodes == leaders == {("storage", "broker-a"): 1, ("storage", "broker-b"): 0}

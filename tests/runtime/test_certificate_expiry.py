@@ -1,0 +1,125 @@
+"""Goal: when certificates end is told, of every kind there is, and never wrongly.
+
+Method: certificates of the authority of local clusters, whose dates are known, and of openssl.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from batonmq._common.clock import Clock
+from batonmq._process.config import load
+from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
+from batonmq_server.runtime.certificate_expiry import expiry_unix_s
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.runtime.tls import check_files, show_expiry
+
+NAME = "baton_tls_certificate_expiry_timestamp_seconds"
+DAY_S = 86_400
+
+
+def settings(**given: str) -> ServiceSettings:
+    env = {f"BATON_N_{name.upper()}": value for name, value in given.items()}
+    return load(ServiceSettings, "BATON_N", {"BATON_N_NODE_ID": "n-0", **env})
+
+
+def told(registry: CollectorRegistry) -> dict[str, float]:
+    (family,) = (f for f in registry.collect() if f.name == NAME)
+    return {sample.labels["certificate"]: sample.value for sample in family.samples}
+
+
+def openssl(*words: str) -> str:
+    done = subprocess.run(["openssl", *words], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("days", [-1, 1, 365, 20_000, 40_000])  # both ways of writing a year
+def test_the_end_of_a_certificate_is_told_to_the_second(tmp_path: Path, days: int) -> None:
+    before_s = Clock().unix_ms() // 1000
+    security = CertificateAuthority(tmp_path).issue(CertificateSubject(name="carol"), days=days)
+    found = expiry_unix_s(Path(security.cert_file).read_bytes())
+    assert found is not None
+    assert before_s <= found - days * DAY_S <= Clock().unix_ms() / 1000
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_what_openssl_says_is_what_is_told(tmp_path: Path) -> None:
+    cert = tmp_path / "cert.pem"
+    subject = ("-days", "77", "-subj", "/CN=long")
+    openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject,
+            "-keyout", str(tmp_path / "key.pem"), "-out", str(cert))  # fmt: skip
+    said = openssl("x509", "-in", str(cert), "-noout", "-enddate")
+    end = datetime.strptime(said, "notAfter=%b %d %H:%M:%S %Y GMT").replace(tzinfo=UTC)
+    assert expiry_unix_s(cert.read_bytes()) == end.timestamp()
+
+
+def test_of_several_the_first_that_ends_counts(tmp_path: Path) -> None:
+    authority = CertificateAuthority(tmp_path)
+    pems = [
+        Path(authority.issue(CertificateSubject(name=f"s{days}"), days=days).cert_file).read_bytes()
+        for days in (30, 3, 300)
+    ]
+    assert expiry_unix_s(b"".join(pems)) == expiry_unix_s(pems[1])
+
+
+@pytest.mark.parametrize(
+    "pem",
+    [
+        b"",
+        b"no certificate",
+        b"-----BEGIN CERTIFICATE-----\n????\n-----END CERTIFICATE-----",
+        b"-----BEGIN CERTIFICATE-----\n"
+        + base64.b64encode(b"\x30\x82\x01\x00\x30")
+        + b"\n-----END CERTIFICATE-----",
+    ],
+)
+def test_of_what_is_no_certificate_nothing_is_told(pem: bytes) -> None:
+    assert expiry_unix_s(pem) is None
+
+
+def test_metric_follows_the_files_and_keeps_to_what_can_be_used(tmp_path: Path) -> None:
+    authority = CertificateAuthority(tmp_path)
+    own = authority.issue(CertificateSubject(name="node", hosts=("localhost",)), days=10)
+    told_of = settings(
+        tls_cert_file=own.cert_file,
+        tls_key_file=own.key_file,
+        tls_ca_file=own.ca_file,
+        etcd_ca_file=own.ca_file,
+    )
+    show_expiry(told_of, registry := CollectorRegistry())
+    first = told(registry)
+    assert set(first) == {"service", "authority", "etcd_authority"}
+    assert first["etcd_authority"] == first["authority"] > first["service"]
+    authority.issue(CertificateSubject(name="node", hosts=("localhost",)), days=20)
+    later = told(registry)
+    assert later["service"] - first["service"] >= 9 * DAY_S
+    Path(own.cert_file).write_text("half a certificate")
+    assert told(registry) == later
+
+
+def test_a_file_that_can_be_used_and_tells_no_date_is_no_number(tmp_path: Path) -> None:
+    own = CertificateAuthority(tmp_path).issue(
+        CertificateSubject(name="node", hosts=("localhost",)), days=10
+    )
+    authority = Path(own.ca_file)
+    authority.write_text(authority.read_text().replace(" CERTIFICATE", " X509 CERTIFICATE"))
+    told_of = settings(
+        tls_cert_file=own.cert_file, tls_key_file=own.key_file, tls_ca_file=own.ca_file
+    )
+    check_files(told_of)
+    show_expiry(told_of, registry := CollectorRegistry())
+    assert math.isnan(told(registry)["authority"])
+    assert told(registry)["service"] > 0
+
+
+def test_without_tls_there_are_no_series() -> None:
+    show_expiry(settings(), registry := CollectorRegistry())
+    assert told(registry) == {}

@@ -1,0 +1,209 @@
+"""What services ask of etcd.
+
+Goal: transactions are all or nothing and compare what they say; keys under a lease end with it;
+"lost" and "not known" are different answers.
+Method: a real etcd, a cluster name of each test's own.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from batonmq._common.clock import Clock
+from batonmq.errors import NoQuorum
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from tests.support.waiting import until
+
+# ---- keys
+
+
+async def test_get_tells_value_and_revisions(etcd: EtcdSession) -> None:
+    created = await etcd.put("topics/a", b"1")
+    changed = await etcd.put("topics/a", b"2")
+    stored = await etcd.get("topics/a")
+    assert stored is not None
+    assert (stored.key, stored.value, stored.lease_id) == ("topics/a", b"2", 0)
+    assert (stored.create_revision, stored.mod_revision) == (created, changed)
+
+
+async def test_get_of_what_is_not_there_is_none(etcd: EtcdSession) -> None:
+    assert await etcd.get("topics/a") is None
+
+
+async def test_get_prefix_is_ascending_and_holds_nothing_else(etcd: EtcdSession) -> None:
+    for key in ("topics/b", "topics/a", "topicsx", "groups/a", "topics/a-b"):
+        last = await etcd.put(key, b"")
+    found, revision = await etcd.get_prefix("topics/")
+    assert [stored.key for stored in found] == ["topics/a", "topics/a-b", "topics/b"]
+    assert revision >= last
+
+
+async def test_delete_tells_whether_there_was_something(etcd: EtcdSession) -> None:
+    await etcd.put("topics/a", b"")
+    assert await etcd.delete("topics/a")
+    assert not await etcd.delete("topics/a")
+
+
+async def test_clusters_that_share_an_etcd_do_not_see_each_other(
+    etcd: EtcdSession, etcd_endpoint: str, cluster: str
+) -> None:
+    await etcd.put("topics/a", b"")
+    async with EtcdSession(etcd_endpoint, f"{cluster}-2", Clock()) as other:
+        await other.put("topics/b", b"")
+        assert [stored.key for stored in (await other.get_prefix(""))[0]] == ["topics/b"]
+    assert [stored.key for stored in (await etcd.get_prefix(""))[0]] == ["topics/a"]
+
+
+@pytest.mark.parametrize("parts", [("a", ""), ("a/b",), ("", "a")])
+def test_key_of_a_bad_part_is_a_bug(parts: tuple[str, ...]) -> None:
+    with pytest.raises(AssertionError):
+        EtcdSession.key(*parts)
+
+
+# ---- transactions
+
+
+async def test_create_revision_0_passes_only_if_the_key_is_not_there(etcd: EtcdSession) -> None:
+    absent = Compare("a", create_revision=0)
+    assert await etcd.txn(compare=[absent], put=[Put("a", b"first")]) is not None
+    assert await etcd.txn(compare=[absent], put=[Put("a", b"second")]) is None
+    stored = await etcd.get("a")
+    assert stored is not None
+    assert stored.value == b"first"
+
+
+async def test_mod_revision_0_passes_only_if_the_key_is_not_there(etcd: EtcdSession) -> None:
+    absent = Compare("a", mod_revision=0)
+    assert await etcd.txn(compare=[absent], put=[Put("a", b"")]) is not None
+    assert await etcd.txn(compare=[absent], put=[Put("a", b"")]) is None
+
+
+async def test_mod_revision_passes_only_if_nobody_wrote_meanwhile(etcd: EtcdSession) -> None:
+    seen = await etcd.put("a", b"seen")
+    await etcd.put("a", b"by somebody else")
+    assert await etcd.txn(compare=[Compare("a", mod_revision=seen)], put=[Put("a", b"")]) is None
+    stored = await etcd.get("a")
+    assert stored is not None
+    assert stored.value == b"by somebody else"
+    again = Compare("a", mod_revision=stored.mod_revision)
+    assert await etcd.txn(compare=[again], put=[Put("a", b"now")]) is not None
+
+
+async def test_create_revision_holds_through_changes_and_not_through_a_new_key(
+    etcd: EtcdSession,
+) -> None:
+    same = Compare("a", create_revision=await etcd.put("a", b"1"))
+    await etcd.put("a", b"2")
+    assert await etcd.txn(compare=[same], put=[Put("b", b"")]) is not None
+    await etcd.delete("a")
+    await etcd.put("a", b"3")
+    assert await etcd.txn(compare=[same], put=[Put("b", b"")]) is None
+
+
+async def test_one_condition_that_fails_stops_every_write(etcd: EtcdSession) -> None:
+    kept = await etcd.put("kept", b"")
+    revision = await etcd.txn(
+        compare=[Compare("kept", mod_revision=kept), Compare("kept", create_revision=0)],
+        put=[Put("new", b"")],
+        delete=["kept"],
+    )
+    assert revision is None
+    assert await etcd.get("new") is None
+    assert await etcd.get("kept") is not None
+
+
+async def test_writes_of_a_transaction_share_one_revision(etcd: EtcdSession) -> None:
+    await etcd.put("old", b"")
+    revision = await etcd.txn(
+        compare=[Compare("a", create_revision=0)],
+        put=[Put("a", b"1"), Put("b", b"2")],
+        delete=["old"],
+    )
+    found, _ = await etcd.get_prefix("")
+    assert [(stored.key, stored.mod_revision) for stored in found] == [
+        ("a", revision),
+        ("b", revision),
+    ]
+
+
+# ---- leases
+
+
+async def test_key_vanishes_when_its_lease_runs_out(etcd: EtcdSession) -> None:
+    lease = await etcd.lease(4_000)
+    await etcd.put("a", b"", lease)
+    await etcd.put("b", b"")
+
+    async def gone() -> bool:
+        return await etcd.get("a") is None
+
+    await until(gone)
+    assert await etcd.get("b") is not None
+    assert not await lease.refresh()
+
+
+async def test_key_vanishes_when_its_lease_is_revoked(etcd: EtcdSession) -> None:
+    lease = await etcd.lease(60_000)
+    await etcd.put("a", b"", lease)
+    await lease.revoke()
+    assert await etcd.get("a") is None
+
+
+async def test_revoking_twice_has_no_effect(etcd: EtcdSession) -> None:
+    lease = await etcd.lease(60_000)
+    await lease.revoke()
+    await lease.revoke()
+
+
+async def test_refresh_tells_whether_the_lease_lives(etcd: EtcdSession) -> None:
+    lease = await etcd.lease(60_000)
+    assert await lease.refresh()
+    await lease.revoke()
+    assert not await lease.refresh()
+
+
+async def test_lease_of_somebody_else_can_be_refreshed_and_revoked(etcd: EtcdSession) -> None:
+    lease = await etcd.lease(60_000)
+    await etcd.put("a", b"", lease)
+    stored = await etcd.get("a")
+    assert stored is not None
+    assert stored.lease_id == lease.lease_id
+    other = etcd.attach(stored.lease_id)
+    assert await other.refresh()
+    await other.revoke()
+    assert not await lease.refresh()
+
+
+async def test_write_under_an_ended_lease_fails_and_writes_nothing(etcd: EtcdSession) -> None:
+    lease = await etcd.lease(60_000)
+    await lease.revoke()
+    with pytest.raises(NoQuorum, match="lease not found"):
+        await etcd.put("a", b"", lease)
+    assert await etcd.get("a") is None
+
+
+async def test_write_without_a_lease_takes_a_key_out_of_its_lease(etcd: EtcdSession) -> None:
+    lease = await etcd.lease(60_000)
+    await etcd.put("a", b"", lease)
+    await etcd.put("a", b"stays")
+    await lease.revoke()
+    assert await etcd.get("a") is not None
+
+
+# ---- outages
+
+
+async def test_etcd_that_is_not_there_is_no_quorum(cluster: str) -> None:
+    async with EtcdSession("127.0.0.1:1", cluster, Clock(), timeout_ms=500) as session:
+        for call in (
+            session.get("a"),
+            session.get_prefix("a"),
+            session.put("a", b""),
+            session.delete("a"),
+            session.lease(5_000),
+            session.attach(1).refresh(),
+            session.attach(1).revoke(),
+            anext(session.watch("a", 1)),
+        ):
+            with pytest.raises(NoQuorum):
+                await call

@@ -1,0 +1,214 @@
+"""What a service tells live of itself.
+
+Goal: publishing never waits; a slow watcher loses the oldest events and is told how many; watchers
+do not disturb each other.
+Method: the hub itself, then its servicer behind a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
+from batonmq._common.clock import Clock
+from batonmq._telemetry import events
+from batonmq._telemetry.events import EVENTS_MAX, WATCHERS_MAX, EventHub
+from batonmq.errors import Overloaded
+from batonmq_server.runtime.event_stream_server import add_event_stream
+from tests.support.serving import serving
+from tests.support.waiting import until
+
+
+class SetClock(Clock):
+    def unix_ms(self) -> int:
+        return 1_234
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "BATCH_INTERVAL_S", 0.01)
+
+
+def new_hub() -> EventHub:
+    return EventHub("storage/broker-a", 77, SetClock())
+
+
+def event(number: int) -> pb.MetricEvent:
+    return pb.MetricEvent(appended=pb.Appended(message_count=number))
+
+
+class Watcher:
+    """Reads batches in the background."""
+
+    def __init__(self, hub: EventHub, tasks: asyncio.TaskGroup) -> None:
+        self.batches: list[pb.MetricBatch] = []
+        self.task = tasks.create_task(self._read(hub))
+
+    async def _read(self, hub: EventHub) -> None:
+        async for batch in hub.watch():
+            self.batches.append(batch)
+
+    def numbers(self) -> list[int]:
+        return [one.appended.message_count for batch in self.batches for one in batch.events]
+
+
+@asynccontextmanager
+async def watched(hub: EventHub) -> AsyncIterator[Watcher]:
+    """A watcher that hears of everything from now on."""
+    async with asyncio.TaskGroup() as tasks:
+        watcher = Watcher(hub, tasks)
+        await until(lambda: hub.watched)
+        yield watcher
+        watcher.task.cancel()
+
+
+async def test_events_arrive_in_order_with_source_and_time() -> None:
+    hub = new_hub()
+    async with watched(hub) as watcher:
+        for number in range(3):
+            hub.publish(event(number))
+        await until(lambda: watcher.batches)
+    (batch,) = watcher.batches
+    assert watcher.numbers() == [0, 1, 2]
+    assert (batch.source, batch.incarnation_id) == ("storage/broker-a", 77)
+    assert (batch.seq, batch.dropped_count) == (1, 0)
+    assert {one.unix_ms for one in batch.events} == {1_234}
+
+
+async def test_nobody_hears_of_what_was_before() -> None:
+    hub = new_hub()
+    hub.publish(event(1))
+    async with watched(hub) as watcher:
+        hub.publish(event(2))
+        await until(lambda: watcher.batches)
+    assert watcher.numbers() == [2]
+
+
+async def test_beyond_the_bound_the_oldest_are_dropped_and_counted() -> None:
+    hub = new_hub()
+    async with watched(hub) as watcher:
+        for number in range(EVENTS_MAX + 7):
+            hub.publish(event(number))
+        await until(lambda: watcher.batches)
+    assert watcher.numbers() == list(range(7, EVENTS_MAX + 7))
+    assert watcher.batches[0].dropped_count == 7
+
+
+async def test_batches_are_numbered_and_dropped_events_counted_since_the_start() -> None:
+    hub = new_hub()
+    async with watched(hub) as watcher:
+        for number in range(EVENTS_MAX + 1):
+            hub.publish(event(number))
+        await until(lambda: len(watcher.batches) == 1)
+        for number in range(EVENTS_MAX + 2):
+            hub.publish(event(number))
+        await until(lambda: len(watcher.batches) == 2)
+    assert [batch.seq for batch in watcher.batches] == [1, 2]
+    assert [batch.dropped_count for batch in watcher.batches] == [1, 3]
+
+
+async def test_more_bytes_than_the_bound_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "EVENT_BYTES_MAX", 3 * event(1).ByteSize() + 30)
+    hub = new_hub()
+    with hub.listening() as listener:
+        for number in range(1, 101):
+            hub.publish(event(number))
+        kept = listener.take(1 << 20)
+    assert [one.appended.message_count for one in kept][-1] == 100
+    assert 0 < len(kept) < 10
+    assert listener.dropped_count == 100 - len(kept)
+
+
+async def test_batch_is_cut_at_its_bound_and_takes_a_long_event_all_the_same() -> None:
+    hub = new_hub()
+    with hub.listening() as listener:
+        long = pb.MetricEvent(delivered=pb.DeliveredRange(runs=[1 << 40] * 100_000))
+        for one in (event(1), long, event(2)):
+            hub.publish(one)
+        batches = [hub.batch(seq, listener) for seq in (1, 2, 3)]
+    assert [len(batch.events) for batch in batches] == [1, 1, 1]
+    assert not listener.waiting
+
+
+async def test_what_is_counted_is_gathered_only_while_somebody_listens() -> None:
+    hub, counts = new_hub(), [3]
+
+    def gatherer() -> list[pb.MetricEvent]:
+        return [event(counts.pop())] if counts else []
+
+    hub.gatherers.append(gatherer)
+    assert counts == [3]
+    async with watched(hub) as watcher:
+        await until(lambda: watcher.batches)
+    assert watcher.numbers() == [3]
+
+
+async def test_two_watchers_do_not_make_it_gather_twice_as_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "BATCH_INTERVAL_S", 1_000.0)
+    hub, asked = new_hub(), [0]
+
+    def gatherer() -> list[pb.MetricEvent]:
+        asked[0] += 1
+        return []
+
+    hub.gatherers.append(gatherer)
+    hub.gather()
+    hub.gather_if_due()
+    assert asked == [1]
+
+
+async def test_each_watcher_gets_everything() -> None:
+    hub = new_hub()
+    async with watched(hub) as first, watched(hub) as second:
+        await until(lambda: hub._watcher_count == 2)
+        hub.publish(event(1))
+        await until(lambda: first.batches and second.batches)
+    assert first.numbers() == second.numbers() == [1]
+
+
+async def test_watcher_beyond_the_limit_is_refused_until_one_leaves() -> None:
+    hub = new_hub()
+    async with asyncio.TaskGroup() as tasks:
+        watchers = [Watcher(hub, tasks) for _ in range(WATCHERS_MAX)]
+        await until(lambda: hub._watcher_count == WATCHERS_MAX)
+        with pytest.raises(Overloaded) as refused:
+            await anext(hub.watch())
+        watchers[0].task.cancel()
+        await until(watchers[0].task.done)
+        late = Watcher(hub, tasks)
+        await until(lambda: hub._watcher_count == WATCHERS_MAX)
+        hub.publish(event(1))
+        await until(lambda: late.batches)
+        for watcher in [*watchers, late]:
+            watcher.task.cancel()
+    assert refused.value.facts == {"limit": str(WATCHERS_MAX)}
+
+
+async def test_hub_is_not_watched_once_the_last_has_left() -> None:
+    hub = new_hub()
+    async with watched(hub):
+        assert hub.watched
+    await until(lambda: not hub.watched)
+
+
+async def test_stream_over_the_wire_ends_with_its_caller() -> None:
+    hub = new_hub()
+    async with serving(partial(add_event_stream, hub)) as channel:
+        call = pb_grpc.MetricsServiceStub(channel).Watch(pb.WatchRequest())
+        await until(lambda: hub.watched)
+        hub.publish(event(5))
+        answer = await call.read()
+        assert isinstance(answer, pb.WatchResponse)
+        assert [one.appended.message_count for one in answer.batch.events] == [5]
+        call.cancel()
+        await until(lambda: not hub.watched)

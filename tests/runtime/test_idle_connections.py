@@ -1,0 +1,187 @@
+"""Goal: who connects and then is silent is cut off, at each step; a client that rests is not hurt.
+
+Method: bytes of HTTP/2 made by hand over real connections to a server with the options of services,
+all of whose times are shortened; and a real client, for the other half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
+from batonmq_server.runtime.server_options import HEALTH_OPTIONS, SERVER_OPTIONS
+from batonmq_server.runtime.tls import server_credentials
+
+TIMES = {
+    "grpc.server_handshake_timeout_ms": 500,
+    "grpc.max_connection_idle_ms": 100,
+    "grpc.keepalive_time_ms": 200,
+    "grpc.keepalive_timeout_ms": 200,
+    "grpc.http2.ping_timeout_ms": 200,
+}
+IDLE = {"grpc.max_connection_idle_ms": 100}
+"""Only that: a real client may be slow."""
+SLOWER = {name: 10 * ms for name, ms in TIMES.items()}
+"""For who has to be heard before he is cut off."""
+PATIENCE_S = 30
+"""Far longer than what is shortened, and shorter than what gRPC does by itself."""
+PATH = "/Test/Hold"
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
+    return head + payload
+
+
+def fields(**values: str) -> bytes:
+    """Header fields, spelled out; a leading `_` is a colon, the others are dashes."""
+    named = {name.replace("_", ":", 1) if name[0] == "_" else name: values[name] for name in values}
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in named.items()]
+    return b"".join(
+        b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in pairs
+    )
+
+
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
+CALL = frame(
+    1,
+    4,
+    1,
+    fields(
+        _method="POST",
+        _scheme="http",
+        _path=PATH,
+        _authority="test",
+        te="trailers",
+        content_type="application/grpc",
+    ),
+) + frame(0, 1, 1, bytes(5))
+
+
+def shortened(
+    options: tuple[tuple[str, int], ...], times: Mapping[str, int]
+) -> list[tuple[str, int]]:
+    assert times.keys() <= dict(options).keys()
+    return list({**dict(options), **times}.items())
+
+
+class Holding:
+    """Holds calls that bring nothing, and answers the others at once."""
+
+    def __init__(self) -> None:
+        self.held, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def call(self, request: bytes, _: Any) -> bytes:
+        if not request:
+            self.held.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.ended.set()
+        return request
+
+
+@asynccontextmanager
+async def serving(
+    options: tuple[tuple[str, int], ...],
+    credentials: grpc.ServerCredentials | None = None,
+    times: Mapping[str, int] = TIMES,
+) -> AsyncIterator[tuple[int, Holding]]:
+    holding = Holding()
+    handler: Any = grpc.unary_unary_rpc_method_handler(holding.call)
+    server = grpc.aio.server(options=shortened(options, times))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("Test", {"Hold": handler}),)
+    )
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    try:
+        yield port, holding
+    finally:
+        await server.stop(None)
+
+
+async def cut_off(port: int, sent: bytes) -> None:
+    """Until the server has closed a connection over which this came, and then nothing."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while await reader.read(4096):
+                pass
+    except ConnectionResetError:
+        pass
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("options", [SERVER_OPTIONS, HEALTH_OPTIONS])
+@pytest.mark.parametrize("sent", [b"", HELLO])
+async def test_who_connects_and_makes_no_call_is_cut_off(
+    options: tuple[tuple[str, int], ...], sent: bytes
+) -> None:
+    async with serving(options) as (port, _):
+        await cut_off(port, sent)
+
+
+async def test_who_does_not_end_his_handshake_is_cut_off(tmp_path: Path) -> None:
+    security = CertificateAuthority(tmp_path).issue(
+        CertificateSubject(name="node", hosts=("127.0.0.1",))
+    )
+    async with serving(SERVER_OPTIONS, server_credentials(security)) as (port, _):
+        await cut_off(port, b"")
+        await cut_off(port, b"\x16\x03\x01\x02\x00\x01")
+
+
+async def test_who_waits_for_an_answer_and_answers_no_ping_is_cut_off() -> None:
+    async with serving(SERVER_OPTIONS, times=SLOWER) as (port, holding):
+        await cut_off(port, HELLO + CALL)
+        assert holding.held.is_set()
+        async with asyncio.timeout(PATIENCE_S):
+            await holding.ended.wait()
+
+
+async def test_a_client_that_rests_until_its_connection_is_closed_does_not_notice() -> None:
+    async with (
+        serving(SERVER_OPTIONS, times=IDLE) as (port, _),
+        connect(f"127.0.0.1:{port}") as channel,
+    ):
+        method: Any = channel.unary_unary(PATH)
+        rest_s, closed = 0.08, 0
+        async with asyncio.timeout(PATIENCE_S):
+            while closed < 5:  # also while it is being closed
+                assert await method(b"asked", timeout=PATIENCE_S) == b"asked"
+                await asyncio.sleep(rest_s)
+                closed += channel.get_state() is grpc.ChannelConnectivity.IDLE
+                rest_s *= 1.03
+
+
+async def test_a_client_lets_go_of_what_rests_before_it_is_cut_off(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cut, let_go = "grpc.max_connection_idle_ms", "grpc.client_idle_timeout_ms"
+    cut_ms, let_go_ms = dict(SERVER_OPTIONS)[cut], dict(OPTIONS)[let_go]
+    # 25 times faster; of a client gRPC takes no less than a second.
+    ours = tuple(shortened(OPTIONS, {let_go: let_go_ms // 25}))
+    async with (
+        serving(SERVER_OPTIONS, times={cut: cut_ms // 25}) as (port, _),
+        connect(f"127.0.0.1:{port}", ours) as channel,
+    ):
+        method: Any = channel.unary_unary(PATH)
+        assert await method(b"asked", timeout=PATIENCE_S) == b"asked"
+        async with asyncio.timeout(PATIENCE_S):
+            while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
+                await channel.wait_for_state_change(state)
+    assert "goaway" not in capfd.readouterr().err

@@ -1,0 +1,42 @@
+"""Goal: a leader that comes and goes leaves no channel behind for each of its moves.
+
+Method: the mirror of the nodes as etcd would have it, and channels that are counted as they are
+made; nobody is called.
+"""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import connect
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
+from batonmq_server.runtime.leader_channels import LeaderChannel
+
+ADDRESSES = ("127.0.0.1:1", "127.0.0.1:2")
+
+
+async def test_there_is_one_channel_for_each_address_however_often_the_leader_moves() -> None:
+    made: list[str] = []
+
+    def counted(address: str) -> grpc.aio.Channel:
+        made.append(address)
+        return connect(address)
+
+    nodes = EtcdMirror(EtcdSession("127.0.0.1:1", "unused", Clock()), "nodes/")
+    peer: LeaderChannel[offsets_grpc.OffsetsServiceAsyncStub] = LeaderChannel(
+        nodes, "offsets", offsets_grpc.OffsetsServiceStub, counted
+    )
+    stubs = []
+    for move in range(1, 21):
+        node = pb.Node(node_id="a", leader=True, epoch=move, address=ADDRESSES[move % 2])
+        nodes.values["offsets/a"] = KeyValue("offsets/a", node.SerializeToString(), 1, move)
+        nodes.revision = move
+        stubs.append(peer.stub())
+    assert sorted(made) == sorted(ADDRESSES)
+    assert stubs[0] is stubs[2] is stubs[-2]
+    assert stubs[0] is not stubs[1]
+    await peer.close()

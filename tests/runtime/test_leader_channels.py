@@ -1,0 +1,213 @@
+"""Calls to another service, wherever its leader is at the moment.
+
+Goal: the stub leads to the registered leader with the highest epoch, follows it when it moves, and
+says so when there is none.
+Method: entries written as processes write them, followed by a real mirror; two servers that tell
+who they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+from baton.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import connect
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import Unreachable
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.event_stream_server import MetricsServicer
+from batonmq_server.runtime.leader_channels import LeaderChannel
+from tests.support.serving import serving_at
+
+
+class Scene:
+    """A peer of the offsets service, and who writes the entries."""
+
+    def __init__(self, etcd: EtcdSession, nodes: EtcdMirror) -> None:
+        self._etcd, self.nodes = etcd, nodes
+        self.peer: LeaderChannel[metrics_grpc.MetricsServiceAsyncStub] = LeaderChannel(
+            nodes, "offsets", metrics_grpc.MetricsServiceStub
+        )
+
+    async def register(
+        self,
+        node_id: str,
+        address: str,
+        *,
+        epoch: int = 1,
+        leader: bool = True,
+        service: str = "offsets",
+        replica_set: str = "",
+    ) -> None:
+        node = pb.Node(
+            node_id=node_id, address=address, epoch=epoch, leader=leader, replica_set=replica_set
+        )
+        key = f"nodes/{service}/{node_id}"
+        await self.nodes.reached(await self._etcd.put(key, node.SerializeToString()))
+
+    async def unregister(self, node_id: str) -> None:
+        await self._etcd.delete(f"nodes/offsets/{node_id}")
+        marker = await self._etcd.put("nodes/z/z", pb.Node().SerializeToString())
+        await self.nodes.reached(marker)
+
+
+@asynccontextmanager
+async def scene(etcd: EtcdSession) -> AsyncIterator[Scene]:
+    nodes = EtcdMirror(etcd, "nodes/")
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(20):
+        loop = tasks.create_task(nodes.run())
+        await nodes.ready()
+        made = Scene(etcd, nodes)
+        yield made
+        await made.peer.close()
+        loop.cancel()
+
+
+@asynccontextmanager
+async def server(name: str) -> AsyncIterator[str]:
+    """A server whose events come from `name`."""
+    hub = EventHub(name, 1, Clock())
+
+    async def publish() -> None:
+        while True:
+            hub.publish(metrics_pb.MetricEvent())
+            await asyncio.sleep(0.01)
+
+    servicer = MetricsServicer(hub)
+    add: Any = partial(metrics_grpc.add_MetricsServiceServicer_to_server, servicer)
+    async with asyncio.TaskGroup() as tasks, serving_at(add) as address:
+        publishing = tasks.create_task(publish())
+        yield address
+        publishing.cancel()
+
+
+async def who(stub: metrics_grpc.MetricsServiceAsyncStub) -> str:
+    """Who answers."""
+    call = stub.Watch(metrics_pb.WatchRequest())
+    answer = await call.read()
+    call.cancel()
+    assert isinstance(answer, metrics_pb.WatchResponse)
+    return answer.batch.source
+
+
+async def test_without_a_leader_it_is_unreachable(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at:
+        await at.register("b", "127.0.0.1:2", leader=False)
+        await at.register("other", "127.0.0.1:3", service="lockmgr")
+        await at.register("x", "127.0.0.1:4", service="offsets-old")
+        with pytest.raises(Unreachable) as refused:
+            at.peer.stub()
+    assert refused.value.facts == {"service": "offsets"}
+    assert refused.value.retry_after_ms > 0
+
+
+async def test_leader_is_found_among_others(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at:
+        await at.register("a", "127.0.0.1:1", leader=False, epoch=9)
+        await at.register("b", "127.0.0.1:2")
+        assert at.peer.address() == "127.0.0.1:2"
+
+
+async def test_of_two_who_say_that_they_lead_the_newer_is_believed(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at:
+        await at.register("a", "127.0.0.1:1", epoch=4)
+        await at.register("b", "127.0.0.1:2", epoch=5)
+        await at.register("c", "127.0.0.1:3", epoch=3)
+        assert at.peer.address() == "127.0.0.1:2"
+
+
+async def test_of_several_replica_sets_one_is_followed(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at:
+        stub = metrics_grpc.MetricsServiceStub
+        peer = LeaderChannel(at.nodes, "offsets", stub, replica_set="left")
+        await at.register("a", "127.0.0.1:1", epoch=9, replica_set="right")
+        with pytest.raises(Unreachable):
+            peer.address()
+        await at.register("b", "127.0.0.1:2", epoch=1, replica_set="left")
+        assert peer.address() == "127.0.0.1:2"
+        await at.register("left", "127.0.0.1:3", epoch=2)
+        assert peer.address() == "127.0.0.1:3", "a node alone is a set of its own name"
+
+
+async def test_stub_stays_while_the_leader_stays(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at:
+        await at.register("a", "127.0.0.1:1")
+        stub = at.peer.stub()
+        assert at.peer.stub() is stub
+        await at.register("b", "127.0.0.1:2", leader=False)
+        assert at.peer.stub() is stub
+
+
+async def test_calls_follow_a_leader_that_moves(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at, server("first") as first, server("second") as second:
+        await at.register("a", first, epoch=1)
+        assert await who(at.peer.stub()) == "first"
+        await at.register("b", second, epoch=2)
+        assert await who(at.peer.stub()) == "second"
+        await at.unregister("b")
+        assert await who(at.peer.stub()) == "first"
+
+
+async def test_call_under_way_outlasts_the_move_of_the_leader(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at, server("first") as first, server("second") as second:
+        await at.register("a", first, epoch=1)
+        call = at.peer.stub().Watch(metrics_pb.WatchRequest())
+        await call.read()
+        await at.register("b", second, epoch=2)
+        assert await who(at.peer.stub()) == "second"
+        answer = await call.read()
+        assert isinstance(answer, metrics_pb.WatchResponse)
+        assert answer.batch.source == "first"
+
+
+async def test_leader_that_goes_away_is_unreachable(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at:
+        await at.register("a", "127.0.0.1:1")
+        at.peer.stub()
+        await at.unregister("a")
+        with pytest.raises(Unreachable):
+            at.peer.stub()
+
+
+async def test_closing_ends_the_calls(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at, server("first") as first:
+        await at.register("a", first)
+        call = at.peer.stub().Watch(metrics_pb.WatchRequest())
+        await call.read()
+        await at.peer.close()
+        with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
+            while True:
+                await call.read()
+
+
+async def test_while_it_is_away_its_channel_looks_for_it(etcd: EtcdSession) -> None:
+    made: list[grpc.aio.Channel] = []
+
+    def note(address: str) -> grpc.aio.Channel:
+        made.append(connect(address))
+        return made[-1]
+
+    async with scene(etcd) as at, server("a") as address:
+        peer = LeaderChannel(at.nodes, "offsets", metrics_grpc.MetricsServiceStub, note)
+        await at.register("a", address)
+        peer.stub()
+        (channel,) = made
+        assert channel.get_state() is grpc.ChannelConnectivity.IDLE
+        await at.unregister("a")
+        with pytest.raises(Unreachable):
+            peer.stub()
+        while (state := channel.get_state()) is not grpc.ChannelConnectivity.READY:
+            await channel.wait_for_state_change(state)
+        await peer.close()
