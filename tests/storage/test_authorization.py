@@ -53,7 +53,7 @@ def position(here: Scene, schedule_id: str) -> int | None:
     return here.store.schedule.waiting.position(decode_id(schedule_id, BROKER))
 
 
-async def test_only_who_may_write_to_its_topic_cancels_a_batch_for_later() -> None:
+async def test_cancelling_a_scheduled_batch_needs_permission_to_produce_to_its_topic() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"body"), NOW + 60_000)
         request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
@@ -67,7 +67,7 @@ async def test_only_who_may_write_to_its_topic_cancels_a_batch_for_later() -> No
         assert here.waiting() == 0
 
 
-async def test_a_batch_that_was_written_anew_is_known_by_its_topic_still() -> None:
+async def test_rewritten_scheduled_batch_is_still_authorized_by_its_topic() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"body"), NOW + 40 * HOUR_MS)
         for _ in range(2):  # so that what is old stands in the way of retention
@@ -85,7 +85,7 @@ async def test_a_batch_that_was_written_anew_is_known_by_its_topic_still() -> No
         assert here.waiting() == 0
 
 
-async def test_what_is_not_scheduled_is_told_to_everybody_who_gets_here() -> None:
+async def test_unknown_schedule_id_is_not_scheduled_for_every_caller() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"body"), NOW + 1_000)
         here.clock.pass_ms(2_000)
@@ -95,7 +95,7 @@ async def test_what_is_not_scheduled_is_told_to_everybody_who_gets_here() -> Non
             await scheduling(here).CancelScheduled(request, CONTEXT)
 
 
-async def test_only_who_may_read_its_topic_gets_a_message_by_its_id() -> None:
+async def test_reading_a_message_by_id_needs_permission_to_consume_its_topic() -> None:
     async with scene() as here:
         (receipt,) = here.appender.append(
             [check(batch(b"body"))], {TOPIC: here.topics.topics[TOPIC]}

@@ -74,7 +74,7 @@ def scrubbed(made: Opened, disk: MemoryDisk) -> list[int]:
     return found
 
 
-def test_no_flipped_bit_is_served_and_everybody_who_looks_finds_it() -> None:
+def test_flipped_bit_is_never_served_and_every_check_finds_it() -> None:
     made, receipts = checkpointed()
     victim = receipts[4]
     unnoticed = 0
@@ -104,7 +104,7 @@ def test_no_flipped_bit_is_served_and_everybody_who_looks_finds_it() -> None:
 
 
 @pytest.mark.parametrize("at", range(FILLER.size))
-def test_a_flipped_bit_of_a_filler_is_found(at: int) -> None:
+def test_flipped_bit_of_a_filler_is_found(at: int) -> None:
     made, receipts = checkpointed()
     ends = [one.next_position for one in receipts]
     (filler, *_) = [end for end in ends if end not in {one.position for one in receipts}]
@@ -113,7 +113,7 @@ def test_a_flipped_bit_of_a_filler_is_found(at: int) -> None:
     assert [one.position for one in Fsck(disk, ends[-1]).run().problems] == [filler]
 
 
-def test_every_read_that_meets_damage_counts_it_once_and_logs_it(
+def test_damage_is_logged_and_counted_once_by_every_kind_of_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made, receipts = checkpointed()
@@ -136,7 +136,7 @@ async def at_once(call: Callable[[Any], None], argument: Any) -> None:
     call(argument)
 
 
-def test_the_scrub_reads_no_faster_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrub_keeps_its_maximum_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log of 60,000 bytes takes 6 s at 10,000 bytes/s, and each of its pieces its part."""
     monkeypatch.setattr(scrub_core, "RANGE_BYTES", 5_000)
     disk = MemoryDisk()

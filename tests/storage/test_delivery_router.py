@@ -96,7 +96,9 @@ async def refusal_of(deliveries: DeliveryRouter, delivery: PendingDelivery) -> B
     return None
 
 
-async def test_each_group_is_recorded_at_its_set_and_none_waits_for_the_other() -> None:
+async def test_delivery_is_recorded_at_the_set_of_its_group_without_waiting_for_other_sets() -> (
+    None
+):
     async with two_sets() as (scene, deliveries), asyncio.TaskGroup() as tasks:
         scene.twins["b"].answering.clear()
         late = tasks.create_task(deliveries.record(range_of(FAR)))
@@ -110,7 +112,7 @@ async def test_each_group_is_recorded_at_its_set_and_none_waits_for_the_other() 
         assert [group for group, *_ in scene.twins["b"].recorded] == ["far"]
 
 
-async def test_a_moved_group_is_asked_of_its_new_set_whose_epoch_is_lower() -> None:
+async def test_moved_group_is_recorded_at_its_new_set_whose_epoch_is_lower() -> None:
     async with two_sets() as (scene, deliveries):
         scene.twins["a"].epoch = 9
         verdict = await deliveries.record(range_of(NEAR))
@@ -123,7 +125,7 @@ async def test_a_moved_group_is_asked_of_its_new_set_whose_epoch_is_lower() -> N
 
 
 @pytest.mark.parametrize("refusal", [GroupMoved("it is kept by c"), NotServing("it is on its way")])
-async def test_a_set_that_does_not_keep_the_group_says_nothing_of_the_token(
+async def test_error_of_a_set_that_does_not_keep_the_group_does_not_fence(
     refusal: BatonError,
 ) -> None:
     async with two_sets() as (scene, deliveries):
@@ -134,7 +136,7 @@ async def test_a_set_that_does_not_keep_the_group_says_nothing_of_the_token(
         assert await refusal_of(deliveries, range_of(NEAR)) is None
 
 
-async def test_holders_are_touched_at_their_sets_and_one_that_is_silent_tells_nothing() -> None:
+async def test_owners_are_touched_at_their_sets_and_a_silent_set_fences_none() -> None:
     async with two_sets() as (scene, deliveries):
         stale = replace(NEAR, token=7)
         scene.twins["b"].claimed_epoch = 4

@@ -49,7 +49,7 @@ async def back(scene: Scene, node: Replica) -> None:
     assert not node.ended.is_set()
 
 
-async def test_a_leader_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
+async def test_leader_whose_sync_fails_resigns_and_cuts_what_it_wrote(
     scene: Scene, disks: Disks
 ) -> None:
     """The next sync would succeed, as the kernel has dropped what it could not write.
@@ -72,7 +72,7 @@ async def test_a_leader_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
     await back(scene, first)
 
 
-async def test_a_follower_whose_sync_fails_counts_no_more_until_it_has_it_all(
+async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
     scene: Scene, disks: Disks
 ) -> None:
     leader = await three(scene)
@@ -86,7 +86,7 @@ async def test_a_follower_whose_sync_fails_counts_no_more_until_it_has_it_all(
     assert await follower.bodies() == numbers(3)
 
 
-async def test_what_a_failed_sync_left_is_cut_off_though_the_cut_fails_at_first(
+async def test_bytes_of_a_failed_sync_are_cut_off_even_if_the_first_cut_fails(
     scene: Scene, disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files can be read as if nothing had happened: only the node knows up to where."""
@@ -112,7 +112,7 @@ async def test_what_a_failed_sync_left_is_cut_off_though_the_cut_fails_at_first(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-async def test_who_can_not_note_its_epoch_leads_once_it_can(
+async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
     scene: Scene, disks: Disks, number: int
 ) -> None:
     scene.members = ("a", "b")
@@ -138,7 +138,7 @@ async def test_who_can_not_note_its_epoch_leads_once_it_can(
     assert receipt.first_offset == 3
 
 
-async def test_a_leader_leaves_it_to_another_if_it_can_not_note_its_epoch(
+async def test_elected_node_that_cannot_record_its_epoch_resigns_for_another(
     scene: Scene, disks: Disks
 ) -> None:
     first = await three(scene)
@@ -168,7 +168,7 @@ async def test_a_leader_leaves_it_to_another_if_it_can_not_note_its_epoch(
 @pytest.mark.parametrize(
     ("calls", "number"), [(REPLACE, errno.ENOSPC), (CREATE, errno.EIO), (REPLACE, errno.EIO)]
 )
-async def test_a_follower_that_can_not_begin_anew_does_so_later(
+async def test_follower_that_cannot_discard_its_copy_does_so_later(
     scene: Scene, disks: Disks, calls: frozenset[str], number: int
 ) -> None:
     scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}

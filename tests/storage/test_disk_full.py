@@ -77,7 +77,7 @@ class SparseDisk(MemoryDisk):
         return file
 
 
-def test_a_write_that_finds_no_space_is_refused_and_leaves_nothing() -> None:
+def test_write_without_space_is_rejected_and_leaves_no_bytes() -> None:
     disk = SparseDisk()
     opened = open_store(disk)
     store = opened.store
@@ -101,7 +101,7 @@ def test_a_write_that_finds_no_space_is_refused_and_leaves_nothing() -> None:
     assert [bodies(again, queue_id) for queue_id in (1, 2, 3)] == [[], [], []]
 
 
-def test_no_refused_batch_comes_back_behind_a_later_one_of_the_same_length() -> None:
+def test_rejected_batch_does_not_reappear_after_a_later_one_of_the_same_length() -> None:
     """The bytes of the second of two refused batches stand where the next append ends."""
     disk = SparseDisk()
     store = open_store(disk).store
@@ -117,7 +117,7 @@ def test_no_refused_batch_comes_back_behind_a_later_one_of_the_same_length() -> 
     assert bodies(open_store(disk.killed()).store) == [b"a", b"b"]
 
 
-def test_a_batch_that_needs_two_segments_leaves_nothing_in_the_first() -> None:
+def test_append_over_two_segments_without_space_leaves_nothing_in_the_first() -> None:
     disk = SparseDisk()
     store = open_store(disk, segment_bytes=1_000).store
     stored(store, batch(bytes(500)))
@@ -142,7 +142,7 @@ def test_a_batch_that_needs_two_segments_leaves_nothing_in_the_first() -> None:
     assert [len(bodies(after, queue_id)) for queue_id in (0, 1, 2)] == [1, 0, 0]
 
 
-def test_another_error_of_a_write_is_not_taken_for_a_full_disk() -> None:
+def test_other_write_error_is_not_a_full_disk() -> None:
     disk = SparseDisk()
     store = open_store(disk).store
     stored(store, batch(b"a"))
@@ -151,7 +151,7 @@ def test_another_error_of_a_write_is_not_taken_for_a_full_disk() -> None:
         append(store, batch(b"b"))
 
 
-def test_a_retry_of_what_is_stored_has_its_receipt_on_a_full_disk() -> None:
+def test_retry_of_a_stored_batch_gets_its_receipt_on_a_full_disk() -> None:
     store = open_store(MemoryDisk()).store
     raw = batch(b"a", producer=(5, 1))
     (first,) = stored(store, raw)
@@ -162,7 +162,7 @@ def test_a_retry_of_what_is_stored_has_its_receipt_on_a_full_disk() -> None:
     assert isinstance(fresh, DiskFull)
 
 
-async def test_a_refusal_has_the_numbers_of_the_moment() -> None:
+async def test_rejection_has_the_current_disk_numbers() -> None:
     """The last look at the disk may be a second old, and the disk may have been empty then."""
     async with schedule_scene.scene() as here:
         here.retention.observe(DiskUsage(10, 1 << 40), 0, 0)
@@ -221,7 +221,7 @@ async def state(node: Running) -> pb.DiskState.ValueType:
     return (await node.describe()).disk_state
 
 
-async def test_a_disk_that_others_fill_refuses_writes_and_serves_reads_until_they_leave(
+async def test_disk_filled_by_other_files_rejects_writes_and_serves_reads_until_they_are_removed(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     with small_file_system(tmp_path / "disk", 8) as disk:
@@ -254,7 +254,7 @@ async def _is(node: Running, wanted: pb.DiskState.ValueType) -> bool:
     return await state(node) == wanted
 
 
-async def test_a_log_that_outgrows_its_disk_loses_its_oldest_and_goes_on(
+async def test_log_that_outgrows_its_disk_loses_its_oldest_segments_and_continues(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """Twice as much as the disk holds is written; what is refused on the way is sent again."""
@@ -281,7 +281,7 @@ async def test_a_log_that_outgrows_its_disk_loses_its_oldest_and_goes_on(
             assert (await node.append(batch(b"x")))[0].first_offset == stored_count
 
 
-async def test_a_segment_that_does_not_fit_is_refused_until_it_does(
+async def test_append_is_rejected_until_a_new_segment_fits(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """The real ENOSPC, below every watermark."""

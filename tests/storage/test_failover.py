@@ -26,7 +26,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.timeout(180)
 
 
-async def test_a_producer_sees_nothing_of_a_failover_but_a_pause(
+async def test_producer_sees_only_a_pause_during_a_failover(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     cluster = f"test-{secrets.token_hex(8)}"

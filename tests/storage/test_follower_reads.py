@@ -97,7 +97,7 @@ async def shows(node: Replica, count: int) -> None:
     await until(look)
 
 
-async def test_a_follower_records_a_delivery_before_it_answers(
+async def test_follower_records_a_delivery_before_it_answers(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     leader, follower = await three(scene)
@@ -112,7 +112,7 @@ async def test_a_follower_records_a_delivery_before_it_answers(
     assert refused.value.reason == "FENCED"
 
 
-async def test_a_follower_takes_no_acks(scene: Scene, offsets: OffsetsTwin) -> None:
+async def test_follower_commits_no_acknowledgements(scene: Scene, offsets: OffsetsTwin) -> None:
     leader, follower = await three(scene)
     await leader.append(batch(b"a"), batch(b"b"))
     await shows(follower, 2)
@@ -122,7 +122,7 @@ async def test_a_follower_takes_no_acks(scene: Scene, offsets: OffsetsTwin) -> N
     assert [item.HasField("progress") for item in offsets.items] == [False, True]
 
 
-async def test_a_follower_with_a_leader_sends_readers_back_at_once(
+async def test_follower_with_a_leader_redirects_readers_to_it_at_once(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     leader, follower = await three(scene)
@@ -134,7 +134,7 @@ async def test_a_follower_with_a_leader_sends_readers_back_at_once(
     assert answer.next_node_id == ""
 
 
-async def test_a_follower_without_a_leader_holds_and_keeps_its_readers(
+async def test_follower_without_a_leader_serves_long_polls(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     scene.settings["replica_lag_ms_max"] = 500
@@ -154,7 +154,7 @@ async def test_a_follower_without_a_leader_holds_and_keeps_its_readers(
     assert Clock().monotonic_ms() - begin_ms >= 250
 
 
-async def test_a_follower_that_lags_refuses_what_it_does_not_have(
+async def test_lagging_follower_rejects_offsets_it_does_not_have(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     leader, follower = await three(scene)
@@ -169,7 +169,7 @@ async def test_a_follower_that_lags_refuses_what_it_does_not_have(
     assert refused.value.reason == "OFFSET_AHEAD_OF_LOG"
 
 
-async def test_who_is_far_behind_is_sent_to_a_follower_and_comes_back(
+async def test_lagging_consumer_is_redirected_to_a_follower_and_back(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     scene.settings["memory_window_bytes"] = 50_000
@@ -200,7 +200,7 @@ async def test_readers_ask_each_node_in_turn_until_one_answers(
     assert leader.name in asked
 
 
-async def test_messages_are_looked_up_at_a_follower_while_nobody_leads(
+async def test_messages_are_queried_at_a_follower_while_there_is_no_leader(
     scene: Scene, etcd_endpoint: str
 ) -> None:
     scene.members = ("a", "b")
@@ -226,7 +226,7 @@ async def test_messages_are_looked_up_at_a_follower_while_nobody_leads(
     assert found.body == b"found"
 
 
-async def test_a_reader_goes_on_while_there_is_no_leader(scene: Scene, etcd_endpoint: str) -> None:
+async def test_reader_continues_while_there_is_no_leader(scene: Scene, etcd_endpoint: str) -> None:
     """What was written is read to its end from a follower; nothing twice, nothing left out."""
     scene.settings["replica_lag_ms_max"] = 500
     leader, follower = await three(scene)

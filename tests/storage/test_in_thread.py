@@ -42,7 +42,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_who_is_cancelled_waits_for_the_thread_however_often() -> None:
+async def test_cancelled_call_waits_for_its_thread_however_often() -> None:
     begun, go, done = threading.Event(), threading.Event(), threading.Event()
 
     def call(_: None) -> None:
@@ -62,7 +62,7 @@ async def test_who_is_cancelled_waits_for_the_thread_however_often() -> None:
     assert task.cancelled()
 
 
-async def test_what_the_thread_raises_is_raised() -> None:
+async def test_error_of_the_thread_is_raised() -> None:
     def call(text: str) -> None:
         raise OSError(errno.EIO, text)
 
@@ -89,14 +89,14 @@ async def cancelled(node: SlowNode, failure: OSError | None = None) -> Flusher:
     return flusher
 
 
-async def test_nobody_else_may_have_the_log_while_a_cancelled_sync_goes_on(tmp_path: Path) -> None:
+async def test_cancelled_sync_keeps_the_log_locked_until_it_ends(tmp_path: Path) -> None:
     with slow_node(tmp_path) as node:
         flusher = await cancelled(node)
         await flusher.sync()
         assert node.store.log.synced_position == node.store.log.next_position
 
 
-async def test_a_sync_that_fails_after_it_was_cancelled_has_failed(tmp_path: Path) -> None:
+async def test_sync_that_fails_after_it_was_cancelled_has_failed(tmp_path: Path) -> None:
     """The next one would succeed: the kernel may have dropped what it could not write."""
     with slow_node(tmp_path) as node:
         flusher = await cancelled(node, OSError(errno.EIO, "input/output error"))
@@ -108,7 +108,7 @@ async def test_a_sync_that_fails_after_it_was_cancelled_has_failed(tmp_path: Pat
         assert node.store.log.synced_position == 0
 
 
-async def test_a_log_that_is_closed_is_not_synced_any_more(tmp_path: Path) -> None:
+async def test_closed_log_is_not_synced(tmp_path: Path) -> None:
     with slow_node(tmp_path) as node:
         append(node.store, batch(b"a"))
         flusher = Flusher(node, lambda _: None, lambda _: None)
@@ -153,7 +153,7 @@ class Held:
         patch.setattr(RealDisk, "replace", replace)
 
 
-async def test_an_epoch_that_is_noted_late_does_not_meet_that_of_the_next_leader(
+async def test_epoch_recorded_late_does_not_overlap_the_next_leader(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await three(scene)

@@ -90,7 +90,7 @@ async def read_all(nameserver: str, count: int) -> dict[tuple[QueueRef, int], by
     return found
 
 
-async def test_every_acknowledged_message_is_at_its_receipts_offset(
+async def test_acknowledged_message_is_at_the_offset_of_its_receipt(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     random = Random(ROUNDS)
@@ -125,7 +125,7 @@ async def test_every_acknowledged_message_is_at_its_receipts_offset(
     assert report["epoch"] == ROUNDS + 1
 
 
-async def test_a_sync_that_fails_ends_the_process_and_nothing_is_acknowledged(
+async def test_failed_sync_ends_the_process_and_acknowledges_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     data, trigger = tmp_path / "data", tmp_path / "trigger"

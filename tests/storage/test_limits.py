@@ -50,7 +50,7 @@ def record(keys: int = 0, tag: int = 0, properties: int = 0, body: int = 0) -> b
         ({"tag": 128}, "tag", 127),
     ],
 )
-async def test_a_record_beyond_a_limit_is_refused_with_both_numbers(
+async def test_record_beyond_a_limit_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path, sizes: dict[str, int], field: str, limit: int
 ) -> None:
     fits = record(**{field: limit})
@@ -63,7 +63,7 @@ async def test_a_record_beyond_a_limit_is_refused_with_both_numbers(
         assert (await node.pull()).queue_next_offset == 1
 
 
-async def test_a_batch_beyond_its_limit_is_refused_with_both_numbers(
+async def test_batch_beyond_its_limit_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     head = len(raw_batch(record(), 2)) - len(record()) * 2
@@ -83,7 +83,7 @@ async def test_a_batch_beyond_its_limit_is_refused_with_both_numbers(
         }
 
 
-async def test_as_many_records_as_a_batch_may_have_are_taken(
+async def test_batch_with_the_maximum_of_records_is_accepted(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     raw = raw_batch(record(), RECORDS_MAX)
@@ -97,7 +97,7 @@ async def test_as_many_records_as_a_batch_may_have_are_taken(
         assert (await node.pull()).queue_next_offset == RECORDS_MAX
 
 
-async def test_a_batch_longer_than_a_segment_is_refused_with_both_numbers(
+async def test_batch_longer_than_a_segment_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     raw = batch(bytes(5_000))
@@ -110,7 +110,7 @@ async def test_a_batch_longer_than_a_segment_is_refused_with_both_numbers(
         }
 
 
-async def test_a_segment_of_an_earlier_setting_lets_no_batch_in_that_a_new_one_has_no_room_for(
+async def test_batch_that_fits_only_a_larger_old_segment_is_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """Alone it fits there, but not twice; and refused is refused, the node goes on."""
@@ -136,7 +136,7 @@ async def test_a_segment_of_an_earlier_setting_lets_no_batch_in_that_a_new_one_h
         (check_client_id, "client_id", 255),
     ],
 )
-def test_names_have_a_length_and_characters(check, field: str, limit: int) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_names_are_rejected(check, field: str, limit: int) -> None:  # type: ignore[no-untyped-def]
     assert check("a" * limit) == "a" * limit
     with pytest.raises(InvalidName) as refused:
         check("a" * (limit + 1))

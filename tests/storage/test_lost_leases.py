@@ -30,7 +30,7 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
         yield scene
 
 
-async def test_a_batch_that_is_stored_when_the_lease_has_run_out_is_not_called_refused(
+async def test_batch_stored_when_the_lease_expired_is_not_reported_as_rejected(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await three(scene)

@@ -153,7 +153,7 @@ async def read(stub: pb_grpc.StorageServiceAsyncStub, queue_id: int) -> list[byt
         offset = answer.next_offset
 
 
-async def test_kill_9_under_load_loses_nothing_and_doubles_nothing(
+async def test_kill_9_under_load_loses_and_duplicates_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     sent: dict[int, list[bytes]] = {queue_id: [] for queue_id in range(QUEUES)}
@@ -184,7 +184,7 @@ async def test_kill_9_under_load_loses_nothing_and_doubles_nothing(
         assert report["batches"] >= ROUNDS * 40
 
 
-async def test_sigterm_ends_held_pulls_and_keeps_everything(
+async def test_sigterm_ends_long_polls_and_keeps_everything(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
@@ -220,7 +220,7 @@ async def held_pull(stub: pb_grpc.StorageServiceAsyncStub) -> BatonError | None:
     return None
 
 
-async def test_a_second_process_does_not_take_the_folder(
+async def test_second_process_does_not_get_the_directory(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
@@ -233,7 +233,7 @@ async def test_a_second_process_does_not_take_the_folder(
         assert first.returncode is None
 
 
-async def test_damage_of_acknowledged_batches_ends_the_start_with_a_remedy(
+async def test_damage_of_acknowledged_batches_fails_the_start_with_a_remedy(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
@@ -254,7 +254,7 @@ async def test_damage_of_acknowledged_batches_ends_the_start_with_a_remedy(
         await here.serving(node.start_unix_ms)
 
 
-async def test_settings_are_printed_and_misspelt_ones_refused(
+async def test_settings_are_printed_and_misspelt_ones_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:

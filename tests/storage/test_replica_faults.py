@@ -121,7 +121,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_what_has_a_receipt_is_there_once_and_in_order(
+async def test_acknowledged_messages_are_there_once_and_in_order(
     etcd_endpoint: str, tmp_path: Path, seed: int
 ) -> None:
     async with replica_set(etcd_endpoint, secrets.token_hex(8), tmp_path) as scene:

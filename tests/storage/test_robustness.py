@@ -50,7 +50,7 @@ async def reason(call: Awaitable[object]) -> str:
     return "OK"
 
 
-async def test_numbers_at_the_edges_of_their_fields_are_stored_or_refused_by_name(
+async def test_numbers_at_the_limits_of_their_fields_are_stored_or_rejected_by_name(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     def edge(**fields: int) -> bytes:
@@ -119,7 +119,7 @@ def spoiled(raw: bytes, random: Random) -> bytes:
     return bytes(changed)
 
 
-def test_no_batch_that_passes_the_checks_harms_the_store_or_its_readers() -> None:
+def test_batch_that_passes_the_checks_never_harms_the_store_or_its_readers() -> None:
     """An exception in the middle of an append would end the node."""
     random = Random(7)
     messages = [Message(b"b" * n, f"t{n}", ("k", f"k{n}"), {"a": "b"}) for n in range(5)]
@@ -147,7 +147,7 @@ def test_no_batch_that_passes_the_checks_harms_the_store_or_its_readers() -> Non
         bodies(again.store, queue_id)
 
 
-async def test_thousands_of_held_pulls_are_woken_by_one_append_and_the_others_stay(
+async def test_one_append_wakes_thousands_of_long_polls_of_its_queue_only(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     count = 2_000
@@ -169,7 +169,7 @@ async def test_thousands_of_held_pulls_are_woken_by_one_append_and_the_others_st
 
 
 @pytest.mark.parametrize("change", ["deleted", "shrunk", "made anew"])
-async def test_held_pulls_learn_what_became_of_their_topic(
+async def test_long_polls_are_answered_when_their_topic_changes(
     etcd_endpoint: str, tmp_path: Path, change: str
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
@@ -248,7 +248,7 @@ def check_bodies(batches: Iterable[bytes]) -> None:
             assert record.body.startswith(b"%d:" % record.offset)
 
 
-async def test_reads_at_the_edge_that_retention_moves_are_right_or_refused(
+async def test_reads_during_retention_are_correct_or_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(
@@ -273,7 +273,7 @@ async def test_reads_at_the_edge_that_retention_moves_are_right_or_refused(
         assert {one for one in readers.seen if not one.endswith(" OK")} <= allowed
 
 
-async def test_a_segment_that_vanishes_is_data_loss_and_the_rest_is_served(
+async def test_missing_segment_is_data_loss_and_the_rest_is_served(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """Somebody has removed the file; a node that has it open could still read it."""
@@ -294,7 +294,7 @@ async def test_a_segment_that_vanishes_is_data_loss_and_the_rest_is_served(
         assert (await node.describe()).damaged_batch_count == 1
 
 
-async def test_an_index_that_vanishes_is_told_and_made_anew_by_the_next_start(
+async def test_missing_index_is_reported_and_rebuilt_at_the_next_start(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:

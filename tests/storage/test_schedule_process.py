@@ -108,7 +108,9 @@ class Rounds:
         self.in_the_middle_count += 0 < left < COUNT
 
 
-async def test_kill_9_delivers_each_once_and_none_early(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_kill_9_delivers_each_message_once_and_none_early(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
         rounds = Rounds(here)
         for number in range(ROUNDS):

@@ -58,7 +58,7 @@ def fail_call(patch: pytest.MonkeyPatch, number: int, error: int) -> list[str]:
     return calls
 
 
-def test_a_cut_without_room_to_allocate_anew_is_a_cut_all_the_same(
+def test_cut_without_space_to_allocate_still_cuts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = RealDisk(tmp_path).create("log/x", SIZE)
@@ -75,7 +75,7 @@ def test_a_cut_without_room_to_allocate_anew_is_a_cut_all_the_same(
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_wherever_a_cut_is_stopped_the_log_goes_on_like_another_one(
+def test_log_continues_like_the_other_one_after_a_cut_interrupted_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     segment = 0, SIZE
@@ -96,7 +96,7 @@ def test_wherever_a_cut_is_stopped_the_log_goes_on_like_another_one(
     log.close()
 
 
-def test_a_segment_that_is_removed_is_not_allocated_once_more(
+def test_removed_segment_is_not_allocated_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = opened(RealDisk(tmp_path))
@@ -110,7 +110,7 @@ def test_a_segment_that_is_removed_is_not_allocated_once_more(
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(1_000, SIZE), (SIZE, 1_000), (SIZE, 2 * SIZE)])
-def test_the_last_segment_gets_the_end_that_it_has_in_the_other_log(mine: int, theirs: int) -> None:
+def test_last_segment_gets_the_end_that_it_has_in_the_other_log(mine: int, theirs: int) -> None:
     disk = MemoryDisk()
     log = opened(disk)
     log.copy(b"a" * 700, (0, mine))
@@ -121,7 +121,7 @@ def test_the_last_segment_gets_the_end_that_it_has_in_the_other_log(mine: int, t
     assert again.read(0, 1_001) == (b"a" * 700 + b"b" * 300).ljust(min(theirs, 1_001), b"\0")
 
 
-def test_a_segment_ends_where_the_other_log_has_begun_the_next_one() -> None:
+def test_segment_ends_where_the_other_log_begins_the_next_one() -> None:
     disk = MemoryDisk()
     log = opened(disk)
     log.copy(b"a" * 1_000, (0, SIZE))
@@ -132,7 +132,7 @@ def test_a_segment_ends_where_the_other_log_has_begun_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("segment", [(0, 999), (1, SIZE), (999, SIZE), (1_001, SIZE)])
-def test_nothing_is_changed_for_a_segment_that_can_not_be_the_next(
+def test_segment_that_does_not_follow_changes_nothing(
     segment: tuple[int, int],
 ) -> None:
     disk = MemoryDisk()
@@ -145,7 +145,7 @@ def test_nothing_is_changed_for_a_segment_that_can_not_be_the_next(
 
 
 @pytest.mark.parametrize("end", [1_024, 4_096])
-def test_runs_of_the_key_index_end_where_the_segment_ends_in_the_end(end: int) -> None:
+def test_key_index_runs_end_at_the_final_end_of_the_segment(end: int) -> None:
     """As if the segment had been made like that: else the index would differ from one made anew."""
     disk = MemoryDisk()
     first = open_store(disk, segment_bytes=2_048).store
@@ -192,7 +192,7 @@ async def together(scene: Scene) -> None:
         assert_good(node)
 
 
-async def test_a_follower_with_a_short_segment_follows_again(scene: Scene) -> None:
+async def test_follower_with_a_short_segment_follows_again(scene: Scene) -> None:
     await scene.start("a", "b", "c")
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")

@@ -42,7 +42,7 @@ async def together(
     return [one.result() for one in waiting]
 
 
-async def test_who_claims_an_epoch_to_come_costs_no_other_that_has_seen_a_new_one() -> None:
+async def test_wrongly_claimed_epoch_does_not_fail_other_pulls_of_the_call() -> None:
     """As after a restart of storage, which has seen none yet."""
     liar, honest = PendingDelivery(HOLDER, 1, 2, 1 << 40), PendingDelivery(HOLDER, 2, 3, 7)
     async with asking(Clock(), PATIENT_MS) as (asked, twin):
@@ -56,7 +56,9 @@ async def test_who_claims_an_epoch_to_come_costs_no_other_that_has_seen_a_new_on
         ]
 
 
-async def test_acks_without_end_ride_in_calls_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_very_large_acks_are_split_over_several_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """gRPC refuses a whole message that is too large."""
     assert 2 * CALL_BYTES_MAX < MESSAGE_BYTES_MAX
     monkeypatch.setattr(deliveries, "CALL_BYTES_MAX", 1_000)

@@ -424,7 +424,7 @@ StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 TestStore = StoreMachine.TestCase
 
 
-def test_an_index_that_is_lost_after_retention_costs_no_message() -> None:
+def test_lost_index_after_retention_loses_no_message() -> None:
     machine = StoreMachine()
     machine.start()
     machine.append_nearly_to_the_end_of_the_segment(queue_id=0, left=0)
@@ -439,7 +439,7 @@ def test_an_index_that_is_lost_after_retention_costs_no_message() -> None:
     machine.teardown()
 
 
-def test_offsets_go_on_if_all_that_retention_left_of_a_queue_was_never_synced() -> None:
+def test_offsets_continue_if_the_remaining_messages_of_a_queue_were_never_synced() -> None:
     machine = StoreMachine()
     machine.start()
     machine.append_nearly_to_the_end_of_the_segment(queue_id=0, left=0)

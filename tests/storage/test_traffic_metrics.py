@@ -59,7 +59,7 @@ async def _delivered(node: Running, topic: str) -> bool:
     return (topic, GROUP) in shown(node, "rocketmq_messages_out_total")
 
 
-async def test_messages_count_under_topic_and_group(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_messages_are_counted_by_topic_and_group(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await delivering(node, TOPIC)
         assert shown(node, "rocketmq_messages_in_total") == {(TOPIC,): 3}
@@ -68,7 +68,7 @@ async def test_messages_count_under_topic_and_group(etcd_endpoint: str, tmp_path
         assert shown(node, "rocketmq_throughput_out_total") == {(TOPIC, GROUP): came}
 
 
-async def test_dead_letters_count_under_their_group(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_dead_letters_are_counted_by_group(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         dead = dead_letter_topic(GROUP)
         await node.put_topic(dead)
@@ -76,7 +76,7 @@ async def test_dead_letters_count_under_their_group(etcd_endpoint: str, tmp_path
         assert shown(node, "rocketmq_send_to_dlq_messages_total") == {(GROUP,): 2}
 
 
-async def test_a_topic_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_topic_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await delivering(node, TOPIC, "bills")
         await node.etcd.delete(node.etcd.key("topics", "bills"))
@@ -84,7 +84,7 @@ async def test_a_topic_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_pat
         assert labels(node) == {TOPIC, GROUP}
 
 
-async def test_a_group_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_group_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await delivering(node, TOPIC)
         dead = dead_letter_topic(GROUP)
@@ -95,7 +95,7 @@ async def test_a_group_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_pat
         assert labels(node) == {TOPIC, dead}
 
 
-async def test_who_is_no_group_gets_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_unknown_group_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(messages(TOPIC, "x"))
         await node.pull()
