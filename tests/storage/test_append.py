@@ -1,6 +1,6 @@
-"""Goal: Append answers each batch by itself, and never acknowledges what is not safe.
+"""Goal: Append has one outcome per batch, and never acknowledges a batch that is not safe.
 
-Method: the whole node over gRPC with a real etcd; refusals are followed by a look at the log.
+Method: the whole node over gRPC with a real etcd; after each rejection the log is checked.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ async def test_deleted_topic_is_not_found(etcd_endpoint: str, tmp_path: Path) ->
         await node.append(batch(b"a", topic="marker"))
         end = (await node.describe()).next_position
         with pytest.raises(TopicNotFound):
-            while True:  # until the node has seen the deletion
+            while True:  # wait until the node has seen the deletion
                 await node.append(batch(b"a"))
                 end = (await node.describe()).next_position
         assert (await node.describe()).next_position == end
@@ -223,7 +223,7 @@ async def test_topic_created_again_starts_at_offset_zero(
         await node.append(batch(b"old"), batch(b"old"))
         await node.put_topic(TOPIC, 1_000)
         first_offsets = []
-        while 0 not in first_offsets:  # until the node has seen the change
+        while 0 not in first_offsets:  # wait until the node has seen the change
             (receipt,) = await node.append(batch(b"new"))
             first_offsets.append(receipt.first_offset)
         assert first_offsets == [*range(2, len(first_offsets) + 1), 0]

@@ -1,9 +1,9 @@
-"""Messages that a call names by their ids.
+"""Authorization of calls that name a message by its id.
 
-Goal: who may not read a topic does not get a message of it by its id, and who may not write to it
-does not cancel what is scheduled for it; where nobody is asked who calls, both go on.
-Method: the servicers on a node with a disk in memory, and the rules of access with what a test
-grants.
+Goal: a caller without permission to consume a topic gets no message of it by id, and a caller
+without permission to produce to it cancels no scheduled batch of it. With authorization off, both
+calls work.
+Method: the servicers on a node with a disk in memory, and access rules with the test's grants.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FILL = b"x" * (SEGMENT_BYTES // 2)
 
 
 class Asked:
-    """The guard's question, about one caller."""
+    """A permission check for one caller."""
 
     def __init__(self, *grants: Grant) -> None:
         self._access = Authorizer()
@@ -49,7 +49,7 @@ def scheduling(here: Scene, *grants: Grant) -> ScheduleServicer:
 
 
 def position(here: Scene, schedule_id: str) -> int | None:
-    """Where a batch for later lies now."""
+    """Return the position at which a scheduled batch is stored now."""
     return here.store.schedule.waiting.position(decode_id(schedule_id, BROKER))
 
 
@@ -70,7 +70,7 @@ async def test_cancelling_a_scheduled_batch_needs_permission_to_produce_to_its_t
 async def test_rewritten_scheduled_batch_is_still_authorized_by_its_topic() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"body"), NOW + 40 * HOUR_MS)
-        for _ in range(2):  # so that what is old stands in the way of retention
+        for _ in range(2):  # so that old batches block retention
             await here.schedule(batch(FILL), NOW)
         await here.deliver()
         first = position(here, receipt.schedule_id)

@@ -1,8 +1,8 @@
-"""Goal: a start that trusts a checkpoint ends where one that reads the whole log does, byte for
-byte; and one that can't be trusted is not.
+"""Goal: recovery with a checkpoint has the same result, byte for byte, as a scan of the whole log;
+an invalid checkpoint is not used.
 
-Method: a disk in memory; stores that came up with and without the checkpoint, or with a spoiled
-index, are compared by what they serve and by the bytes of their indexes.
+Method: a disk in memory. Stores recovered with and without the checkpoint, or with a damaged index,
+are compared by what they serve and by the bytes of their indexes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ INDEXES = ("consumequeue/", "keyindex/", "checkpoint")
 
 
 def take(opened: Opened) -> None:
-    """A checkpoint at the end of the log."""
+    """Take a checkpoint at the end of the log."""
     CheckpointWriter(opened.disk, opened.store, 0).run()
 
 
@@ -56,7 +56,7 @@ def fresh() -> Opened:
 
 
 def fill(opened: Opened, begin: int = 0, count: int = 20) -> None:
-    """Messages with keys for three queues, from an idempotent producer each."""
+    """Return messages with keys for three queues, each of an idempotent producer."""
     for number in range(begin, begin + count):
         queue_id = number % 3
         message = Message(b"%d" % number * 30, tag=f"t{number % 4}", keys=(f"k{number % 5}", "all"))
@@ -65,14 +65,14 @@ def fill(opened: Opened, begin: int = 0, count: int = 20) -> None:
 
 
 def indexes(disk: MemoryDisk) -> dict[str, bytes]:
-    """The files of the indexes."""
+    """Return the index files by path."""
     return {
         path: bytes(file.content) for path, file in disk.files.items() if path.startswith(INDEXES)
     }
 
 
 def served(store: Store) -> list[object]:
-    """Everything the store shows."""
+    """Return everything that can be read from the store."""
     return [
         [bodies(store, queue_id) for queue_id in range(3)],
         [store.offsets((TOPIC_ID, queue_id)) for queue_id in range(3)],

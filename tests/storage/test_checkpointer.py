@@ -1,7 +1,6 @@
-"""Goal: checkpoints are taken when they are due and at a clean stop; one that can't be written
-harms nothing.
+"""Goal: checkpoints are taken when they are due and at a clean stop; a failed one does no harm.
 
-Method: a node on a disk in memory, its loops as in production but for the threads; then the whole
+Method: a node on a disk in memory, its loops as in production but without threads; then the whole
 node.
 """
 
@@ -31,7 +30,7 @@ FIRST = f"log/{0:020d}"
 
 
 class WatchedDisk(MemoryDisk):
-    """Notes how much of the log was unsynced at every checkpoint; fails while `failure` is set."""
+    """A disk that records the unsynced bytes at each checkpoint; fails while `failure` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Goal: the log keeps what it was given, at the positions it said, in segments of fixed size.
+"""Goal: the log keeps each batch at its assigned position, in segments of fixed size.
 
 Method: a disk in memory, small segments, and a comparison with a plain list of batches.
 """

@@ -1,6 +1,6 @@
-"""Goal: storage treats a compressed batch as any other, and judges what is inside.
+"""Goal: storage handles compressed batches like others, and checks their content.
 
-Method: the whole node over gRPC with a real etcd; messages for later and fsck in memory.
+Method: the whole node over gRPC with a real etcd; scheduled messages and fsck in memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Goal: settings of a storage node that can't be meant are refused; a node alone is its own broker.
+"""Goal: inconsistent settings are rejected; a node without replicas is its own broker.
 
-Method: settings made by hand.
+Method: settings are built directly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: entry N of a queue is what the batch of offset N said, wherever the entry lies by now.
+"""Goal: entry N of a queue is that of the batch with offset N, in memory or in a file.
 
 Method: a disk in memory, few entries per file, and a plain list beside the queue.
 """
@@ -100,7 +100,7 @@ def test_trimmed_entries_leave_the_disk_and_the_others_stay(
 ) -> None:
     disk = MemoryDisk()
     queue = open_queue(disk, entries_per_file=100)
-    model: list[int] = []  # the position of every message ever, one batch per append
+    model: list[int] = []  # position of each message, one batch per append
     position = first = 0
     for step, number in steps:
         if step == "append":

@@ -1,7 +1,7 @@
-"""Goal: nothing is due early, nothing due is forgotten, whatever is added, removed or moved.
+"""Goal: no entry is due early, and no due entry is forgotten, whatever is added, removed or moved.
 
-Method: Hypothesis drives the buckets and a plain dictionary side by side, with a clock that jumps;
-times crowd around the borders of seconds and minutes.
+Method: Hypothesis drives the queue and a plain dictionary side by side, with a clock that jumps;
+many times are near the borders of seconds and minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ aheads = st.one_of(
 
 
 class Against(RuleBasedStateMachine):
-    """`levels` is what is tested, `waiting` and `taken` say what it has to hold."""
+    """`levels` is tested; `waiting` and `taken` are the expected content."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_snapshot_is_restored_as_it_was() -> None:
 
 
 def test_snapshot_of_many_entries_is_quick_and_immutable() -> None:
-    """It is taken on the event loop, whatever the number of minutes; encoding it is not."""
+    """The snapshot is taken on the event loop, so it must be quick; it is encoded elsewhere."""
     rows = np.empty(300_000, ROW)
     numbers = np.arange(len(rows))
     rows["deliver_unix_ms"] = NOW + numbers * 40 * DAY_MS // len(rows)

@@ -1,7 +1,7 @@
-"""Goal: what is told of deliveries names exactly the offsets that were delivered, however pulls
-were filtered, joined and split.
+"""Goal: reported ranges contain exactly the delivered offsets, however pulls were filtered, joined
+and split.
 
-Method: Hypothesis: pulls that follow each other, against a set of integers.
+Method: Hypothesis generates consecutive pulls; a set of integers is the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDeli
 
 
 def offsets_of(told: ReportedRange) -> list[int]:
-    """As a reader of the runs counts."""
+    """Return the offsets that the runs describe."""
     if not told.runs:
         return list(range(told.first_offset, told.next_offset))
     found: list[int] = []

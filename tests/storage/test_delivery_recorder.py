@@ -1,6 +1,6 @@
-"""Goal: only a fresh verdict counts, and the order of one queue is kept.
+"""Goal: only a fresh record of a delivery is used, and the order of each queue is kept.
 
-Method: the offsets twin behind a real channel, and a clock that jumps while a call is under way.
+Method: the offsets twin behind a real channel, and a clock that jumps while a call is in flight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Goal: a delivery is recorded at the set that keeps its group, and no set waits for another one.
 
-Method: twins of two sets behind real channels; the places are put where the mirror of etcd is.
+Method: twins of two offsets sets behind real channels; the test writes placements to the mirror.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NEAR, FAR = (
 
 
 class Scene:
-    """Two sets, by name, and which of them keeps which group."""
+    """Two offsets sets, by name, and the placement of each group."""
 
     def __init__(self) -> None:
         self.twins = {"a": OffsetsTwin(), "b": OffsetsTwin()}  # type: ignore[abstract]
@@ -52,7 +52,7 @@ class Scene:
         self.places = GroupPlacements(self._mirror, nodes)
 
     def put(self, group: str, place: GroupPlacement) -> None:
-        """etcd tells where a group is."""
+        """Write the placement of a group into the mirror."""
         self._mirror.revision += 1
         revision = self._mirror.revision
         self._mirror.values[group] = KeyValue(group, place.encode(), revision, revision)
@@ -60,7 +60,7 @@ class Scene:
 
 @asynccontextmanager
 async def two_sets() -> AsyncIterator[tuple[Scene, DeliveryRouter]]:
-    """`near` is kept by set a, `far` by set b."""
+    """Set a keeps the group `near`, set b keeps `far`."""
     scene = Scene()
     scene.put("near", GroupPlacement("a"))
     scene.put("far", GroupPlacement("b"))

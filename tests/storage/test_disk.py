@@ -1,4 +1,4 @@
-"""Goal: the real files do what the core asks of files.
+"""Goal: real files behave as the core expects.
 
 Method: a temporary folder; the commit log on it is compared with one on the disk in memory.
 """

@@ -1,7 +1,8 @@
-"""A node of a replica set whose disk fails, or is full at a bad moment.
+"""A node of a replica set whose disk fails, or is full, at a bad moment.
 
-Goal: it answers for nothing that may not be on its disk, gives way to who can go on, and comes
-back by itself, with the bytes of the others; a sync that has failed is never believed afterwards.
+Goal: the node acknowledges nothing that may not be on its disk, resigns in favour of a healthy
+node, and recovers by itself with the bytes of the others. After a failed sync the unsynced bytes
+are never trusted.
 Method: real nodes in one process (tests/storage/replicas.py); calls of their disks raise what the
 kernel would (tests/storage/failing_disk.py). T26 and T28 of the standing test list.
 """
@@ -43,7 +44,7 @@ def numbers(count: int) -> list[bytes]:
 
 
 async def back(scene: Scene, node: Replica) -> None:
-    """All are in sync again, with the same bytes; `node` has not ended."""
+    """Wait until all nodes are in sync with the same bytes; `node` has not stopped."""
     await scene.in_sync("a", "b", "c")
     await scene.alike()
     assert not node.ended.is_set()
@@ -52,10 +53,10 @@ async def back(scene: Scene, node: Replica) -> None:
 async def test_leader_whose_sync_fails_resigns_and_cuts_what_it_wrote(
     scene: Scene, disks: Disks
 ) -> None:
-    """The next sync would succeed, as the kernel has dropped what it could not write.
+    """The next sync would succeed, because the kernel has dropped the unwritten pages.
 
-    Followers may be slow for as long as the machine likes: were they let out of the set meanwhile,
-    only the first could lead again.
+    Followers may be slow on a busy machine: if they left the in-sync set meanwhile, only the first
+    leader could lead again.
     """
     scene.settings |= {"replica_lag_ms_max": 30_000}
     first = await three(scene)
@@ -89,7 +90,7 @@ async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
 async def test_bytes_of_a_failed_sync_are_cut_off_even_if_the_first_cut_fails(
     scene: Scene, disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files can be read as if nothing had happened: only the node knows up to where."""
+    """The files look undamaged: only the node knows the position of the last good sync."""
     cuts: list[int] = []
     real = StorageNode.cut
 
@@ -116,7 +117,9 @@ async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
     scene: Scene, disks: Disks, number: int
 ) -> None:
     scene.members = ("a", "b")
-    scene.settings |= {"leader_lease_ms": 4_000}  # who gives way does so for three times as long
+    scene.settings |= {
+        "leader_lease_ms": 4_000
+    }  # a node that resigned does not stand for three times as long
     await scene.start("a", "b")
     first = await scene.leader()
     await scene.in_sync("a", "b")
@@ -146,7 +149,7 @@ async def test_elected_node_that_cannot_record_its_epoch_resigns_for_another(
     await scene.alike()
     failing = {
         name: Failing(errno.ENOSPC, REPLACE) for name in others(scene, first)
-    }  # whoever is elected first finds no room, and nobody else lacks it then
+    }  # the node that is elected first has no space; the others do
     for name, failure in failing.items():
         disks.failing[scene.nodes[name].folder] = failure
     await first.crash()

@@ -1,9 +1,9 @@
-"""Which epoch wrote which part of a log, and what that tells about two logs.
+"""Epoch histories, and the common point of two logs.
 
-Goal: the common point of two logs is never past the first byte in which they differ, and not
-before it as far as histories can tell; the file says if it is damaged.
-Method: Hypothesis writes logs by leaders that come and go, each on the copy it has; a log is a
-string of the epochs that wrote its bytes, so that the truth can be looked up.
+Goal: the common point of two logs is never after the first byte in which they differ, and is the
+best one that their histories allow; damage of the file is found.
+Method: Hypothesis writes logs under changing leaders. A model log is a string of the epochs that
+wrote its bytes, so that two logs can be compared directly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODES = 3
 
 
 class Log:
-    """A log of which every byte is the number of the epoch that wrote it."""
+    """A model log: each byte is the epoch that wrote it."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -44,7 +44,7 @@ class Log:
         self.written += [epoch] * count
 
     def follow(self, leader: Log, count: int) -> None:
-        """What a follower does: cut, take the history over as far as it reaches, then copy."""
+        """Follow the leader: cut, adopt the history up to the own end, then copy."""
         point = common_point(leader.history, leader.end, self.history, self.end)
         if point < self.end:
             del self.written[point:]
@@ -57,7 +57,7 @@ class Log:
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[Log]:
-    """Nodes after some leaderships; nobody asks who may be elected."""
+    """Return nodes after some leaderships; any node may be elected."""
     nodes = [Log() for _ in range(NODES)]
     for epoch in range(1, draw(st.integers(1, 6)) + 1):
         leader = nodes[draw(st.integers(0, NODES - 1))]

@@ -1,9 +1,9 @@
-"""A producer that goes on sending while the leader of its broker dies.
+"""A producer that continues to send while the leader of its broker crashes.
 
-Goal: every receipt is true whoever is leader afterwards, every message is stored once and in order,
-and the producer finds the next leader by itself.
+Goal: every receipt is true under the next leader, every message is stored once and in order, and
+the producer finds the next leader by itself.
 Method: the real producer, a real nameserver, and a storage replica set (tests/storage/replicas.py)
-whose leader is ended without a word in the middle of it, twice.
+whose leader crashes twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: one sync serves all who wait, and after a failed one nothing is acknowledged any more.
+"""Goal: one sync serves all waiting calls, and nothing is acknowledged after a failed sync.
 
 Method: a real folder; a node whose sync blocks or fails when the test says so.
 """
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 
 class SlowNode(StorageNode):
-    """Its syncs wait for `gate` and may fail."""
+    """A node whose syncs wait for `gate` and may fail."""
 
     def __init__(self, disk: RealDisk, node: StorageNode) -> None:
         super().__init__(disk, node.recovery, node.report, node.history)
@@ -57,7 +57,7 @@ def slow_node(folder: Path) -> Iterator[SlowNode]:
 
 
 class Scene:
-    """A flusher that runs, and what it told."""
+    """A running flusher, and what it reported."""
 
     def __init__(self, node: SlowNode, interval_ms: int) -> None:
         self.grown: list[frozenset[QueueKey]] = []
@@ -74,7 +74,7 @@ class Scene:
         return self.node.store
 
     def write(self, body: bytes = b"x", queue_id: int = 0) -> int:
-        """Position after a batch that was just written."""
+        """Write a batch; return the position after it."""
         (receipt,) = append(self.store, batch(body, queue_id=queue_id))
         assert isinstance(receipt, StoreReceipt)
         self.flusher.notify_written()

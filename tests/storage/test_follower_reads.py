@@ -1,9 +1,9 @@
 """Reading from followers.
 
-Goal: a follower gives what the whole in-sync set has, under the same checks as the leader; it is
-asked while there is no leader, and by those who are far behind, and otherwise sends readers back.
-Method: three real nodes in one process (tests/storage/replicas.py), an offsets service that notes
-what is recorded, and at the end a real consumer that loses its leader.
+Goal: a follower serves what the whole in-sync set has, under the same checks as the leader. Readers
+use it if there is no leader or if they lag far behind; otherwise it sends them back to the leader.
+Method: three real nodes in one process (tests/storage/replicas.py), an offsets twin that keeps the
+records, and at the end a real consumer whose leader crashes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def offsets(scene: Scene) -> AsyncIterator[OffsetsTwin]:
 
 
 async def three(scene: Scene) -> tuple[Replica, Replica]:
-    """All three are in sync; the leader, and one of its followers."""
+    """Wait until all three nodes are in sync; return the leader and one follower."""
     await scene.start("a", "b", "c")
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
@@ -89,7 +89,7 @@ def bodies(answer: pb.PullResponse) -> list[bytes]:
 
 
 async def shows(node: Replica, count: int) -> None:
-    """Wait until a node shows so many messages of queue 0."""
+    """Wait until a node has `count` visible messages in queue 0."""
 
     async def look() -> bool:
         return len(await node.bodies()) == count
@@ -142,7 +142,7 @@ async def test_follower_without_a_leader_serves_long_polls(
     await leader.append(batch(b"a"))
     await shows(follower, 1)
     for node in scene.nodes.values():
-        node.session.cut = True  # so that nobody is elected
+        node.session.cut = True  # so that no node is elected
     await leader.crash()
 
     async def keeps() -> bool:
@@ -227,7 +227,7 @@ async def test_messages_are_queried_at_a_follower_while_there_is_no_leader(
 
 
 async def test_reader_continues_while_there_is_no_leader(scene: Scene, etcd_endpoint: str) -> None:
-    """What was written is read to its end from a follower; nothing twice, nothing left out."""
+    """All messages are read from a follower, each exactly once."""
     scene.settings["replica_lag_ms_max"] = 500
     leader, follower = await three(scene)
     await leader.append(*(batch(b"%d" % number) for number in range(100)))

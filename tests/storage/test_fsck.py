@@ -1,6 +1,6 @@
-"""Goal: fsck calls a good directory clean, finds whatever is spoiled, and never touches the log.
+"""Goal: fsck calls an undamaged directory clean, finds all damage, and never changes the log.
 
-Method: directories in memory, with one thing spoiled each; then the command itself on real ones.
+Method: directories in memory with one damage each; then the command on real directories.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def test_log_that_ends_below_what_was_synced_is_found() -> None:
 
 def test_gap_in_the_offsets_is_found() -> None:
     made = filled(with_checkpoint=False)
-    # A batch in the place of another of its size: everything about it is right but its offset.
+    # A batch in place of another one of the same size: only its offset is wrong.
     other = open_store(MemoryDisk(), segment_bytes=1_200)
     for number in range(40):
         queue_id = 1 if number == 2 else number % 3

@@ -1,7 +1,7 @@
-"""Goal: no byte of what is on disk changes unseen, and what was written before can be read.
+"""Goal: no format on disk changes unnoticed, and files written earlier can be read.
 
 Method: a data directory built from fixed input is compared with the files in `golden`, which are
-also opened as they are.
+also opened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.storage.batches import TOPIC_ID, Opened, bodies, open_store
 
 
 def opened() -> Opened:
-    """A store on the golden files."""
+    """Return a store on the golden files."""
     disk = MemoryDisk()
     for name, content in golden.written().items():
         path = name.replace("__", "/")

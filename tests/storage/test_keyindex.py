@@ -1,7 +1,7 @@
-"""Goal: a key finds exactly the places that were indexed under it, wherever they lie by now.
+"""Goal: a key finds exactly the entries that were indexed under it, in memory or in files.
 
-Method: a plain list beside the index; small runs and segments, so that a few batches make many;
-the index is asked before, between and after checkpoints, and after it was opened again.
+Method: a plain list is the model. Runs and segments are small, so that few batches make many. The
+index is searched before, between and after checkpoints, and after it was opened again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_index(disk: MemoryDisk, first_position: int = 0, run_entries: int = 5) 
 
 
 def add(index: KeyIndex, position: int, topic_id: int, keys: list[tuple[int, int]]) -> list[Entry]:
-    """Index a batch of 100 bytes; its entries."""
+    """Index a batch of 100 bytes; return its entries."""
     columns = (
         np.array([at for at, _ in keys], np.uint16),
         np.array([key_hash for _, key_hash in keys], np.uint32),
@@ -47,7 +47,7 @@ def add(index: KeyIndex, position: int, topic_id: int, keys: list[tuple[int, int
 
 
 def found(index: KeyIndex, topic_id: int, key_hash: int) -> list[tuple[int, int]]:
-    """Positions and indexes, newest run first, oldest first within a run."""
+    """Return positions and indexes: newest run first, oldest first within a run."""
     return [
         (int(position), int(at))
         for part in index.find(topic_id, key_hash)
@@ -56,7 +56,7 @@ def found(index: KeyIndex, topic_id: int, key_hash: int) -> list[tuple[int, int]
 
 
 def save(disk: MemoryDisk, index: KeyIndex, position: int) -> UnsavedRuns:
-    """What a checkpoint at `position` does."""
+    """Write and record what a checkpoint at `position` writes."""
     unsaved = index.unsaved(position)
     for run in unsaved.ended:
         disk.replace(run.path, encode_run(run))

@@ -1,7 +1,7 @@
-"""Goal: what is too large is refused with the limit and the size it has; what just fits is taken.
+"""Goal: requests beyond a limit are rejected with limit and size; requests at the limit succeed.
 
-Method: the whole node over gRPC. Batches beyond a limit are made by hand, as a client of another
-make might: our own refuses them before they leave.
+Method: the whole node over gRPC. Batches beyond a limit are built directly, because this client
+library rejects them before it sends them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 1024 * 1024
 
 
 def raw_batch(record: bytes, count: int = 1) -> bytes:
-    """A batch of records as they are, whatever a client would say to them."""
+    """Return a batch of raw records, without the checks of a client."""
     builder = BatchBuilder()
     for _ in range(count):
         builder.add(Message(b""), record)
@@ -37,7 +37,7 @@ def raw_batch(record: bytes, count: int = 1) -> bytes:
 
 
 def record(keys: int = 0, tag: int = 0, properties: int = 0, body: int = 0) -> bytes:
-    """A record whose parts have these sizes."""
+    """Return a record whose parts have these sizes."""
     return struct.pack(">HHI", keys, tag, properties) + b"x" * (keys + tag + properties + body)
 
 
@@ -113,7 +113,7 @@ async def test_batch_longer_than_a_segment_is_rejected_with_limit_and_size(
 async def test_batch_that_fits_only_a_larger_old_segment_is_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """Alone it fits there, but not twice; and refused is refused, the node goes on."""
+    """The batch fits once, not twice; it is rejected both times, and the node continues."""
     raw = batch(bytes(5_000))
     async with running(etcd_endpoint, tmp_path, segment_bytes=16_384) as node:
         await node.append(batch(bytes(8_000)))

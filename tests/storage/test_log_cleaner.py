@@ -1,7 +1,7 @@
-"""Goal: what retention decides is done whole: queues, index and log agree, also after a crash.
+"""Goal: after each removal queues, indexes and log agree, also after a crash.
 
-Method: a node on a disk in memory, whose segments hold a few batches; the cleaner runs round by
-round, and the node starts again from what the disk has at that moment. No clock but the test's.
+Method: a node on a disk in memory, with few batches per segment. The cleaner runs round by round,
+and the node restarts from the disk at that moment. The test sets the clock.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOUR_MS = 3_600_000
 
 
 class WallClock(Clock):
-    """Wall time that a test sets."""
+    """A wall clock that the test sets."""
 
     now_unix_ms = NOW
 
@@ -60,8 +60,8 @@ class Scene:
     """A node and its cleaner.
 
     Attributes:
-        needed_from: What somebody else needs of the log.
-        gone: Topic ids that do not exist any more.
+        needed_from: Position from which the log is needed.
+        gone: Ids of deleted topics.
         leader_first_position: First position of the leader's log, on a follower.
     """
 
@@ -102,7 +102,7 @@ class Scene:
         return self.node.store
 
     async def clean(self) -> int:
-        """Rounds until nothing more goes; how many removed something."""
+        """Run rounds until nothing is removed; return how many removed segments."""
         rounds = 0
         while await self.cleaner.clean():
             rounds += 1
@@ -123,7 +123,7 @@ def scene(disk: MemoryDisk | None = None, **policy: Any) -> Iterator[Scene]:
 
 
 def fill(store: Store, count: int, *, queue_id: int = 0, now: int = NOW) -> list[StoreReceipt]:
-    """Append and sync `count` messages, three to a segment, and name them by their offsets."""
+    """Append and sync `count` messages, three per segment; their bodies are their offsets."""
     receipts = []
     for _ in range(count):
         offset = store.offsets((TOPIC_ID, queue_id)).next_offset
@@ -147,7 +147,7 @@ def held(store: Store, queue_id: int = 0) -> VisibleRange:
 
 
 def readable(store: Store, queue_id: int = 0) -> list[int]:
-    """Offsets that a pull from the first one gives, by the bodies."""
+    """Return the offsets that a read from the first one returns, by the bodies."""
     return [int(body) for body in bodies(store, queue_id)]
 
 
@@ -226,7 +226,7 @@ async def test_segment_that_is_not_safe_stays() -> None:
 
 
 async def test_offsets_continue_after_a_crash_at_any_step() -> None:
-    """Queue 1 loses all its messages, queue 0 some; the disk is looked at after every change."""
+    """Queue 1 loses all its messages, queue 0 some; the disk is checked after every change."""
     snapshots: list[tuple[str, MemoryDisk]] = []
 
     class Watched(MemoryDisk):
@@ -328,7 +328,7 @@ async def test_forced_cleaning_removes_the_oldest_until_the_disk_is_below_the_wa
 
 
 class Full(MemoryDisk):
-    """Refuses to replace the files `refused`, until something is removed; and for good `never`."""
+    """A disk that can't replace the files `refused` until a file is removed, and `never` at all."""
 
     refused: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
@@ -384,7 +384,7 @@ async def test_disk_without_a_free_byte_is_still_cleaned(refused: str) -> None:
 
 
 async def test_scheduled_batch_survives_a_power_cut_between_its_delivery_and_the_sync() -> None:
-    """The delivery says that the segment with the batch is not needed: it has to be safe first."""
+    """The delivery makes the segment of the batch unneeded: it must be safe first."""
     inner = batch(b"for later", queue_id=1)
     later = encode_scheduled(ScheduledBatch(NOW + 1, TOPIC_ID, FIRST, inner))
     with scene() as here:
@@ -434,7 +434,7 @@ async def test_segment_after_the_checkpoint_stays() -> None:
 
 
 async def test_readers_are_served_between_the_steps() -> None:
-    """While a segment is being removed, pulls give what is kept."""
+    """While a segment is being removed, reads return the messages that are kept."""
     with scene() as here:
         fill(here.store, 10)
         seen = []

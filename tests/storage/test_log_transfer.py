@@ -1,9 +1,9 @@
-"""Log on its way from one node to another.
+"""The transfer of the log from one node to another.
 
-Goal: what is sent is whole batches of one segment, whatever the limit; what arrives is checked
-like a log at a start, and a copy that takes it is the same log with the same queues.
-Method: two stores in memory; Hypothesis writes one and ships it to the other in pieces, and spoils
-them.
+Goal: the sender sends whole batches of one segment, whatever the limit; the receiver checks them as
+recovery does, and its copy becomes the same log with the same queues.
+Method: two stores in memory. Hypothesis writes one log, transfers it to the other in pieces, and
+damages pieces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HISTORY = EpochHistory(((1, 0),))
 
 
 class Pair:
-    """A leader and a follower."""
+    """The stores of a leader and a follower."""
 
     def __init__(self) -> None:
         self.disks = MemoryDisk(), MemoryDisk()

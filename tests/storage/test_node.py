@@ -1,6 +1,6 @@
-"""Goal: a data directory has one owner, an epoch that rises, and a report of each start.
+"""Goal: a data directory is used by one process, has a rising epoch, and a report of each start.
 
-Method: open and close a temporary folder, and spoil it in between.
+Method: a temporary folder is opened, closed and damaged in between.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_damage_of_acknowledged_batches_fails_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [("synced",), ("synced", "consumequeue")])
 def test_checkpoint_replaces_a_lost_synced_position(tmp_path: Path, lost: tuple[str, ...]) -> None:
-    """Also for the start after one that was refused, which may have given up the checkpoint."""
+    """This holds also after a failed start, which may have removed the checkpoint."""
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"), batch(b"b"), batch(b"c"))
         node.checkpointing.run()

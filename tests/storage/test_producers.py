@@ -1,6 +1,6 @@
-"""Goal: a retry gets its first receipt, a gap or an old epoch a clear error, and memory is bounded.
+"""Goal: a retry gets its first receipt, a gap or an old epoch gets an error, memory is bounded.
 
-Method: headers by hand against the table.
+Method: the table is called with headers that the test builds.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def test_producer_expires_after_seven_days() -> None:
 
 
 def test_state_below_a_position_comes_only_from_batches_before_it() -> None:
-    """A log from there on brings the rest back, in its order."""
+    """The log from there on restores the rest, in order."""
     table, fresh = ProducerTable(), ProducerTable()
     record(table, header(0, producer_id=5), receipt(1))
     record(table, header(0, producer_id=6), receipt(2))

@@ -1,8 +1,8 @@
-"""Goal: a filter on properties delivers exactly what its condition is true of, within its limits,
-and one request costs no more than its bound, whatever lies in the log.
+"""Goal: a filter on properties delivers exactly the messages for which its condition is true,
+within its limits, and the cost of one request is bounded, whatever the log contains.
 
-Method: real batches, small and large; Hypothesis against a loop that decodes every message; bytes
-that no producer of ours writes.
+Method: real batches, small and large; Hypothesis compares with a loop that decodes every message;
+also bytes that this client library never writes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def stamped(raw: bytes, first_offset: int) -> bytes:
 
 
 def placed(batches: Sequence[bytes], offset: int) -> Iterator[tuple[int, bytes]]:
-    """Stored batches from the one that holds `offset` on, and where each ends behind `offset`."""
+    """Return the stored batches from `offset` on, and the end of each relative to `offset`."""
     first_offset = 0
     for raw in batches:
         next_offset = first_offset + read_header(raw).count
@@ -127,7 +127,7 @@ def test_tag_and_keys_are_found_without_properties(count: int) -> None:
 
 
 def raw_batch(*properties: bytes) -> bytes:
-    """A batch with properties that no producer of ours writes."""
+    """Return a batch with properties that this client library never writes."""
     builder = BatchBuilder()
     for text in properties:
         builder.add(Message(b"", "", (), {}), RECORD.pack(0, 0, len(text)) + text)
@@ -210,7 +210,7 @@ def test_result_equals_a_loop_over_messages(
 
 
 def _messages(batches: Sequence[bytes], offset: int) -> Iterator[tuple[bytes, Message]]:
-    """The loop: stored batch and message of every offset from `offset` on."""
+    """Yield stored batch and message of each offset from `offset` on."""
     for _, raw in placed(batches, offset):
         header = read_header(raw)
         begin = max(offset - header.first_offset, 0)

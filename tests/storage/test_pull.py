@@ -1,7 +1,7 @@
-"""Goal: no bytes leave before offsets has recorded them, and a pull that finds nothing just waits.
+"""Goal: no message is delivered before offsets has recorded it; a pull without messages waits.
 
-Method: the whole node over gRPC with a real etcd; offsets is a twin that accepts, refuses or
-stays silent as the test says.
+Method: the whole node over gRPC with a real etcd; offsets is a twin that accepts, rejects or does
+not answer, as the test says.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LONG_MS = 30_000
 
 
 async def pulled(node: Running, **fields: Any) -> pb.PullResponse:
-    """The answer to a held pull; a deliberate error comes as itself."""
+    """Return the answer of a long poll; raise its BatonError."""
     return await node.pull(hold_ms=LONG_MS, **fields)
 
 
@@ -233,7 +233,7 @@ async def test_pull_gets_no_bytes_while_offsets_does_not_answer(
         async def goes_on() -> bool:
             try:
                 return (await node.pull()).next_offset == 1
-            except DeliveryUnrecorded:  # a verdict may take longer than it may be old
+            except DeliveryUnrecorded:  # an answer may take longer than its maximum age
                 return False
 
         await until(goes_on)

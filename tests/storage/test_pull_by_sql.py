@@ -1,5 +1,5 @@
-"""Goal: Pull and Read with a condition deliver, count and record as they do with tags; a scan that
-finds nothing moves on in bounded steps; nonsense is refused with its reason.
+"""Goal: Pull and Read with a condition deliver, count and record as with tags; a scan without a
+match advances in bounded steps; an invalid condition is rejected with the reason.
 
 Method: the whole node over gRPC with a real etcd; offsets is a twin.
 """
@@ -25,7 +25,7 @@ QUEUE = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
 
 
 def priced(*prices: int | None, tag: str = "") -> bytes:
-    """A batch of messages with these prices; None for a message without properties."""
+    """Return a batch of messages with these prices; None for a message without properties."""
     return batch(
         *(Message(b"" if one is None else b"%d" % one, tag, (), _properties(one)) for one in prices)
     )

@@ -1,7 +1,7 @@
-"""Goal: what a group is decides how it may pull, and what a pull brings along reaches offsets.
+"""Goal: the gate of a group decides how it may pull, and the acks of a pull reach offsets.
 
 Method: the whole node over gRPC with a real etcd, in which the test writes the group's gate;
-offsets is a twin that notes what it is told.
+offsets is a twin that keeps what it receives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ACKS = offsets_pb.Acks(
 
 
 async def refused(node: Running, **fields: Any) -> BatonError | None:
-    """Why a pull is refused; None if it is not."""
+    """Return the error of a pull; None if it succeeds."""
     try:
         await node.pull(**fields)
     except BatonError as error:
@@ -47,7 +47,7 @@ async def refused(node: Running, **fields: Any) -> BatonError | None:
 
 
 async def gate_seen(node: Running, kind: type[BatonError] | None, **fields: Any) -> None:
-    """Until a pull is refused with `kind`: until the gate has arrived at the node."""
+    """Wait until a pull is rejected with `kind`: then the node has the gate."""
 
     async def seen() -> bool:
         error = await refused(node, **fields)

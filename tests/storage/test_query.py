@@ -1,6 +1,6 @@
-"""Goal: a message is found by time, key and id, exactly, and never one that is not there.
+"""Goal: searches by time, key and id find exactly the stored messages.
 
-Method: a store in memory beside a plain list of what was stored.
+Method: a store in memory; a plain list of the stored messages is the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EVER = TimeWindow(0, 1 << 62)
 
 
 class Stored(NamedTuple):
-    """A message of the model."""
+    """A stored message of the model."""
 
     queue_id: int
     offset: int
@@ -52,7 +52,7 @@ def fresh() -> Opened:
 
 
 def store_at(store: Store, now: int, queue_id: int, *keys: tuple[str, ...]) -> list[Stored]:
-    """Store one batch; its messages."""
+    """Store one batch; return its messages."""
     raw = batch(*(Message(b"x" * 20, keys=each) for each in keys), queue_id=queue_id)
     (receipt,) = append(store, raw, now=now)
     sync(store)
@@ -87,7 +87,7 @@ def play(history: list[tuple[int, int, list[tuple[str, ...]]]]) -> tuple[Opened,
 
 
 def trim(opened: Opened, segments: int) -> int:
-    """Drop sealed segments as retention does; the new first position."""
+    """Drop sealed segments as retention does; return the new first position."""
     sealed = opened.store.log.sealed()[:segments]
     if sealed:
         position = sealed[-1][1]
@@ -182,7 +182,7 @@ def test_key_with_the_same_hash_is_not_a_match() -> None:
 
 
 def test_search_among_many_keys_with_one_hash_is_bounded() -> None:
-    """Whoever sends to a topic may choose keys that have the hash of another's."""
+    """A producer may choose keys with the hash of another key."""
     opened = open_store(MemoryDisk(), segment_bytes=1 << 24, run_entries=1 << 19)
     store_at(opened.store, NOW, 0, ("buckeroo",))
     others = batch(*(Message(b"", keys=("plumless",)) for _ in range(LOOKED_AT_MAX // 4)))

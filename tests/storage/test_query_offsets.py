@@ -1,4 +1,4 @@
-"""Goal: QueryOffsets and Describe tell what consumers can see, queue by queue.
+"""Goal: QueryOffsets and Describe return what consumers can see, queue by queue.
 
 Method: the whole node over gRPC with a real etcd.
 """

@@ -1,4 +1,4 @@
-"""Goal: QueryService finds what was appended, and refuses what its contract refuses.
+"""Goal: QueryService finds appended messages and rejects requests as its contract says.
 
 Method: the whole node over gRPC with a real etcd.
 """
@@ -49,7 +49,7 @@ class Asking:
         return await said(self.stub.FindByKey(request, timeout=TIMEOUT_S))
 
     async def get(self, message_id: str) -> bytes:
-        """The body of a message."""
+        """Return the body of a message."""
         request = pb.GetMessageRequest(message_id=message_id)
         return body((await said(self.stub.GetMessage(request, timeout=TIMEOUT_S))).message)
 

@@ -1,7 +1,7 @@
-"""Goal: whatever a crash leaves, the log starts with all that was acknowledged, and nothing torn.
+"""Goal: after any crash recovery restores all acknowledged messages and nothing torn.
 
-Method: a disk in memory that tears unsynced writes at every byte; stores before and after are
-compared by what they serve. T2, T3, T5, T20, T21, T22, T23 of the standing test list.
+Method: a disk in memory that tears unsynced writes at every byte; the stores before and after the
+crash are compared by what they serve. T2, T3, T5, T20, T21, T22, T23 of the standing test list.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_later_segment_without_its_predecessor_is_dropped() -> None:
 
 
 def test_empty_segment_that_is_too_short_for_the_next_batch_is_passed_over() -> None:
-    """A crash came before the first batch in it, and the next start has a longer setting."""
+    """A crash came before its first batch, and the next start has a larger segment size."""
     full = 300 - len(batch(b""))
     opened = open_store(MemoryDisk(), segment_bytes=300)
     stored(opened.store, batch(b"a" * full))

@@ -1,9 +1,9 @@
-"""A replica set of storage, its leader dead, cut off, slow or back again.
+"""A replica set of storage whose leader crashes, is cut off, is slow, or returns.
 
-Goal: no message that was answered for is lost, whoever is leader; receipts say no more than is
-true; copies are alike byte for byte; who lacks something is never elected, and repairs itself.
-Method: three real nodes in one process (tests/storage/replicas.py). What a test waits for is a
-state, never a time.
+Goal: no acknowledged message is lost under any leader; receipts are true; copies are equal byte for
+byte; a node that lacks safe messages is never elected, and repairs itself.
+Method: three real nodes in one process (tests/storage/replicas.py). Tests wait for states, never
+for times.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
 
 
 async def three(scene: Scene) -> Replica:
-    """All three are in sync; the leader."""
+    """Wait until all three nodes are in sync; return the leader."""
     await scene.start("a", "b", "c")
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
@@ -65,7 +65,7 @@ def others(scene: Scene, leader: Replica) -> list[str]:
 
 
 def numbered(first: int, count: int, queue_id: int = 0) -> list[bytes]:
-    """Batches of one message each, with their numbers as bodies."""
+    """Return batches of one message each, with their numbers as bodies."""
     return [
         batch(b"%d" % number, queue_id=queue_id, producer=PRODUCER, sequence=number)
         for number in range(first, first + count)
@@ -120,7 +120,7 @@ async def test_writes_are_rejected_with_too_few_replicas_in_sync(scene: Scene) -
 
 
 async def test_leader_with_too_few_replicas_in_sync_serves_reads(scene: Scene) -> None:
-    """Nobody else can be elected: what it has stays."""
+    """No other node can be elected, so its messages stay."""
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)
     await leader.append(*numbered(0, 3))
@@ -166,7 +166,7 @@ async def test_old_leader_cuts_off_its_unacknowledged_messages(scene: Scene) -> 
     await first.append(*numbered(0, 5))
     await scene.alike()
     first.gate.shut |= {"a", "b", "c"}
-    first.session.cut = True  # nor can it let its followers out of the set
+    first.session.cut = True  # it can't remove followers from the set either
     before = (await first.describe()).next_position
 
     async def written() -> bool:
@@ -185,7 +185,7 @@ async def test_old_leader_cuts_off_its_unacknowledged_messages(scene: Scene) -> 
 
 
 async def test_message_is_not_visible_before_the_whole_in_sync_set_has_it(scene: Scene) -> None:
-    scene.settings["replica_lag_ms_max"] = 30_000  # nobody leaves the set meanwhile
+    scene.settings["replica_lag_ms_max"] = 30_000  # no follower leaves the set meanwhile
     leader = await three(scene)
     await leader.append(*numbered(0, 1))
     before = (await leader.describe()).next_position
@@ -238,9 +238,9 @@ async def test_follower_catches_up_while_the_leader_is_written_to(scene: Scene) 
 
 
 async def test_empty_node_starts_at_the_first_position_of_the_leader(scene: Scene) -> None:
-    """Retention has removed the rest. Offsets go on where they were, also of an empty queue.
+    """Retention has removed the older log. Offsets continue, also those of an empty queue.
 
-    And so do the sequences of producers who have nothing in the log any more.
+    The sequences of producers without a batch in the log continue too.
     """
     scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}
     leader = await three(scene)
@@ -307,8 +307,8 @@ async def test_damaged_copy_repairs_itself_from_the_others(scene: Scene, part: s
 async def test_leader_that_stops_cleanly_removes_no_follower_from_the_in_sync_set(
     scene: Scene,
 ) -> None:
-    """While it ends no follower can ask it: if it waited for them meanwhile, it would be alone."""
-    scene.settings["replica_lag_ms_max"] = 30_000  # so that nobody leaves before it ends
+    """No follower can fetch while it stops: if it removed them from the set, it would be alone."""
+    scene.settings["replica_lag_ms_max"] = 30_000  # so that no follower leaves before it stops
     leader = await three(scene)
     followers = others(scene, leader)
     before = (await leader.describe()).next_position
@@ -329,7 +329,7 @@ async def test_leader_that_stops_cleanly_removes_no_follower_from_the_in_sync_se
 async def test_node_that_lost_safe_messages_is_not_elected(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though etcd says that it is in sync: it dies with the others, and comes back first."""
+    """Etcd says that the node is in sync; it dies with the others and restarts first."""
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
     await scene.alike()
@@ -368,7 +368,7 @@ async def test_node_that_lost_safe_messages_is_not_elected(
 async def test_node_that_loses_safe_messages_during_its_election_resigns(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its scrub may find damage between its look at itself and the election."""
+    """The scrub may find damage between the node's own check and its election."""
     roles: list[StorageReplica] = []
     begin, stand = StorageReplica.begin, ReplicaSetStore.candidacy
     armed = asyncio.Event()
@@ -383,7 +383,7 @@ async def test_node_that_loses_safe_messages_during_its_election_resigns(
         if candidacy is None or not armed.is_set():
             return candidacy
         if await scene.led():
-            return candidacy  # the try is in vain
+            return candidacy  # this attempt fails
         if not hit:
             hit.append(self)
             (copy,) = [role.copy for role in roles if role.replica_set is self]
@@ -409,7 +409,7 @@ async def test_node_that_loses_safe_messages_during_its_election_resigns(
 
 
 async def test_follower_adopts_no_epoch_whose_earlier_log_it_lacks(scene: Scene) -> None:
-    """Or it could be elected as one that has all of it."""
+    """Otherwise it could be elected as a node that has everything."""
     first = await three(scene)
     late = scene.nodes[others(scene, first)[0]]
     await late.stop()
@@ -432,7 +432,7 @@ async def test_follower_adopts_no_epoch_whose_earlier_log_it_lacks(scene: Scene)
 async def test_member_with_an_empty_disk_has_no_position_until_it_has_everything(
     scene: Scene,
 ) -> None:
-    """Or it could be elected with a part, as the epoch began before that."""
+    """Otherwise it could be elected with a part of the log, because the epoch began earlier."""
     leader = await three(scene)
     for _ in range(100):
         await leader.append(batch(bytes(20_000)))
@@ -499,7 +499,7 @@ async def test_only_the_serving_leader_delivers_due_batches_and_once(scene: Scen
 
 
 async def test_repeated_cancel_waits_for_the_first_one(scene: Scene) -> None:
-    """Whose answer nobody has heard: that nothing is scheduled would mean it was delivered."""
+    """Its answer was lost; NOT_SCHEDULED to the repeated call would mean that it was delivered."""
     leader = await three(scene)
     at = Clock().unix_ms() + 3_600_000
     item = schedule_pb.ScheduleItem(batch=batch(b"later"), deliver_unix_ms=at)
@@ -551,7 +551,7 @@ async def test_leader_with_a_damaged_log_resigns_and_repairs_itself(
 async def test_leader_with_a_damaged_log_stays_if_no_other_member_has_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody has to keep what is still good; what is damaged is refused."""
+    """A node must keep the undamaged part; reads of the damaged part fail."""
     monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
@@ -573,7 +573,7 @@ async def test_leader_with_a_damaged_log_stays_if_no_other_member_has_it(
 async def test_follower_that_receives_only_damaged_bytes_reports_it(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It goes on trying: the damage may be mended at the leader."""
+    """It keeps trying: the leader may be repaired."""
     scene.members = ("a", "b")
     await scene.start("a", "b")
     leader = await scene.leader()
@@ -599,7 +599,7 @@ async def test_follower_that_receives_only_damaged_bytes_reports_it(
     ]
     assert said.levelname == "ERROR"
     assert "remedy='Check the disk; restore the node from a replica.'" in said.getMessage()
-    rot(leader, receipts[20].position)  # and so mend it
+    rot(leader, receipts[20].position)  # and repair it
 
     async def well() -> bool:
         return await problem() == ""
@@ -641,7 +641,7 @@ async def test_node_that_accepts_the_loss_leads_if_every_copy_is_damaged(scene: 
 async def test_operator_may_accept_the_loss_of_messages_of_lost_nodes(
     scene: Scene, etcd_endpoint: str
 ) -> None:
-    """They come back later all the same, and then have what the elected one has."""
+    """If the lost nodes return later, they get what the elected node has."""
     leader = await three(scene)
     await leader.append(*numbered(0, 3))
     late_name, follower_name = others(scene, leader)
@@ -671,7 +671,7 @@ async def test_operator_may_accept_the_loss_of_messages_of_lost_nodes(
         async def accepted() -> bool:
             try:
                 await UncleanElection(session).elect(request)
-            except StillInSync:  # the entries of the lost ones go with their leases
+            except StillInSync:  # the entries of the lost nodes are removed with their leases
                 return False
             return True
 
@@ -700,7 +700,7 @@ async def test_node_without_replicas_becomes_the_first_member_of_a_set(scene: Sc
 
 
 async def test_set_does_not_start_while_a_member_still_runs_without_replicas(scene: Scene) -> None:
-    """It stands among the nodes, with messages of which the others know nothing."""
+    """It is registered as a node, with messages that the others do not have."""
     (alone,) = await scene.start("b", replicas="")
     await alone.append(*numbered(0, 30))
     await alone.stop()
@@ -719,7 +719,7 @@ async def test_set_does_not_start_while_a_member_still_runs_without_replicas(sce
 
 
 async def test_leadership_ends_before_its_lease_while_etcd_is_unreachable(scene: Scene) -> None:
-    """So that nobody answers beside the next one; what is there is still read."""
+    """So that it never answers beside the next leader; reads are still served."""
     leader = await three(scene)
     await leader.append(*numbered(0, 3))
     for node in scene.nodes.values():

@@ -1,7 +1,7 @@
-"""Goal: what goes is the oldest, no more than has to, and never what policy or others protect.
+"""Goal: retention removes the oldest segments, no more than needed, and never protected ones.
 
-Method: the decisions as plain functions of plain values; the disk's states by the numbers of the
-watermarks, then properties over arbitrary logs.
+Method: decisions are tested with plain values, disk states with the numbers of the watermarks; then
+properties over arbitrary logs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def log_of(count: int) -> list[SealedSegment]:
 def removed(
     retention: Retention, ages_h: list[int], *, hour: int = 4, log_bytes: int | None = None
 ) -> int:
-    """How many of the segments, oldest first with these ages, go."""
+    """Return how many of the segments, oldest first with these ages, are removed."""
     sealed = log_of(len(ages_h))
     size = SIZE * (len(ages_h) + 1) if log_bytes is None else log_bytes
     keep_from = retention.keep_from(
@@ -55,7 +55,7 @@ def removed(
 
 
 def at(percent: float, *, total: int = 1_000, **settings: int) -> Retention:
-    """Retention that has seen the disk so full."""
+    """Return a Retention that has observed this disk usage."""
     retention = Retention(policy(**settings), SIZE)
     observe(retention, percent, total=total)
     return retention

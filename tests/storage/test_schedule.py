@@ -1,7 +1,7 @@
-"""Goal: what waits is what the log says, wherever a crash has cut it: delivered once, or waiting.
+"""Goal: the log alone decides which scheduled batches wait, wherever a crash has cut it.
 
-Method: stores on a disk in memory that tears unsynced writes at any byte; after each start every
-scheduled batch is either in its queue, once, or waits, or was cancelled.
+Method: stores on a disk in memory that tears unsynced writes at any byte; after each recovery each
+scheduled batch is in its queue once, or waits, or was cancelled.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ GOLDEN_DELIVERY = (
 
 
 def write(store: Store, *batches: bytes) -> list[int]:
-    """Append batches of any topic, unsynced, in one write; their positions."""
+    """Append batches of any topic with one write, without a sync; return their positions."""
     outcomes = store.append(
         [CheckedBatch(read_header(one), one) for one in batches], {**SYSTEM_TOPICS, **TOPICS}, NOW
     )
@@ -74,7 +74,7 @@ def write(store: Store, *batches: bytes) -> list[int]:
 
 
 def put(store: Store, *batches: bytes, deliver_unix_ms: int = NOW) -> list[DelayKey]:
-    """Schedule batches, unsynced; their keys."""
+    """Schedule batches without a sync; return their keys."""
     wrapped = [
         encode_scheduled(ScheduledBatch(deliver_unix_ms, TOPIC_ID, FIRST, one)) for one in batches
     ]
@@ -82,7 +82,7 @@ def put(store: Store, *batches: bytes, deliver_unix_ms: int = NOW) -> list[Delay
 
 
 def deliver(store: Store, now: int = NOW) -> None:
-    """Deliver what is due in one write, unsynced."""
+    """Deliver due batches with one write, without a sync."""
     due = store.schedule.waiting.due(now, 1_000)
     found = read_scheduled(store.log, [entry.position for entry in due])
     write(

@@ -1,7 +1,7 @@
-"""Goal: a batch for later comes at its time, once, whatever happens to topic, disk, clock or node.
+"""Goal: a scheduled batch is delivered once, at its time, whatever happens to topic, disk or clock.
 
 Method: servicer and deliverer on a disk in memory, round by round, with a clock that the test sets;
-a start is a new node on what the disk has.
+a restart is a new node on the same disk.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ async def test_batch_whose_topic_is_unknown_waits_and_the_others_are_delivered()
         assert (here.bodies(), here.waiting()) == ([b"a"], 1)
         del here.topics.errors["other"]
         await here.deliver()
-        assert here.waiting() == 1  # it is not tried again at once
+        assert here.waiting() == 1  # it is not retried at once
         here.clock.pass_ms(1_000)
         await here.deliver()
         assert here.waiting() == 0
@@ -383,7 +383,7 @@ async def test_many_due_batches_share_few_writes_and_syncs() -> None:
 
 async def test_very_long_batches_are_delivered_a_few_at_a_time_in_order() -> None:
     async with scene() as here:
-        here.store.log._segment_bytes = 1 << 26  # room for the longest batches
+        here.store.log._segment_bytes = 1 << 26  # space for the longest batches
         sent = [bytes([n]) * (3 << 20) for n in range(8)]
         for n, body in enumerate(sent):
             await here.schedule(batch(body), NOW + n)

@@ -1,6 +1,6 @@
-"""Goal: the scrub goes over everything that is safe on disk, and finds every damaged batch, once.
+"""Goal: the scrub checks everything synced to disk and finds every damaged batch once.
 
-Method: the core on a disk in memory, range_ by range_; the loop on a temporary folder.
+Method: the core on a disk in memory, range by range; the loop on a temporary folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def filled(count: int = 60) -> Opened:
 
 
 def round_of(scrub: LogScrub) -> tuple[dict[int, str], int]:
-    """What one round finds, and how many pieces it has."""
+    """Run one round; return the damage and the number of ranges."""
     damaged: dict[int, str] = {}
     pieces = 0
     while (range_ := scrub.next_range()) is not None:

@@ -1,9 +1,9 @@
-"""A last segment that ends too early, as a crash within a cut, or a full disk, once left it.
+"""A last segment that is too short, after a crash during a cut or on a full disk.
 
-Goal: nothing that stops a cut makes a segment of it that others can't follow, and two logs whose
-last segments end in different places go on together, with the same bytes and good indexes.
+Goal: no interrupted cut leaves a segment that followers can't copy, and two logs whose last
+segments have different ends continue together, with the same bytes and valid indexes.
 Method: the real files with system calls that fail; the log on a disk in memory; three real nodes in
-one process (tests/storage/replicas.py), one of which gets such a segment while it is down.
+one process (tests/storage/replicas.py), one of which gets such a segment while it is stopped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def opened(disk: MemoryDisk | RealDisk) -> CommitLog:
 
 
 def fail_call(patch: pytest.MonkeyPatch, number: int, error: int) -> list[str]:
-    """Let call `number` of those that change a file fail; the names of all, as they are made."""
+    """Let the call with this number that changes a file fail; return the names of all calls."""
     calls: list[str] = []
     for name in CALLS:
         real = getattr(os, name)
@@ -146,7 +146,7 @@ def test_segment_that_does_not_follow_changes_nothing(
 
 @pytest.mark.parametrize("end", [1_024, 4_096])
 def test_key_index_runs_end_at_the_final_end_of_the_segment(end: int) -> None:
-    """As if the segment had been made like that: else the index would differ from one made anew."""
+    """As if the segment had been created with that size: a rebuilt index must be equal."""
     disk = MemoryDisk()
     first = open_store(disk, segment_bytes=2_048).store
     stored(first, keyed(0))
@@ -171,19 +171,19 @@ def numbers(count: int) -> list[bytes]:
 
 
 def shorten(node: Replica) -> None:
-    """End its last segment behind the last batch; the node is down."""
+    """Cut the last segment of a stopped node after its last batch."""
     last = max((node.folder / "log").iterdir())
     os.truncate(last, len(last.read_bytes().rstrip(b"\0")))
 
 
 def assert_good(node: Replica) -> None:
-    """A look at everything that it has, as `baton fsck` takes; the node is down."""
+    """Run fsck on a stopped node."""
     report = Fsck(RealDisk(node.folder), 0).run()
     assert not report.problems
 
 
 async def together(scene: Scene) -> None:
-    """All follow, without having ended; each one's indexes are those of its log."""
+    """Wait until all nodes follow without a restart; their indexes match their logs."""
     await scene.in_sync("a", "b", "c")
     await scene.alike()
     assert not [name for name, node in scene.nodes.items() if node.ended.is_set()]
@@ -220,7 +220,7 @@ async def test_followers_follow_a_leader_with_a_short_segment(scene: Scene) -> N
     await scene.in_sync(first.name)
     await first.stop()
     shorten(first)
-    await scene.start(first.name)  # nobody else may be elected
+    await scene.start(first.name)  # no other node may be elected
     leader = await scene.leader()
     await scene.start(*sorted(scene.nodes.keys() - {first.name}))
     await scene.in_sync("a", "b", "c")

@@ -1,6 +1,6 @@
-"""Goal: what is appended gets dense offsets and one receipt, and is read once it is safe.
+"""Goal: appended batches get dense offsets and one receipt, and can be read once they are safe.
 
-Method: the store on a disk in memory; refusals are followed by a look at the log's end.
+Method: the store on a disk in memory; after each rejection the end of the log is checked.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def test_messages_max_may_end_inside_a_batch() -> None:
 
 
 def test_backlog_is_read_in_few_large_reads() -> None:
-    """Batches of another queue in between are read along, unless they are very many."""
+    """Bytes of other queues in between are read too, unless they are many."""
     opened = open_store(MemoryDisk(), segment_bytes=1 << 22)
     mine, other = batch(bytes(900)), batch(bytes(900), queue_id=1)
     for _ in range(8):

@@ -1,6 +1,6 @@
-"""Goal: a pull delivers exactly the run its limits allow, and passes over what the filter drops.
+"""Goal: a pull delivers exactly the run that its limits allow, and skips filtered messages.
 
-Method: entries by hand; Hypothesis against a loop over messages.
+Method: entries are built directly; Hypothesis compares with a loop over messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HASHES = {
 
 
 def entries(*batches: tuple[int, int, list[int]]) -> Entries:
-    """Entries of batches of (position, size, tag hashes)."""
+    """Return the entries of batches of (position, size, tag hashes)."""
     rows = [(position, size, tag) for position, size, tags in batches for tag in tags]
     columns = np.array(rows, np.int64).reshape(-1, 3).T
     return Entries(*columns)

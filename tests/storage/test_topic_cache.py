@@ -1,6 +1,6 @@
-"""Goal: a topic is known as soon as it exists, and asking for one that does not costs little.
+"""Goal: a topic is known as soon as it exists, and a lookup of a missing topic is cheap.
 
-Method: a real etcd and a mirror that follows it, or does not yet.
+Method: a real etcd and a mirror that follows it, or does not follow yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.storage.clock import JumpingClock
 
 
 class CountingSession(EtcdSession):
-    """Counts the keys it is asked for."""
+    """A session that records the keys that are read."""
 
     asked_count = 0
 
@@ -34,7 +34,7 @@ class CountingSession(EtcdSession):
 
 
 class Scene:
-    """TopicCache over a mirror that follows etcd only when told to."""
+    """A topic cache over a mirror that follows etcd only when the test says so."""
 
     def __init__(self, session: CountingSession) -> None:
         self.session, self.clock = session, JumpingClock()
@@ -126,7 +126,7 @@ async def test_deleted_or_recreated_topic_is_not_the_old_topic(etcd_endpoint: st
 
 
 async def test_undecodable_topic_is_neither_found_nor_deleted(etcd_endpoint: str) -> None:
-    """If it were gone, its queues could be forgotten, and would begin at 0 once it is repaired."""
+    """If it counted as deleted, its queues would be removed and start at 0 after the repair."""
     async with scene(etcd_endpoint) as here:
         await here.put("a", 7, broker_a=3)
         key = here.session.key("topics", "a")

@@ -1,4 +1,4 @@
-"""Goal: a topic takes and gives messages only as it may, queue by queue, from the change on.
+"""Goal: the permission of a topic decides, queue by queue, what can be written and read.
 
 Method: the whole node over gRPC with a real etcd; the topic is changed as the nameserver does.
 """
@@ -33,7 +33,7 @@ async def change(
     write_queue_count: int = 0,
     queue_count: int = 8,
 ) -> int:
-    """Write the topic, and wait until the node knows; the revision."""
+    """Write the topic and wait until the node has it; return the revision."""
     spread = nameserver_pb.QueueSpread(
         broker=BROKER, queue_count=queue_count, write_queue_count=write_queue_count
     )
@@ -49,7 +49,7 @@ async def change(
 
 
 async def ends(node: Running, *queue_ids: int) -> tuple[int, list[int]]:
-    """The revision that QueryOffsets answers by, and the next offsets of queues."""
+    """Return the revision that QueryOffsets used, and the next offsets of queues."""
     request = pb.QueryOffsetsRequest(
         queues=[
             queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
@@ -62,7 +62,7 @@ async def ends(node: Running, *queue_ids: int) -> tuple[int, list[int]]:
 
 
 async def reasons(node: Running, *batches: bytes) -> list[str]:
-    """The reason of each refusal; `stored` for what was stored."""
+    """Return the error reason of each batch; `stored` if it was stored."""
     return [
         error_from_pb(outcome.error).reason if outcome.HasField("error") else "stored"
         for outcome in await node.outcomes(*batches)
@@ -142,7 +142,7 @@ async def test_retry_of_a_stored_batch_gets_its_receipt_from_a_closed_queue(
 
 
 async def test_end_of_a_closed_queue_is_final(etcd_endpoint: str, tmp_path: Path) -> None:
-    """A message that is stored but not safe yet counts, and none comes after it."""
+    """A message that is stored but not safe yet counts; no message follows it."""
     async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
         await node.append(batch(b"a", queue_id=5), durability=pb.DURABILITY_MEMORY)
         assert (await ends(node, 5))[1] == [0], "nobody has asked for it to be safe"
@@ -211,7 +211,7 @@ async def test_lost_messages_of_an_unrecorded_pull_do_not_count(
 
 
 async def cleaned(node: Running) -> int:
-    """Until two of six segments are left; the first offset that queue 0 has then."""
+    """Wait until two of six segments are left; return the first offset of queue 0."""
 
     async def done() -> bool:
         return (await node.describe()).first_position == 4 * 4_096

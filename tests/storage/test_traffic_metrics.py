@@ -1,8 +1,8 @@
-"""Messages by topic and group, for Prometheus.
+"""Prometheus metrics by topic and group.
 
-Goal: what comes and goes is counted under its topic and its group, and what is deleted has no
-series any more. Method: a real node on a real disk, with an etcd in which topics and groups come
-and go.
+Goal: stored and delivered messages are counted by topic and group; deleted topics and groups have
+no series. Method: a real node on a real disk, with an etcd in which topics and groups are created
+and deleted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def messages(topic: str, *tags: str) -> bytes:
 
 
 def shown(node: Running, name: str) -> dict[tuple[str, ...], float]:
-    """Values by those of the labels."""
+    """Return the values of a metric by label values."""
     return {
         tuple(sample.labels.values()): sample.value
         for metric in node.runtime.registry.collect()
@@ -40,12 +40,12 @@ def shown(node: Running, name: str) -> dict[tuple[str, ...], float]:
 
 
 def labels(node: Running) -> set[str]:
-    """Every topic and group that has a series."""
+    """Return every topic and group that has a series."""
     return {label for name in NAMES for values in shown(node, name) for label in values}
 
 
 async def delivering(node: Running, *topics: str) -> None:
-    """The group has got what there is."""
+    """Pull everything for the group."""
     await node.put_gate()
     for topic in topics:
         await node.put_topic(topic)
@@ -54,7 +54,7 @@ async def delivering(node: Running, *topics: str) -> None:
 
 
 async def _delivered(node: Running, topic: str) -> bool:
-    """Whether a delivery counts: it does once the group has arrived here."""
+    """Return whether a delivery is counted: only once the node knows the group."""
     await node.pull(topic=topic, expression="x")
     return (topic, GROUP) in shown(node, "rocketmq_messages_out_total")
 
