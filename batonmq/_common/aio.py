@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Hashable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -25,7 +25,15 @@ async def interruptible(main: Coroutine[Any, Any, T]) -> T:
     return await main
 
 
-async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+class Waitable(Protocol):
+    """An event, or something else that can be waited for."""
+
+    def wait(self) -> Coroutine[Any, Any, object]:
+        """Return when it has happened."""
+        ...
+
+
+async def unless(event: Waitable, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`, or None if `event` is set first, in which case `work` is cancelled.
 
     If both happen, the result wins. What `work` raises is raised as it is.
