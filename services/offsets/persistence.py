@@ -95,7 +95,7 @@ class ProgressStore(Protocol):
     """The disk as the service uses it; see `disk.LmdbDisk`."""
 
     def read(self, skip: bytes = b"") -> Iterator[StoredEntry]:
-        """Yield the entries of one moment, ascending by key, but not those under `skip`."""
+        """Yield all entries of one moment, ascending by key; leave out those of `skip`."""
         ...
 
     async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
