@@ -120,7 +120,7 @@ class Session:
         Raises:
             Unreachable: nobody is registered, or no nameserver answers.
         """
-        return await self.directory.keeper(self.group)
+        return await self.directory.offsets_leader(self.group)
 
     def key(self, queue: QueueRef) -> queue_pb2.GroupQueue:
         """The queue as offsets and lockmgr name it."""
