@@ -7,7 +7,8 @@ VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Tests start hundreds of processes: none of them should compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
-PROTOS := $(shell find protos -name '*.proto')
+PROTOS := $(shell find protos/baton -name '*.proto')
+ETCD_PROTOS := $(shell find protos/batonmq_server -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
 
@@ -50,16 +51,22 @@ types: $(SETUP) ## mypy, strict, package, tests and examples
 layers: $(SETUP) ## who may import whom
 	lint-imports
 
-proto: $(SETUP) ## regenerate gen/ from protos/
-	rm -rf gen && mkdir gen
+proto: $(SETUP) ## regenerate gen/ and services/etcd_api/ from protos/
+	rm -rf gen services/etcd_api/*_pb2* && mkdir gen
 	python -m grpc_tools.protoc -I protos --python_out=gen --grpc_python_out=gen \
 	  --mypy_out=quiet:gen --mypy_grpc_out=quiet:gen $(PROTOS)
+	python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. \
+	  --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(ETCD_PROTOS)
 
-proto-check: $(SETUP) ## gen/ is what protos/ says
+proto-check: $(SETUP) ## gen/ and services/etcd_api/ are what protos/ says
 	rm -rf .gen-check && mkdir .gen-check
 	python -m grpc_tools.protoc -I protos --python_out=.gen-check --grpc_python_out=.gen-check \
 	  --mypy_out=quiet:.gen-check --mypy_grpc_out=quiet:.gen-check $(PROTOS)
-	diff -r -x __pycache__ gen .gen-check && rm -rf .gen-check
+	diff -r -x __pycache__ gen .gen-check
+	python -m grpc_tools.protoc -I protos --python_out=.gen-check --grpc_python_out=.gen-check \
+	  --mypy_out=quiet:.gen-check --mypy_grpc_out=quiet:.gen-check $(ETCD_PROTOS)
+	diff -r -x __pycache__ -x __init__.py services/etcd_api .gen-check/batonmq_server/etcd_api
+	rm -rf .gen-check
 
 breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 	buf breaking --against '.git#ref=$(MAIN)'
@@ -68,8 +75,10 @@ breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 test: $(SETUP)  ## every test that CI runs, on two cores
 	pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
 
+# Nothing that waits for another process: under three minutes on two cores.
+QUICK := not sim and not e2e and not spark and not etcd
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
-	pytest -q -m "not sim and not e2e and not spark"
+	pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "$(QUICK)"
 
 pythons: $(SETUP) ## the tests of the client library on every supported Python of this machine
 	python -m tools.pythons
@@ -91,7 +100,7 @@ faults: $(SETUP) ## faults of every kind, drawn from BATON_FAULT_SEED, for BATON
 
 coverage: $(SETUP) ## lines and branches that the fast tests reach, per folder
 	coverage erase
-	pytest -q -n 2 -m "not e2e and not sim and not spark" --cov --cov-report= tests
+	pytest -q -n 3 -m "$(QUICK)" --cov --cov-report= tests
 	python -m tools.coverage_by_folder
 
 audit: $(SETUP) ## known vulnerabilities of the locked dependencies

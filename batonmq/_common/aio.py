@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Hashable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -25,8 +25,16 @@ async def interruptible(main: Coroutine[Any, Any, T]) -> T:
     return await main
 
 
-async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `work`; cancel `work` and return None if `event` is set first.
+class Waitable(Protocol):
+    """An `asyncio.Event`, or another object whose `wait` returns once."""
+
+    def wait(self) -> Coroutine[Any, Any, object]:
+        """Return when the event has happened."""
+        ...
+
+
+async def unless(event: Waitable, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`; cancel `work` and return None if `event` happens first.
 
     If both happen, the result is returned. Exceptions of `work` are raised without a group.
     """

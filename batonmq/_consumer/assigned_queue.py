@@ -1,4 +1,9 @@
-"""One queue of one consumer, from asking for it to giving it back (protocol sections 6-11)."""
+"""One queue that is assigned to a consumer: its state, its buffer, and its progress.
+
+The queue's task (`queue_runner`) acquires, pulls and releases; handlers take messages; keep-alives,
+commits and the group's record report what happens. They meet here, and only here. Which input is
+possible in which state, and what follows, is in `batonmq._core.ownership`.
+"""
 
 from __future__ import annotations
 
@@ -8,197 +13,175 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
-from batonmq._common.aio import unless
-from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.queue_acquirer import acquire, look_up
-from batonmq._consumer.queue_puller import pull_forever
-from batonmq._consumer.queue_releaser import give_back
+from batonmq._consumer.queue_acquirer import AcquiredQueue
 from batonmq._consumer.session import OwnershipEvent, Session
+from batonmq._consumer.wakeup import Condition, Wakeup
 from batonmq._core.flow_control import FlowReason, QueueBytes
-from batonmq._core.queue_progress import Acks, CloseContent, GrantedProgress, QueueProgress
+from batonmq._core.ownership import (
+    OwnershipEffect,
+    OwnershipInput,
+    OwnershipState,
+    QueueOwnership,
+)
+from batonmq._core.queue_progress import Acks, CloseContent, QueueProgress
 from batonmq._core.queues import QueueRef
-from batonmq._core.subscription import Filter, TagFilter
 from batonmq.errors import BatonError, FenceCause, Fenced, ModeChanged
 
 log = logging.getLogger(__name__)
 
 DEADLINE_MARGIN_MS = 3_000
-"""The owner stops so long before its lease ends at the lock manager (protocol section 8)."""
+"""The own deadline is so long before the lease expires at the lock manager (protocol section 8)."""
+
+_REPORTS: dict[OwnershipEffect, Literal["granted", "draining", "released", "fenced"]] = {
+    OwnershipEffect.REPORT_GRANTED: "granted",
+    OwnershipEffect.REPORT_DRAINING: "draining",
+    OwnershipEffect.REPORT_FENCED: "fenced",
+    OwnershipEffect.REPORT_RELEASED: "released",
+}
 
 
 class AssignedQueue:
-    """Reads one queue while it is assigned to the consumer.
+    """A queue that the group's record assigns, or has assigned, to the consumer.
 
-    `run` acquires, pulls, and on `unassign` drains, closes and releases. Handlers get messages by
-    `take` and report with `finish` or `give_up`; both do nothing for messages of an ownership
-    that is over. What `pause` holds up is neither pulled nor handed out; the queue stays ours. In a
-    group whose queues nobody owns (protocol section 15) the token is 0, there is no deadline, and
-    nothing is acquired or given back: progress is read, and committed.
+    Handlers get messages by `take` and report with `finish` or `give_up`; reports about messages of
+    an earlier ownership are ignored. In a group without ownership (protocol section 15) the token
+    is 0 and there is no deadline.
 
     Attributes:
-        owned: Whether the group's queues are owned; fixed, as a group that changes drops it all.
-        progress: What is known of the queue's messages; None unless it is ours.
-        token: Of the grant; 0 without one.
+        with_ownership: Whether the group's queues are owned. It is fixed: a group that switches
+            reports MODE_CHANGED to all its queues.
+        progress: Received, started and finished offsets; None if nothing is known or counts.
+        token: Fencing token of the grant; 0 without one.
         bound_generation: Generation of the subscription that the grant is for; 0 for any.
-        filter: By which the last pull was made.
-        fenced: Whether the token is not valid any more.
-        flow: What the next pull waits for; None if for nothing.
-        going: Set unless the user wants the queue to wait.
+        lineage: Number of the ownership whose messages count; rises when work is dropped.
+        useful: Whether a pull or a commit under this grant succeeded.
+        buffer: Messages that wait for a handler.
         waiting_bytes: Bytes of the bodies in `buffer`.
-        unassigned: Set when the queue is not ours any more by the group's record.
-        stopping: Set while no message may be started.
+        flow: The flow limit that delays the next pull; None without one.
+        paused: Whether the application has paused the queue.
+        wakeup: Notified when the state, the group's record, `paused` or room in the buffer changes.
         arrived: Set when a message may wait in `buffer`.
-        freed: Set when asking for the queue again may help.
-        ended: Set when a handler has ended, or what runs has lost its meaning.
-        changed: Set when a pull that was not due may be.
-        interrupted: Set when the pull under way is not one to be made any more.
+        freed: Set when another request for the queue may succeed at once.
+        revoked: The group's record does not assign the queue any more.
+        stopped: No message may be started: the state is not OWNED.
+        drained: The queue is not draining, or no handler runs any more.
+        resumed: The application has not paused the queue.
     """
 
-    def __init__(self, session: Session, calls: BatchedCalls, queue: QueueRef) -> None:
-        self.session, self.calls, self.queue = session, calls, queue
-        self.key = session.key(queue)
-        self.owned = session.view.owned
+    def __init__(self, session: Session, ref: QueueRef) -> None:
+        self.ref, self._session = ref, session
+        self.key = session.key(ref)
+        self.with_ownership = session.view.owned
         self.progress: QueueProgress | None = None
         self.token = self.bound_generation = self.lineage = 0
-        self.filter: Filter = TagFilter(None)
+        self.lease_ms = 30_000
+        self.useful = False
         self.buffer: deque[ReceivedMessage] = deque()
         self.waiting_bytes = QueueBytes(session.budget)
-        self.fenced = False
-        self.reads_from = ""
         self.flow: FlowReason | None = None
-        self.unassigned, self.stopping, self.going = (
-            asyncio.Event(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
-        self.arrived, self.freed, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.changed, self.interrupted = asyncio.Event(), asyncio.Event()
-        self.lease_ms = 30_000
-        if queue not in session.paused:
-            self.going.set()
+        self.paused = ref in session.paused
+        self.wakeup, self.arrived, self.freed = Wakeup(), asyncio.Event(), asyncio.Event()
+        self.revoked = Condition(self.wakeup, lambda: not self._ownership.assigned)
+        self.stopped = Condition(self.wakeup, lambda: self.state is not OwnershipState.OWNED)
+        self.drained = Condition(self.wakeup, self._is_drained)
+        self.resumed = Condition(self.wakeup, lambda: not self.paused)
+        self._ownership = QueueOwnership()
         self._deadline_ms = 0
-        self._useful = False
+
+    @property
+    def state(self) -> OwnershipState:
+        """Where the queue is between assignment and release."""
+        return self._ownership.state
 
     @property
     def assigned(self) -> bool:
-        """Whether the queue is ours by the newest generation."""
-        return not self.unassigned.is_set()
+        """Whether the group's newest record assigns the queue to the consumer."""
+        return self._ownership.assigned
 
     @property
-    def draining(self) -> bool:
-        """Whether no message is started any more; `stopping` is the event for it."""
-        return self.stopping.is_set()
+    def held(self) -> bool:
+        """Whether the consumer has the queue under a valid token, also while it drains."""
+        return self._ownership.held
 
-    @property
-    def paused(self) -> bool:
-        """Whether the user wants the queue to wait; `going` is the event for its end."""
-        return not self.going.is_set()
+    # ---- what the group's record and the servers say
 
-    @property
-    def holding(self) -> bool:
-        """Whether the queue is ours, also while it is given back."""
-        return self.progress is not None and not self.fenced
+    def revoke(self) -> None:
+        """The group's record assigns the queue to another member, or to none."""
+        self._receive(OwnershipInput.REVOKED)
+        self.freed.set()
 
-    # ---- what the group and the servers say
+    def fence(self) -> None:
+        """The token is not valid any more: start nothing under it, keep what is in flight."""
+        self._receive(OwnershipInput.FENCED)
 
-    def unassign(self) -> None:
-        """The queue is somebody else's now: start nothing, finish what runs, give it back."""
-        if self.assigned:
-            self.unassigned.set()
-            self.freed.set()
-            self.stopping.set()
-            if self.holding:
-                self._tell("draining")
+    def reset(self) -> None:
+        """The token is not valid any more, and what is in flight does not count either."""
+        self._receive(OwnershipInput.RESET)
 
-    def drop(self) -> None:
-        """The group has changed its mode: nothing of what we have counts, nobody is told."""
-        self.fence(forget=True)
-        self.unassign()
+    def change_mode(self) -> None:
+        """The group switched ownership on or off: drop everything, and report it to no server."""
+        self._receive(OwnershipInput.MODE_CHANGED)
+        self.freed.set()
 
-    def look(self) -> None:
-        """The group's record has changed and the queue is still ours: go on by it."""
-        view = self.session.view
-        self.changed.set()
-        if view.paused or view.filters.get(self.queue.topic) != self.filter:
-            self.interrupted.set()
-
-    def fence(self, *, forget: bool = False) -> None:
-        """The token is not valid any more, or may not be: start nothing under it.
-
-        Args:
-            forget: What is in hand counts no more either: its results are discarded.
-        """
-        if self.holding:
-            self.fenced = True
-            self.stopping.set()
-            self._tell("fenced")
-        if forget:
-            self._forget()
-        self.ended.set()
-
-    def refused(self, error: BatonError) -> None:
-        """A call under our token was refused: it is over (protocol sections 11, 13 and 15)."""
-        log.info("fenced queue=%s token=%d error=%s", self.queue, self.token, error)
+    def refuse(self, error: BatonError) -> None:
+        """A call under the token was refused for good (protocol sections 11, 13 and 15)."""
+        log.info("fenced queue=%s token=%d error=%s", self.ref, self.token, error)
         if isinstance(error, ModeChanged):
-            self.session.heartbeat_soon.set()
-        reset = isinstance(error, Fenced) and error.detail.why is FenceCause.RESET
-        self.fence(forget=reset or isinstance(error, ModeChanged))
-
-    def granted(self, sent_ms: int, lease_ms: int, bound_generation: int) -> None:
-        """An Acquire that was sent at `sent_ms` was granted."""
-        self._deadline_ms = 0
-        self.bound_generation = bound_generation
-        self.renew(sent_ms, lease_ms)
+            self._session.heartbeat_soon.set()
+            self.reset()
+        elif isinstance(error, Fenced) and error.detail.why is FenceCause.RESET:
+            self.reset()
+        else:
+            self.fence()
 
     def renew(self, sent_ms: int, lease_ms: int) -> None:
-        """An access that was sent at `sent_ms` was accepted under our token."""
+        """A call that was sent at `sent_ms` was accepted under the token."""
         self._deadline_ms = max(self._deadline_ms, sent_ms + lease_ms - DEADLINE_MARGIN_MS)
         self.lease_ms = lease_ms
 
     def pulled(self, sent_ms: int) -> None:
-        """A pull that was sent at `sent_ms` has brought something."""
-        self._useful = True
-        if self.owned:
+        """A pull that was sent at `sent_ms` returned messages, or skipped filtered ones."""
+        self.useful = True
+        if self.with_ownership:
             self.renew(sent_ms, self.lease_ms)
 
-    # ---- what the user wants
+    # ---- what the application wants
 
     def pause(self) -> None:
-        """Pull nothing and hand nothing out until `resume`."""
-        self.going.clear()
-        self.flow = "paused"
-        self.interrupted.set()
+        """Pull nothing and start nothing until `resume`."""
+        self.paused, self.flow = True, "paused"
+        self.wakeup.notify()
 
     def resume(self) -> None:
-        """Go on."""
-        self.going.set()
-        self.flow = None
-        self.changed.set()
+        """Pull and start messages again."""
+        self.paused, self.flow = False, None
+        self.wakeup.notify()
         if self.buffer:
-            self.tell_arrived()
+            self.notify_arrived()
 
     # ---- handlers
 
-    def tell_arrived(self) -> None:
-        """There may be something to take."""
+    def notify_arrived(self) -> None:
+        """Wake the handlers: a message may wait."""
         self.arrived.set()
-        self.session.available.set()
+        self._session.available.set()
 
     def may_start(self) -> bool:
-        """Whether a message may be started now: ours, not draining, deadline not passed."""
-        if self.progress is None or self.stopping.is_set():
+        """Whether a message may be started now; fences the queue if its own deadline has passed."""
+        if self.progress is None or self.stopped:
             return False
-        if self.owned and self.session.clock.monotonic_ms() >= self._deadline_ms:
-            log.warning("own deadline passed queue=%s token=%d", self.queue, self.token)
-            self.fence()
+        if self.with_ownership and self._session.clock.monotonic_ms() >= self._deadline_ms:
+            log.warning("own deadline passed queue=%s token=%d", self.ref, self.token)
+            self._receive(OwnershipInput.DEADLINE_PASSED)
             return False
         return True
 
     def take(self, count_max: int = 1) -> list[ReceivedMessage]:
         """Start the next messages, in order; none if none wait, or none may be started.
 
-        One that has failed before comes alone: if it fails again it takes no other with it.
+        A message that has failed before is returned alone: if it fails again, no other message
+        fails with it.
         """
         if not self.buffer or self.paused or not self.may_start():
             self.arrived.clear()
@@ -218,39 +201,42 @@ class AssignedQueue:
         for message in taken:
             message.attempts += 1
         if self.waiting_bytes.remove(body_bytes):
-            self.session.room_again()
-        if 2 * len(buffer) <= self.session.settings.buffer_messages_max:
-            self.changed.set()
+            self._session.notify_room()
+        if self.flow is not None and (
+            2 * len(buffer) <= self._session.settings.buffer_messages_max
+        ):
+            self.wakeup.notify()
         return taken
 
     def counts(self, message: ReceivedMessage) -> bool:
-        """Whether it still matters how the handling of `message` ends."""
+        """Whether the result of handling `message` still matters."""
         return self.progress is not None and message.lineage == self.lineage
 
     def finish(self, messages: Sequence[ReceivedMessage]) -> None:
-        """These, which were taken together, are handled."""
+        """Messages that were taken together are handled."""
         progress = self.progress
         if messages and progress is not None and self.counts(messages[0]):
             for message in messages:
                 progress.finish(message.offset)
-            self.session.note_unconfirmed(progress.unconfirmed_count)
-            self.ended.set()
+            self._session.note_unconfirmed(progress.unconfirmed_count)
+            self._handlers_ended()
 
     def give_up(self, message: ReceivedMessage) -> None:
-        """The message was started and will not be handled by this ownership."""
+        """A message was started and is not handled under this ownership any more."""
         if self.progress is not None and self.counts(message):
             self.progress.give_up(message.offset)
-            self.ended.set()
+            self._handlers_ended()
 
     # ---- commits
 
-    def to_commit(self, now_ms: int) -> Acks | None:
-        """Acks worth a commit now: new ones, or any when the deadline is near.
+    def acks_due(self, now_ms: int) -> Acks | None:
+        """Return the acks to commit now; None if there is no reason for a commit.
 
-        A commit without news renews the lease; without ownership it finds out about a reset.
+        Reasons are new acks, and a deadline that is near: a commit without news renews the lease,
+        and finds out about a reset in a group without ownership.
         """
         progress = self.progress
-        if progress is None or self.fenced:
+        if progress is None or not self.held:
             return None
         near = now_ms + self.lease_ms // 2 >= self._deadline_ms
         return progress.acks() if progress.dirty or near else None
@@ -260,80 +246,79 @@ class AssignedQueue:
         if self.progress is progress:
             progress.confirm(acks)
             self.renew(sent_ms, self.lease_ms)
-            self._useful = True
-            self.changed.set()
+            self.useful = True
+            self.wakeup.notify()
 
-    # ---- the life of the queue
+    # ---- the queue's task
 
-    async def run(self) -> None:
-        """Have the queue, again and again, as long as it is assigned."""
-        failures = 0
-        while self.assigned:
-            if failures > 1:
-                again = Fenced("fenced again and again")
-                await unless(self.unassigned, self.session.directory.pause(again, failures))
-            start = await (acquire(self) if self.owned else look_up(self))
-            if start is None:
-                self.session.keep_alive_soon.set()
-                break
-            self._begin(start)
-            self.waiting_bytes.join()
-            try:
-                await unless(self.stopping, pull_forever(self))
-            finally:
-                self._empty()
-            if not self.fenced:
-                await give_back(self)
-            if not self.fenced:
-                return
-            failures = 0 if self._useful else failures + 1
-            self.token = 0
-        self.progress = None
-
-    def end(self) -> CloseContent:
-        """Nothing that still runs counts from now on; what there is to say about it."""
-        assert self.progress is not None
-        closing = self.progress.closing()
-        self._forget()
-        return closing
-
-    def given_back(self, token: int) -> None:
-        """The next owner may have the queue."""
-        self.token = 0
-        self._tell("released", token)
-
-    def _begin(self, start: GrantedProgress) -> None:
-        carried = self.progress
-        if carried is not None and carried.reset_epoch != start.reset_epoch:
-            self._forget()
+    def begin(self, acquired: AcquiredQueue) -> None:
+        """The queue was granted. Work in flight is kept unless the progress was reset meanwhile."""
+        start, lease = acquired.start, acquired.lease
+        if lease is not None:
+            self._deadline_ms = 0
+            self.bound_generation = lease.bound_generation
+            self.renew(lease.sent_ms, lease.lease_ms)
+        if self.progress is not None and self.progress.reset_epoch != start.reset_epoch:
+            self._forget_work()
         kept = self.progress
-        self.progress = kept.renewed(start) if kept is not None else QueueProgress(start)
+        self.progress = QueueProgress(start) if kept is None else kept.renewed(start)
         self.token = start.token
-        self.fenced = self._useful = False
-        self.stopping.clear()
-        self.ended.clear()
-        if not self.assigned:
-            self.stopping.set()
-        self._tell("granted")
+        self.useful = False
+        self._receive(OwnershipInput.GRANTED)
 
-    def _empty(self) -> None:
-        """Nothing waits any more; it comes again if the queue is still ours."""
+    def withdraw(self) -> None:
+        """The request for the queue ended without a grant."""
+        self._receive(OwnershipInput.WITHDRAWN)
+
+    def clear_buffer(self) -> None:
+        """Drop the messages that wait; they are delivered again if the queue stays assigned."""
         self.buffer.clear()
         self.arrived.clear()
         self.waiting_bytes.leave()
-        self.session.room_again()
+        self._session.notify_room()
         self.flow = None
 
-    def _forget(self) -> None:
+    def close(self) -> CloseContent:
+        """Freeze the content of the Close; nothing that still runs counts from now on."""
+        assert self.progress is not None
+        content = self.progress.close_content()
+        self._receive(OwnershipInput.DRAINED)
+        return content
+
+    def release(self) -> None:
+        """The next owner may have the queue."""
+        self._receive(OwnershipInput.RELEASED)
+
+    def stop(self) -> None:
+        """No call is made under the invalid token any more."""
+        self._receive(OwnershipInput.STOPPED)
+
+    def _receive(self, happened: OwnershipInput) -> None:
+        effects = self._ownership.receive(happened)
+        self.wakeup.notify()
+        for effect in effects:
+            if effect is OwnershipEffect.FORGET_WORK:
+                self._forget_work()
+            elif effect is OwnershipEffect.CLEAR_TOKEN:
+                self.token = 0
+            else:
+                self._report(_REPORTS[effect])
+
+    def _is_drained(self) -> bool:
+        draining = self.state is OwnershipState.DRAINING
+        return not draining or self.progress is None or not self.progress.running_count
+
+    def _handlers_ended(self) -> None:
+        if self.state is OwnershipState.DRAINING and self._is_drained():
+            self.wakeup.notify()
+
+    def _forget_work(self) -> None:
         self.progress = None
         self.lineage += 1
 
-    def _tell(
-        self, kind: Literal["granted", "draining", "released", "fenced"], token: int = 0
-    ) -> None:
-        session = self.session
+    def _report(self, kind: Literal["granted", "draining", "released", "fenced"]) -> None:
+        session = self._session
         if session.metrics is not None:
             session.metrics.queue_changed(kind)
-        session.on_ownership(
-            OwnershipEvent(kind, self.queue, token or self.token, session.clock.monotonic_ms())
-        )
+        now_ms = session.clock.monotonic_ms()
+        session.on_ownership(OwnershipEvent(kind, self.ref, self.token, now_ms))

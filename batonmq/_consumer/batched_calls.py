@@ -1,7 +1,7 @@
-"""Calls that the queues of one consumer make together.
+"""Calls of the queues of one consumer, joined into batches.
 
-When members come or go many queues change hands at once. What they ask of a service in the same
-moment rides in one call.
+When a member joins or leaves, many queues move at once. Their requests of the same moment to one
+service travel in one call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ITEMS_MAX = 1_024
 
 @dataclass(frozen=True, slots=True)
 class ReceivedGrant:
-    """A grant, and when its request was sent."""
+    """A grant, and when its request was sent, by the monotonic clock."""
 
     grant: lockmgr_pb.Grant
     sent_ms: int
@@ -40,6 +40,8 @@ class ReceivedGrant:
 
 @dataclass(eq=False, slots=True)
 class _PendingAcquire:
+    """A queue that is to be acquired, and the future of the outcome."""
+
     queue: QueueRef
     item: lockmgr_pb.AcquireItem
     outcome: asyncio.Future[ReceivedGrant | BatonError] = field(
@@ -47,49 +49,49 @@ class _PendingAcquire:
     )
 
     def settle(self, outcome: ReceivedGrant | BatonError) -> None:
-        """Tell who asked, if anybody still waits."""
+        """Set the outcome, unless the caller has stopped to wait."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
 
 class BatchedCalls:
-    """Joins what is asked in one moment, or while a call of the kind is under way.
+    """Joins the requests of one moment, and those that arrive while a call is under way.
 
-    All methods raise what the call, or its item, was refused with.
+    All methods raise the error that the call, or its item, was refused with.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._extents: Batcher[QueueRef, storage_pb.QueryOffsetsOutcome | BatonError] = Batcher(
-            self._ask_extents, items_max=ITEMS_MAX
+            self._query_extents, items_max=ITEMS_MAX
         )
         self._closes: Batcher[offsets_pb.CloseItem, offsets_pb.CloseOutcome] = Batcher(
             self._close, items_max=ITEMS_MAX
         )
         self._releases: Batcher[lockmgr_pb.Hold, None] = Batcher(self._release, items_max=ITEMS_MAX)
-        self._wishes: list[_PendingAcquire] = []
-        self._wished = asyncio.Event()
-        self._open: dict[int, Sequence[_PendingAcquire]] = {}
-        self._gave_up = False
+        self._pending: list[_PendingAcquire] = []
+        self._arrived = asyncio.Event()
+        self._under_way: dict[int, Sequence[_PendingAcquire]] = {}
+        self._abandoned = False
 
     async def run(self) -> None:
-        """Carry calls for ever; to be run as one task."""
+        """Make the calls until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for loop in (self._extents.run, self._closes.run, self._releases.run):
                 tasks.create_task(loop())
             while True:
-                await self._wished.wait()
-                await asyncio.sleep(0)  # who is woken by the same event asks in the same call
-                self._wished.clear()
-                wishes = [wish for wish in self._wishes if not wish.outcome.done()]
-                self._wishes = []
-                for begin in range(0, len(wishes), ITEMS_MAX):
-                    tasks.create_task(self._acquire(tasks, wishes[begin : begin + ITEMS_MAX]))
+                await self._arrived.wait()
+                await asyncio.sleep(0)  # tasks that the same event wakes share a call
+                self._arrived.clear()
+                pending = [one for one in self._pending if not one.outcome.done()]
+                self._pending = []
+                for begin in range(0, len(pending), ITEMS_MAX):
+                    tasks.create_task(self._acquire(tasks, pending[begin : begin + ITEMS_MAX]))
 
-    # ---- what a queue asks
+    # ---- requests of one queue
 
     async def extent(self, queue: QueueRef) -> storage_pb.QueueOffsets:
-        """First and next offset of a queue."""
+        """Return the first and the next offset of a queue."""
         outcome = await self._extents.call(queue)
         if isinstance(outcome, BatonError):
             raise outcome
@@ -98,14 +100,14 @@ class BatchedCalls:
         return outcome.offsets
 
     async def acquire(self, queue: QueueRef, item: lockmgr_pb.AcquireItem) -> ReceivedGrant:
-        """Ask for a queue, held at lockmgr while somebody else has it.
+        """Acquire a queue; the lock manager holds the request while another member owns the queue.
 
-        Whoever stops waiting does not get it: a grant that still comes is released.
+        If the caller is cancelled, a grant that still arrives is released.
         """
-        wish = _PendingAcquire(queue, item)
-        self._wishes.append(wish)
-        self._wished.set()
-        outcome = await wish.outcome
+        pending = _PendingAcquire(queue, item)
+        self._pending.append(pending)
+        self._arrived.set()
+        outcome = await pending.outcome
         if isinstance(outcome, BatonError):
             raise outcome
         return outcome
@@ -115,16 +117,16 @@ class BatchedCalls:
         return await self._closes.call(item)
 
     async def release(self, hold: lockmgr_pb.Hold) -> None:
-        """Tell lockmgr that a token is closed."""
+        """Release a lock whose token is closed."""
         await self._releases.call(hold)
 
     async def release_rest(self) -> None:
-        """At the end: give back grants that came too late for anybody to see them.
+        """Release, at the end, the grants that may have arrived after their caller was cancelled.
 
-        If that fails they are free once their lease is over.
+        If that fails, their queues are free when the leases expire.
         """
         session = self._session
-        if not self._gave_up:
+        if not self._abandoned:
             return
         request = lockmgr_pb.ReleaseAllRequest(
             incarnation=session.incarnation, group=session.group, drained=True
@@ -133,76 +135,81 @@ class BatchedCalls:
             stub = await session.directory.lockmgr()
             await answered(stub.ReleaseAll(request, timeout=CALL_TIMEOUT_S))
         except BatonError as error:
-            log.info("what may be left is not released error=%s", error)
+            log.info("grants that may be left are not released error=%s", error)
 
     # ---- keep-alives
 
     async def release_orphans(self, holds: Sequence[lockmgr_pb.Hold]) -> None:
-        """Give back grants whose answers were lost; nothing was delivered under them."""
+        """Release grants whose answers were lost; nothing was delivered under them."""
         await self._release(holds[:ITEMS_MAX])
 
     @property
     def seen_seq(self) -> int:
-        """Highest `acquire_seq` up to which all outcomes have been seen."""
-        return min(self._open) - 1 if self._open else self._session.acquire_seq
+        """The highest `acquire_seq` up to which all outcomes have arrived."""
+        return min(self._under_way) - 1 if self._under_way else self._session.acquire_seq
 
-    def asks_for(self, queue: QueueRef) -> bool:
-        """Whether an Acquire of the queue is under way, or about to be."""
-        under_way = (wish for wishes in self._open.values() for wish in wishes)
-        return any(wish.queue == queue for wish in (*self._wishes, *under_way))
+    def acquires(self, queue: QueueRef) -> bool:
+        """Whether an Acquire of the queue is under way, or about to be sent."""
+        under_way = (one for batch in self._under_way.values() for one in batch)
+        return any(one.queue == queue for one in (*self._pending, *under_way))
 
     # ---- the calls
 
     async def _acquire(self, tasks: asyncio.TaskGroup, asked: Sequence[_PendingAcquire]) -> None:
-        """One stream for many queues; it ends as soon as nobody waits for it any more."""
-        wishes = self._by_the_record(asked)
-        if not wishes:
+        """Acquire many queues with one stream, which ends as soon as no caller waits for it."""
+        batch = self._still_assigned(asked)
+        if not batch:
             return
         seq = self._session.next_acquire_seq()
-        self._open[seq] = wishes
+        self._under_way[seq] = batch
         request = lockmgr_pb.AcquireRequest(
             incarnation=self._session.incarnation,
             acquire_seq=seq,
             generation=self._session.view.generation,
-            items=[wish.item for wish in wishes],
+            items=[one.item for one in batch],
             hold_ms=ACQUIRE_HOLD_MS,
         )
         settled = asyncio.Event()
 
-        def look(_: object) -> None:
-            if all(wish.outcome.done() for wish in wishes):
+        def check(_: object) -> None:
+            if all(one.outcome.done() for one in batch):
                 settled.set()
 
-        for wish in wishes:
-            wish.outcome.add_done_callback(look)
-        error: BatonError = Unreachable("lockmgr ended an Acquire without an outcome")
+        for one in batch:
+            one.outcome.add_done_callback(check)
+        error: BatonError = Unreachable("the lock manager ended an Acquire without an outcome")
         try:
-            reading = self._read(tasks, request, {wish.queue: wish for wish in wishes})
+            reading = self._read(tasks, request, {one.queue: one for one in batch})
             await unless(settled, reading)
         except BatonError as refusal:
             error = refusal
         finally:
-            del self._open[seq]
-            self._gave_up |= any(wish.outcome.cancelled() for wish in wishes)
-        for wish in wishes:
-            wish.settle(error)
+            del self._under_way[seq]
+            self._abandoned |= any(one.outcome.cancelled() for one in batch)
+        for one in batch:
+            one.settle(error)
 
-    def _by_the_record(self, asked: Sequence[_PendingAcquire]) -> list[_PendingAcquire]:
-        """What may be asked for by the generation of the record that is known now.
+    def _still_assigned(self, asked: Sequence[_PendingAcquire]) -> list[_PendingAcquire]:
+        """Return the requests that the group's record allows; refuse the others.
 
-        That may be newer than the wish, whose end is on its way then.
+        The record may be newer than a request: then the queue is being revoked.
         """
         view = self._session.view
-        for wish in asked:
-            if wish.queue not in view.assigned:
-                wish.settle(NotAssigned(f"{wish.queue} is not ours any more", retry_after_ms=100))
-        return [wish for wish in asked if not wish.outcome.done()]
+        for one in asked:
+            if one.queue not in view.assigned:
+                one.settle(
+                    NotAssigned(
+                        f"queue {one.queue} is not assigned to this consumer any more",
+                        retry_after_ms=100,
+                    )
+                )
+        return [one for one in asked if not one.outcome.done()]
 
     async def _read(
         self,
         tasks: asyncio.TaskGroup,
         request: lockmgr_pb.AcquireRequest,
-        wishes: Mapping[QueueRef, _PendingAcquire],
+        batch: Mapping[QueueRef, _PendingAcquire],
     ) -> None:
         session = self._session
         stub = await session.directory.lockmgr()
@@ -210,22 +217,25 @@ class BatchedCalls:
         stream = stub.Acquire(request, timeout=ACQUIRE_HOLD_MS / 1000 + CALL_TIMEOUT_S)
         try:
             async for answer in stream:
-                wish = wishes[queue_of(answer.queue)]
+                pending = batch[queue_of(answer.queue)]
                 if answer.HasField("error"):
-                    wish.settle(error_from_pb(answer.error))
-                elif wish.outcome.done():
-                    tasks.create_task(self._give_back(wish.item, answer.grant))
+                    pending.settle(error_from_pb(answer.error))
+                elif pending.outcome.done():
+                    tasks.create_task(self._release_unwanted(pending.item, answer.grant))
                 else:
-                    session.epochs.saw(answer.grant.offsets_set, answer.grant.offsets_epoch)
-                    wish.settle(ReceivedGrant(answer.grant, sent_ms))
+                    session.epochs.observe(answer.grant.offsets_set, answer.grant.offsets_epoch)
+                    pending.settle(ReceivedGrant(answer.grant, sent_ms))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
-    async def _give_back(self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant) -> None:
-        """Give a grant back that nobody waits for; what fails is an orphan of the next keep-alive.
+    async def _release_unwanted(
+        self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant
+    ) -> None:
+        """Release a grant whose caller was cancelled.
 
-        What the wish claimed to have in hand is in flight under the grant: it was dropped, and
-        the next owner gets it flagged. Grants of other queues do not wait for this.
+        The messages that the request claimed are in flight under the grant. They were dropped, so
+        the Close names them as unfinished, and the next owner gets them flagged. If a call fails,
+        the next keep-alive reports the grant as an orphan. Other grants do not wait for this.
         """
         try:
             if item.resume:
@@ -239,12 +249,12 @@ class BatchedCalls:
                 )
             await self.release(lockmgr_pb.Hold(queue=item.queue, token=grant.token))
         except BatonError as error:
-            log.debug("grant not given back queue=%s error=%s", item.queue, error)
+            log.debug("unwanted grant not released queue=%s error=%s", item.queue, error)
 
-    async def _ask_extents(
+    async def _query_extents(
         self, queues: Sequence[QueueRef]
     ) -> list[storage_pb.QueryOffsetsOutcome | BatonError]:
-        """One call per broker; one that is away concerns only its own queues."""
+        """Make one call per broker; a broker that fails concerns only its own queues."""
         found: dict[QueueRef, storage_pb.QueryOffsetsOutcome | BatonError] = {}
 
         async def ask(broker: str) -> None:

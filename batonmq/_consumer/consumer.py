@@ -1,4 +1,4 @@
-"""Receives the messages of a group: each queue is owned by one member at a time."""
+"""The consumer: one member of a consumer group."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.aio import only_error
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, queues_of
+from batonmq._consumer.ack_committer import AckCommitter
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.consumer_gauges import ConsumerGauges
@@ -33,6 +34,7 @@ from batonmq._consumer.membership import Membership, SubscriptionVerdict
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.message_dispatcher import MessageDispatcher
 from batonmq._consumer.queue_rotation import QueueRotation
+from batonmq._consumer.queue_runner import QueueRunner
 from batonmq._consumer.retry_sender import RetrySender, create_retry_topic
 from batonmq._consumer.session import OwnershipEvent, Session
 from batonmq._core.flow_control import FlowReason
@@ -53,35 +55,41 @@ def _ignore(_: OwnershipEvent) -> None:
 class Consumer:
     """One member of a consumer group. Use it as an async context manager.
 
-    Either iterate (`async for message in consumer`): the message is acknowledged when the next
-    one is asked for; one that was not, as after `break`, is delivered again, flagged. Or hand a
-    function to `run`, or to `run_batches`. Messages of one queue are handled one after the other,
-    in order, unless `queue_concurrency` says otherwise; then they are acknowledged as they end.
-    What a function does not take comes again later, by default by way of the group's retry topic.
+    Each queue of the group's topics is assigned to one member at a time. There are two ways to
+    receive messages:
 
-    Leaving the block closes gracefully: nothing new starts, what runs ends, acks are committed
-    and the queues pass to other members, who go on where this one stopped. `close` does so within
-    the block, and says how long that may take. Who is cancelled while the block closes waits no
-    longer: handlers are cut off, and the queues pass to others when their leases have run out.
+    - Iterate: `async for message in consumer`. A message is acknowledged when the next one is
+      requested. A message that was not acknowledged, as after `break`, is delivered again, with
+      `redelivered` set.
+    - Pass a handler to `run` or `run_batches`. Messages of one queue are handled one after the
+      other, in order, unless `queue_concurrency` is more than 1. A message is acknowledged when its
+      handler returns. A message whose handler fails is handled again later, by default through the
+      group's retry topic.
+
+    Leaving the block closes the consumer: no message is started any more, running handlers end,
+    acks are committed, and the queues are released to other members, which continue there. `close`
+    does the same within the block, with a drain timeout of its own. If the task is cancelled while
+    the block closes, handlers are cancelled and nothing is waited for; other members get the queues
+    when their leases expire.
 
     Args:
         nameserver: host:port of a nameserver; several separated by commas.
-        group: 1 to 127 characters of A-Z a-z 0-9 _ % -; it is made when somebody joins it.
+        group: 1 to 127 characters of A-Z a-z 0-9 _ % -; created when the first member joins.
         subscriptions: Topic to expression: `*`, tags joined by `||`, or `sql:` and a condition on
-            properties, as in `sql: price > 5 AND region IN ('eu', 'us')`. All members of the
-            group need the same; what happens else is the group's policy, see `verdict`.
+            properties, as in `sql: price > 5 AND region IN ('eu', 'us')`. All members of a group
+            must have the same subscriptions; the group's policy decides otherwise, see `verdict`.
         client_id: Unique within the group, up to 255 visible ASCII characters without `/`; by
-            default host and a random part.
-        on_ownership: Called, in the event loop, when a queue comes or goes.
-        metrics: Counts what happens here, if given.
-        surroundings: Clock, randomness and transport; the real ones by default.
+            default the host name and a random part.
+        on_ownership: Called in the event loop when the ownership of a queue changes.
+        metrics: Counts what this consumer does, if given.
+        surroundings: Clock, random numbers and transport, for tests.
 
     Raises on entering:
-        SubscriptionConflict: the group has another subscription; it names both clients.
-        ClientIdInUse, TopicNotFound, InvalidName, BadExpression: refused.
-        Unreachable: no nameserver answered within the start timeout.
+        SubscriptionConflict: the group has another subscription; the error names both clients.
+        ClientIdInUse, TopicNotFound, InvalidName, BadExpression: the nameserver refused to join.
+        Unreachable: no nameserver answered within `start_timeout_ms`.
         DataLoss: the offsets file of a broadcasting member is damaged.
-        InvalidArgument: the offsets file can't be used, or another process uses it.
+        InvalidArgument: the offsets file can't be read or written, or another process uses it.
     """
 
     def __init__(  # noqa: PLR0913  keyword-only from the settings on, each with a default
@@ -140,57 +148,60 @@ class Consumer:
             room=chosen.room,
         )
         self._membership = Membership(self._session, heartbeat, self._rebalance)
-        self._runners: dict[QueueRef, AssignedQueue] = {}
+        self._queues: dict[QueueRef, AssignedQueue] = {}
         self._routes: dict[str, tuple[QueueRef, ...]] = {}
-        self._notices = LockWatch(self._session, self._runners)
+        self._lock_watch = LockWatch(self._session, self._queues)
         self._calls = BatchedCalls(self._session)
-        self._leases = LeaseRenewer(self._session, self._calls, self._runners, self._notices)
-        self._listening = False
-        self._returns = RetrySender(self._session, self._spawn)
-        self._handling: MessageDispatcher | None = None
+        self._lease_renewer = LeaseRenewer(
+            self._session, self._calls, self._queues, self._lock_watch
+        )
+        self._ack_committer = AckCommitter(self._session, self._queues)
+        self._watching_locks = False
+        self._retry_sender = RetrySender(self._session, self._spawn)
+        self._dispatcher: MessageDispatcher | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
-        self._turns = QueueRotation()
-        self._handed_out_s = 0.0
+        self._rotation = QueueRotation()
+        self._returned_s = 0.0
         self._stopped = asyncio.Event()
-        self._emptied = asyncio.Event()
+        self._all_released = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
 
     @property
     def assignment(self) -> tuple[QueueRef, ...]:
-        """The queues this member has at the moment, ascending."""
-        return tuple(sorted(queue for queue, r in self._runners.items() if r.holding))
+        """The queues that this member owns now, ascending."""
+        return tuple(sorted(ref for ref, queue in self._queues.items() if queue.held))
 
     @property
     def verdict(self) -> SubscriptionVerdict:
-        """What the group says of this member's subscription; `staged`: it gets no queue yet."""
+        """The group's decision on this member's subscription; `staged`: it gets no queue yet."""
         return self._membership.verdict
 
     @property
     def flow(self) -> dict[QueueRef, FlowReason]:
-        """The queues that are not pulled at the moment because of a bound, and of which.
+        """The queues that are not pulled now because of a flow limit, and the limit.
 
         `count`: `buffer_messages_max` messages of the queue wait. `bytes`: `buffer_bytes_max` bytes
-        of all queues wait. `span`: a message is not acknowledged, and the queue has gone on for
-        `span_max` offsets behind it. `paused`: by `pause`.
+        of all queues wait. `span`: a message is not acknowledged, and `span_max` offsets behind it
+        were received. `paused`: by `pause`.
         """
-        return {queue: r.flow for queue, r in self._runners.items() if r.flow is not None}
+        return {ref: queue.flow for ref, queue in self._queues.items() if queue.flow is not None}
 
     def pause(self, queue: QueueRef) -> None:
-        """Pull and hand out no message of a queue until `resume`; what runs, goes on.
+        """Pull and start no message of a queue until `resume`; running handlers go on.
 
-        The queue stays ours. One that is not ours waits once it is.
+        The consumer keeps the queue. A queue that is not assigned yet is paused once it is.
         """
         self._session.paused.add(queue)
-        if (runner := self._runners.get(queue)) is not None:
-            runner.pause()
+        if (assigned := self._queues.get(queue)) is not None:
+            assigned.pause()
 
     def resume(self, queue: QueueRef) -> None:
-        """Go on with a queue."""
+        """Pull and start messages of a paused queue again."""
         self._session.paused.discard(queue)
-        if (runner := self._runners.get(queue)) is not None:
-            runner.resume()
+        if (assigned := self._queues.get(queue)) is not None:
+            assigned.resume()
 
     async def __aenter__(self) -> Consumer:
         session = self._session
@@ -199,17 +210,17 @@ class Consumer:
                 await session.local.open()
             await self._join()
         except BaseException:
-            await self._let_go()
+            await self._close_files()
             raise
         if session.metrics is not None:
-            session.metrics.watch(ConsumerGauges(self._runners))
+            session.metrics.watch(ConsumerGauges(self._queues))
         await self._tasks.__aenter__()
         loops = (
             self._calls.run,
             self._membership.run_heartbeats,
             self._membership.run_watch,
-            self._leases.run_keep_alives,
-            self._leases.run_commits,
+            self._lease_renewer.run,
+            self._ack_committer.run,
         )
         self._loops = [self._tasks.create_task(loop()) for loop in loops]
         if self._stream is not None:
@@ -230,7 +241,7 @@ class Consumer:
             if self._stream is not None:
                 await self._stream.close()
         except BaseException:
-            kind, error, trace = sys.exc_info()  # it ends what still runs, not only the loops
+            kind, error, trace = sys.exc_info()  # the task group cancels handlers too
             raise
         finally:
             for task in self._loops:
@@ -241,105 +252,105 @@ class Consumer:
                 if (only := only_error(group)) is not error:
                     raise only from None
             finally:
-                if self._handling is not None:
-                    self._handling.close()
+                if self._dispatcher is not None:
+                    self._dispatcher.close()
                 if self._session.metrics is not None:
                     self._session.metrics.unwatch()
-                await self._let_go()
+                await self._close_files()
 
     async def close(self, *, drain_ms: int | None) -> None:
-        """Close now, within the block: hand out nothing more, drain, and let the queues go.
+        """Close now, within the block: start no more messages, drain, and release the queues.
 
-        Not for handlers, which it would wait for.
+        Do not call this in a handler: it would wait for itself.
 
         Args:
-            drain_ms: So long handlers may run on, in place of `drain_timeout_ms` of the settings;
-                0 waits for none, None for all.
+            drain_ms: How long running handlers may take, instead of `drain_timeout_ms`; 0 cancels
+                them at once, None waits until they end.
         """
         self._session.drain_timeout_ms = drain_ms
         await self._close()
 
     def stop(self) -> None:
-        """Hand out no more messages: `run` and the iteration end."""
+        """Start no more messages: `run`, `run_batches` and the iteration end."""
         self._stopped.set()
-        if self._handling is not None:
-            self._handling.end()
+        if self._dispatcher is not None:
+            self._dispatcher.end()
         self._session.available.set()
 
     def __aiter__(self) -> Consumer:
         return self
 
     async def __anext__(self) -> ReceivedMessage:
-        """Acknowledge the message before and wait for the next."""
-        tally, finished = self._session.tally, self._turns.finish()
+        """Acknowledge the previous message and wait for the next."""
+        tally, finished = self._session.tally, self._rotation.finish()
         if tally is not None and finished is not None:
-            tally.handled(finished.topic, 1, (), self._loop_s() - self._handed_out_s)
-        if self._turns.ended:
+            tally.handled(finished.topic, 1, (), self._loop_s() - self._returned_s)
+        if self._rotation.run_ended:
             await asyncio.sleep(0)
         while not self._stopped.is_set():
-            if (message := self._turns.take()) is not None:
+            if (message := self._rotation.take()) is not None:
                 if tally is not None:
                     tally.begun(message.topic, [message.store_unix_ms])
-                    self._handed_out_s = self._loop_s()
+                    self._returned_s = self._loop_s()
                 return message
             self._session.available.clear()
             await self._session.available.wait()
         raise StopAsyncIteration
 
     async def run(self, handler: Handler) -> None:
-        """Hand every message to `handler` until `stop`.
+        """Call `handler` with every message until `stop`.
 
         Args:
-            handler: A coroutine function, or a plain function, which runs in a thread. What it
-                returns, None for success, is in `batonmq._consumer.handler_results`. If it raises,
-                or takes longer than `handle_timeout_ms`, the message is handled again later as the
-                settings say; messages of other queues go on meanwhile.
+            handler: A coroutine function, or a plain function, which runs in a thread. It returns
+                None for success, or a `RetryLater` or `Suspend`. If it raises, or takes longer than
+                `handle_timeout_ms`, the message is handled again later as the settings say; other
+                queues go on meanwhile.
 
         Raises:
-            MessageFailed: a message has failed too often, and the settings say to stop then.
+            MessageFailed: a message failed too often, and `exhausted` is `stop`.
         """
         await self._run(SingleMessageAdapter(handler))
 
     async def run_batches(self, handler: BatchHandler, *, messages_max: int = 1_000) -> None:
-        """Hand lists of messages to `handler` until `stop`; each of one queue, in order.
+        """Call `handler` with lists of messages until `stop`; each list is of one queue, in order.
 
-        A list has what waits at that moment, at least one message. One that has failed before comes
-        in a list of its own, so that it takes no other with it if it fails again.
+        A list holds the messages that wait at that moment, at least one. A message that has failed
+        before is in a list of its own: if it fails again, no other message fails with it.
 
         Args:
-            handler: As for `run`. It returns None when all are handled, or a list with what it has
-                to say of each, in order. If it raises, or takes longer than `handle_timeout_ms` for
-                the whole list, all have failed; `extend` of any message is for all of the list.
-                With `orderly` only what stands before the first failure is handled: the rest is
-                handed over again, message by message.
+            handler: As for `run`. It returns None when all messages are handled, or a list with one
+                result for each message, in order. If it raises, or takes longer than
+                `handle_timeout_ms` for the whole list, all its messages have failed; `extend` of
+                one message extends the time of the list. With `orderly` only the messages before
+                the first failure are handled: the rest is handled again, message by message.
             messages_max: Length of a list, at most.
 
         Raises:
-            MessageFailed: as `run`.
+            MessageFailed: a message failed too often, and `exhausted` is `stop`.
         """
         await self._run(BatchAdapter(handler, messages_max))
 
-    async def _run(self, form: HandlerAdapter) -> None:
-        self._handling = MessageDispatcher(
-            self._session, form, self._returns, self._tasks, self._stop_failed
+    async def _run(self, adapter: HandlerAdapter) -> None:
+        self._dispatcher = MessageDispatcher(
+            self._session, adapter, self._retry_sender, self._tasks, self._stop_failed
         )
-        self._handling.deadlines.set(self._handle_timeout_ms)
-        for runner in self._runners.values():
-            self._handling.begin(runner)
+        self._dispatcher.deadlines.set(self._handle_timeout_ms)
+        for queue in self._queues.values():
+            self._dispatcher.begin(queue)
         await self._stopped.wait()
         if self._failed is not None:
             raise self._failed
 
     @property
     def handle_timeout_ms(self) -> int | None:
-        """How long a handler may take. A change holds at once, for handlers that run too."""
+        """How long a handler may take; a change applies at once, also to running handlers."""
         return self._handle_timeout_ms
 
     @handle_timeout_ms.setter
     def handle_timeout_ms(self, timeout_ms: int | None) -> None:
         self._handle_timeout_ms = timeout_ms
-        if self._handling is not None:
-            self._handling.deadlines.set(timeout_ms)
+        if self._dispatcher is not None:
+            self._dispatcher.deadlines.set(timeout_ms)
 
     def _stop_failed(self, failed: MessageFailed) -> None:
         self._failed = failed
@@ -353,7 +364,7 @@ class Consumer:
         self._loops.append(self._tasks.create_task(loop))
 
     async def _join(self) -> None:
-        """Join the group; the first member of all creates what it sends back to."""
+        """Join the group; the first member creates the group's retry topic."""
         session, retries = self._session, retry_topic(self._session.group)
         try:
             await self._membership.join(session.settings.start_timeout_ms)
@@ -364,72 +375,78 @@ class Consumer:
             await self._membership.join(session.settings.start_timeout_ms)
 
     async def _follow(self, topic: str) -> None:
-        """End the consumer with TopicNotFound when the topic is deleted."""
-        await follow_route(self._session.directory, topic, self._see_route)
+        """Follow a topic's route; end the consumer with TopicNotFound when it is deleted."""
+        await follow_route(self._session.directory, topic, self._apply_route)
 
-    def _see_route(self, route: pb.Route) -> None:
-        """A broadcasting member reads all queues there are."""
+    def _apply_route(self, route: pb.Route) -> None:
+        """Read all queues of the route, as a broadcasting member does."""
         local, topic = self._session.local, route.topic
         if local is not None:
-            queues = self._routes[topic.name] = queues_of(route)
-            if local.meet(topic.name, topic.topic_id, queues):
-                for runner in self._runners.values():
-                    if runner.queue.topic == topic.name:
-                        runner.fence(forget=True)
+            refs = self._routes[topic.name] = queues_of(route)
+            if local.note_topic(topic.name, topic.topic_id, refs):
+                for queue in self._queues.values():
+                    if queue.ref.topic == topic.name:
+                        queue.reset()
             self._rebalance()
 
     def _rebalance(self) -> None:
-        """Let go of what is not ours any more, ask for what is; the rest goes on untouched."""
+        """Revoke the queues that are not assigned any more, and begin with those that are new.
+
+        The queues that stay are not touched: their pulls and handlers go on.
+        """
         view = self._session.view
         if self._stopped.is_set() or not view.member or not self._loops:
             return
         assigned = view.assigned.union(*self._routes.values())
-        for queue, runner in self._runners.items():
-            if runner.owned != view.owned:
-                runner.drop()
-            elif queue in assigned:
-                runner.look()
+        for ref, queue in self._queues.items():
+            if queue.with_ownership != view.owned:
+                queue.change_mode()
+            elif ref in assigned:
+                queue.wakeup.notify()
             else:
-                runner.unassign()
-        for queue in sorted(assigned - self._runners.keys()):
-            self._add_runner(queue)
+                queue.revoke()
+        for ref in sorted(assigned - self._queues.keys()):
+            self._add_queue(ref)
 
-    def _add_runner(self, queue: QueueRef) -> None:
-        if self._session.view.owned and not self._listening:
-            self._listening = True
-            self._loops.append(self._tasks.create_task(self._notices.run()))
-        runner = AssignedQueue(self._session, self._calls, queue)
-        self._runners[queue] = runner
-        self._turns.add(runner)
-        self._tasks.create_task(self._run_queue(runner))
-        if self._handling is not None:
-            self._handling.begin(runner)
+    def _add_queue(self, ref: QueueRef) -> None:
+        if self._session.view.owned and not self._watching_locks:
+            self._watching_locks = True
+            self._loops.append(self._tasks.create_task(self._lock_watch.run()))
+        queue = AssignedQueue(self._session, ref)
+        self._queues[ref] = queue
+        self._rotation.add(queue)
+        self._tasks.create_task(self._run_queue(queue))
+        if self._dispatcher is not None:
+            self._dispatcher.begin(queue)
 
-    async def _run_queue(self, runner: AssignedQueue) -> None:
+    async def _run_queue(self, queue: AssignedQueue) -> None:
         try:
-            await runner.run()
+            await QueueRunner(self._session, self._calls, queue).run()
         finally:
-            self._turns.remove(runner)
-            del self._runners[runner.queue]
-            if self._handling is not None:
-                self._handling.leave(runner.queue)
-            if not self._runners:
-                self._emptied.set()
+            self._rotation.remove(queue)
+            del self._queues[queue.ref]
+            if self._dispatcher is not None:
+                self._dispatcher.cancel(queue.ref)
+            if not self._queues:
+                self._all_released.set()
         self._rebalance()
 
     async def _close(self) -> None:
-        """Leave, drain, commit, release: in that order, so that the others wait already."""
+        """Leave the group, then drain, commit and release.
+
+        In that order the members that get the queues wait for them already.
+        """
         self.stop()
-        self._turns.give_up()
-        for runner in self._runners.values():
-            runner.unassign()
+        self._rotation.give_up()
+        for queue in self._queues.values():
+            queue.revoke()
         await self._membership.leave()
-        while self._runners:
-            self._emptied.clear()
-            await self._emptied.wait()
+        while self._queues:
+            self._all_released.clear()
+            await self._all_released.wait()
         await self._calls.release_rest()
 
-    async def _let_go(self) -> None:
+    async def _close_files(self) -> None:
         try:
             if self._session.local is not None:
                 await self._session.local.close()

@@ -1,4 +1,4 @@
-"""What a consumer has in its hands, for who watches it."""
+"""Reads the gauges of a consumer: messages in flight, messages that wait, delayed pulls."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from batonmq._core.queues import QueueRef
 
 
 class ConsumerGauges:
-    """Looks at the queues of one consumer, from any thread."""
+    """Reads the queues of one consumer, from any thread; see `Holder` in `client_metrics`."""
 
-    def __init__(self, runners: Mapping[QueueRef, AssignedQueue]) -> None:
-        self._runners = runners
+    def __init__(self, queues: Mapping[QueueRef, AssignedQueue]) -> None:
+        self._queues = queues
 
     def in_hand(self) -> int:
-        """See `batonmq._telemetry.client_metrics.Holder`."""
-        found = [runner.progress for runner in list(self._runners.values())]
+        """Return the number of messages whose handlers run."""
+        found = [queue.progress for queue in list(self._queues.values())]
         return sum(progress.running_count for progress in found if progress is not None)
 
     def buffered(self) -> tuple[int, int]:
-        """See `batonmq._telemetry.client_metrics.Holder`."""
-        found = list(self._runners.values())
-        messages = sum(len(runner.buffer) for runner in found)
-        return messages, sum(runner.waiting_bytes.waiting for runner in found)
+        """Return the number of messages that wait for a handler, and the bytes of their bodies."""
+        found = list(self._queues.values())
+        messages = sum(len(queue.buffer) for queue in found)
+        return messages, sum(queue.waiting_bytes.waiting for queue in found)
 
     def held(self, reason: FlowReason) -> int:
-        """See `batonmq._telemetry.client_metrics.Holder`."""
-        return sum(runner.flow == reason for runner in list(self._runners.values()))
+        """Return the number of queues whose next pull is delayed for `reason`."""
+        return sum(queue.flow == reason for queue in list(self._queues.values()))

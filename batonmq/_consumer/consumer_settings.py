@@ -27,63 +27,67 @@ CONSUME_FROM: Mapping[ConsumeFrom, pb.ConsumeFrom.ValueType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerSettings:
-    """How a consumer behaves.
+    """Settings of a consumer. Times are in milliseconds, sizes in bytes.
 
     Attributes:
-        model: `clustering`: each message goes to one member. `broadcasting`: each goes to every
-            member, which keeps its progress itself, in `offsets_file`.
-        offsets_file: The file of a broadcasting member, of this group and this member only; taken
-            up again by the next process of the member.
-        consume_from: Where a group without progress starts: `last` (after the messages that are
-            there), `first` or `timestamp`. All members must agree.
-        start_unix_ms: For `timestamp`: with the first message stored at or after this time, by the
-            wall clock of storage; 0 for half an hour before the start of the consumer.
-        concurrency: Messages handled at once in all; `run` only.
-        queue_concurrency: Messages of one queue handled at once; with more than 1 they are started
-            in order and may end in any; `run` only.
-        buffer_messages_max: Messages of one queue that wait in the client.
+        model: `clustering`: each message is delivered to one member. `broadcasting`: each message
+            is delivered to every member, which keeps its progress in `offsets_file`.
+        offsets_file: The offsets file of a broadcasting member. Each member of each group has its
+            own; the next process of the member continues with it.
+        consume_from: Where a group without progress starts: `last` (behind the messages that
+            exist), `first` or `timestamp`. All members must have the same.
+        start_unix_ms: Start time for `timestamp`: the first message stored at or after it, by
+            storage's wall clock; 0 for half an hour before the consumer was created.
+        concurrency: Handler calls that run at once, of all queues; for `run` and `run_batches`.
+        queue_concurrency: Handler calls of one queue that run at once; for `run` and `run_batches`.
+            With more than 1, messages are started in order and may end in any order.
+        buffer_messages_max: Messages of one queue that wait in the client, at most.
         buffer_bytes_max: Bytes of bodies that wait in the client, of all queues together. At the
-            bound a queue without waiting messages may still fetch an equal share of it.
-        pull_messages_max: Offsets taken by one pull.
-        pull_bytes_max: Bytes taken by one pull, about.
-        pull_hold_ms: How long storage holds a pull that finds nothing.
-        span_max: Offsets of one queue between the committed one and the last received; bounds
-            what is delivered again after a crash.
-        commit_interval_ms: Acks are committed at least so often, and sooner when a quarter of
+            limit, a queue without waiting messages may still fetch an equal share of it.
+        pull_messages_max: Offsets of one pull, at most.
+        pull_bytes_max: Bytes of one pull, about.
+        pull_hold_ms: How long storage holds a pull that finds no message (long poll).
+        span_max: Offsets between the committed offset of a queue and the last one received, at
+            most. After a crash, at most so many messages of a queue are delivered again.
+        commit_interval_ms: Acks are committed at least this often, and sooner when a quarter of
             `span_max` waits; three quarters with `commit_on_pull`.
-        commit_on_pull: Acks travel with pulls too, so that a busy consumer commits on its way.
-        keep_alive_ms: How often the ownership of queues is renewed.
-        drain_timeout_ms: How long handlers may run on when a queue is lost or the consumer
-            closes; what is not done by then is delivered again, flagged. None waits until they
-            end. A consumer that closes keeps its queues for 60 s at most: what runs longer is
-            delivered again in any case.
-        room: Machine room, for groups whose queues are dealt out by room; empty for none.
-        orderly: Messages of one queue are handled one after the other, whatever
-            `queue_concurrency` says, and one that fails holds its queue up, no other. All members
-            must agree.
-        send_back: Messages that fail are sent to the retry topic of the group, `%RETRY%<group>`,
-            which this creates and subscribes to, and come again after 10 s, 30 s, 1 min ... 2 h,
-            to any member; without, they stay in hand. None: wherever it can be, which is not with
-            `orderly`, nor in a broadcasting group. All members must agree; one that iterates gets
-            what others have sent back, and sends nothing back itself.
-        retries_max: So often a message is handled again; None: 16 times with `send_back` or
-            broadcasting, without limit otherwise.
-        exhausted: Then it goes to the dead letters of the group, topic `%DLQ%<group>`, but is only
-            logged and skipped by a broadcasting member, as the others get it too; or the consumer
-            stops and `run` raises MessageFailed.
-        handle_timeout_ms: A handler that takes longer has failed: it is cancelled, and what it
-            still says is ignored. A thread goes on, and counts in `concurrency` until it ends.
-            None for no limit. `Consumer.handle_timeout_ms` changes it on the way.
-        retry_first_ms: Wait so long before a failed message in hand is handled again; doubles.
-        retry_ms_max: The longest such wait.
-        start_timeout_ms: How long to wait for a nameserver at the start.
-        metrics_stream: Tell the cluster what is handled, failed and sent back, and how long it
-            takes, once a second, through the topic BATON_SYS_METRICS.
-        security: How to use TLS; None for none.
+        commit_on_pull: Whether acks travel in pulls too, which saves most commits of a busy
+            consumer.
+        keep_alive_ms: How often the leases of the queues are renewed.
+        drain_timeout_ms: How long running handlers may take when a queue is revoked or the consumer
+            closes. Messages that are not handled by then are delivered again, with `redelivered`
+            set. None waits until the handlers end; but a consumer that closes keeps its queues for
+            60 s at most.
+        room: Machine room of this member, for groups that assign queues by room; empty for none.
+        orderly: Whether messages of one queue are handled strictly one after the other, whatever
+            `queue_concurrency` is. A message that fails delays its queue, and no other queue. All
+            members must have the same.
+        send_back: Whether messages that fail are sent to the group's retry topic,
+            `%RETRY%<group>`, which the consumer creates and subscribes to. They are delivered again
+            after 10 s, 30 s, 1 min ... 2 h, to any member. Without it, this consumer keeps them and
+            handles them again. None: yes, unless `orderly` is set or the group is broadcasting. All
+            members must have the same. A consumer that iterates receives messages of the retry
+            topic, and sends none back itself.
+        retries_max: How often a failed message is handled again; None: 16 times with `send_back` or
+            broadcasting, else without limit.
+        exhausted: What happens then. `dead_letter`: the message is sent to the group's dead-letter
+            topic, `%DLQ%<group>`; a broadcasting member only logs and skips it, as other members
+            get it too. `stop`: the consumer stops and `run` raises MessageFailed.
+        handle_timeout_ms: How long a handler may take; None for no limit. A handler that takes
+            longer has failed: it is cancelled and its result is ignored. A thread can't be
+            cancelled; it counts in `concurrency` until it ends. `Consumer.handle_timeout_ms`
+            changes the limit of a running consumer.
+        retry_first_ms: Delay before a failed message that is not sent back is handled again; it
+            doubles with each failure.
+        retry_ms_max: The longest such delay.
+        start_timeout_ms: How long to wait for a nameserver when the consumer starts.
+        metrics_stream: Whether to publish what is handled, failed and sent back, and how long it
+            takes, once a second, to the topic BATON_SYS_METRICS.
+        security: TLS settings; None for plain connections.
 
     Raises:
-        InvalidArgument: `offsets_file` is missing, or is given to a clustering member; `send_back`
-            together with `orderly`, or in a broadcasting group.
+        InvalidArgument: `offsets_file` is missing in a broadcasting group, or given in another; or
+            `send_back` is set together with `orderly`, or in a broadcasting group.
     """
 
     model: Literal["clustering", "broadcasting"] = "clustering"
@@ -115,36 +119,38 @@ class ConsumerSettings:
     security: Security | None = None
 
     def __post_init__(self) -> None:
-        """Check what belongs together."""
+        """Check the settings that depend on each other."""
         if bool(self.offsets_file) != (self.model == "broadcasting"):
             raise InvalidArgument(
-                f"a {self.model} consumer with offsets_file {str(self.offsets_file)!r}",
-                remedy="Give a broadcasting consumer an offsets_file, and no other.",
+                f"offsets_file is {str(self.offsets_file)!r} and model is {self.model!r}",
+                remedy="Set offsets_file if the model is broadcasting, and only then.",
                 facts={"field": "offsets_file"},
             )
         if self.model == "broadcasting" and self.send_back:
             raise InvalidArgument(
-                "a broadcasting member can't send back: every other member would get it again",
-                remedy="Leave send_back out.",
+                "send_back is not possible in a broadcasting group: "
+                "every member would get the message again",
+                remedy="Do not set send_back.",
                 facts={"field": "send_back"},
             )
         if self.orderly and self.send_back:
             raise InvalidArgument(
-                "a message that is sent back comes after those behind it, so not in order",
-                remedy="Set one of orderly and send_back.",
+                "orderly and send_back are both set, "
+                "but a message that is sent back is handled after later ones",
+                remedy="Set orderly or send_back, not both.",
                 facts={"field": "send_back"},
             )
 
     @property
     def sends_back(self) -> bool:
-        """Whether messages that fail go to the retry topic."""
+        """Whether messages that fail are sent to the retry topic."""
         if self.send_back is None:
             return self.model == "clustering" and not self.orderly
         return self.send_back
 
     @property
     def policy(self) -> RetryPolicy:
-        """How failures are met."""
+        """The retry policy that the settings mean."""
         limit, broadcasting = self.retries_max, self.model == "broadcasting"
         if limit is None and (self.sends_back or broadcasting):
             limit = RETRIES_MAX

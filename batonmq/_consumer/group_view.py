@@ -1,4 +1,4 @@
-"""What the record of a group tells one of its members."""
+"""The record of a group, as one of its members sees it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from batonmq._core.subscription import Filter, parse_filter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """A group as one incarnation sees it. Without arguments: before anything is known.
+    """A group as one incarnation sees it. Without arguments: before a record is known.
 
     Attributes:
-        generation: Of the record.
+        generation: Generation of the record.
         member: Whether the incarnation is a live member.
-        assigned: The queues that are dealt to it; none in a broadcasting group, whose members read
-            all queues.
-        filters: What the group subscribes to, by topic: what is pulled and handled, whatever the
-            member itself has asked for. Members of a broadcasting group go each by their own.
-        subscription_generation: Of `filters`.
-        owned: Whether queues are owned; else members read what is assigned to them.
-        paused: Who has paused the group and why; empty if nobody has.
-        began: By topic and broker how many queues there were when the group began with the topic.
+        assigned: The queues that are assigned to it; none in a broadcasting group, whose members
+            read all queues.
+        filters: The group's subscription, by topic. Messages are pulled and handled by it, even if
+            the member requested another one. In a broadcasting group: the member's own.
+        subscription_generation: Generation of `filters`.
+        owned: Whether the group has ownership; otherwise a member reads its queues without a lock.
+        paused: The operator who paused the group, and the reason; empty if it is not paused.
+        began: By topic and broker, the number of queues when the group began to read the topic.
     """
 
     generation: int = 0
@@ -41,7 +41,7 @@ class GroupView:
     def of(
         cls, group: pb.Group, me: queue_pb2.Incarnation, own: Sequence[pb.Subscription] = ()
     ) -> GroupView:
-        """The view of `me`; `own` is what it subscribes to, if the group is broadcasting."""
+        """Return the view of `me`; `own` is its own subscription, for a broadcasting group."""
         broadcasting = group.model == pb.MESSAGE_MODEL_BROADCASTING
         subscriptions = own if broadcasting else group.subscriptions
         filters = {each.topic: parse_filter(each.expression) for each in subscriptions}
@@ -62,16 +62,16 @@ class GroupView:
         )
 
     def added(self, queue: QueueRef) -> bool:
-        """Whether the queue came to its topic after the group had begun with the topic."""
+        """Whether the queue was added to its topic after the group began to read the topic."""
         began = self.began.get(queue.topic)
         return began is not None and queue.queue_id >= began.get(queue.broker, 0)
 
 
 def assigned_queues(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[QueueRef]:
-    """The queues that the group deals to `me`; none to another incarnation of its client id."""
-    places = {place for place, member in enumerate(group.members, 1) if member.incarnation == me}
+    """Yield the queues that the group assigns to `me`, not to others with its client id."""
+    numbers = {number for number, member in enumerate(group.members, 1) if member.incarnation == me}
     for topic in group.assignments:
         for broker in topic.brokers:
             for queue_id, owner in enumerate(broker.member_numbers):
-                if owner in places:
+                if owner in numbers:
                     yield QueueRef(topic.topic, broker.broker, queue_id)

@@ -1,4 +1,4 @@
-"""The two forms of a handler: one that takes a message, and one that takes many."""
+"""Adapters for the two kinds of handlers: for one message, and for a list of messages."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ BatchHandler = Callable[
 
 
 class HandlerAdapter(Protocol):
-    """How messages are handed to the user's function.
+    """Calls the application's handler and reads its results.
 
     Attributes:
-        handler: That function.
-        messages_max: So many messages it takes at once.
+        handler: The application's function.
+        messages_max: Messages of one call, at most.
     """
 
     handler: Any
     messages_max: int
 
     def call(self, messages: Any) -> Any:
-        """Call it with messages of one queue, at least one."""
+        """Call the handler with messages of one queue, at least one."""
 
     def failures(
         self, result: object, messages: Sequence[ReceivedMessage]
     ) -> Sequence[HandlingFailure | None] | None:
-        """What a result says against each message being handled; None if nothing does."""
+        """Return the failure of each message, by the handler's result; None if all are handled."""
 
 
 class SingleMessageAdapter:
-    """A function that takes one message."""
+    """Adapter for a handler of one message."""
 
     messages_max = 1
 
@@ -58,16 +58,17 @@ class SingleMessageAdapter:
 
 
 class BatchAdapter:
-    """A function that takes a list of messages.
+    """Adapter for a handler of a list of messages.
 
     Raises:
-        InvalidArgument: `messages_max` is not positive.
+        InvalidArgument: `messages_max` is less than 1.
     """
 
     def __init__(self, handler: BatchHandler, messages_max: int) -> None:
         if messages_max < 1:
             raise InvalidArgument(
-                f"batches of {messages_max} messages", facts={"field": "messages_max"}
+                f"messages_max must be at least 1, got {messages_max}",
+                facts={"field": "messages_max"},
             )
         self.handler: Any = handler
         self.messages_max = messages_max
@@ -82,13 +83,13 @@ class BatchAdapter:
         """See `HandlerAdapter`.
 
         Raises:
-            InvalidArgument: the result is neither None nor one result for each message.
+            InvalidArgument: the result is neither None nor a list with one result per message.
         """
         if result is None:
             return None
         if not isinstance(result, Sequence) or len(result) != len(messages):
             raise InvalidArgument(
-                f"a handler of {len(messages)} messages has returned {result!r:.100}",
+                f"the handler of {len(messages)} messages returned {result!r:.100}",
                 remedy="Return None, or a list with one result for each message, in order.",
             )
         failures = [failure_of(one) for one in result]

@@ -1,4 +1,7 @@
-"""Ends what takes too long: one timer for all that runs, so quick runs pay next to nothing."""
+"""Cancels handler calls that take too long, with one timer for all of them.
+
+A timer for each call would cost more than most calls.
+"""
 
 from __future__ import annotations
 
@@ -7,71 +10,71 @@ from types import TracebackType
 
 
 class HandlerDeadlines:
-    """Gives each run, in a task of its own, so much time.
+    """The time limit of handler calls, each of which runs in a task of its own.
 
     Attributes:
-        timeout_ms: That time; None for any. `set` changes it, for what runs already too.
+        timeout_ms: The limit; None for none. `set` changes it, also for calls that run.
     """
 
     def __init__(self, timeout_ms: int | None) -> None:
         self.timeout_ms = timeout_ms
         self.loop = asyncio.get_running_loop()
-        self._running: set[HandlerCall] = set()
+        self._calls: set[HandlerCall] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, timeout_ms: int | None) -> None:
-        """Change the time."""
+        """Change the limit."""
         self.timeout_ms = timeout_ms
         self.close()
         self._expire()
 
     def close(self) -> None:
-        """Drop the timer; it comes again with the next run."""
+        """Cancel the timer; the next call starts it again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def begin(self, run: HandlerCall) -> None:
-        """Watch a run."""
-        self._running.add(run)
+    def begin(self, call: HandlerCall) -> None:
+        """Limit the time of a call."""
+        self._calls.add(call)
         if self.timeout_ms is not None:
-            self._wake_at(self._end_s(run, self.timeout_ms))
+            self._wake_at(self._end_s(call, self.timeout_ms))
 
-    def end(self, run: HandlerCall) -> None:
-        """The run is over."""
-        self._running.discard(run)
+    def end(self, call: HandlerCall) -> None:
+        """The call has returned."""
+        self._calls.discard(call)
 
     def _expire(self) -> None:
-        """End the runs whose time is over, and come back for the next."""
+        """Cancel the calls whose time is over, and set the timer for the next."""
         self._timer = None
         if self.timeout_ms is None:
             return
         now_s, next_s = self.loop.time(), float("inf")
-        for run in self._running:
-            end_s = self._end_s(run, self.timeout_ms)
+        for call in self._calls:
+            end_s = self._end_s(call, self.timeout_ms)
             if end_s > now_s:
                 next_s = min(next_s, end_s)
             else:
-                run.expire()
+                call.expire()
         if next_s < float("inf"):
             self._wake_at(next_s)
 
     def _wake_at(self, when_s: float) -> None:
-        """Look after the runs then at the latest; to look too early does no harm."""
+        """Check the calls then at the latest; an early check does no harm."""
         if self._timer is None or when_s < self._timer.when():
             self.close()
             self._timer = self.loop.call_at(when_s, self._expire)
 
-    def _end_s(self, run: HandlerCall, timeout_ms: int) -> float:
-        return run.begin_s + (timeout_ms + run.extended_ms) / 1000
+    def _end_s(self, call: HandlerCall, timeout_ms: int) -> float:
+        return call.begin_s + (timeout_ms + call.extended_ms) / 1000
 
 
 class HandlerCall:
-    """What the current task does inside of `with`.
+    """One handler call: the block of a `with` statement, in the current task.
 
     Attributes:
-        expired: Whether its time was over. It is cancelled then, and TimeoutError raised outside,
-            as by `asyncio.timeout`; unless it ends in another way.
+        expired: Whether the time was over. The block was cancelled then; unless it ended in another
+            way, TimeoutError is raised behind it, as by `asyncio.timeout`.
     """
 
     __slots__ = ("_cancelling", "_deadlines", "_task", "begin_s", "expired", "extended_ms")
@@ -103,28 +106,28 @@ class HandlerCall:
 
     @property
     def allowed_ms(self) -> int:
-        """How long it may take; without a bound only what it was extended by."""
+        """The time that the call may take; without a limit, only its extensions."""
         return (self._deadlines.timeout_ms or 0) + self.extended_ms
 
     @property
     def cancelled(self) -> bool:
-        """Whether the task is to end, and not only what it does here.
+        """Whether the task itself was cancelled.
 
-        Else a CancelledError is the failure of something else that was waited for.
+        If not, a CancelledError in the block is a failure of something that the handler awaited.
         """
         return self._task.cancelling() > self._cancelling
 
     def extend(self, ms: int) -> None:
-        """Give it so much more time; from any thread."""
+        """Give the call more time; may be called in any thread."""
         self._deadlines.loop.call_soon_threadsafe(self._extend, ms)
 
     def expire(self) -> None:
-        """End it, once."""
+        """Cancel the block, once."""
         if not self.expired:
             self.expired = True
             self._task.cancel()
 
     def _extend(self, ms: int) -> None:
         self.extended_ms += ms
-        if ms < 0:  # then the timer may be too late
+        if ms < 0:  # the timer may be too late
             self._deadlines.set(self._deadlines.timeout_ms)

@@ -1,4 +1,4 @@
-"""What a handler may say of a message. Nothing said, `None`, means that it is handled."""
+"""The results that a handler may return for a message; None means that it is handled."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from batonmq._core.retries import HandlingFailure
 from batonmq.errors import InvalidArgument
 
 DELAY_MS_MAX: Final = AHEAD_MS_MAX - 24 * 3_600_000
-"""A day less than storage keeps messages for later: its clock is another one."""
+"""One day less than the longest delay that storage accepts, as its clock may differ."""
 
 SUCCESS: Final = None
-"""The message is handled; as good as returning nothing."""
+"""The message is handled; the same as returning None."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryLater:
-    """The message is to be handled again, as if the handler had raised.
+    """Handle the message again later, as if the handler had raised.
 
     Attributes:
-        delay_ms: When, up to 39 days; None leaves it to the ladder of delays.
-        reason: For people; travels with the message.
+        delay_ms: Delay, up to 39 days; None for the next of the group's retry delays.
+        reason: Text for people; it is stored with the message.
 
     Raises:
-        InvalidArgument: `delay_ms` is no such number.
+        InvalidArgument: `delay_ms` is not a number from 0 to 39 days.
     """
 
     delay_ms: int | None = None
@@ -37,16 +37,16 @@ class RetryLater:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """The queue is to wait, and begin again with this message.
+    """Pause the queue, then handle this message again before any other.
 
-    Where queues are not handled in order the message alone waits, as with `RetryLater`.
+    Without `orderly` only the message waits, as with `RetryLater`.
 
     Attributes:
-        delay_ms: How long, up to 39 days; None: `retry_first_ms` of the settings, growing to
-            `retry_ms_max`.
+        delay_ms: Delay, up to 39 days; None: `retry_first_ms` of the settings, doubled with each
+            failure up to `retry_ms_max`.
 
     Raises:
-        InvalidArgument: `delay_ms` is no such number.
+        InvalidArgument: `delay_ms` is not a number from 0 to 39 days.
     """
 
     delay_ms: int | None = None
@@ -56,11 +56,11 @@ class Suspend:
 
 
 class MessageFailed(Exception):
-    """A message was handled in vain as often as is allowed, and the settings say to stop then."""
+    """A message failed as often as `retries_max` allows, and `exhausted` is `stop`."""
 
 
 def failure_of(result: object) -> HandlingFailure | None:
-    """What a handler's result says; None for success: any value but the two above."""
+    """Return the failure that a result means; any value but the two above is a success: None."""
     match result:
         case RetryLater(delay_ms=delay_ms, reason=reason):
             return HandlingFailure("asked", reason, delay_ms)
@@ -70,10 +70,10 @@ def failure_of(result: object) -> HandlingFailure | None:
 
 
 def _check_delay(delay_ms: int | None) -> None:
-    """Here, in the handler, as later nobody could be told."""
+    """Raise in the handler, where the application sees the error."""
     if delay_ms is None or (isinstance(delay_ms, int) and 0 <= delay_ms <= DELAY_MS_MAX):
         return
     raise InvalidArgument(
-        f"delay_ms is {delay_ms!r}: not a number of milliseconds up to {DELAY_MS_MAX}, 39 days",
+        f"delay_ms must be from 0 to {DELAY_MS_MAX} (39 days), got {delay_ms!r}",
         facts={"field": "delay_ms"},
     )

@@ -1,8 +1,8 @@
-"""The file in which a member of a broadcasting group keeps its own progress.
+"""The offsets file: the progress of one member of a broadcasting group.
 
-One JSON document, replaced whole: written beside, synced, renamed over the old one, the folder
-synced. So at any moment the file is the old one or the new one. A lock file beside it keeps a
-second process away.
+The file is one JSON document and is replaced as a whole: a new file is written and synced, then
+renamed over the old one, and the folder is synced. So the file is always either the old or the new
+one. A lock file next to it keeps a second process away.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = "baton-local-offsets-1"
 
 @dataclass(frozen=True, slots=True)
 class LocalProgress:
-    """All below `committed` is handled, and so is what is in `acked`."""
+    """Handled offsets: all below `committed`, and the ranges `acked` above it."""
 
     committed: int
     acked: tuple[Range, ...] = ()
@@ -39,18 +39,18 @@ class LocalProgress:
 
 @dataclass(slots=True)
 class _Topic:
-    """Progress by queue; None for a queue that was there when the topic was first met."""
+    """Progress by queue; None for a queue that existed when the member first saw the topic."""
 
     topic_id: int
     queues: dict[QueueRef, LocalProgress | None] = field(default_factory=dict)
 
 
 class LocalOffsets:
-    """Progress of one member.
+    """Progress of one member, in memory and in its file.
 
     Args:
-        path: The file; made, with its folders, when there is none.
-        group: Whose progress it is.
+        path: The file; it is created, with its folders, if it does not exist.
+        group: The member's group.
     """
 
     def __init__(self, path: Path, group: str) -> None:
@@ -63,11 +63,12 @@ class LocalOffsets:
         self._version = self._written = 0
 
     async def open(self) -> None:
-        """Take the file and read it.
+        """Lock the file and read it.
 
         Raises:
-            InvalidArgument: another process has it, it is another group's, or it can't be used.
-            DataLoss: it is damaged.
+            InvalidArgument: another process uses the file, it belongs to another group, or it can't
+                be read or written.
+            DataLoss: the file is damaged.
         """
         try:
             await asyncio.to_thread(self._open)
@@ -76,18 +77,18 @@ class LocalOffsets:
             raise
 
     async def close(self) -> None:
-        """Save, and let another process have the file."""
+        """Save the progress and unlock the file."""
         try:
             if not await self.save():
-                log.error("progress is not saved, the next start repeats file=%s", self._path)
+                log.error("progress not saved, the next start repeats messages file=%s", self._path)
         finally:
             self._unlock()
 
-    def meet(self, topic: str, topic_id: int, queues: Iterable[QueueRef]) -> bool:
-        """A route has arrived; True if what was known of the topic counts no more.
+    def note_topic(self, topic: str, topic_id: int, queues: Iterable[QueueRef]) -> bool:
+        """Note a topic's route; return True if earlier progress on the topic does not count.
 
-        Of a topic that was not known, or is another one of the name, all queues are there from
-        the beginning; those that come later are `added`.
+        The queues of a new topic, or of another topic of the same name, have been there from the
+        beginning; queues that appear later are `added`.
         """
         known = self._topics.get(topic)
         if known is not None and known.topic_id == topic_id:
@@ -97,24 +98,24 @@ class LocalOffsets:
         return True
 
     def added(self, queue: QueueRef) -> bool:
-        """Whether the queue came to its topic after this member had met the topic."""
+        """Whether the queue was added to its topic after this member first saw the topic."""
         topic = self._topics.get(queue.topic)
         return topic is not None and queue not in topic.queues
 
     def get(self, queue: QueueRef) -> LocalProgress | None:
-        """The progress; None if there is none yet."""
+        """Return the progress on a queue; None if there is none yet."""
         topic = self._topics.get(queue.topic)
         return None if topic is None else topic.queues.get(queue)
 
     def put(self, queue: QueueRef, progress: LocalProgress) -> None:
-        """The progress from now on; durable after the next `save`."""
+        """Set the progress on a queue; it is durable after the next `save`."""
         queues = self._topics[queue.topic].queues
         if queues.get(queue) != progress:
             queues[queue] = progress
             self._dirty = True
 
     async def save(self) -> bool:
-        """Make what was put durable; False if that failed, which the next one makes good."""
+        """Write the progress to the file; return False if that failed. The next call repeats it."""
         async with self._saving:
             if not self._dirty:
                 return True
@@ -140,7 +141,7 @@ class LocalOffsets:
             return
         except OSError as error:
             raise InvalidArgument(
-                f"offsets file {self._path} can't be used: {error.strerror}",
+                f"can't read or write offsets file {self._path}: {error.strerror}",
                 remedy="Give a path that this process may read and write.",
                 facts={"field": "offsets_file"},
             ) from error
@@ -154,7 +155,7 @@ class LocalOffsets:
         except BlockingIOError as error:
             raise InvalidArgument(
                 f"offsets file {self._path} is in use by another consumer",
-                remedy="Give every consumer a file of its own.",
+                remedy="Give each consumer a file of its own.",
                 facts={"field": "offsets_file"},
             ) from error
 
@@ -164,7 +165,7 @@ class LocalOffsets:
             self._lock_file = None
 
     def _write(self, version: int, raw: bytes) -> None:
-        """Also when nobody waits for it any more; then a later one may have come first."""
+        """Write in a thread. A cancelled save still gets here, maybe after a later one: skip it."""
         with self._writing:
             if version > self._written:
                 _replace(self._path, raw)
@@ -174,7 +175,7 @@ class LocalOffsets:
         topics = {
             name: {
                 "topic_id": topic.topic_id,
-                "queues": [_queue_out(queue, topic.queues[queue]) for queue in topic.queues],
+                "queues": [_queue_to_json(queue, topic.queues[queue]) for queue in topic.queues],
             }
             for name, topic in self._topics.items()
         }
@@ -185,17 +186,19 @@ class LocalOffsets:
         try:
             content = json.loads(raw)
             if content.pop("crc32") != _checksum(content):
-                raise self._damaged("its checksum does not match")
+                raise self._damaged("the checksum does not match")
             if content["format"] != FORMAT:
-                raise self._damaged(f"its format {content['format']!r} is not known")
-            topics = {name: _topic_in(name, topic) for name, topic in content["topics"].items()}
+                raise self._damaged(f"format {content['format']!r} is not known")
+            topics = {
+                name: _topic_from_json(name, topic) for name, topic in content["topics"].items()
+            }
             group = content["group"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._damaged(f"it can't be read: {error!r}") from error
+            raise self._damaged(f"it is not valid: {error!r}") from error
         if group != self._group:
             raise InvalidArgument(
-                f"offsets file {self._path} is of group {group}, not {self._group}",
-                remedy="Give every group a file of its own.",
+                f"offsets file {self._path} belongs to group {group}, not {self._group}",
+                remedy="Give each group a file of its own.",
                 facts={"field": "offsets_file"},
             )
         return topics
@@ -203,19 +206,19 @@ class LocalOffsets:
     def _damaged(self, why: str) -> BatonError:
         return DataLoss(
             f"offsets file {self._path} is damaged: {why}",
-            remedy="Restore it from a copy, or move it away: then the member begins where "
-            "consume_from says.",
+            remedy="Restore the file from a copy, or move it away; without it the member starts "
+            "where consume_from says.",
         )
 
 
-def _queue_out(queue: QueueRef, progress: LocalProgress | None) -> dict[str, Any]:
+def _queue_to_json(queue: QueueRef, progress: LocalProgress | None) -> dict[str, Any]:
     name = {"broker": queue.broker, "queue_id": queue.queue_id}
     if progress is None:
         return name
     return name | {"committed_offset": progress.committed, "acked": list(progress.acked)}
 
 
-def _topic_in(name: str, topic: Mapping[str, Any]) -> _Topic:
+def _topic_from_json(name: str, topic: Mapping[str, Any]) -> _Topic:
     made = _Topic(int(topic["topic_id"]))
     for each in topic["queues"]:
         progress = None

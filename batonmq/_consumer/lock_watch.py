@@ -1,4 +1,4 @@
-"""What lockmgr tells a client by itself: queues that others want, and queues that are free."""
+"""Follows the lock manager's Watch stream: queues that are wanted, and queues that became free."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ log = logging.getLogger(__name__)
 
 
 class LockWatch:
-    """Listens for the queues in `runners`. What is lost comes again with the keep-alives."""
+    """Passes the lock manager's notices on to the queues of one consumer.
 
-    def __init__(self, session: Session, runners: Mapping[QueueRef, AssignedQueue]) -> None:
-        self._session, self._runners = session, runners
+    A notice that gets lost comes again with the next keep-alive.
+    """
+
+    def __init__(self, session: Session, queues: Mapping[QueueRef, AssignedQueue]) -> None:
+        self._session, self._queues = session, queues
 
     async def run(self) -> None:
-        """Follow the stream for ever; a lost one is reopened."""
+        """Follow the stream until cancelled; reopen it when it ends."""
         session, failures = self._session, 0
         request = pb.WatchRequest(incarnation=session.incarnation)
         while True:
-            error: BatonError = Unreachable("the watch ended")
+            error: BatonError = Unreachable("the lock manager ended the Watch stream")
             try:
                 stub = await session.directory.lockmgr()
                 async for answer in stub.Watch(request):
                     failures = 0
-                    self._hear(answer)
+                    self._dispatch(answer)
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure)
             except BatonError as failure:
@@ -42,27 +45,27 @@ class LockWatch:
             await session.directory.pause(error, failures)
             failures += 1
 
-    def wanted(self, queue: QueueRef, token: int, reason: pb.WantedReason.ValueType) -> None:
-        """A queue that we own, or owned, is to be given back, or may have to be.
+    def wanted(self, ref: QueueRef, token: int, reason: pb.WantedReason.ValueType) -> None:
+        """React to the notice that a queue of this consumer is wanted, or has to be released.
 
-        A waiter does not say that the queue is not ours any more: the group's record does, and
-        ours may be old.
+        A waiter alone does not mean that the queue is revoked: the group's record decides that,
+        and the copy that this consumer has may be old. So a heartbeat fetches the record.
         """
-        runner = self._runners.get(queue)
-        if runner is None or runner.token != token:
+        queue = self._queues.get(ref)
+        if queue is None or queue.token != token:
             return
         if reason == pb.WANTED_REASON_SUBSCRIPTION:
-            for each in self._runners.values():
-                each.unassign()
-        if reason != pb.WANTED_REASON_WAITER or runner.assigned:
+            for each in self._queues.values():
+                each.revoke()
+        if reason != pb.WANTED_REASON_WAITER or queue.assigned:
             self._session.heartbeat_soon.set()
 
-    def _hear(self, answer: pb.WatchResponse) -> None:
+    def _dispatch(self, answer: pb.WatchResponse) -> None:
         if answer.HasField("wanted"):
             wanted = answer.wanted
             log.debug("queue is wanted queue=%s reason=%d", wanted.queue, wanted.reason)
             self.wanted(queue_of(wanted.queue), wanted.token, wanted.reason)
         elif answer.HasField("freed"):
-            runner = self._runners.get(queue_of(answer.freed.queue))
-            if runner is not None:
-                runner.freed.set()
+            queue = self._queues.get(queue_of(answer.freed.queue))
+            if queue is not None:
+                queue.freed.set()

@@ -1,4 +1,4 @@
-"""Being a member of a group: heartbeats out, the group's record in."""
+"""Keeps a client a member of its group: sends heartbeats and follows the group's record."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ _KINDS: Mapping[pb.SubscriptionVerdict.ValueType, VerdictKind] = {
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionVerdict:
-    """What the group's policy says of a member's subscription (protocol section 14).
+    """The decision of the group's policy on a member's subscription (protocol section 14).
 
     Attributes:
-        kind: `accepted`: it is the group's. `staged`: it is to be the group's next one, and the
-            member has no queues until then. `replaced`: it is the group's now, against the will
-            of other members. `overruled`: another member has replaced it, and this one gets what
-            that one asked for.
-        differences: On what it differs from the group's.
+        kind: `accepted`: it is the group's subscription. `staged`: it becomes the group's next one,
+            and no queue is assigned to the member until then. `replaced`: it is the group's now,
+            though other members requested another one. `overruled`: another member replaced it,
+            and this member gets the messages of that subscription.
+        differences: The differences from the group's subscription.
     """
 
     kind: VerdictKind = "accepted"
     differences: tuple[Difference, ...] = ()
 
     def __str__(self) -> str:
-        """All of it in a line."""
-        told = "; ".join(
-            f"{d.topic or d.setting}: {d.newcomer_client_id} asks for {d.newcomer_value!r}, "
+        """Return kind and differences in one line."""
+        listed = "; ".join(
+            f"{d.topic or d.setting}: {d.newcomer_client_id} requests {d.newcomer_value!r}, "
             f"{d.member_client_id} has {d.member_value!r}"
             for d in self.differences
         )
-        return f"{self.kind}: {told}" if told else self.kind
+        return f"{self.kind}: {listed}" if listed else self.kind
 
 
 class Membership:
     """Keeps one client in its group.
 
     Args:
-        heartbeat: Sent as it is, again and again.
-        on_view: Called each time a newer generation of the group is seen.
+        heartbeat: The request, which is sent unchanged each time.
+        on_view: Called each time a newer generation of the group's record arrives.
 
     Attributes:
-        verdict: On the subscription, by the last heartbeat.
+        verdict: The decision on the subscription, from the last heartbeat.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class Membership:
         self.verdict = SubscriptionVerdict()
 
     async def join(self, timeout_ms: int | None = None) -> None:
-        """Send a heartbeat until it is answered.
+        """Repeat a heartbeat until it is answered.
 
         Args:
-            timeout_ms: Give up after this time; None tries for ever.
+            timeout_ms: How long to try; None for no limit.
 
         Raises:
-            SubscriptionConflict, ClientIdInUse, TopicNotFound, InvalidName: refused for good.
-            Unreachable: nobody answered in time.
+            SubscriptionConflict, ClientIdInUse, TopicNotFound, InvalidName: the nameserver refused,
+                and a repetition would not help.
+            Unreachable: no nameserver answered in time.
         """
         clock, failures = self._session.clock, 0
         deadline_ms = None if timeout_ms is None else clock.monotonic_ms() + timeout_ms
@@ -99,11 +100,11 @@ class Membership:
                 failures += 1
 
     async def run_heartbeats(self) -> None:
-        """Stay a member until `leave`.
+        """Send heartbeats until `leave`.
 
         Raises:
-            SubscriptionConflict, ClientIdInUse: the group does not take us back.
-            TopicNotFound: a topic is gone.
+            SubscriptionConflict, ClientIdInUse: the group does not accept this member any more.
+            TopicNotFound: a topic was deleted.
         """
         soon = self._session.heartbeat_soon
         while not self._left:
@@ -113,19 +114,19 @@ class Membership:
                 await self.join()
 
     async def run_watch(self) -> None:
-        """Follow the group for ever: the stream is the session of this member.
+        """Follow the group's record until cancelled; the stream is also this member's session.
 
-        When it breaks a heartbeat goes out at once, before the session's grace is over, and the
-        stream is reopened.
+        When the stream breaks, a heartbeat is sent at once, before the nameserver removes the
+        member, and the stream is reopened.
         """
         session, failures = self._session, 0
         request = pb.WatchGroupRequest(group=session.group, incarnation=session.incarnation)
         while True:
-            error: BatonError = Unreachable("the watch ended")
+            error: BatonError = Unreachable("the nameserver ended the WatchGroup stream")
             try:
                 async for answer in session.directory.nameserver().WatchGroup(request):
                     failures = 0
-                    self._see(answer.group)
+                    self._apply(answer.group)
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure)
                 session.directory.next_nameserver()
@@ -135,9 +136,9 @@ class Membership:
             failures += 1
 
     async def leave(self) -> None:
-        """Tell the nameserver that we go; if it is away it finds out by itself.
+        """Leave the group. If no nameserver answers, the membership expires.
 
-        No heartbeat is under way then, and none follows: it would join the group again.
+        No heartbeat is under way then, and none follows, as it would join the group again.
         """
         if self._left:
             return
@@ -163,10 +164,10 @@ class Membership:
             directory.next_nameserver()
             raise from_rpc_error(error) from error
         self._interval_ms = answer.interval_ms or self._interval_ms
-        self._judge(answer)
-        self._see(answer.group)
+        self._note_verdict(answer)
+        self._apply(answer.group)
 
-    def _judge(self, answer: pb.HeartbeatResponse) -> None:
+    def _note_verdict(self, answer: pb.HeartbeatResponse) -> None:
         kind = _KINDS.get(answer.verdict, "accepted")
         verdict = SubscriptionVerdict(kind, differences_from_pb(answer.differences))
         if verdict != self.verdict:
@@ -174,7 +175,7 @@ class Membership:
             log.log(level, "subscription of group %s is %s", self._session.group, verdict)
         self.verdict = verdict
 
-    def _see(self, group: pb.Group) -> None:
+    def _apply(self, group: pb.Group) -> None:
         session = self._session
         if group.generation <= session.view.generation:
             return
@@ -182,9 +183,9 @@ class Membership:
         session.view = GroupView.of(group, session.incarnation, own)
         changed = session.view.subscription_generation != before.subscription_generation
         if (changed and before.member) or not session.view.member:
-            session.heartbeat_soon.set()  # for another verdict, or to be a member again
+            session.heartbeat_soon.set()  # to get a new verdict, or to join again
         if session.view.paused and not before.paused:
             log.warning("group %s is paused by %s: %s", session.group, *session.view.paused)
         elif before.paused and not session.view.paused:
-            log.warning("group %s goes on, no longer paused", session.group)
+            log.warning("group %s is not paused any more", session.group)
         self._on_view()

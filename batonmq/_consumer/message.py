@@ -1,4 +1,4 @@
-"""A message as a handler sees it."""
+"""A message as the application receives it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from batonmq._core.retries import Origin
 
 
 class ReceivedMessage:
-    """A message that was delivered.
+    """A message that was delivered to a consumer or a puller.
 
     Attributes:
-        queue: Where it came from.
-        offset: Its place in the queue.
+        queue: The queue that it was read from.
+        offset: Its offset in the queue.
         body: The payload.
-        tag: Empty without tag.
-        keys: Index keys.
-        properties: What the producer attached.
-        born_unix_ms: Producer's wall clock, of the batch.
-        store_unix_ms: Storage's wall clock, of the batch.
-        token: Token under which it was delivered.
-        redelivered: Whether an earlier owner, or this one before, may have started it.
-        attempts: How often it was handed to a handler: by this owner, and in the rounds before it
-            was sent back.
-        topic_id: Of the queue's topic; a later topic of the name has a greater one.
-        lineage: Which ownership it belongs to, for the library's own books.
-        extender: Moves the deadline of the handler that has it now, if there is one; as `lineage`.
+        tag: The tag; empty without one.
+        keys: The index keys.
+        properties: The properties that the producer set.
+        born_unix_ms: When its batch was built, by the producer's wall clock.
+        store_unix_ms: When its batch was stored, by storage's wall clock.
+        token: Fencing token under which it was delivered; 0 without ownership.
+        redelivered: Whether an earlier owner, or this consumer before, may have started it.
+        attempts: How often a handler was called with it, the calls before it was sent back
+            included.
+        topic_id: Id of the queue's topic; a later topic of the same name has a greater one.
+        lineage: The ownership that it belongs to; used by the library.
+        extender: Extends the time of the handler that runs with it; used by the library.
     """
 
     __slots__ = (
-        "_origin", "_place", "attempts", "body", "born_unix_ms", "extender", "keys", "lineage",
+        "_origin", "_position", "attempts", "body", "born_unix_ms", "extender", "keys", "lineage",
         "offset", "properties", "queue", "redelivered", "store_unix_ms", "tag", "token", "topic_id",
     )  # fmt: skip
 
@@ -51,21 +51,21 @@ class ReceivedMessage:
         self.lineage = 0
         self.extender: Callable[[int], None] | None = None
         self._origin: Origin | None = None
-        self._place = header.position, record.offset - header.first_offset
+        self._position = header.position, record.offset - header.first_offset
 
     @property
     def topic(self) -> str:
-        """Topic name; of a message that was sent back, the one it was sent to at first."""
+        """The topic; for a message from the retry topic, the topic that it was first sent to."""
         return self.queue.topic if self._origin is None else self._origin.queue.topic
 
     @property
     def message_id(self) -> str:
-        """Names the message in the cluster; a copy that was sent back has an id of its own."""
-        return f"{self.queue.broker}-{self._place[0]:x}-{self._place[1]:x}"
+        """Id of the message in the cluster; a copy in the retry topic has an id of its own."""
+        return f"{self.queue.broker}-{self._position[0]:x}-{self._position[1]:x}"
 
     @property
     def origin(self) -> Origin:
-        """Where it was at first: here, unless it was sent back."""
+        """Queue, offset and id of the first copy; differs for a message from the retry topic."""
         return self._origin or Origin(self.queue, self.offset, self.message_id)
 
     @origin.setter
@@ -74,18 +74,18 @@ class ReceivedMessage:
 
     @property
     def broker(self) -> str:
-        """Broker name."""
+        """The broker of the queue."""
         return self.queue.broker
 
     @property
     def queue_id(self) -> int:
-        """Index of the queue within (topic, broker)."""
+        """Id of the queue within its topic and broker."""
         return self.queue.queue_id
 
     def extend(self, ms: int) -> None:
-        """Give the handler that has this message so much more time; from any thread.
+        """Give the running handler of this message more time; may be called in any thread.
 
-        Does nothing once the handler has ended, or its time is over.
+        Does nothing if the handler has ended or its time is over.
         """
         if self.extender is not None:
             self.extender(ms)

@@ -1,7 +1,7 @@
-"""Hands messages to the user's function, and sees to what comes of it.
+"""Hands messages to the application's handler, and retries, sends back or skips those that fail.
 
-A queue has one task for each call that may run at once. A slot, of which the whole consumer has so
-many, is held while the function runs, and no longer.
+Each queue has one task for each handler call that may run at once. A slot, of which the consumer
+has `concurrency`, is held only while a handler runs.
 """
 
 from __future__ import annotations
@@ -31,49 +31,50 @@ log = logging.getLogger(__name__)
 
 
 class MessageDispatcher:
-    """Handles the messages of the runners it is told of.
+    """Handles the messages of the queues that `begin` names.
 
     Args:
-        form: The user's function, and what it takes.
-        tasks: Where what runs, runs.
-        on_stop: Called when a message has failed too often, and the settings say to stop.
+        adapter: The application's handler.
+        retry_sender: Sends failed messages to the retry topic.
+        tasks: Runs the tasks of the queues.
+        on_stop: Called when a message has failed too often and the settings say to stop then.
 
     Attributes:
-        deadlines: How long one call may take.
+        deadlines: Ends handler calls that take too long.
     """
 
     def __init__(
         self,
         session: Session,
-        form: HandlerAdapter,
-        returns: RetrySender,
+        adapter: HandlerAdapter,
+        retry_sender: RetrySender,
         tasks: asyncio.TaskGroup,
         on_stop: Callable[[MessageFailed], None],
     ) -> None:
         settings = session.settings
-        self._session, self._form, self._returns = session, form, returns
+        self._session, self._adapter, self._retry_sender = session, adapter, retry_sender
         self._tasks, self._on_stop = tasks, on_stop
         self._policy, self._metrics = settings.policy, session.metrics
         self._tally = session.tally
         self._threads: DaemonThreads | None = None
-        if not inspect.iscoroutinefunction(form.handler):
+        if not inspect.iscoroutinefunction(adapter.handler):
             self._threads = DaemonThreads("handler")
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._by_queue: dict[QueueRef, list[asyncio.Task[None]]] = {}
         self._ended = False
         self.deadlines = HandlerDeadlines(settings.handle_timeout_ms)
 
-    def begin(self, runner: AssignedQueue) -> None:
-        """Handle the messages of a queue until `leave`."""
+    def begin(self, queue: AssignedQueue) -> None:
+        """Handle the messages of a queue until `cancel`."""
         settings = self._session.settings
-        self._by_queue[runner.queue] = [
-            self._tasks.create_task(self._handle(runner))
+        self._by_queue[queue.ref] = [
+            self._tasks.create_task(self._run_queue(queue))
             for _ in range(1 if settings.orderly else settings.queue_concurrency)
         ]
 
-    def leave(self, queue: QueueRef) -> None:
-        """The queue is given back: whatever of it still runs, counts no more."""
-        for task in self._by_queue.pop(queue, ()):
+    def cancel(self, ref: QueueRef) -> None:
+        """Cancel the handlers of a queue that is released; their results do not count any more."""
+        for task in self._by_queue.pop(ref, ()):
             task.cancel()
 
     def end(self) -> None:
@@ -81,81 +82,84 @@ class MessageDispatcher:
         self._ended = True
 
     def close(self) -> None:
-        """Let the threads go; for one that hangs nobody waits, the end of the process neither."""
+        """Stop the timer and the threads, without waiting for a thread whose handler hangs."""
         self.deadlines.close()
         if self._threads is not None:
             self._threads.close()
 
-    async def _handle(self, runner: AssignedQueue) -> None:
-        """Handle one queue's messages, call by call, until cancelled."""
+    async def _run_queue(self, queue: AssignedQueue) -> None:
+        """Handle one queue's messages, call by call, until cancelled or ended."""
         while True:
-            await runner.arrived.wait()
+            await queue.arrived.wait()
             await self._slots.acquire()
-            messages = [] if self._ended else runner.take(self._form.messages_max)
+            messages = [] if self._ended else queue.take(self._adapter.messages_max)
             if messages:
                 failures = await self._attempt(messages)
                 if failures is None:
-                    runner.finish(messages)
+                    queue.finish(messages)
                 else:
-                    await self._meet(runner, messages, failures)
+                    await self._resolve(queue, messages, failures)
             else:
                 self._slots.release()
                 if self._ended:
                     return
 
-    async def _meet(
+    async def _resolve(
         self,
-        runner: AssignedQueue,
+        queue: AssignedQueue,
         messages: Sequence[ReceivedMessage],
         failures: Sequence[HandlingFailure | None],
     ) -> None:
-        """See what failed through, each message by itself; the rest is done with.
+        """Finish the messages that are handled; resolve each of the others by itself.
 
-        What is kept in hand holds its queue up, in order; what is sent back goes together. Where
-        order matters nothing that stands behind a failure counts: it is handled after it.
+        Messages that are handled again here delay their queue, in order; messages that are sent
+        back are sent together. With `orderly` the messages behind the first failure count as not
+        handled: they are handled again after it.
         """
         if self._session.settings.orderly:
             first = next(index for index, failure in enumerate(failures) if failure is not None)
-            runner.finish(messages[:first])
-            await self._see_through(runner, messages[first], failures[first])
+            queue.finish(messages[:first])
+            await self._resolve_one(queue, messages[first], failures[first])
             for message in messages[first + 1 :]:
-                await self._see_through(runner, message, None)
+                await self._resolve_one(queue, message, None)
             return
-        met = list(zip(messages, failures, strict=True))
-        runner.finish([message for message, failure in met if failure is None])
-        failed = [(message, failure) for message, failure in met if failure is not None]
+        results = list(zip(messages, failures, strict=True))
+        queue.finish([message for message, failure in results if failure is None])
+        failed = [(message, failure) for message, failure in results if failure is not None]
         if self._policy.sends_back:
             async with asyncio.TaskGroup() as tasks:
                 for message, failure in failed:
-                    tasks.create_task(self._see_through(runner, message, failure))
+                    tasks.create_task(self._resolve_one(queue, message, failure))
         else:
             for message, failure in failed:
-                await self._see_through(runner, message, failure)
+                await self._resolve_one(queue, message, failure)
 
-    async def _see_through(
-        self, runner: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure | None
+    async def _resolve_one(
+        self, queue: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure | None
     ) -> None:
-        """Until the message is done with or given up; without a failure it is handled first."""
+        """Retry a message until it is finished or given up; without a failure, handle it first."""
         step: RetryInPlace | bool = RetryInPlace(0)
         if failure is not None:
-            step = await self._decide(runner, message, failure)
+            step = await self._decide(queue, message, failure)
         while isinstance(step, RetryInPlace):
-            found = await self._again(runner, message, step.delay_ms)
-            step = found if isinstance(found, bool) else await self._decide(runner, message, found)
+            result = await self._retry(queue, message, step.delay_ms)
+            step = (
+                result if isinstance(result, bool) else await self._decide(queue, message, result)
+            )
         if step:
-            runner.finish([message])
+            queue.finish([message])
         else:
-            runner.give_up(message)
+            queue.give_up(message)
 
-    async def _again(
-        self, runner: AssignedQueue, message: ReceivedMessage, delay_ms: int
+    async def _retry(
+        self, queue: AssignedQueue, message: ReceivedMessage, delay_ms: int
     ) -> HandlingFailure | bool:
-        """Handle a message that is in hand; True if that went well, False if it may not begin."""
-        await unless(runner.stopping, asyncio.sleep(delay_ms / 1000))
-        if runner.paused:
-            await unless(runner.stopping, runner.going.wait())
+        """Handle a message again; True if that succeeded, False if it may not be started."""
+        await unless(queue.stopped, asyncio.sleep(delay_ms / 1000))
+        if queue.paused:
+            await unless(queue.stopped, queue.resumed.wait())
         await self._slots.acquire()
-        if self._ended or runner.draining or not runner.counts(message):
+        if self._ended or queue.stopped or not queue.counts(message):
             self._slots.release()
             return False
         message.attempts += 1
@@ -163,14 +167,17 @@ class MessageDispatcher:
         return (failures and failures[0]) or True
 
     async def _decide(
-        self, runner: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure
+        self, queue: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure
     ) -> RetryInPlace | bool:
-        """What a failure leads to; else whether the message is done with: skipped or sent back."""
-        if not runner.counts(message):
+        """Return how to handle the message again; else whether it is finished.
+
+        A message is finished when it was sent back or skipped.
+        """
+        if not queue.counts(message):
             return False
         decision = self._policy.decide(message.attempts, failure.delay_ms)
         if isinstance(decision, RetryInPlace):
-            self._count_again(message, dead=False)
+            self._count_failed(message, dead=False)
             return decision
         if isinstance(decision, StopConsumer):
             self._on_stop(MessageFailed(f"{message!r} failed: {failure.error}"))
@@ -179,64 +186,66 @@ class MessageDispatcher:
             log.error("given up %r attempts=%d %s", message, message.attempts, failure.error)
             return True
         delay_ms = decision.delay_ms if isinstance(decision, SendBack) else None
-        sent = await self._send_back(runner, message, failure, delay_ms)
+        sent = await self._send_back(queue, message, failure, delay_ms)
         if sent:
-            self._count_again(message, dead=delay_ms is None)
+            self._count_failed(message, dead=delay_ms is None)
         return sent
 
-    def _count_again(self, message: ReceivedMessage, *, dead: bool) -> None:
+    def _count_failed(self, message: ReceivedMessage, *, dead: bool) -> None:
         for counts in (self._metrics, self._tally):
             if counts is not None:
                 (counts.dead if dead else counts.retried)(message.topic)
 
     async def _send_back(
         self,
-        runner: AssignedQueue,
+        queue: AssignedQueue,
         message: ReceivedMessage,
         failure: HandlingFailure,
         delay_ms: int | None,
     ) -> bool:
-        def ours() -> bool:  # else the next owner handles the message, perhaps better
-            return runner.counts(message) and not runner.fenced
+        def still_owned() -> bool:  # otherwise the next owner handles the message
+            return queue.counts(message) and queue.held
 
-        progress = runner.progress
+        progress = queue.progress
         reset_epoch = progress.reset_epoch if progress is not None else 0
-        return await self._returns.send(RetryRequest(message, reset_epoch, failure, delay_ms, ours))
+        return await self._retry_sender.send(
+            RetryRequest(message, reset_epoch, failure, delay_ms, still_owned)
+        )
 
     async def _attempt(
         self, messages: Sequence[ReceivedMessage]
     ) -> Sequence[HandlingFailure | None] | None:
-        """What speaks against each message being handled; None if nothing does.
+        """Call the handler; return the failure of each message, or None if all are handled.
 
-        Gives a slot back that was acquired.
+        The caller has acquired a slot, which is released here.
         """
-        run = HandlerCall(self.deadlines)
+        call = HandlerCall(self.deadlines)
         if self._tally is not None:
             stored = [message.store_unix_ms for message in messages]
             self._tally.begun(messages[0].topic, stored)
-        failures = await self._called(messages, run)
-        seconds = self.deadlines.loop.time() - run.begin_s
+        failures = await self._call_within(call, messages)
+        seconds = self.deadlines.loop.time() - call.begin_s
         if self._metrics is not None:
             self._metrics.handled(messages[0].topic, len(messages), failures or (), seconds)
         if self._tally is not None:
             self._tally.handled(messages[0].topic, len(messages), failures or (), seconds)
         return failures
 
-    async def _called(
-        self, messages: Sequence[ReceivedMessage], run: HandlerCall
+    async def _call_within(
+        self, call: HandlerCall, messages: Sequence[ReceivedMessage]
     ) -> Sequence[HandlingFailure | None] | None:
-        first, extend = messages[0], run.extend
+        first, extend = messages[0], call.extend
         for message in messages:
             message.extender = extend
         try:
-            with run:
-                result = await self._call(messages)
-            if not run.expired:
-                return self._form.failures(result, messages)
+            with call:
+                result = await self._call_handler(messages)
+            if not call.expired:
+                return self._adapter.failures(result, messages)
         except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and run.cancelled:
+            if isinstance(error, asyncio.CancelledError) and call.cancelled:
                 raise
-            if not run.expired:
+            if not call.expired:
                 log.exception(
                     "handler failed %r attempts=%d messages=%d",
                     first,
@@ -252,24 +261,24 @@ class MessageDispatcher:
         log.error(
             "handler timed out %r attempts=%d messages=%d", first, first.attempts, len(messages)
         )
-        return [HandlingFailure("timeout", f"handled for more than {run.allowed_ms} ms")] * len(
+        return [HandlingFailure("timeout", f"handled for more than {call.allowed_ms} ms")] * len(
             messages
         )
 
-    async def _call(self, messages: Sequence[ReceivedMessage]) -> object:
+    async def _call_handler(self, messages: Sequence[ReceivedMessage]) -> object:
         if self._threads is not None:
-            future = self._threads.submit(partial(self._form.call, messages))
+            future = self._threads.submit(partial(self._adapter.call, messages))
             loop = asyncio.get_running_loop()
             future.add_done_callback(lambda ended: self._thread_ended(loop, ended))
             result = await asyncio.wrap_future(future)
-            # A plain function that has only made a coroutine, such as a lambda, is not done yet.
+            # A plain function, such as a lambda, may return a coroutine that is still to be run.
             return await result if inspect.isawaitable(result) else result
         try:
-            return await self._form.call(messages)
+            return await self._adapter.call(messages)
         finally:
             self._slots.release()
 
     def _thread_ended(self, loop: asyncio.AbstractEventLoop, _: Future[Any]) -> None:
-        """Only now the slot is free; called by the thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for a slot any more
+        """Release the slot, only now; called in the thread."""
+        with suppress(RuntimeError):  # the loop is closed, and no task waits for a slot
             loop.call_soon_threadsafe(self._slots.release)

@@ -1,4 +1,4 @@
-"""Calls to the offsets set that keeps a group, also while the group is moved to another one."""
+"""Calls to the offsets set that keeps a group, also while the group moves to another set."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from batonmq._connection.directory import Directory
 from batonmq.errors import GroupMoved, NotServing
 
 GROUP_MOVED = (GroupMoved, NotServing)
-"""Refusals of a set that does not keep the group, or not yet: the call has to be repeated."""
+"""Refusals of a set that does not keep the group, or not yet: repeat the call."""
 TRIES_MAX = 20
 T = TypeVar("T")
 
 
 class ItemOutcome(Protocol):
-    """An item of a batched answer."""
+    """The outcome of one item of a batched call."""
 
     @property
     def error(self) -> error_pb2.Error:
-        """Why it was refused."""
+        """Why the item was refused."""
         ...
 
 
 def raise_if_moved(outcomes: Iterable[ItemOutcome]) -> None:
-    """Look whether the set that has answered keeps the group.
+    """Raise the first refusal that says that the set does not keep the group.
 
     Raises:
-        GroupMoved, NotServing: it does not.
+        GroupMoved, NotServing: the set does not keep the group, or not yet.
     """
     for outcome in outcomes:
         if outcome.error.reason in _REASONS:
             raise error_from_pb(outcome.error)
 
 
-async def repeat_while_moved(directory: Directory, ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer of `ask`, which is called again while the group is elsewhere.
+async def repeat_while_moved(directory: Directory, call: Callable[[], Awaitable[T]]) -> T:
+    """Return the answer of `call`, which is repeated while the group moves to another set.
 
     Raises:
-        GroupMoved, NotServing: it does not arrive.
+        GroupMoved, NotServing: the group is still moving after the last try.
     """
     failures = 0
     while True:
         try:
-            return await ask()
+            return await call()
         except GROUP_MOVED as error:
             if failures == TRIES_MAX:
                 raise

@@ -1,20 +1,20 @@
-"""One queue of a puller: fetched ahead, a little, from the place where its caller wants it."""
+"""One queue of a puller, fetched ahead of `poll`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from batonmq._common.aio import unless
 from batonmq._connection.directory import Directory
+from batonmq._consumer.batch_decoder import decode_batch
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.flow_control import ByteBudget, FlowLimits, QueueBytes, blocking_limit
 from batonmq._core.queues import QueueRef
-from batonmq._core.records import check_batch, decode_records, tag_hashes
 from batonmq._core.subscription import Filter
 from batonmq.errors import (
     BatonError,
@@ -32,14 +32,14 @@ from batonmq.errors import (
 log = logging.getLogger(__name__)
 
 OutOfRangePolicy = Literal["earliest", "latest", "error"]
-_NEWS = (GroupNotFound, TopicNotFound, QueueNotFound, ModeChanged)
-_NEWS_TRIES = 5
-"""What was just created or changed is refused until storage has heard of it."""
+_MAY_BE_NEW = (GroupNotFound, TopicNotFound, QueueNotFound, ModeChanged)
+"""Refusals of a storage node that has not learnt yet of a topic or group that was just created."""
+_MAY_BE_NEW_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class KeptOffsets:
-    """A queue holds [first_offset, next_offset)."""
+    """The offsets that a queue holds: [first_offset, next_offset)."""
 
     first_offset: int
     next_offset: int
@@ -47,33 +47,33 @@ class KeptOffsets:
 
 @dataclass(frozen=True, slots=True)
 class FetchedBatches:
-    """What storage holds of [offset asked for, next_offset).
+    """The messages of [requested offset, next_offset).
 
     Attributes:
-        batches: Stored batches; the ends may lie outside.
-        lost_count: Messages of it that are no longer kept.
-        extent: Of the queue.
+        batches: Stored batches; the first and the last may have messages outside of the range.
+        lost_count: Messages of the range that are no longer kept.
+        kept: The offsets that the queue holds.
     """
 
     batches: tuple[bytes, ...]
     next_offset: int
     lost_count: int
-    extent: KeptOffsets
+    kept: KeptOffsets
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSource:
-    """Where a lane gets its queue from; all raise `BatonError`.
+    """The calls to storage and offsets that a queue needs; all raise `BatonError`.
 
     Attributes:
-        begin: Where to begin if nobody says.
-        extent: What the queue holds.
-        fetch: Queue, offset, filter and bytes in; returns at once, or after a while with nothing.
-        idle_ms: Time to wait after a fetch that has brought nothing.
+        start: Returns the offset to begin at without `move`.
+        kept: Returns the offsets that a queue holds.
+        fetch: Takes queue, offset, filter and bytes at most; may wait before it returns nothing.
+        idle_ms: Time to wait after a fetch that returned nothing.
     """
 
-    begin: Callable[[QueueRef], Awaitable[int]]
-    extent: Callable[[QueueRef], Awaitable[KeptOffsets]]
+    start: Callable[[QueueRef], Awaitable[int]]
+    kept: Callable[[QueueRef], Awaitable[KeptOffsets]]
     fetch: Callable[[QueueRef, int, Filter, int], Awaitable[FetchedBatches]]
     idle_ms: int
 
@@ -82,14 +82,18 @@ class PrefetchedQueue:
     """Messages of one queue from `position` on.
 
     Args:
-        arrived: Called when there is something to take, or an error to see.
+        wanted: Filter; other messages are skipped.
+        policy: What to do at an offset that the queue does not hold.
+        arrived: Called when there is a message to take, or an error.
 
     Attributes:
-        position: Offset after the last message that was taken; None while that is not known.
-        paused: Whether the caller wants nothing of it now.
-        lost_count: Messages that were no longer kept when their turn came.
-        end_offset: The queue reaches so far at least; -1 while nobody has looked.
-        error: Why nothing more is fetched; until the next `move`.
+        position: Offset after the last message that was taken; None while the start is not known.
+        paused: Whether `poll` leaves this queue out.
+        lost_count: Messages that were removed before they were fetched.
+        end_offset: The queue's log reaches at least so far; -1 before the first fetch.
+        error: Why nothing more is fetched, until the next `move`.
+        changed: Set when the next fetch may be due.
+        known: Set when `position` or `error` is known.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class PrefetchedQueue:
         self._next_offset = 0
 
     def move(self, offset: int) -> None:
-        """Go on at `offset`; what was fetched ahead is dropped."""
+        """Continue at `offset`; drop the messages that were fetched ahead."""
         self._drop()
         self.position = self._next_offset = offset
         self.error = None
@@ -121,33 +125,33 @@ class PrefetchedQueue:
         self.known.set()
 
     def take(self, count_max: int) -> list[ReceivedMessage]:
-        """The next messages, in order, up to so many; `position` moves behind them."""
+        """Return the next messages, in order, and move `position` behind them."""
         count = min(count_max, len(self._buffer))
         taken = [self._buffer.popleft() for _ in range(count)]
         if taken:
             self._bytes.remove(sum(len(message.body) for message in taken))
             self.position = taken[-1].offset + 1
             self.changed.set()
-        self._skip()
+        self._pass_filtered()
         return taken
 
     def end(self) -> None:
-        """The lane is not read any more; who waits for its position hears of it."""
+        """Stop: a caller that waits for the position gets an error."""
         self._fail(InvalidArgument(f"queue {self.queue} is not assigned", facts={"field": "queue"}))
 
     async def run(self, source: FetchSource, limits: FlowLimits, directory: Directory) -> None:
-        """Fetch ahead for ever."""
+        """Fetch ahead until cancelled."""
         failures = 0
         self._bytes.join()
         try:
             while True:
-                await self._due(limits)
+                await self._wait_until_due(limits)
                 self._moved.clear()
                 try:
-                    await unless(self._moved, self._step(source))
+                    await unless(self._moved, self._fetch(source))
                     failures = 0
                 except BatonError as error:
-                    if _final(error, failures):
+                    if _is_final(error, failures):
                         self._fail(error)
                         continue
                     log.debug("fetch is repeated queue=%s error=%s", self.queue, error)
@@ -157,48 +161,56 @@ class PrefetchedQueue:
             self._drop()
             self._bytes.leave()
 
-    async def _due(self, limits: FlowLimits) -> None:
+    async def _wait_until_due(self, limits: FlowLimits) -> None:
         while self.error is not None or blocking_limit(
             limits, self._bytes, waiting_count=len(self._buffer), span=0
         ):
             self.changed.clear()
             await self.changed.wait()
 
-    async def _step(self, source: FetchSource) -> None:
+    async def _fetch(self, source: FetchSource) -> None:
         if self.position is None:
-            begin = await source.begin(self.queue)
+            start = await source.start(self.queue)
             if not self._moved.is_set():
-                self.move(begin)
+                self.move(start)
             return
         offset = self._next_offset
         try:
             found = await source.fetch(self.queue, offset, self._wanted, self._budget.share())
         except (OffsetAheadOfLog, OffsetOutOfRange) as error:
-            await self._go_back_inside(source, error)
+            await self._correct_offset(source, error)
             return
-        self.end_offset = max(self.end_offset, found.extent.next_offset)
+        self.end_offset = max(self.end_offset, found.kept.next_offset)
         if self._moved.is_set():
             return
         if found.lost_count and self._policy != "earliest":
-            to = self._outside(offset, found.extent)
-            self._note_lost(to - offset)
-            self._jump(to)
+            target = self._inside(offset, found.kept)
+            self._note_lost(target - offset)
+            self._jump(target)
             return
         self._note_lost(found.lost_count)
-        messages = list(_decoded(self.queue, found, offset, self._wanted))
+        messages = self._decode(found, offset)
         self._next_offset = found.next_offset
         self._buffer.extend(messages)
         self._bytes.add(sum(len(message.body) for message in messages))
-        self._skip()
+        self._pass_filtered()
         if messages:
             self._arrived()
         if found.next_offset == offset and source.idle_ms:
             await asyncio.sleep(source.idle_ms / 1000)
 
-    async def _go_back_inside(self, source: FetchSource, error: BatonError) -> None:
-        extent, offset = await source.extent(self.queue), self._next_offset
-        if self._moved.is_set() or extent.first_offset <= offset <= extent.next_offset:
-            return  # by now it is inside
+    def _decode(self, found: FetchedBatches, first: int) -> list[ReceivedMessage]:
+        return [
+            ReceivedMessage(self.queue, 0, header, record, redelivered=False)
+            for raw in found.batches
+            for header, record in decode_batch(raw, first, found.next_offset, self._wanted)
+        ]
+
+    async def _correct_offset(self, source: FetchSource, error: BatonError) -> None:
+        """Apply the policy to an offset that storage refused."""
+        kept, offset = await source.kept(self.queue), self._next_offset
+        if self._moved.is_set() or kept.first_offset <= offset <= kept.next_offset:
+            return  # the queue holds it by now
         if self._policy == "error":
             raise OffsetOutOfRange(
                 error.message,
@@ -206,38 +218,39 @@ class PrefetchedQueue:
                 facts=error.facts,
                 detail=error.detail,
             ) from error
-        to = self._outside(offset, extent)
-        if offset < extent.first_offset:
-            self._note_lost(to - offset)
-        log.warning("offset is out of range queue=%s offset=%d goes to %d", self.queue, offset, to)
-        self._jump(to)
+        target = self._inside(offset, kept)
+        if offset < kept.first_offset:
+            self._note_lost(target - offset)
+        log.warning("offset out of range queue=%s offset=%d new=%d", self.queue, offset, target)
+        self._jump(target)
 
-    def _outside(self, offset: int, extent: KeptOffsets) -> int:
+    def _inside(self, offset: int, kept: KeptOffsets) -> int:
+        """Return the offset to continue at instead of `offset`, which is not kept."""
         if self._policy == "error":
             raise OffsetOutOfRange(
-                f"offset {offset} of queue {self.queue} is no longer kept; the first is "
-                f"{extent.first_offset}",
+                f"offset {offset} of queue {self.queue} is no longer kept; the first kept offset "
+                f"is {kept.first_offset}",
                 remedy="Seek, or choose out_of_range earliest or latest.",
-                detail=OffsetOutOfRangeDetail(offset=offset, first_offset=extent.first_offset),
+                detail=OffsetOutOfRangeDetail(offset=offset, first_offset=kept.first_offset),
             )
-        return extent.first_offset if self._policy == "earliest" else extent.next_offset
+        return kept.first_offset if self._policy == "earliest" else kept.next_offset
 
     def _note_lost(self, count: int) -> None:
         if count:
             self.lost_count += count
             log.warning(
-                "messages not read before they were removed, or skipped queue=%s count=%d",
+                "messages were removed or skipped before they were read queue=%s count=%d",
                 self.queue,
                 count,
             )
 
     def _jump(self, offset: int) -> None:
-        """Fetch from there; what was fetched before is still good."""
+        """Fetch from `offset`; messages that wait stay valid."""
         self._next_offset = offset
-        self._skip()
+        self._pass_filtered()
 
-    def _skip(self) -> None:
-        """What the filter has dropped counts as read."""
+    def _pass_filtered(self) -> None:
+        """Move `position` over messages that the filter dropped; they count as read."""
         if not self._buffer and self.position is not None:
             self.position = self._next_offset
 
@@ -251,23 +264,7 @@ class PrefetchedQueue:
         self._bytes.remove(self._bytes.waiting)
 
 
-def _final(error: BatonError, failures: int) -> bool:
-    if isinstance(error, _NEWS):
-        return failures >= _NEWS_TRIES
+def _is_final(error: BatonError, failures: int) -> bool:
+    if isinstance(error, _MAY_BE_NEW):
+        return failures >= _MAY_BE_NEW_TRIES
     return error.retry is Retry.NEVER or isinstance(error, OffsetOutOfRange)
-
-
-def _decoded(
-    queue: QueueRef, found: FetchedBatches, first: int, wanted: Filter
-) -> Iterator[ReceivedMessage]:
-    for raw in found.batches:
-        header = check_batch(raw, stamped=True)
-        begin = max(first - header.first_offset, 0)
-        stop = min(found.next_offset - header.first_offset, header.count)
-        indexes: Sequence[int] = range(begin, stop)
-        if wanted.hashes is not None:
-            hashes = tag_hashes(raw, header)
-            indexes = [index for index in indexes if hashes[index] in wanted.hashes]
-        for record in decode_records(raw, header, indexes):
-            if wanted.accepts(record.tag, record.keys, record.properties):
-                yield ReceivedMessage(queue, 0, header, record, redelivered=False)

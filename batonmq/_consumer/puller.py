@@ -1,4 +1,4 @@
-"""Reads queues that the caller chooses, from places that the caller chooses."""
+"""The puller: reads queues and offsets that the caller chooses."""
 
 from __future__ import annotations
 
@@ -48,39 +48,40 @@ from batonmq.errors import (
 
 T = TypeVar("T")
 COMMIT_ITEMS_MAX = 1_024
-_PLACE_MAX = (1 << 63) - 1
+_OFFSET_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class AtTime:
-    """The first message stored at or after a time, by the wall clock of storage."""
+    """Position of the first message stored at or after a time, by storage's wall clock."""
 
     unix_ms: int
 
 
 SeekTarget = int | AtTime | Literal["begin", "end"]
-"""An offset, a time, the first message that is kept, or behind the last one."""
+"""An offset, a time, the first message that is kept, or the end behind the last message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullerSettings:
-    """How a puller behaves.
+    """Settings of a puller.
 
     Attributes:
         consume_from: Where a queue begins without committed offset and without `seek`: `last`
-            (after the messages that are there), `first` or `timestamp`.
-        start_unix_ms: For `timestamp`; 0 for half an hour before the start of the puller.
-        out_of_range: What happens at an offset that the queue does not hold, because its messages
-            are no longer kept or were never there: go on with the `earliest` or behind the
-            `latest` message, or `error`: `poll` raises OffsetOutOfRange.
-        prefetch_messages_max: Messages of one queue that wait for `poll`.
-        prefetch_bytes_max: Bytes of bodies that wait, of all queues together.
-        pull_messages_max: Messages taken by one fetch.
-        pull_bytes_max: Bytes taken by one fetch, about.
-        pull_hold_ms: How long storage holds a fetch that finds nothing; with a group only.
-        read_idle_ms: Without a group nothing is held: so long the puller waits at the end of a
-            queue before it looks again.
-        security: How to use TLS; None for none.
+            (behind the messages that exist), `first` or `timestamp`.
+        start_unix_ms: Start time for `timestamp`; 0 for half an hour before the puller was created.
+        out_of_range: What to do at an offset that the queue does not hold, because its messages
+            were removed or never existed: continue with the `earliest` message, or behind the
+            `latest` one, or `error`: `poll` raises OffsetOutOfRange.
+        prefetch_messages_max: Messages of one queue that wait for `poll`, at most.
+        prefetch_bytes_max: Bytes of bodies that wait for `poll`, of all queues together, at most.
+        pull_messages_max: Messages of one fetch, at most.
+        pull_bytes_max: Bytes of one fetch, about.
+        pull_hold_ms: How long storage holds a fetch that finds no message (long poll); only with a
+            group.
+        read_idle_ms: How long a puller without a group waits at the end of a queue before the next
+            fetch.
+        security: TLS settings; None for plain connections.
     """
 
     consume_from: ConsumeFrom = "last"
@@ -96,23 +97,26 @@ class PullerSettings:
 
 
 class Puller:
-    """Messages on request, for programs that deal out queues themselves. An async context manager.
+    """Returns messages on request, for programs that assign queues themselves.
 
-    With a group its committed offsets are read and moved. The group needs ownership off, as
-    nothing tells two pullers of a queue apart: `baton group update NAME --ownership off`. A
-    puller is no member: it gets no queue by itself and shows in no list of members.
+    Use it as an async context manager: `assign` queues, `poll` messages, `commit` offsets.
 
-    Without a group nothing is read or moved but what is in the queues: for programs that keep
-    their own offsets.
+    With a group, the puller reads and commits the group's offsets. The group must have ownership
+    off, because offsets can't tell two pullers of one queue apart: `baton group update NAME
+    --ownership off`. A puller is not a member: no queue is assigned to it, and no list of members
+    shows it.
 
-    A `poll` that has returned messages has moved the position behind them; what is not committed
-    comes again to the next puller.
+    Without a group, the puller reads the queues only; the program keeps its own offsets.
+
+    `poll` moves the position behind the messages that it returns. Messages that are not committed
+    are delivered again to the next puller.
 
     Args:
         nameserver: host:port of a nameserver; several separated by commas.
-        group: Empty for none.
-        filters: Topic to expression, as a consumer's; everything of topics that are not named.
-        surroundings: Clock, randomness and transport; the real ones by default.
+        group: Name of the group; empty for none.
+        filters: Topic to expression, as a consumer's subscriptions; topics that are not named are
+            not filtered.
+        surroundings: Clock, random numbers and transport, for tests.
     """
 
     def __init__(
@@ -131,17 +135,17 @@ class Puller:
         self._random = outside.random
         self._directory = Directory(nameserver, outside.random, outside.connect)
         start_unix_ms = self._settings.start_unix_ms
-        self._begin_unix_ms = start_unix_ms or outside.clock.unix_ms() - TIMESTAMP_AGE_MS
+        self._start_at_unix_ms = start_unix_ms or outside.clock.unix_ms() - TIMESTAMP_AGE_MS
         self._budget = ByteBudget(self._settings.prefetch_bytes_max)
         self._limits = FlowLimits(messages_max=self._settings.prefetch_messages_max, span_max=1)
         self._source = FetchSource(
-            self._begin,
-            self._extent,
+            self._start,
+            self._kept,
             self._pull if group else self._read,
             0 if group else self._settings.read_idle_ms,
         )
-        self._lanes: dict[QueueRef, PrefetchedQueue] = {}
-        self._running: dict[QueueRef, asyncio.Task[None]] = {}
+        self._queues: dict[QueueRef, PrefetchedQueue] = {}
+        self._tasks_by_queue: dict[QueueRef, asyncio.Task[None]] = {}
         self._reset_epochs: dict[QueueRef, int] = {}
         self._readers: dict[QueueRef, str] = {}
         self._epochs = SeenEpochs()
@@ -158,9 +162,9 @@ class Puller:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop fetching. Nothing is committed that `commit` was not called for."""
+        """Stop fetching. Commits nothing: that is the caller's decision."""
         try:
-            for task in self._running.values():
+            for task in self._tasks_by_queue.values():
                 task.cancel()
             await self._tasks.__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
@@ -172,106 +176,110 @@ class Puller:
     # ---- which queues
 
     async def queues(self, topic: str) -> tuple[QueueRef, ...]:
-        """All queues of a topic, ascending.
+        """Return all queues of a topic, ascending.
 
         Raises:
-            TopicNotFound: there is no such topic.
+            TopicNotFound: the topic does not exist.
         """
         return queues_of(await query_route(self._directory, topic))
 
     @property
     def assignment(self) -> tuple[QueueRef, ...]:
-        """The queues that are read, ascending."""
-        return tuple(sorted(self._lanes))
+        """The queues that this puller reads, ascending."""
+        return tuple(sorted(self._queues))
 
     async def assign(self, queues: Iterable[QueueRef]) -> None:
-        """Read these queues and no others. Those that stay go on where they are."""
+        """Read these queues and no others. Queues that were assigned before keep their position."""
         wanted = set(queues)
-        gone = [self._running.pop(queue) for queue in self._lanes.keys() - wanted]
-        for queue in self._lanes.keys() - wanted:
-            self._lanes.pop(queue).end()
+        gone = [self._tasks_by_queue.pop(queue) for queue in self._queues.keys() - wanted]
+        for queue in self._queues.keys() - wanted:
+            self._queues.pop(queue).end()
         for task in gone:
             task.cancel()
         if gone:
             await asyncio.wait(gone)
-        for queue in sorted(wanted - self._lanes.keys()):
-            wish = self._filters.get(queue.topic, TagFilter(None))
-            policy = self._settings.out_of_range
-            lane = PrefetchedQueue(queue, wish, policy, self._budget, self._available.set)
-            self._lanes[queue] = lane
-            self._running[queue] = self._tasks.create_task(
-                lane.run(self._source, self._limits, self._directory)
+        for queue in sorted(wanted - self._queues.keys()):
+            prefetched = PrefetchedQueue(
+                queue,
+                self._filters.get(queue.topic, TagFilter(None)),
+                self._settings.out_of_range,
+                self._budget,
+                self._available.set,
+            )
+            self._queues[queue] = prefetched
+            self._tasks_by_queue[queue] = self._tasks.create_task(
+                prefetched.run(self._source, self._limits, self._directory)
             )
 
     def pause(self, queue: QueueRef) -> None:
-        """Return nothing of an assigned queue until `resume`; what was fetched ahead is kept."""
-        self._lane(queue).paused = True
+        """Leave an assigned queue out of `poll` until `resume`; fetched messages are kept."""
+        self._assigned(queue).paused = True
 
     def resume(self, queue: QueueRef) -> None:
-        """Return messages of the queue again."""
-        self._lane(queue).paused = False
+        """Include a paused queue in `poll` again."""
+        self._assigned(queue).paused = False
         self._available.set()
 
     # ---- where in them
 
     async def seek(self, queue: QueueRef, to: SeekTarget) -> int:
-        """Go on with another message of an assigned queue; its offset.
+        """Move the position of an assigned queue; return the new offset.
 
         Raises:
-            TopicNotFound, QueueNotFound: the queue is gone.
-            InvalidArgument: `to` is no place.
+            TopicNotFound, QueueNotFound: the queue does not exist any more.
+            InvalidArgument: `to` is not a valid offset, time or name; or the queue is not assigned.
             Unreachable: storage did not answer.
         """
-        lane = self._lane(queue)
+        assigned = self._assigned(queue)
         if isinstance(to, AtTime):
-            offset = await self._search(queue, _checked_place(to.unix_ms))
+            offset = await self._search(queue, _checked_number(to.unix_ms))
         elif to in ("begin", "end"):
-            extent = await self._extent(queue)
-            offset = extent.first_offset if to == "begin" else extent.next_offset
+            kept = await self._kept(queue)
+            offset = kept.first_offset if to == "begin" else kept.next_offset
         else:
-            offset = _checked_place(to)
-        lane.move(offset)
-        self._look_again()
+            offset = _checked_number(to)
+        assigned.move(offset)
+        self._notify_queues()
         return offset
 
     async def position(self, queue: QueueRef) -> int:
-        """Offset behind the last message that `poll` has returned of an assigned queue.
+        """Return the offset behind the last message that `poll` returned of an assigned queue.
 
-        Messages that the filter has dropped count as returned. Waits until it is known where the
-        queue begins.
+        Messages that the filter dropped count as returned. Waits until the start offset is known.
 
         Raises:
-            BatonError: the place to begin at could not be found; it says why.
+            BatonError: the start offset could not be found.
+            InvalidArgument: the queue is not assigned.
         """
-        lane = self._lane(queue)
-        await lane.known.wait()
-        if lane.position is None:
-            assert lane.error is not None
-            raise lane.error.with_traceback(None)
-        return lane.position
+        assigned = self._assigned(queue)
+        await assigned.known.wait()
+        if assigned.position is None:
+            assert assigned.error is not None
+            raise assigned.error.with_traceback(None)
+        return assigned.position
 
     def lost_count(self, queue: QueueRef) -> int:
-        """Messages of an assigned queue that were no longer kept when their turn came, so far."""
-        return self._lane(queue).lost_count
+        """Return how many messages of an assigned queue were removed before they were fetched."""
+        return self._assigned(queue).lost_count
 
     # ---- messages
 
     async def poll(
         self, timeout_ms: int = 1_000, count_max: int = 500
     ) -> dict[QueueRef, list[ReceivedMessage]]:
-        """The next messages by queue, those of one queue in order; empty if none came in time.
+        """Return the next messages by queue, in order per queue; empty if none arrived in time.
 
-        Returns as soon as there are some.
+        Returns as soon as there is at least one message.
 
         Args:
-            timeout_ms: Wait so long for the first one; 0 takes only what is there.
-            count_max: At most so many, of all queues together.
+            timeout_ms: How long to wait for the first message; 0 returns only fetched messages.
+            count_max: Messages of all queues together, at most.
 
         Raises:
-            TopicNotFound, QueueNotFound: a queue is gone: assign the others.
-            OffsetOutOfRange: by `out_of_range`; seek.
-            ModeChanged: the queues of the group are owned.
-            GroupNotFound: there is no such group.
+            TopicNotFound, QueueNotFound: a queue does not exist any more; assign the others.
+            OffsetOutOfRange: the offset is not kept, and `out_of_range` is `error`; seek.
+            ModeChanged: the group has ownership on.
+            GroupNotFound: the group does not exist.
             DataLoss: a stored batch is damaged; seek behind it.
         """
         try:
@@ -285,45 +293,46 @@ class Puller:
 
     def _take(self, count_max: int) -> dict[QueueRef, list[ReceivedMessage]]:
         found: dict[QueueRef, list[ReceivedMessage]] = {}
-        for queue, lane in list(self._lanes.items()):
-            if count_max and not lane.paused and (taken := lane.take(count_max)):
+        for queue, assigned in list(self._queues.items()):
+            if count_max and not assigned.paused and (taken := assigned.take(count_max)):
                 found[queue] = taken
                 count_max -= len(taken)
-                self._lanes[queue] = self._lanes.pop(queue)  # the others have their turn first
+                self._queues[queue] = self._queues.pop(queue)  # behind the others in the next poll
         if found:
-            self._look_again()
+            self._notify_queues()
             return found
-        for lane in self._lanes.values():
-            if lane.error is not None and not lane.paused:
-                raise lane.error.with_traceback(None)
+        for assigned in self._queues.values():
+            if assigned.error is not None and not assigned.paused:
+                raise assigned.error.with_traceback(None)
         return {}
 
-    def _look_again(self) -> None:
-        for lane in self._lanes.values():
-            lane.changed.set()
+    def _notify_queues(self) -> None:
+        for assigned in self._queues.values():
+            assigned.changed.set()
 
     # ---- the group
 
     async def committed(self, queue: QueueRef) -> int | None:
-        """Where the group is on a queue, assigned or not; None if it has no progress there.
+        """Return the group's committed offset on a queue, assigned or not; None without progress.
 
         Raises:
             InvalidArgument: the puller has no group.
+            Unreachable: offsets did not answer.
         """
         self._need_group()
 
-        async def ask() -> offsets_pb.QueryOutcome:
+        async def query() -> offsets_pb.QueryOutcome:
             name, stub = await self._directory.offsets_leader(self._group)
             request = offsets_pb.QueryRequest(
                 offsets_epoch=self._epochs.of(name), queues=[self._key(queue)]
             )
             answer = await self._answered(stub.Query(request, timeout=CALL_TIMEOUT_S))
-            self._see_epoch(name, answer.offsets_epoch)
+            self._check_epoch(name, answer.offsets_epoch)
             (outcome,) = answer.outcomes
             raise_if_moved([outcome])
             return outcome
 
-        outcome = await repeat_while_moved(self._directory, ask)
+        outcome = await repeat_while_moved(self._directory, query)
         if not outcome.HasField("error"):
             self._reset_epochs[queue] = outcome.progress.reset_epoch
             return outcome.progress.committed_offset
@@ -334,29 +343,29 @@ class Puller:
         return None
 
     async def commit(self, offsets: Mapping[QueueRef, int] | None = None) -> None:
-        """Make it durable that everything below is handled, of the queues that are named.
+        """Commit that every message below these offsets is handled.
 
-        Progress never moves back this way; `baton group reset-offsets` does that.
+        Committed progress never goes back this way; `baton group reset-offsets` does that.
 
         Args:
-            offsets: By default the positions of all assigned queues.
+            offsets: Offset by queue; by default the positions of all assigned queues.
 
         Raises:
-            InvalidArgument: the puller has no group, or an offset is none.
-            TopicNotFound, QueueNotFound: there is no such queue; nothing is committed.
-            OffsetAheadOfLog: the queue does not reach so far; nothing is committed.
-            Fenced: the group was reset on a queue meanwhile: seek to what `committed` says. Other
-                queues may be committed.
-            ModeChanged: the queues of the group are owned, or it is broadcasting.
-            GroupNotFound: there is no such group.
-            Unreachable: offsets did not answer; repeating it is harmless.
+            InvalidArgument: the puller has no group, or an offset is not from 0 to 2^63 - 1.
+            TopicNotFound, QueueNotFound: a queue does not exist; nothing is committed.
+            OffsetAheadOfLog: an offset is beyond the end of its queue; nothing is committed.
+            Fenced: an operator reset the group on a queue; seek to `committed`. Other queues may
+                be committed.
+            ModeChanged: the group has ownership on, or is broadcasting.
+            GroupNotFound: the group does not exist.
+            Unreachable: offsets did not answer; the commit may be repeated.
         """
         self._need_group()
         if offsets is None:
-            known = {queue: lane.position for queue, lane in self._lanes.items()}
-            offsets = {queue: place for queue, place in known.items() if place is not None}
-        offsets = {queue: _checked_place(offset) for queue, offset in offsets.items()}
-        await self._check_inside(offsets)
+            known = {queue: assigned.position for queue, assigned in self._queues.items()}
+            offsets = {queue: offset for queue, offset in known.items() if offset is not None}
+        offsets = {queue: _checked_number(offset) for queue, offset in offsets.items()}
+        await self._check_not_ahead(offsets)
         for queue in offsets.keys() - self._reset_epochs.keys():
             await self.committed(queue)
         items = [
@@ -370,52 +379,57 @@ class Puller:
         for start in range(0, len(items), COMMIT_ITEMS_MAX):
             await self._commit(items[start : start + COMMIT_ITEMS_MAX])
 
-    async def _check_inside(self, offsets: Mapping[QueueRef, int]) -> None:
-        """Refuse what no queue reaches; of queues that are read, fetching tells how far they do."""
+    async def _check_not_ahead(self, offsets: Mapping[QueueRef, int]) -> None:
+        """Raise if an offset is beyond the end of its queue.
+
+        Storage is asked only about offsets that no fetch has seen.
+        """
         unseen = [
             queue
             for queue, offset in offsets.items()
-            if queue not in self._lanes or offset > self._lanes[queue].end_offset
+            if queue not in self._queues or offset > self._queues[queue].end_offset
         ]
         for topic in sorted({queue.topic for queue in unseen}):
-            there = Counter(queue.broker for queue in await self.queues(topic))
+            counts = Counter(queue.broker for queue in await self.queues(topic))
             for queue in (one for one in unseen if one.topic == topic):
-                if queue.queue_id >= (count := there[queue.broker]):
+                if queue.queue_id >= (count := counts[queue.broker]):
                     raise QueueNotFound(
-                        f"there is no queue {queue}",
-                        remedy="Commit queues that queues() names.",
+                        f"queue {queue} does not exist",
+                        remedy="Commit queues that queues() returns.",
                         facts={"topic": topic, "queue_id": queue.queue_id, "queue_count": count},
                     )
         for queue in unseen:
-            end = (await self._extent(queue)).next_offset
+            end = (await self._kept(queue)).next_offset
             if offsets[queue] > end:
                 raise OffsetAheadOfLog(
                     f"offset {offsets[queue]} of queue {queue} is beyond its end, {end}",
-                    remedy="Commit the offset behind the last message that is handled.",
+                    remedy="Commit the offset behind the last message that was handled.",
                     facts={"offset": offsets[queue], "next_offset": end},
                 )
-            if queue in self._lanes:
-                self._lanes[queue].end_offset = end
+            if queue in self._queues:
+                self._queues[queue].end_offset = end
 
     async def _commit(self, items: list[offsets_pb.CommitItem]) -> None:
-        async def ask() -> Sequence[offsets_pb.CommitOutcome]:
+        async def commit() -> Sequence[offsets_pb.CommitOutcome]:
             name, stub = await self._directory.offsets_leader(self._group)
             request = offsets_pb.CommitRequest(offsets_epoch=self._epochs.of(name), items=items)
             answer = await self._answered(stub.Commit(request, timeout=CALL_TIMEOUT_S))
-            self._see_epoch(name, answer.offsets_epoch)
+            self._check_epoch(name, answer.offsets_epoch)
             raise_if_moved(answer.outcomes)
             return answer.outcomes
 
-        for outcome in await repeat_while_moved(self._directory, ask):
+        for outcome in await repeat_while_moved(self._directory, commit):
             if outcome.HasField("error"):
                 error = error_from_pb(outcome.error)
                 if isinstance(error, Fenced):
-                    error.remedy = "Seek to what committed() says, and go on from there."
+                    error.remedy = (
+                        "Seek to the offset that committed() returns, and continue there."
+                    )
                 raise self._with_remedy(error)
 
-    def _see_epoch(self, offsets_set: str, epoch: int) -> None:
-        if not self._epochs.saw(offsets_set, epoch):
-            raise Unreachable("an offsets node of an older epoch has answered")
+    def _check_epoch(self, offsets_set: str, epoch: int) -> None:
+        if not self._epochs.observe(offsets_set, epoch):
+            raise Unreachable("an offsets node of an older epoch answered")
 
     def _key(self, queue: QueueRef) -> queue_pb2.GroupQueue:
         return queue_pb2.GroupQueue(group=self._group, queue=queue_to_pb(queue))
@@ -424,21 +438,21 @@ class Puller:
         if not self._group:
             raise InvalidArgument(
                 "this puller has no group",
-                remedy="Name one, or keep offsets yourself.",
+                remedy="Give the puller a group, or keep the offsets in the program.",
                 facts={"field": "group"},
             )
 
     # ---- storage
 
-    async def _begin(self, queue: QueueRef) -> int:
+    async def _start(self, queue: QueueRef) -> int:
         committed = await self.committed(queue) if self._group else None
         if committed is not None:
             return committed
-        place, found = self._settings.consume_from, 0
-        if place == "timestamp":
-            found = await self._search(queue, self._begin_unix_ms)
-        extent = await self._extent(queue)
-        return start_offset(place, extent.first_offset, extent.next_offset, found)
+        start, found = self._settings.consume_from, 0
+        if start == "timestamp":
+            found = await self._search(queue, self._start_at_unix_ms)
+        kept = await self._kept(queue)
+        return start_offset(start, kept.first_offset, kept.next_offset, found)
 
     async def _search(self, queue: QueueRef, unix_ms: int) -> int:
         request = query_pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
@@ -446,7 +460,7 @@ class Puller:
         answer = await self._answered(stub.SearchOffset(request, timeout=CALL_TIMEOUT_S))
         return answer.offset
 
-    async def _extent(self, queue: QueueRef) -> KeptOffsets:
+    async def _kept(self, queue: QueueRef) -> KeptOffsets:
         request = pb.QueryOffsetsRequest(queues=[queue_to_pb(queue)])
         stub = await self._directory.storage(queue.broker)
         answer = await self._answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
@@ -467,8 +481,8 @@ class Puller:
         )
         stub = await self._directory.query(queue.broker)
         answer = await self._answered(stub.Read(request, timeout=CALL_TIMEOUT_S))
-        extent = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
-        return FetchedBatches(tuple(answer.batches), answer.next_offset, 0, extent)
+        kept = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
+        return FetchedBatches(tuple(answer.batches), answer.next_offset, 0, kept)
 
     async def _pull(
         self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int
@@ -492,20 +506,20 @@ class Puller:
             self._readers[queue] = self._directory.next_reader(queue.broker, reader)
             raise
         self._readers[queue] = answer.next_node_id
-        extent = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
-        # An answer to a pull that found nothing names no place.
+        kept = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
+        # The answer to a pull that found nothing has next_offset 0.
         next_offset = max(answer.next_offset, offset)
-        return FetchedBatches(tuple(answer.batches), next_offset, answer.lost_count, extent)
+        return FetchedBatches(tuple(answer.batches), next_offset, answer.lost_count, kept)
 
-    def _lane(self, queue: QueueRef) -> PrefetchedQueue:
-        lane = self._lanes.get(queue)
-        if lane is None:
+    def _assigned(self, queue: QueueRef) -> PrefetchedQueue:
+        assigned = self._queues.get(queue)
+        if assigned is None:
             raise InvalidArgument(
                 f"queue {queue} is not assigned",
-                remedy="Name it in assign() first.",
+                remedy="Call assign() with it first.",
                 facts={"field": "queue"},
             )
-        return lane
+        return assigned
 
     async def _answered(self, call: Awaitable[T]) -> T:
         try:
@@ -518,19 +532,19 @@ class Puller:
     def _with_remedy(self, error: BatonError) -> BatonError:
         if isinstance(error, ModeChanged):
             error.remedy = (
-                f"A puller needs a clustering group without ownership: baton group update "
-                f"{self._group} --ownership off, or another group."
+                "A puller needs a clustering group without ownership. Run baton group update "
+                f"{self._group} --ownership off, or choose another group."
             )
         return error
 
 
-def _checked_place(place: SupportsIndex | str) -> int:
-    """A place that fits into a request."""
-    number = place.__index__() if isinstance(place, SupportsIndex) else -1
-    if not 0 <= number <= _PLACE_MAX:
+def _checked_number(value: SupportsIndex | str) -> int:
+    """Return an offset or a time as an int that fits into a request."""
+    number = value.__index__() if isinstance(value, SupportsIndex) else -1
+    if not 0 <= number <= _OFFSET_MAX:
         raise InvalidArgument(
-            f"{place!r} is no offset and no time: these go from 0 to 2^63 - 1",
-            remedy='Name an offset, AtTime(unix_ms=...), "begin" or "end".',
+            f"{value!r} is not a valid offset or time: both are from 0 to 2^63 - 1",
+            remedy='Give an offset, AtTime(unix_ms=...), "begin" or "end".',
             facts={"field": "to"},
         )
     return number

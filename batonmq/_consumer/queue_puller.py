@@ -1,24 +1,26 @@
-"""Pulls: when to ask storage, what to ask, and what to make of the answer."""
+"""Pulls one queue from storage into its buffer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import unless
 from batonmq._common.rpc import answered
 from batonmq._connection.directory import CALL_TIMEOUT_S
+from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.batch_decoder import decode_batch
+from batonmq._consumer.group_view import GroupView
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.retry_sender import restore_original
-from batonmq._consumer.session import ranges_from_pb, ranges_to_pb
-from batonmq._core.flow_control import blocking_limit
+from batonmq._consumer.session import Session, ranges_from_pb, ranges_to_pb
+from batonmq._consumer.wakeup import Condition
+from batonmq._core.flow_control import FlowReason, blocking_limit
 from batonmq._core.queue_progress import Acks, QueueProgress
-from batonmq._core.records import check_batch, decode_records, tag_hashes
 from batonmq._core.retries import retry_topic
-from batonmq._core.subscription import Filter
+from batonmq._core.subscription import Filter, TagFilter
 from batonmq.errors import (
     BatonError,
     Fenced,
@@ -33,140 +35,196 @@ from batonmq.errors import (
     Unreachable,
 )
 
-if TYPE_CHECKING:
-    from batonmq._consumer.assigned_queue import AssignedQueue
-
 log = logging.getLogger(__name__)
 
 OWNERSHIP_LOST = (Fenced, UnknownQueue, ModeChanged)
-"""Refusals after which nothing is to be had under the same token."""
+"""Refusals after which no call under the same token succeeds."""
 NODE_UNAVAILABLE = (NotLeader, NotServing, Unreachable)
-"""Errors after which another node of the broker is asked."""
+"""Errors after which another node of the broker is called."""
 
 
-async def pull_forever(runner: AssignedQueue) -> None:
-    """Fill the buffer until stopped; fence on a refused token."""
-    failures, unreadable = 0, False
-    while await _due(runner):
-        runner.interrupted.clear()
-        try:
-            await unless(runner.interrupted, pull(runner))
-            failures, unreadable = 0, _tell_unreadable(runner, None, unreadable)
-        except OWNERSHIP_LOST as error:
-            runner.refused(error)
-        except BatonError as error:
-            if isinstance(error, GroupNotFound):
-                runner.session.heartbeat_soon.set()  # it is new, and storage will hear of it
-            elif error.retry is Retry.NEVER:
-                log.error("queue can't be read queue=%s error=%s", runner.queue, error)
-            unreadable = _tell_unreadable(runner, error, unreadable)
-            if isinstance(error, NODE_UNAVAILABLE):
-                directory, broker = runner.session.directory, runner.queue.broker
-                runner.reads_from = directory.next_reader(broker, runner.reads_from)
-            await runner.session.directory.pause(error, failures)
-            failures = 0 if isinstance(error, Paused) else failures + 1
+class QueuePuller:
+    """Fills the buffer of one queue while the queue is owned.
 
-
-async def _due(runner: AssignedQueue) -> bool:
-    """Wait for room, for the end of a pause, and for the subscription that the grant is for.
-
-    Returns:
-        False once no message may be started any more.
+    Attributes:
+        outdated: The pull under way has to be given up: the application or an operator paused, or
+            the group filters the topic in another way now.
     """
-    session = runner.session
-    while runner.may_start() and (progress := runner.progress) is not None:
-        view = session.view
-        runner.flow = (
-            "paused"
-            if runner.paused
-            else blocking_limit(
-                session.limits,
-                runner.waiting_bytes,
-                waiting_count=len(runner.buffer),
-                span=progress.span,
+
+    def __init__(self, session: Session, queue: AssignedQueue) -> None:
+        self._session, self._queue = session, queue
+        self._filter: Filter = TagFilter(None)
+        self._reader = ""
+        self._topic_unreadable = False
+        self.outdated = Condition(queue.wakeup, self._is_outdated)
+
+    async def run(self) -> None:
+        """Pull until no message may be started; fence the queue if its token is refused."""
+        session, queue, failures = self._session, self._queue, 0
+        self._topic_unreadable = False
+        while await self._wait_until_due():
+            view = session.view
+            self._filter = view.filters[queue.ref.topic]
+            try:
+                await unless(self.outdated, self._pull(view))
+                failures = 0
+                self._note_readable(None)
+            except OWNERSHIP_LOST as error:
+                queue.refuse(error)
+            except BatonError as error:
+                if isinstance(error, GroupNotFound):
+                    session.heartbeat_soon.set()  # the group is new, and storage will learn of it
+                elif error.retry is Retry.NEVER:
+                    log.error("queue can't be read queue=%s error=%s", queue.ref, error)
+                self._note_readable(error)
+                if isinstance(error, NODE_UNAVAILABLE):
+                    broker = queue.ref.broker
+                    self._reader = session.directory.next_reader(broker, self._reader)
+                await session.directory.pause(error, failures)
+                failures = 0 if isinstance(error, Paused) else failures + 1
+
+    async def _wait_until_due(self) -> bool:
+        """Wait for room, the end of a pause, and the record of the grant's subscription.
+
+        Returns:
+            False once no message may be started any more.
+        """
+        session, queue = self._session, self._queue
+        while queue.may_start() and (progress := queue.progress) is not None:
+            view = session.view
+            queue.flow = self._flow_reason(progress)
+            record_old = view.subscription_generation < queue.bound_generation
+            record_old = record_old or queue.ref.topic not in view.filters
+            if not (queue.flow or record_old or view.paused):
+                return True
+            if queue.flow == "span":
+                session.commit_soon.set()
+            if record_old:
+                session.heartbeat_soon.set()
+            if queue.flow == "bytes":
+                session.waiting_for_room[queue.wakeup] = None
+            await queue.wakeup.wait()
+        return False
+
+    def _flow_reason(self, progress: QueueProgress) -> FlowReason | None:
+        queue = self._queue
+        if queue.paused:
+            return "paused"
+        return blocking_limit(
+            self._session.limits,
+            queue.waiting_bytes,
+            waiting_count=len(queue.buffer),
+            span=progress.span,
+        )
+
+    def _is_outdated(self) -> bool:
+        queue, view = self._queue, self._session.view
+        changed = view.filters.get(queue.ref.topic) != self._filter
+        return queue.paused or bool(view.paused) or changed
+
+    async def _pull(self, view: GroupView) -> None:
+        """Pull once by `view`. An answer that arrives after the ownership ended is dropped.
+
+        Unconfirmed acks travel in the request (protocol section 6, rule 6); the answer says whether
+        they were accepted.
+
+        Raises:
+            BatonError: storage refused, or the answer is damaged.
+        """
+        session, queue, progress = self._session, self._queue, self._queue.progress
+        assert progress is not None
+        acks = self._acks_to_send(progress)
+        request = self._request(progress, acks, view)
+        stub = await session.directory.reader(queue.ref.broker, self._reader)
+        sent_ms = session.clock.monotonic_ms()
+        timeout_s = session.settings.pull_hold_ms / 1000 + CALL_TIMEOUT_S
+        answer = await answered(stub.Pull(request, timeout=timeout_s))
+        self._reader = answer.next_node_id
+        if queue.progress is not progress or answer.pull_id != request.pull_id:
+            return
+        if queue.with_ownership and not session.epochs.observe(
+            answer.offsets_set, answer.offsets_epoch
+        ):
+            return  # of an older epoch, or nothing was found and nothing recorded
+        if acks is not None and answer.progress_taken:
+            queue.committed(progress, acks, sent_ms)
+        if answer.next_offset <= progress.next_offset or not queue.may_start():
+            return
+        if answer.lost_count:
+            log.warning(
+                "messages lost to retention before they were read "
+                "queue=%s first_offset=%d count=%d",
+                queue.ref,
+                progress.next_offset,
+                answer.lost_count,
             )
+        queue.pulled(sent_ms)
+        self._receive(progress, answer)
+
+    def _request(
+        self, progress: QueueProgress, acks: Acks | None, view: GroupView
+    ) -> pb.PullRequest:
+        session, queue, settings = self._session, self._queue, self._session.settings
+        return pb.PullRequest(
+            queue=queue.key,
+            offset=progress.next_offset,
+            token=queue.token,
+            pull_id=session.random.getrandbits(63),
+            expression=self._filter.canonical(),
+            subscription_generation=view.subscription_generation,
+            bytes_max=min(settings.pull_bytes_max, session.budget.share()),
+            messages_max=min(settings.pull_messages_max, settings.span_max - progress.span),
+            hold_ms=settings.pull_hold_ms,
+            offsets_epoch=session.epochs.of(session.epochs.newest_set),
+            offsets_set=session.epochs.newest_set,
+            progress=None if acks is None else _acks_to_pb(progress, acks),
+            client_id=session.incarnation.client_id,
         )
-        old = view.subscription_generation < runner.bound_generation
-        old = old or runner.queue.topic not in view.filters
-        if not (runner.flow or old or view.paused):
-            return True
-        if runner.flow == "span":
-            session.commit_soon.set()
-        if old:
-            session.heartbeat_soon.set()
-        runner.changed.clear()
-        if runner.flow == "bytes":
-            session.wait_for_room[runner.changed] = None
-        await runner.changed.wait()
-    return False
 
+    def _receive(self, progress: QueueProgress, answer: pb.PullResponse) -> None:
+        session, queue = self._session, self._queue
+        progress.note_maybe_seen(ranges_from_pb(answer.redelivered))
+        messages = list(self._decode(progress, answer))
+        if queue.ref.topic == retry_topic(session.group):
+            for message in messages:
+                restore_original(message, session.group)
+        progress.receive(answer.next_offset, [message.offset for message in messages])
+        if messages:
+            queue.buffer.extend(messages)
+            queue.waiting_bytes.add(sum(len(message.body) for message in messages))
+            queue.notify_arrived()
+        else:
+            session.note_unconfirmed(progress.unconfirmed_count)
 
-async def pull(runner: AssignedQueue) -> None:
-    """Pull once for `runner`. What arrives after its ownership ended is dropped.
+    def _decode(
+        self, progress: QueueProgress, answer: pb.PullResponse
+    ) -> Iterator[ReceivedMessage]:
+        queue = self._queue
+        first, end = progress.next_offset, answer.next_offset
+        for raw in answer.batches:
+            for header, record in decode_batch(raw, first, end, self._filter):
+                offset = record.offset
+                if progress.is_done(offset):
+                    continue
+                redelivered = progress.is_redelivered(offset)
+                message = ReceivedMessage(
+                    queue.ref, queue.token, header, record, redelivered=redelivered
+                )
+                message.lineage = queue.lineage
+                yield message
 
-    Acks that are not confirmed ride along (protocol 6.6); the answer says if they were taken.
+    def _acks_to_send(self, progress: QueueProgress) -> Acks | None:
+        wanted = self._queue.with_ownership and self._session.settings.commit_on_pull
+        return progress.acks() if wanted and progress.dirty else None
 
-    Raises:
-        BatonError: as storage refused, or the answer is damaged.
-    """
-    session, progress = runner.session, runner.progress
-    assert progress is not None
-    settings, view = session.settings, session.view
-    runner.filter = view.filters[runner.queue.topic]
-    riding = _riding(runner, progress)
-    request = pb.PullRequest(
-        queue=runner.key,
-        offset=progress.next_offset,
-        token=runner.token,
-        pull_id=session.random.getrandbits(63),
-        expression=runner.filter.canonical(),
-        subscription_generation=view.subscription_generation,
-        bytes_max=min(settings.pull_bytes_max, session.budget.share()),
-        messages_max=min(settings.pull_messages_max, settings.span_max - progress.span),
-        hold_ms=settings.pull_hold_ms,
-        offsets_epoch=session.epochs.of(session.epochs.newest_set),
-        offsets_set=session.epochs.newest_set,
-        progress=None if riding is None else _acks_to_pb(progress, riding),
-        client_id=session.incarnation.client_id,
-    )
-    wanted = runner.filter
-    stub = await session.directory.reader(runner.queue.broker, runner.reads_from)
-    sent_ms, limit_s = session.clock.monotonic_ms(), settings.pull_hold_ms / 1000 + CALL_TIMEOUT_S
-    answer = await answered(stub.Pull(request, timeout=limit_s))
-    runner.reads_from = answer.next_node_id
-    if runner.progress is not progress or answer.pull_id != request.pull_id:
-        return
-    if runner.owned and not session.epochs.saw(answer.offsets_set, answer.offsets_epoch):
-        return  # of an older epoch, or nothing was found and nothing recorded
-    if riding is not None and answer.progress_taken:
-        runner.committed(progress, riding, sent_ms)
-    if answer.next_offset <= progress.next_offset or not runner.may_start():
-        return
-    if answer.lost_count:
-        log.warning(
-            "messages lost to retention before they were read queue=%s first_offset=%d count=%d",
-            runner.queue,
-            progress.next_offset,
-            answer.lost_count,
-        )
-    runner.pulled(sent_ms)
-    progress.note_maybe_seen(ranges_from_pb(answer.redelivered))
-    messages = list(_decode(runner, progress, answer, wanted))
-    if runner.queue.topic == retry_topic(session.group):
-        for message in messages:
-            restore_original(message, session.group)
-    progress.receive(answer.next_offset, [message.offset for message in messages])
-    if messages:
-        runner.buffer.extend(messages)
-        runner.waiting_bytes.add(sum(len(message.body) for message in messages))
-        runner.tell_arrived()
-    else:
-        session.note_unconfirmed(progress.unconfirmed_count)
-
-
-def _riding(runner: AssignedQueue, progress: QueueProgress) -> Acks | None:
-    wished = runner.owned and runner.session.settings.commit_on_pull
-    return progress.acks() if wished and progress.dirty else None
+    def _note_readable(self, error: BatonError | None) -> None:
+        """Log when the topic stops to give messages, and when it gives messages again."""
+        if isinstance(error, NotReadable) and not self._topic_unreadable:
+            self._topic_unreadable = True
+            log.warning("queue waits, its topic is not readable queue=%s", self._queue.ref)
+        elif error is None and self._topic_unreadable:
+            self._topic_unreadable = False
+            log.info("queue goes on, its topic is readable again queue=%s", self._queue.ref)
 
 
 def _acks_to_pb(progress: QueueProgress, acks: Acks) -> offsets_pb.Acks:
@@ -175,40 +233,3 @@ def _acks_to_pb(progress: QueueProgress, acks: Acks) -> offsets_pb.Acks:
         committed_offset=acks.committed,
         acked=ranges_to_pb(acks.ranges),
     )
-
-
-def _decode(
-    runner: AssignedQueue, progress: QueueProgress, answer: pb.PullResponse, wanted: Filter
-) -> Iterator[ReceivedMessage]:
-    first, end = progress.next_offset, answer.next_offset
-    for raw in answer.batches:
-        header = check_batch(raw, stamped=True)
-        begin = max(first - header.first_offset, 0)
-        stop = min(end - header.first_offset, header.count)
-        indexes: Sequence[int] = range(begin, stop)
-        if wanted.hashes is not None:
-            hashes = tag_hashes(raw, header)
-            indexes = [index for index in indexes if hashes[index] in wanted.hashes]
-        for record in decode_records(raw, header, indexes):
-            if progress.is_done(record.offset):
-                continue
-            if not wanted.accepts(record.tag, record.keys, record.properties):
-                continue
-            message = ReceivedMessage(
-                runner.queue,
-                runner.token,
-                header,
-                record,
-                redelivered=progress.is_redelivered(record.offset),
-            )
-            message.lineage = runner.lineage
-            yield message
-
-
-def _tell_unreadable(runner: AssignedQueue, error: BatonError | None, unreadable: bool) -> bool:
-    """Log when the topic stops giving messages, and when it begins again; which it is now."""
-    if isinstance(error, NotReadable) and not unreadable:
-        log.warning("queue waits, its topic gives no messages queue=%s", runner.queue)
-    if error is None and unreadable:
-        log.info("queue goes on, its topic gives messages again queue=%s", runner.queue)
-    return isinstance(error, NotReadable) or (unreadable and error is not None)

@@ -1,11 +1,10 @@
-"""How a queue passes on: handlers end, what is done is told, and that we are done (section 9)."""
+"""Hands a drained queue over: Close at offsets, then Release at the lock manager (section 9)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -13,121 +12,112 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
+from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.local_offsets import LocalProgress
 from batonmq._consumer.moved_group import GROUP_MOVED
 from batonmq._consumer.session import Session, ranges_to_pb
+from batonmq._consumer.wakeup import Condition
 from batonmq._core.queue_progress import CloseContent
+from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError
-
-if TYPE_CHECKING:
-    from batonmq._consumer.assigned_queue import AssignedQueue
 
 log = logging.getLogger(__name__)
 
-RELEASE_MS = 5_000
-"""If lockmgr is away for longer, the next owner finds the token closed."""
+RELEASE_TIMEOUT_MS = 5_000
+"""If the lock manager is away for longer, the next owner's fence finds the token closed."""
 
 
-async def give_back(runner: AssignedQueue) -> None:
-    """Let handlers end, then close at offsets and release at lockmgr; just commit if not owned.
+class QueueReleaser:
+    """Drains, closes and releases one queue."""
 
-    Does nothing more once the token is fenced.
-    """
-    await _drain(runner)
-    if runner.fenced:
-        return
-    closing = runner.end()
-    if closing.unfinished:
-        log.warning("drained with unfinished queue=%s %s", runner.queue, closing.unfinished)
-    if runner.owned:
-        await close(runner, closing)
-        await release(runner, closing.token)
-    else:
-        await _commit_last(runner, closing)
-    runner.given_back(closing.token)
+    def __init__(self, session: Session, calls: BatchedCalls, queue: QueueRef) -> None:
+        self._session, self._calls, self._queue = session, calls, queue
+        self._key = session.key(queue)
 
-
-async def _drain(runner: AssignedQueue) -> None:
-    limit_ms = runner.session.drain_timeout_ms
-    try:
-        async with asyncio.timeout(None if limit_ms is None else limit_ms / 1000):
-            while runner.progress is not None and runner.progress.running and not runner.fenced:
-                runner.ended.clear()
-                await runner.ended.wait()
-    except TimeoutError:
-        log.info("drain timed out queue=%s", runner.queue)
-
-
-async def close(runner: AssignedQueue, closing: CloseContent) -> None:
-    """Repeat one frozen Close until it is answered, or the lease must be over."""
-    session = runner.session
-    item = offsets_pb.CloseItem(
-        queue=runner.key,
-        token=closing.token,
-        reset_epoch=closing.reset_epoch,
-        committed_offset=closing.acks.committed,
-        acked=ranges_to_pb(closing.acks.ranges),
-        unfinished=ranges_to_pb(closing.unfinished),
-    )
-
-    async def call() -> None:
-        outcome = await runner.calls.close(item)
-        if outcome.HasField("error"):
-            error = error_from_pb(outcome.error)
-            if isinstance(error, GROUP_MOVED):
-                raise error
-            log.warning("close refused queue=%s error=%s", runner.queue, error)
-
-    await _repeat(session, 2 * runner.lease_ms, call)
-
-
-async def release(runner: AssignedQueue, token: int) -> None:
-    """Tell lockmgr that the token is closed."""
-    hold = lockmgr_pb.Hold(queue=runner.key, token=token)
-    await _repeat(runner.session, RELEASE_MS, lambda: runner.calls.release(hold))
-
-
-async def _commit_last(runner: AssignedQueue, closing: CloseContent) -> None:
-    """Where nobody owns the queue (section 15): what is not told now is handled once more.
-
-    A broadcasting member puts it into its file, which is saved when the consumer is closed.
-    """
-    session = runner.session
-    if session.local is not None:
-        acks = closing.acks
-        session.local.put(runner.queue, LocalProgress(acks.committed, acks.ranges))
-        return
-    item = offsets_pb.CommitItem(
-        queue=runner.key,
-        reset_epoch=closing.reset_epoch,
-        committed_offset=closing.acks.committed,
-        acked=ranges_to_pb(closing.acks.ranges),
-    )
-
-    async def call() -> None:
-        keeper = await session.keeper()
-        request = offsets_pb.CommitRequest(
-            offsets_epoch=session.epochs.of(keeper.offsets_set), items=[item]
-        )
-        (outcome,) = (await keeper.stub.Commit(request, timeout=CALL_TIMEOUT_S)).outcomes
-        if outcome.HasField("error"):
-            error = error_from_pb(outcome.error)
-            if isinstance(error, GROUP_MOVED):
-                raise error
-            log.warning("last commit refused queue=%s error=%s", runner.queue, error)
-
-    await _repeat(session, 2 * runner.lease_ms, call)
-
-
-async def _repeat(session: Session, limit_ms: int, call: Callable[[], Awaitable[None]]) -> None:
-    """Call until it is answered, or time is over."""
-    failures, deadline_ms = 0, session.clock.monotonic_ms() + limit_ms
-    while session.clock.monotonic_ms() < deadline_ms:
+    async def drain(self, drained: Condition) -> None:
+        """Wait until `drained` holds, or the drain times out."""
+        timeout_ms = self._session.drain_timeout_ms
         try:
-            await call()
+            async with asyncio.timeout(None if timeout_ms is None else timeout_ms / 1000):
+                await drained.wait()
+        except TimeoutError:
+            log.info("drain timed out queue=%s", self._queue)
+
+    async def release(self, content: CloseContent, lease_ms: int) -> None:
+        """Close the token and release the lock; give up each call when the lease must be over."""
+        if content.unfinished:
+            log.warning("drained with unfinished queue=%s %s", self._queue, content.unfinished)
+        await self._close(content, lease_ms)
+        await self._release(content.token)
+
+    async def commit(self, content: CloseContent, lease_ms: int) -> None:
+        """Commit a queue without owner for the last time (section 15).
+
+        What does not arrive is handled once more. A broadcasting member's progress goes into its
+        file, which is saved when the consumer is closed.
+        """
+        if content.unfinished:
+            log.warning("drained with unfinished queue=%s %s", self._queue, content.unfinished)
+        session, acks = self._session, content.acks
+        if session.local is not None:
+            session.local.put(self._queue, LocalProgress(acks.committed, acks.ranges))
             return
-        except grpc.aio.AioRpcError as failure:
-            await session.directory.pause(from_rpc_error(failure), failures)
-        except BatonError as failure:
-            await session.directory.pause(failure, failures)
-        failures += 1
+        item = offsets_pb.CommitItem(
+            queue=self._key,
+            reset_epoch=content.reset_epoch,
+            committed_offset=acks.committed,
+            acked=ranges_to_pb(acks.ranges),
+        )
+
+        async def call() -> None:
+            keeper = await session.keeper()
+            request = offsets_pb.CommitRequest(
+                offsets_epoch=session.epochs.of(keeper.offsets_set), items=[item]
+            )
+            (outcome,) = (await keeper.stub.Commit(request, timeout=CALL_TIMEOUT_S)).outcomes
+            if outcome.HasField("error"):
+                error = error_from_pb(outcome.error)
+                if isinstance(error, GROUP_MOVED):
+                    raise error
+                log.warning("last commit refused queue=%s error=%s", self._queue, error)
+
+        await self._repeat(2 * lease_ms, call)
+
+    async def _close(self, content: CloseContent, lease_ms: int) -> None:
+        """Repeat one frozen Close until it is answered, or the lease must be over."""
+        item = offsets_pb.CloseItem(
+            queue=self._key,
+            token=content.token,
+            reset_epoch=content.reset_epoch,
+            committed_offset=content.acks.committed,
+            acked=ranges_to_pb(content.acks.ranges),
+            unfinished=ranges_to_pb(content.unfinished),
+        )
+
+        async def call() -> None:
+            outcome = await self._calls.close(item)
+            if outcome.HasField("error"):
+                error = error_from_pb(outcome.error)
+                if isinstance(error, GROUP_MOVED):
+                    raise error
+                log.warning("close refused queue=%s error=%s", self._queue, error)
+
+        await self._repeat(2 * lease_ms, call)
+
+    async def _release(self, token: int) -> None:
+        hold = lockmgr_pb.Hold(queue=self._key, token=token)
+        await self._repeat(RELEASE_TIMEOUT_MS, lambda: self._calls.release(hold))
+
+    async def _repeat(self, limit_ms: int, call: Callable[[], Awaitable[None]]) -> None:
+        """Call until an answer arrives, for `limit_ms` at most."""
+        session, failures = self._session, 0
+        deadline_ms = session.clock.monotonic_ms() + limit_ms
+        while session.clock.monotonic_ms() < deadline_ms:
+            try:
+                await call()
+                return
+            except grpc.aio.AioRpcError as failure:
+                await session.directory.pause(from_rpc_error(failure), failures)
+            except BatonError as failure:
+                await session.directory.pause(failure, failures)
+            failures += 1

@@ -1,60 +1,60 @@
-"""Messages one by one, for who iterates: a run of one queue, then a run of the next."""
+"""Takes messages one by one for iteration: a run of one queue, then a run of the next."""
 
 from __future__ import annotations
 
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.message import ReceivedMessage
 
-FAIR_RUN = 64
-"""Messages of one queue handed out before another queue, and the rest of the loop, have a turn."""
+RUN_MESSAGES_MAX = 64
+"""Messages of one queue that are returned in a row, before the next queue and other tasks run."""
 
 
 class QueueRotation:
-    """The queues of one consumer in turn, and the message that was handed out last."""
+    """The queues of one consumer in turn, and the message that was returned last."""
 
     def __init__(self) -> None:
-        self._runners: list[AssignedQueue] = []
+        self._queues: list[AssignedQueue] = []
         self._left = 0
         self._current: tuple[AssignedQueue, ReceivedMessage] | None = None
 
-    def add(self, runner: AssignedQueue) -> None:
-        """A queue is there."""
-        self._runners.append(runner)
+    def add(self, queue: AssignedQueue) -> None:
+        """Include a queue."""
+        self._queues.append(queue)
 
-    def remove(self, runner: AssignedQueue) -> None:
-        """It is gone."""
-        self._runners.remove(runner)
+    def remove(self, queue: AssignedQueue) -> None:
+        """Leave a queue out."""
+        self._queues.remove(queue)
 
     @property
-    def ended(self) -> bool:
-        """Whether a run has ended, so that the loop should have its turn."""
+    def run_ended(self) -> bool:
+        """Whether a run has ended, so that other tasks should run now."""
         return self._left == 0
 
     def take(self) -> ReceivedMessage | None:
-        """The next message; None if none waits."""
-        for _ in range(len(self._runners) + 1):
-            if self._left > 0 and self._runners:
-                runner = self._runners[0]
-                for message in runner.take():
+        """Start the next message; return None if none waits."""
+        for _ in range(len(self._queues) + 1):
+            if self._left > 0 and self._queues:
+                queue = self._queues[0]
+                for message in queue.take():
                     self._left -= 1
-                    self._current = runner, message
+                    self._current = queue, message
                     return message
-            self._runners = self._runners[1:] + self._runners[:1]
-            self._left = FAIR_RUN
+            self._queues = self._queues[1:] + self._queues[:1]
+            self._left = RUN_MESSAGES_MAX
         return None
 
     def finish(self) -> ReceivedMessage | None:
-        """The message that was handed out last is handled; None if there is none."""
+        """Acknowledge the message that was returned last, and return it; None if there is none."""
         if self._current is None:
             return None
-        runner, message = self._current
+        queue, message = self._current
         self._current = None
-        runner.finish([message])
+        queue.finish([message])
         return message
 
     def give_up(self) -> None:
-        """Nobody knows whether it is: it comes again."""
+        """Do not acknowledge the message that was returned last: it is delivered again."""
         if self._current is not None:
-            runner, message = self._current
+            queue, message = self._current
             self._current = None
-            runner.give_up(message)
+            queue.give_up(message)

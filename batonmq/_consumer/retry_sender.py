@@ -1,8 +1,8 @@
-"""Sends messages back: to the retry topic of the group, or to its dead letters.
+"""Sends failed messages back: to the group's retry topic, or to its dead-letter topic.
 
-A message goes to the queue of that topic on its own broker, by way of the schedule, in a batch
-whose producer id names the message. Whoever sends it back sends under the same id, so one copy is
-kept: by storage's memory of producers, which a restart does not touch.
+A message is scheduled on its own broker, in a batch whose producer id is derived from the message.
+Every owner that sends the message back uses the same id, so storage keeps one copy: its record of
+producer ids survives restarts.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _Outcome = pb.ScheduleReceipt | BatonError
 
 
 def restore_original(message: ReceivedMessage, group: str) -> None:
-    """Make a message of the retry topic look as it did the first time; leave any other alone."""
+    """Restore the fields that a message of the retry topic had when it was first sent."""
     if message.queue.topic != retry_topic(group):
         return
     found = origin_of(message.properties)
     if found is None:
-        log.warning("message in the retry topic without origin %r", message)
+        log.warning("message in the retry topic names no origin %r", message)
         return
     message.origin, attempts = found
     message.keys = without_origin_key(message.keys, message.origin)
@@ -70,8 +70,8 @@ async def create_topic(session: Session, topic: str) -> None:
     """Create a topic with one queue on each broker, unless it exists.
 
     Raises:
-        InvalidName: the group's name is too long for it.
-        BatonError: as the nameserver said.
+        InvalidName: the group's name is too long for the topic's name.
+        BatonError: the nameserver refused.
     """
     nodes = await session.directory.refresh()
     storages = [node for node in nodes if node.service == nameserver_pb.SERVICE_KIND_STORAGE]
@@ -82,7 +82,7 @@ async def create_topic(session: Session, topic: str) -> None:
     except grpc.aio.AioRpcError as failure:
         session.directory.next_nameserver()
         error = from_rpc_error(failure)
-        if not isinstance(error, TopicExists):  # then others saw more brokers, or fewer
+        if not isinstance(error, TopicExists):  # another member saw more or fewer brokers
             raise error from failure
 
 
@@ -90,8 +90,8 @@ async def create_retry_topic(session: Session) -> None:
     """Create the group's retry topic, unless it exists; within the start timeout.
 
     Raises:
-        InvalidName: the group's name is too long for it.
-        Unreachable: nobody answered in time.
+        InvalidName: the group's name is too long for the topic's name.
+        Unreachable: no nameserver answered in time.
     """
     clock, failures = session.clock, 0
     deadline_ms = clock.monotonic_ms() + session.settings.start_timeout_ms
@@ -110,23 +110,23 @@ class RetryRequest:
     """A message to be sent back.
 
     Attributes:
-        reset_epoch: Of the progress it was delivered by.
-        delay_ms: Until it comes again; None for the dead letters.
-        counts: Whether it is still ours to send back.
+        reset_epoch: Reset epoch under which the message was delivered.
+        delay_ms: Delay before it is delivered again; None for the dead-letter topic.
+        still_owned: Returns whether this consumer still owns the message's queue.
     """
 
     message: ReceivedMessage
     reset_epoch: int
     failure: HandlingFailure
     delay_ms: int | None
-    counts: Callable[[], bool]
+    still_owned: Callable[[], bool]
 
 
 class RetrySender:
-    """Sends back what the members of one consumer could not handle.
+    """Sends back the messages that one consumer could not handle.
 
     Args:
-        spawn: Runs a loop until the consumer ends.
+        spawn: Runs a coroutine until the consumer ends.
     """
 
     def __init__(
@@ -137,18 +137,18 @@ class RetrySender:
         self._finding = asyncio.Lock()
         self._batchers: dict[str, Batcher[pb.ScheduleItem, _Outcome]] = {}
 
-    async def send(self, one: RetryRequest) -> bool:
-        """Send until it is stored; False if it is not ours any more before that."""
-        session, message, failures = self._session, one.message, 0
-        name = retry_topic if one.delay_ms is not None else dead_letter_topic
+    async def send(self, request: RetryRequest) -> bool:
+        """Repeat until the message is stored; return False if its queue is lost before that."""
+        session, message, failures = self._session, request.message, 0
+        name = retry_topic if request.delay_ms is not None else dead_letter_topic
         topic = name(session.group)
-        while one.counts():
+        while request.still_owned():
             try:
-                receipt = await self._send(one, topic)
+                receipt = await self._send(request, topic)
             except BatonError as error:
                 self._queues.pop(topic, None)
                 level = logging.ERROR if error.retry is Retry.NEVER else logging.WARNING
-                log.log(level, "message %r stays in hand, not sent back: %s", message, error)
+                log.log(level, "message %r not sent back, trying again: %s", message, error)
                 await session.directory.pause(error, failures)
                 failures += 1
             else:
@@ -156,14 +156,16 @@ class RetrySender:
                 return True
         return False
 
-    async def _send(self, one: RetryRequest, topic: str) -> pb.ScheduleReceipt:
-        message = one.message
-        once = retry_producer_id(message.queue, message.topic_id, message.offset, one.reset_epoch)
+    async def _send(self, request: RetryRequest, topic: str) -> pb.ScheduleReceipt:
+        message = request.message
+        once = retry_producer_id(
+            message.queue, message.topic_id, message.offset, request.reset_epoch
+        )
         queues = await self._queues_of(topic)
         queue = retry_queue(queues, message.queue.broker, once)
         item = pb.ScheduleItem(
-            batch=_encode(one, queue, once, self._session.incarnation.client_id),
-            deliver_unix_ms=self._session.clock.unix_ms() + (one.delay_ms or 0),
+            batch=_encode(request, queue, once, self._session.incarnation.client_id),
+            deliver_unix_ms=self._session.clock.unix_ms() + (request.delay_ms or 0),
         )
         outcome = await self._batcher(queue.broker).call(item)
         if isinstance(outcome, BatonError):
@@ -186,22 +188,24 @@ class RetrySender:
             route = await query_route(directory, topic)
         queues = writable_queues_of(route)
         if not queues:
-            raise QueueNotFound(f"topic {topic} takes no messages", facts={"topic": topic})
+            raise QueueNotFound(
+                f"no queue of topic {topic} accepts messages", facts={"topic": topic}
+            )
         return queues
 
     def _batcher(self, broker: str) -> Batcher[pb.ScheduleItem, _Outcome]:
         batcher = self._batchers.get(broker)
         if batcher is None:
 
-            async def request(items: Sequence[pb.ScheduleItem]) -> Sequence[_Outcome]:
+            async def schedule(items: Sequence[pb.ScheduleItem]) -> Sequence[_Outcome]:
                 return await self._request(broker, items)
 
-            batcher = self._batchers[broker] = Batcher(request, items_max=REQUEST_ITEMS_MAX)
+            batcher = self._batchers[broker] = Batcher(schedule, items_max=REQUEST_ITEMS_MAX)
             self._spawn(batcher.run())
         return batcher
 
     async def _request(self, broker: str, items: Sequence[pb.ScheduleItem]) -> list[_Outcome]:
-        """One outcome per item; if the call failed, its error for each."""
+        """Return one outcome per item; if a call failed, its error for each of its items."""
         return [
             outcome for part in parts(items) for outcome in await self._request_part(broker, part)
         ]
@@ -220,9 +224,9 @@ class RetrySender:
         ]
 
 
-def _encode(one: RetryRequest, queue: QueueRef, once: int, client_id: str) -> bytes:
-    received = one.message
-    added = properties_of(received.origin, received.attempts, one.failure, client_id)
+def _encode(request: RetryRequest, queue: QueueRef, once: int, client_id: str) -> bytes:
+    received = request.message
+    added = properties_of(received.origin, received.attempts, request.failure, client_id)
     keys = with_origin_key(received.keys, received.origin)
     message = Message(received.body, received.tag, keys, {**received.properties, **added})
     builder = BatchBuilder()

@@ -1,7 +1,7 @@
-"""The epochs that a client has seen, of the offsets sets that have kept its group.
+"""The epochs of offsets sets that a client has seen.
 
-An epoch says which of two leaders of one set is newer, and nothing about another set: when a group
-has been moved, its new set may well have a lower one. Pure.
+An epoch says which of two leaders of one set is newer. It says nothing about another set: when a
+group moves, its new set may have a lower epoch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ class SeenEpochs:
     """The highest epoch of each set.
 
     Attributes:
-        newest_set: The set of the last answer that counted; empty if none did.
+        newest_set: The set of the last answer that counted; empty before the first.
     """
 
     def __init__(self) -> None:
@@ -19,11 +19,14 @@ class SeenEpochs:
         self._highest: dict[str, int] = {}
 
     def of(self, offsets_set: str) -> int:
-        """The highest epoch of a set; 0 if none was seen."""
+        """Return the highest epoch of a set; 0 if none was seen."""
         return self._highest.get(offsets_set, 0)
 
-    def saw(self, offsets_set: str, epoch: int) -> bool:
-        """Note an epoch; False if it is older than one seen of this set: drop the answer."""
+    def observe(self, offsets_set: str, epoch: int) -> bool:
+        """Note the epoch of an answer; False if a higher one was seen of the set.
+
+        The caller drops such an answer: it comes from an old leader.
+        """
         if epoch < self.of(offsets_set):
             return False
         self._highest[offsets_set] = epoch

@@ -1,4 +1,4 @@
-"""Why a queue is not pulled further at the moment: what waits in the client has bounds."""
+"""Flow control: the limits on messages that wait in the client, and which one stops a pull."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FlowReason = Literal["count", "bytes", "span", "paused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowLimits:
-    """Bounds; see `ConsumerSettings`."""
+    """The limits of one queue; see `ConsumerSettings`."""
 
     messages_max: int
     span_max: int
@@ -19,9 +19,9 @@ class FlowLimits:
 class ByteBudget:
     """Bytes of bodies that wait for a handler, of all queues of one client.
 
-    At the bound a queue without waiting messages may still fetch its share, so that a queue whose
-    handler hangs starves no other: at most the bound and one share per queue wait, and as much
-    again may be under way when all queues are fetched at once.
+    At the limit, a queue without waiting messages may still fetch its share: a queue whose handler
+    hangs must not stop the others. So at most the limit and one share per queue wait, and as much
+    again may be in flight when all queues are fetched at once.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -29,12 +29,12 @@ class ByteBudget:
         self.total = self.queue_count = 0
 
     def share(self) -> int:
-        """Bytes that one queue may fetch at once, at least 1."""
+        """Return the bytes that one queue may fetch at once, at least 1."""
         return max(1, self.bytes_max // max(1, self.queue_count))
 
 
 class QueueBytes:
-    """The part of one queue in a budget, between `join` and `leave`."""
+    """The bytes of one queue in a budget, between `join` and `leave`."""
 
     __slots__ = ("_budget", "_joined", "waiting")
 
@@ -42,23 +42,23 @@ class QueueBytes:
         self._budget, self._joined, self.waiting = budget, False, 0
 
     def join(self) -> None:
-        """The queue is read from now on."""
+        """Count the queue: it is read from now on."""
         self._budget.queue_count += not self._joined
         self._joined = True
 
     def leave(self) -> None:
-        """The queue is not read any more, and nothing of it waits."""
+        """Do not count the queue any more, nor its waiting bytes."""
         self.remove(self.waiting)
         self._budget.queue_count -= self._joined
         self._joined = False
 
     def add(self, count: int) -> None:
-        """So many bytes have arrived."""
+        """Count bytes that arrived."""
         self.waiting += count
         self._budget.total += count
 
     def remove(self, count: int) -> bool:
-        """So many bytes wait no more; True if queues that wait for room should look again."""
+        """Count bytes that do not wait any more; True if queues that wait for room may go on."""
         budget = self._budget
         before, budget.total = budget.total, budget.total - count
         self.waiting -= count
@@ -66,18 +66,18 @@ class QueueBytes:
 
     @property
     def blocked(self) -> bool:
-        """Whether the queue has to wait for room."""
+        """Whether the queue has to wait for room in the budget."""
         return self.waiting > 0 and self._budget.total >= self._budget.bytes_max
 
 
 def blocking_limit(
     limits: FlowLimits, part: QueueBytes, *, waiting_count: int, span: int
 ) -> FlowReason | None:
-    """What holds a queue back; None if it may be pulled.
+    """Return the limit that a queue has reached; None if it may be pulled.
 
     Args:
         waiting_count: Messages of the queue that no handler has started.
-        span: Offsets between the committed one and the last received.
+        span: Offsets between the committed offset and the last one received.
     """
     if span >= limits.span_max:
         return "span"

@@ -1,7 +1,7 @@
-"""What the owner of a queue knows of its messages: received, started, finished, committed.
+"""The progress of a queue at its owner: received, started, finished and committed offsets.
 
-Words and letters are those of the ownership protocol: C committed, A acked above it, M maybe
-seen, H running handlers, F finished and not yet confirmed as acked.
+The letters are those of the ownership protocol (docs/ownership.md): C committed, A acked above C, M
+maybe seen by an earlier owner, H handlers that run, F finished and not confirmed as acked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batonmq._core.ranges import Range, contains, normalize, of_sorted, subtract
 
 @dataclass(frozen=True, slots=True)
 class GrantedProgress:
-    """What a grant tells: the token and where to go on."""
+    """The content of a grant: the token, and the group's progress on the queue."""
 
     token: int
     reset_epoch: int
@@ -44,17 +44,17 @@ class CloseContent:
 
 
 class QueueProgress:
-    """One queue under one token.
+    """The progress on one queue under one token.
 
     Every offset of [C, next) is open (received, not finished) or done: handled, filtered or acked
-    before. Offsets at or above `next_offset` that are done already, as after losing and regaining
-    the queue, are kept apart until `next_offset` has passed them.
+    before. Offsets at or above `next_offset` that are already done, as after a fence and a new
+    grant, are kept apart until `next_offset` has passed them.
 
     Args:
-        running: Handlers that still run; those of offsets that are acked by now count no more.
-        finished: What was finished under an earlier token, and perhaps not acked.
-        dropped: What the request for this token claimed and its handler gave up since: offsets
-            does not know that it was started and is not being handled.
+        running: Offsets whose handlers still run; those that are acked by now are left out.
+        finished: Offsets that were finished under an earlier token, and perhaps not acked.
+        dropped: Offsets that the request for this token claimed, and whose handlers gave up since.
+            offsets does not know that they were started and are not being handled.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class QueueProgress:
 
     @property
     def committed(self) -> int:
-        """C as confirmed by offsets."""
+        """C, as confirmed by offsets."""
         return self._confirmed.committed
 
     @property
     def span(self) -> int:
-        """Offsets between C and what was received."""
+        """Number of offsets between C and the last one received."""
         return self.next_offset - self._confirmed.committed
 
     @property
@@ -96,32 +96,32 @@ class QueueProgress:
 
     @property
     def running_count(self) -> int:
-        """How many those are."""
+        """Number of handlers that run."""
         return len(self._running)
 
     @property
     def dirty(self) -> bool:
-        """Whether there is something to commit."""
+        """Whether there are acks to commit."""
         return self._version != self._confirmed.version
 
     def is_done(self, offset: int) -> bool:
-        """Whether `offset`, not yet received, was handled before, or is being handled."""
+        """Whether `offset`, which is not received yet, was handled before or is being handled."""
         return offset in self._running or (bool(self._ahead) and contains(self._ahead, offset))
 
     def is_redelivered(self, offset: int) -> bool:
-        """Whether an earlier holder may have started `offset`."""
+        """Whether an earlier owner may have started `offset`."""
         seen = self._maybe_seen
         return offset in self._dropped or (bool(seen) and contains(seen, offset))
 
     def note_maybe_seen(self, ranges: Iterable[Range]) -> None:
-        """Add to M."""
+        """Add offsets to M."""
         self._maybe_seen = normalize([*self._maybe_seen, *ranges])
 
     def receive(self, next_offset: int, wanted: Sequence[int]) -> None:
-        """[self.next_offset, next_offset) arrived.
+        """Note that [self.next_offset, next_offset) arrived.
 
         Args:
-            wanted: Offsets of it to be handled, ascending; `is_done` is False for each.
+            wanted: Offsets of the range to be handled, ascending; `is_done` is False for each.
         """
         self._open.update(dict.fromkeys(wanted))
         self.unconfirmed_count += next_offset - self.next_offset - len(wanted)
@@ -130,14 +130,14 @@ class QueueProgress:
         self._version += 1
 
     def start(self, offset: int) -> bool:
-        """A handler begins; False if the offset is not (or no longer) waiting here."""
+        """Note that a handler begins; return False if the offset does not wait (any more)."""
         if offset not in self._open or offset in self._running or offset in self._given_up:
             return False
         self._running.add(offset)
         return True
 
     def finish(self, offset: int) -> bool:
-        """A handler has ended well; False if its result no longer counts."""
+        """Note that a handler succeeded; return False if its result does not count any more."""
         if offset not in self._running:
             return False
         self._running.remove(offset)
@@ -149,13 +149,13 @@ class QueueProgress:
         return True
 
     def give_up(self, offset: int) -> None:
-        """A handler has ended badly, or its result will be ignored: started, not handled."""
+        """Note that a handler failed, or that its result will be ignored: started, not handled."""
         if offset in self._running:
             self._running.remove(offset)
             self._given_up.add(offset)
 
     def acks(self) -> Acks:
-        """What is handled by now; to be committed, and then passed to `confirm`."""
+        """Return the offsets that are handled now, to be committed and then passed to `confirm`."""
         oldest_open = next(iter(self._open), self.next_offset)
         started = self._running | self._given_up
         committed = min(self.next_offset, oldest_open, *started)
@@ -167,13 +167,13 @@ class QueueProgress:
         return Acks(committed, tuple(ranges), self._version)
 
     def confirm(self, acks: Acks) -> None:
-        """offsets has `acks` durably."""
+        """Note that offsets has stored `acks` durably."""
         if acks.version >= self._confirmed.version:
             self._confirmed = acks
             self.unconfirmed_count = 0
 
-    def in_hand(self) -> list[Range]:
-        """H + F: what may be claimed when the queue is acquired again (section 11)."""
+    def claimable(self) -> list[Range]:
+        """Return H + F: the offsets to claim when the queue is acquired again (section 11)."""
         acks = self.acks()
         below = (self._confirmed.committed, acks.committed)
         finished = [*([below] if below[0] < below[1] else []), *acks.ranges]
@@ -181,23 +181,23 @@ class QueueProgress:
         return normalize([*subtract(normalize(finished), self._confirmed.ranges), *running])
 
     def claim(self, ranges_max: int) -> Sequence[Range]:
-        """What a request for the queue claims of `in_hand`; remembered until the next one."""
-        self._claimed = self.in_hand()[:ranges_max]
+        """Return the part of `claimable` that a request claims, and remember it."""
+        self._claimed = self.claimable()[:ranges_max]
         return self._claimed
 
     def renewed(self, start: GrantedProgress) -> QueueProgress:
-        """The progress under a new grant: keeps H and F if the reset epoch is the same.
+        """Return the progress under a new grant; it keeps H and F if the reset epoch is the same.
 
-        What was received and not started is forgotten; it comes again.
+        Offsets that were received and not started are forgotten; they are delivered again.
         """
         if start.reset_epoch != self.reset_epoch:
             return QueueProgress(start)
-        finished = subtract(self.in_hand(), of_sorted(sorted(self._running)))
+        finished = subtract(self.claimable(), of_sorted(sorted(self._running)))
         dropped = (offset for offset in self._given_up if contains(self._claimed, offset))
         return QueueProgress(start, self._running, finished, dropped)
 
-    def closing(self) -> CloseContent:
-        """What a Close says now: handlers that still run count as given up."""
+    def close_content(self) -> CloseContent:
+        """Return the content of a Close sent now; handlers that still run count as given up."""
         acks, started = self.acks(), self._running | self._given_up | self._dropped
         handled = [(0, acks.committed), *acks.ranges]
         unfinished = tuple(subtract(of_sorted(sorted(started)), handled))

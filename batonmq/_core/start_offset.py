@@ -1,4 +1,4 @@
-"""Where a group without progress on a queue begins."""
+"""The offset at which a group without progress on a queue starts."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Literal
 ConsumeFrom = Literal["first", "last", "timestamp"]
 
 TIMESTAMP_AGE_MS = 30 * 60 * 1000
-"""A consumer that is told no time begins so long before its own start."""
+"""Without `start_unix_ms`, `timestamp` means so long before the consumer was created."""
 
 
 def effective_start(consume_from: ConsumeFrom, *, retry: bool, added: bool) -> ConsumeFrom:
-    """The rule for one queue.
+    """Return where to start on one queue; `first` for queues that must not be skipped.
 
-    Nothing else counts: also the few messages of a small, fresh topic are skipped by `last`.
+    `last` also skips the few messages of a small, new topic.
 
     Args:
-        retry: The queue is of the group's retry topic: what is in it was sent back by the group
-            itself, so it is never skipped.
-        added: The queue came to its topic after the group had begun with the topic: all of its
-            messages were sent to a group that was there.
+        retry: The queue is of the group's retry topic. The group itself sent its messages back, so
+            none is skipped.
+        added: The queue was added after the group began to read the topic. All its messages were
+            sent to a group that existed, so none is skipped.
 
-    Source: RocketMQ computePullFromWhere. Differs for a retry topic under `timestamp`, where it
-        begins at the end, and for small topics, of which RocketMQ's broker hands out everything.
+    Source: RocketMQ computePullFromWhere. Deviations: under `timestamp` RocketMQ starts at the end
+        of a retry topic, and of a small topic its broker delivers everything.
     """
     return "first" if retry or added else consume_from
 
 
-def start_offset(place: ConsumeFrom, first: int, end: int, found: int) -> int:
-    """The offset that `place` means in a queue that holds [first, end).
+def start_offset(start: ConsumeFrom, first: int, end: int, found: int) -> int:
+    """Return the offset that `start` means in a queue that holds [first, end).
 
     Args:
-        found: First offset stored at or after the wished time; counts for `timestamp` only.
+        found: First offset stored at or after the start time; for `timestamp` only.
     """
-    if place == "first":
+    if start == "first":
         return first
-    return end if place == "last" else min(max(found, first), end)
+    return end if start == "last" else min(max(found, first), end)

@@ -27,7 +27,7 @@ from batonmq.errors import BatonError
 
 LOG_BYTES = 256 * 1024
 """So much of the end of each log."""
-_PACKAGES = ("batonmq", "grpcio", "protobuf", "numpy", "pydantic", "aetcd", "lmdb")
+_PACKAGES = ("batonmq", "grpcio", "protobuf", "numpy", "pydantic", "lmdb")
 _AT_ONCE = 8
 _TIMEOUT_S = 3.0
 _WHOLE_TIMEOUT_S = 60.0

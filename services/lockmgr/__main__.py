@@ -1,4 +1,4 @@
-"""`python -m batonmq_server.lockmgr`: one lock manager; the elected one answers."""
+"""`python -m batonmq_server.lockmgr`: run one lock manager; the elected leader answers calls."""
 
 from __future__ import annotations
 

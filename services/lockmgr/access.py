@@ -1,4 +1,4 @@
-"""Who may make the calls of the lock manager. Rules of locks are in `core`."""
+"""Permissions that the calls of the lock manager need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from batonmq_server.runtime.access.rules import (
 
 
 def _of_group(request: Any) -> list[Permission]:
-    """A request without a group is about all of them."""
+    """Return the permission for a group; a request without a group concerns all groups."""
     return [join_group(request.group) if request.group else OPERATE]
 
 
@@ -36,7 +36,7 @@ RULES: AccessRules = rules_by_path(
         "ForceRelease": requires_by_request(
             lambda request: [administer_group(request.queue.group)]
         ),
-        # Of one incarnation, whose random id only it and those it talks to know.
+        # A stream concerns one incarnation, whose random id is known only to it and its peers.
         "Watch": requires(ANY_GRANT),
         "Describe": requires_by_request(
             lambda request: queue_permissions(request.queue), ["nameserver"]

@@ -1,4 +1,4 @@
-"""Puts the lock manager together."""
+"""Builds the lock manager from its parts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq_server.lockmgr.access import RULES
 from batonmq_server.lockmgr.candidate import Candidate
 from batonmq_server.lockmgr.config import LockmgrSettings
-from batonmq_server.lockmgr.membership import PREFIX as GROUPS
-from batonmq_server.lockmgr.membership import Membership
-from batonmq_server.lockmgr.offsets_client import OffsetsPeers
+from batonmq_server.lockmgr.membership import GROUPS_PREFIX, Membership
+from batonmq_server.lockmgr.offsets_client import OffsetsChannels
 from batonmq_server.lockmgr.server import LockmgrServicer
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
-from batonmq_server.runtime.group_gates import GATES_PREFIX as GATES
-from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
-from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES
+from batonmq_server.runtime.group_gates import GATES_PREFIX
+from batonmq_server.runtime.group_placements import (
+    OFFSETS_SERVICE,
+    PLACEMENTS_PREFIX,
+    GroupPlacements,
+)
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.service_runtime import Runtime
 
@@ -28,16 +30,20 @@ SERVICE = "baton.lockmgr.v1.LockmgrService"
 
 @asynccontextmanager
 async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """The parts of a lock manager, for the runtime to run."""
-    groups, gates = EtcdMirror(runtime.etcd, GROUPS), EtcdMirror(runtime.etcd, GATES)
-    places = EtcdMirror(runtime.etcd, PLACES)
-    peers: OffsetsPeers = LeaderChannels(
+    """Yield a lock manager, ready to be run by the runtime."""
+    groups, gates = EtcdMirror(runtime.etcd, GROUPS_PREFIX), EtcdMirror(runtime.etcd, GATES_PREFIX)
+    placements = EtcdMirror(runtime.etcd, PLACEMENTS_PREFIX)
+    channels: OffsetsChannels = LeaderChannels(
         runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
     )
-    leader = Candidate(
-        settings, runtime, Membership(groups, gates), peers, GroupPlacements(places, runtime.nodes)
+    candidate = Candidate(
+        settings,
+        runtime,
+        Membership(groups, gates),
+        channels,
+        GroupPlacements(placements, runtime.nodes),
     )
-    servicer = LockmgrServicer(leader, runtime.clock, settings.hold_ms_max)
+    servicer = LockmgrServicer(candidate, runtime.clock, settings.hold_ms_max)
     try:
         yield App(
             servicers={
@@ -47,10 +53,16 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
             },
             rules=RULES,
             leader=False,
-            loops=[groups.run, gates.run, places.run, leader.run, leader.registration.run],
+            loops=[
+                groups.run,
+                gates.run,
+                placements.run,
+                candidate.run,
+                candidate.registration.run,
+            ],
             long_polls=frozenset({"Acquire"}),
-            caught_up=partial(all_ready, groups, gates, places),
-            drain=leader.settle,
+            caught_up=partial(all_ready, groups, gates, placements),
+            drain=candidate.wait_for_changes,
         )
     finally:
-        await peers.close()
+        await channels.close()

@@ -10,43 +10,43 @@ from batonmq_server.lockmgr.core.lock_entry import DecisionProfile, LockPolicy
 from batonmq_server.runtime.settings import ServiceSettings
 
 CLIENT_MARGIN_MS = 3_000
-"""An owner stops so long before its lease ends, by its own clock (protocol section 8)."""
+"""An owner stops this long before its lease expires by its own clock (protocol section 8)."""
 
 
 class LockmgrSettings(ServiceSettings):
-    """Read from BATON_LOCKMGR_<NAME>. All state is in etcd: there is no directory."""
+    """Settings from BATON_LOCKMGR_<NAME>. The state is in etcd, so there is no directory."""
 
     node_id: str = Field("lockmgr-0", pattern=r"^[a-z0-9-]{1,63}$")
-    """Name of the process, unique among lock managers."""
+    """Name of this node, unique among the lock managers."""
     profile: Literal["default", "defibus"] = "default"
-    """Decision table: `default`, or `defibus`, which counts polls and takes a queue from an owner
-    that was silent for 100 ms. For comparison; what it takes comes again, flagged."""
+    """Decision rules: `default`, or `defibus` for comparison: it counts polls and takes a queue
+    from an owner that was silent for 100 ms. Messages in flight are delivered again, flagged."""
     lock_lease_ms: int = 30_000
-    """An owner that is silent for longer may lose its queues, in milliseconds. Clients stop 3 s
-    before, so it has to be longer than that."""
+    """Lease of a queue in milliseconds: an owner that is silent for longer may lose its queues.
+    Must be more than 3,000, since clients stop 3 s before the lease expires."""
     slot_ms: int = Field(500, ge=10)
-    """A waited-for queue is looked at once in this time, in milliseconds."""
+    """Length of a slot in milliseconds: a queue with waiting clients is observed once per slot."""
     slots_min: int = Field(3, ge=1)
-    """A drained queue goes to a newcomer after so many slots without a delivery."""
+    """Slots without a delivery after which a drained queue is granted to a new member."""
     leader_lease_ms: int = Field(5_000, ge=2_000)
-    """Another lock manager takes over when the leader has been silent for so long."""
+    """Lease of the leader in milliseconds: another lock manager takes over once it has expired."""
     hold_ms_max: int = Field(15_000, ge=0)
-    """Longest time a refused request is held, in milliseconds."""
+    """Longest time that an Acquire request is held until its queues are free, in milliseconds."""
     watchers_max: int = Field(10_000, ge=1)
-    """Clients that may watch their queues at a time."""
+    """Greatest number of clients with an open Watch stream."""
 
     @field_validator("lock_lease_ms")
     @classmethod
     def _leaves_time(cls, lease_ms: int) -> int:
         if lease_ms <= CLIENT_MARGIN_MS:
             raise ValueError(
-                f"{lease_ms} leaves an owner no time: it stops {CLIENT_MARGIN_MS} ms before its "
-                "lease ends"
+                f"lock_lease_ms must be more than {CLIENT_MARGIN_MS}, got {lease_ms}: clients stop "
+                f"{CLIENT_MARGIN_MS} ms before the lease expires"
             )
         return lease_ms
 
     def policy(self) -> LockPolicy:
-        """The times of the decision table."""
+        """Return the times of the decision table."""
         return LockPolicy(
             profile=DecisionProfile(self.profile),
             lease_ms=self.lock_lease_ms,

@@ -1,4 +1,7 @@
-"""Changes under way, at most one per queue; each runs to its end whoever waits for it."""
+"""Changes of lock entries in progress: at most one per queue.
+
+A change runs to its end even if the call that began it is cancelled.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,18 @@ from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, NotLeader
 
 CHANGE_WAIT_S = 5.0
-"""How long a call waits for a change whose outcome is not known yet."""
+"""A call waits for the outcome of a change at most this long."""
 
 T = TypeVar("T")
 
 
 def term_ended() -> NotLeader:
-    """The term is over. A new one each time: an error that is raised keeps the frames it passed."""
+    """Return the error for calls that outlive the term; a new one each time, as it is raised."""
     return NotLeader("this node has stopped leading", retry_after_ms=200)
 
 
 class EntryChanges:
-    """What is being changed.
+    """The changes in progress.
 
     Args:
         tasks: Lives as long as the term.
@@ -30,26 +33,27 @@ class EntryChanges:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.tasks = tasks
-        self._under_way: dict[GroupQueue, asyncio.Task[Any]] = {}
+        self._in_progress: dict[GroupQueue, asyncio.Task[Any]] = {}
 
     def start(self, key: GroupQueue, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Carry out `work`, the change of `key`; no other one may be under way."""
+        """Run `work`, the change of `key`, in the background; no other may be in progress."""
 
         async def run() -> T:
             try:
                 return await work
             finally:
-                del self._under_way[key]
+                del self._in_progress[key]
 
-        assert key not in self._under_way, f"{key} is being changed already"
-        task = self._under_way[key] = self.tasks.create_task(run())
+        assert key not in self._in_progress, f"{key} is being changed already"
+        task = self._in_progress[key] = self.tasks.create_task(run())
         return task
 
-    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Carry `work` out to its end, even if the caller goes away; what it raises is raised.
+    async def run_to_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`, which goes on if the caller is cancelled.
 
         Raises:
             NotLeader: the term ended meanwhile.
+            BatonError: raised by `work`.
         """
 
         async def run() -> T | BatonError:
@@ -63,21 +67,21 @@ class EntryChanges:
             raise outcome
         return outcome
 
-    async def over(self, key: GroupQueue) -> None:
-        """Until no change of `key` is under way."""
-        while (change := self._under_way.get(key)) is not None:
+    async def wait_for(self, key: GroupQueue) -> None:
+        """Return once no change of `key` is in progress."""
+        while (change := self._in_progress.get(key)) is not None:
             await asyncio.wait({change})
 
-    async def settle(self) -> None:
-        """Wait, but not for long, until no change is under way."""
+    async def wait_for_all(self) -> None:
+        """Return once no change is in progress, or after `CHANGE_WAIT_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CHANGE_WAIT_S):
-                while self._under_way:
-                    await asyncio.wait(self._under_way.values())
+                while self._in_progress:
+                    await asyncio.wait(self._in_progress.values())
 
 
 async def wait_for_outcome(change: asyncio.Task[T]) -> T | None:
-    """What the change comes to; None if that is not known soon, and it goes on.
+    """Return the result of the change; None if it goes on for more than `CHANGE_WAIT_S`.
 
     Raises:
         NotLeader: the term ended meanwhile.

@@ -1,7 +1,7 @@
-"""What one leader answers during its term: requests held, owners renewed, queues freed.
+"""The calls that a leader answers during one term.
 
-Whatever has been begun for a queue runs in the leader's task group and comes to its end even if
-the call that asked for it is gone; a call only waits for it.
+A change that a call has begun runs in the task group of the term, to its end, even if the call is
+cancelled; the call only waits for it.
 """
 
 from __future__ import annotations
@@ -14,58 +14,69 @@ from dataclasses import replace
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq.errors import BatonError, HandoverPending, SubscriptionDraining
-from batonmq_server.lockmgr.core.decision import DenyDecision, GrantDecision
+from batonmq.errors import BatonError, SubscriptionDraining
+from batonmq_server.lockmgr.core.decision import (
+    DenyDecision,
+    GrantDecision,
+    RenewDecision,
+    WaitDecision,
+)
 from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, PendingChange
 from batonmq_server.lockmgr.core.lock_table import HoldReport, HoldState, KeepAliveCall
 from batonmq_server.lockmgr.entry_changes import EntryChanges, term_ended, wait_for_outcome
-from batonmq_server.lockmgr.handover import HandOverExecutor, HandOverRefusal, QueueRequest, Term
+from batonmq_server.lockmgr.handover_executor import (
+    HandOverExecutor,
+    HandOverRefusal,
+    handover_pending,
+)
 from batonmq_server.lockmgr.lock_proto import WatchNotice
 from batonmq_server.lockmgr.membership import Membership
 from batonmq_server.lockmgr.queue_notifier import QueueNotifier
 from batonmq_server.lockmgr.queue_observer import QueueObserver
 from batonmq_server.lockmgr.queue_releaser import QueueReleaser
+from batonmq_server.lockmgr.queue_requests import QueueRequest
+from batonmq_server.lockmgr.term import Term
 
 log = logging.getLogger(__name__)
 
-_LOOKS_MAX = 4
-"""Looks at one queue before a request waits for the next slot."""
+_TRIES_MAX = 4
+"""Observations for one request before it waits for the next slot."""
 _HOUSEKEEPING_S = 1.0
 
 AcquireOutcome = tuple[GroupQueue, pb.Grant | BatonError]
 
 
 class Leader:
-    """Answers for one term.
+    """Answers calls in one term.
 
     Args:
-        leads: Whether this node may still answer (protocol section 8).
+        may_answer: Returns whether the leader's own lease is valid (protocol section 8).
         tasks: Lives as long as the term.
-        watchers_max: More streams of Watch than this are refused.
+        watchers_max: Greatest number of Watch streams.
     """
 
     def __init__(
         self,
         term: Term,
         members: Membership,
-        leads: Callable[[], bool],
+        may_answer: Callable[[], bool],
         tasks: asyncio.TaskGroup,
         watchers_max: int,
     ) -> None:
         self._term, self._table, self._members = term, term.table, members
-        self._leads, self._tasks = leads, tasks
-        self._hand_overs = HandOverExecutor(term)
+        self._may_answer, self._tasks = may_answer, tasks
+        self._executor = HandOverExecutor(term)
         self._changes = EntryChanges(tasks)
-        self._looks = QueueObserver(term.table, term.offsets, term.clock)
-        self._waiting = QueueNotifier(term, members, self._looks.look, watchers_max)
-        self.freeing = QueueReleaser(
-            term, members, self._looks, self._waiting, self._changes, self._hand_overs
+        self._observer = QueueObserver(term.table, term.offsets, term.clock)
+        self._notifier = QueueNotifier(term, members, self._observer.observe, watchers_max)
+        self.releaser = QueueReleaser(
+            term, members, self._observer, self._notifier, self._changes, self._executor
         )
         for loop in (
-            self._waiting.watch_parked,
-            self._waiting.follow_groups,
-            self._waiting.follow_gates,
-            self.freeing.clear_draining,
+            self._notifier.observe_held,
+            self._notifier.follow_groups,
+            self._notifier.follow_gates,
+            self.releaser.clear_draining_groups,
             self._keep_house,
         ):
             tasks.create_task(loop())
@@ -73,19 +84,20 @@ class Leader:
     # Calls
 
     async def acquire(
-        self, wishes: Sequence[QueueRequest], hold_ms: int
+        self, requests: Sequence[QueueRequest], hold_ms: int
     ) -> AsyncGenerator[AcquireOutcome, None]:
-        """An outcome per wish, as soon as it is decided. Closing it gives up what still waits.
+        """Yield one outcome per request, as soon as it is decided. Closing it ends all waiting.
 
         Raises:
-            NotLeader: the term is over; what has not been answered is open.
+            NotLeader: the term is over; the other outcomes are not known.
         """
         self.check_leads()
-        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]] = asyncio.Queue(len(wishes))
-        until_ms = self._now_ms() + hold_ms
-        started = [self._tasks.create_task(self._answer(w, until_ms, decided)) for w in wishes]
+        size = len(requests)
+        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]] = asyncio.Queue(size)
+        until_ms = self._term.now_ms() + hold_ms
+        started = [self._tasks.create_task(self._answer(r, until_ms, decided)) for r in requests]
         try:
-            for _ in wishes:
+            for _ in requests:
                 key, outcome = await decided.get()
                 if not isinstance(outcome, pb.Grant | BatonError):
                     raise outcome
@@ -98,7 +110,7 @@ class Leader:
     def keep_alive(
         self, incarnation: Incarnation, acquire_seq: int, holds: Sequence[tuple[GroupQueue, int]]
     ) -> list[HoldReport]:
-        """Renew what matches."""
+        """Renew the leases of the holds that match their entries; see `LockTable.keep_alive`."""
         groups = {key.group for key, _ in holds}
         call = KeepAliveCall(
             incarnation=incarnation,
@@ -109,28 +121,28 @@ class Leader:
             ),
             draining_groups=frozenset(filter(self._members.is_draining, groups)),
         )
-        now_ms = self._now_ms()
+        now_ms = self._term.now_ms()
         reports = self._table.keep_alive(call, now_ms)
-        self._note(call, reports, now_ms)
-        self._term.recorder.kept_alive(reports)
+        self._record_times(call, reports, now_ms)
+        self._term.metrics.kept_alive(reports)
         return reports
 
     async def watch(self, incarnation: Incarnation) -> AsyncGenerator[WatchNotice, None]:
-        """What concerns the client, as it happens.
+        """Yield the notices for a client; see `QueueNotifier.watch`.
 
         Raises:
             NotLeader: the term is over.
-            Overloaded: too many watch already.
+            Overloaded: the limit of streams is reached.
         """
         self.check_leads()
-        async with aclosing(self._waiting.watch(incarnation)) as notices:
+        async with aclosing(self._notifier.watch(incarnation)) as notices:
             async for notice in notices:
                 self.check_leads()
                 yield notice
         self.check_leads()
 
     def describe(self, key: GroupQueue) -> tuple[LockEntry, bool]:
-        """The entry, and whether its owner is no member of the group any more."""
+        """Return the entry, and whether its owner is not a member of the group any more."""
         entry = self._table.get(key) or LockEntry(key)
         owner = entry.lock.owner
         return entry, owner is not None and not self._members.is_member(key.group, owner)
@@ -141,147 +153,149 @@ class Leader:
 
     @property
     def term(self) -> int:
-        """The term that is answered for."""
+        """Number of the term."""
         return self._term.number
 
     @property
     def lease_ms(self) -> int:
-        """Length of a lease."""
+        """Length of the leases that owners are told."""
         return self._term.policy.lease_ms
 
     @property
     def silence_ms(self) -> int:
-        """How long an owner may be silent before it may lose a queue."""
+        """Time after which a silent owner may lose a queue."""
         return self._term.policy.silence_ms
 
     def check_leads(self) -> None:
-        """Refuse to answer once the leader's lease is nearly over.
+        """Return if this node may still answer.
 
         Raises:
-            NotLeader: it is.
+            NotLeader: the leader's own lease has expired, or is about to.
         """
-        if not self._leads():
+        if not self._may_answer():
             raise term_ended()
 
-    async def settle(self) -> None:
-        """Wait, but not for long, until no change is under way."""
-        await self._changes.settle()
+    async def wait_for_changes(self) -> None:
+        """Return once no change is in progress, or after some seconds."""
+        await self._changes.wait_for_all()
 
-    def confirmed(self, key: GroupQueue) -> None:
-        """A lock of the leader before counts now."""
-        self._waiting.settled(key)
+    def lock_confirmed(self, key: GroupQueue) -> None:
+        """Wake the requests that wait for a lock of the previous leader."""
+        self._notifier.change_ended(key)
 
     def close(self) -> None:
-        """End the streams: the term is over."""
-        self._waiting.watchers.close()
+        """End the Watch streams: the term is over."""
+        self._notifier.streams.close()
 
     async def _keep_house(self) -> None:
-        """Forget old waiters and publish what the table holds, for ever."""
+        """Drop old waiters and set the gauges, until cancelled."""
         while True:
-            self._table.forget_waiters(self._now_ms())
-            watchers = len(self._waiting.watchers)
-            self._term.recorder.standing(self._term.number, self._table.counts(), watchers)
+            self._table.drop_old_waiters(self._term.now_ms())
+            watchers = len(self._notifier.streams)
+            self._term.metrics.set_gauges(self._term.number, self._table.counts(), watchers)
             await asyncio.sleep(_HOUSEKEEPING_S)
 
-    # One wish
+    # One requested queue
 
     async def _answer(
         self,
-        wish: QueueRequest,
+        request: QueueRequest,
         until_ms: int,
         decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]],
     ) -> None:
         outcome: pb.Grant | Exception = term_ended()
         try:
-            outcome = await self._acquire(wish, until_ms)
+            outcome = await self._acquire(request, until_ms)
         except BatonError as error:
-            self._term.recorder.denied(wish.key, wish.asker.incarnation, error)
-            self._table.denied(wish.key, wish.asker.incarnation, error, self._now_ms())
+            requester = request.requester.incarnation
+            self._term.metrics.denied(request.key, requester, error)
+            self._table.record_denial(request.key, requester, error, self._term.now_ms())
             outcome = error
-        except Exception as error:  # noqa: BLE001  raised in the call that asked
+        except Exception as error:  # noqa: BLE001  raised again in the call
             outcome = error
         finally:
-            decided.put_nowait((wish.key, outcome))
+            decided.put_nowait((request.key, outcome))
 
-    async def _acquire(self, wish: QueueRequest, until_ms: int) -> pb.Grant:
-        await self._members.arrive(wish.key.group, wish.asker.generation)
+    async def _acquire(self, request: QueueRequest, until_ms: int) -> pb.Grant:
+        key, requester = request.key, request.requester
+        await self._members.wait_for_generation(key.group, requester.generation)
         while True:
             self.check_leads()
-            answer = await self._admitted(wish)
+            answer = await self._admit_and_try(request)
             if isinstance(answer, pb.Grant):
                 return answer
             if answer.stale_gate:
                 continue
-            asker = wish.asker.incarnation
-            if not answer.clears or not await self._waiting.park(wish.key, asker, until_ms):
+            may_wait = answer.may_wait
+            if not may_wait or not await self._notifier.hold(key, requester.incarnation, until_ms):
                 raise answer.error
 
-    async def _admitted(self, wish: QueueRequest) -> pb.Grant | HandOverRefusal:
-        """Try by the gate that the group has now.
+    async def _admit_and_try(self, request: QueueRequest) -> pb.Grant | HandOverRefusal:
+        """Try by the present gate of the group.
 
         Raises:
-            NotMember, NotSubscribed, ModeChanged: the asker may not have the queue.
+            NotMember, NotSubscribed, ModeChanged: the requester may not own the queue.
         """
         try:
-            gate = self._members.admit(wish.key, wish.asker)
+            gate = self._members.admit(request.key, request.requester)
         except SubscriptionDraining as error:
-            return HandOverRefusal(error, clears=True)
-        answer = await self._try(replace(wish, gate=gate))
-        overtaken = isinstance(answer, HandOverRefusal) and answer.stale_gate
-        if overtaken and not await self._members.passed(wish.key.group, gate):
-            return HandOverRefusal(_pending(wish.key))
+            return HandOverRefusal(error, may_wait=True)
+        answer = await self._try(replace(request, gate=gate))
+        stale_gate = isinstance(answer, HandOverRefusal) and answer.stale_gate
+        if stale_gate and not await self._members.wait_for_new_gate(request.key.group, gate):
+            return HandOverRefusal(handover_pending(request.key))
         return answer
 
-    async def _try(self, wish: QueueRequest) -> pb.Grant | HandOverRefusal:
-        """Look if need be, decide, and do it; once more if offsets knew better."""
+    async def _try(self, request: QueueRequest) -> pb.Grant | HandOverRefusal:
+        """Observe if necessary, decide, and carry it out; again if offsets contradicts."""
+        key = request.key
         answer: pb.Grant | HandOverRefusal | None = None
-        for _ in range(_LOOKS_MAX):
-            if self._table.needs_look(wish.key, wish.asker, self._now_ms()):
-                await self._looks.look(wish.key)
-            decision = self._table.decide(wish.key, wish.asker, self._now_ms())
-            if isinstance(decision, DenyDecision):
-                return HandOverRefusal(decision.error, clears=decision.clears)
-            if isinstance(decision, GrantDecision):
-                answer = await self._hand_over(wish, decision)
-            elif decision is not None:
-                entry = self._table.get(wish.key)
-                assert entry is not None
-                answer = await self._hand_overs.repeat(wish, entry)
-            if isinstance(answer, pb.Grant) or (answer is not None and not answer.again):
+        for _ in range(_TRIES_MAX):
+            now_ms = self._term.now_ms()
+            if self._table.needs_observation(key, request.requester, now_ms):
+                await self._observer.observe(key)
+            decision = self._table.decide(key, request.requester, self._term.now_ms())
+            match decision:
+                case DenyDecision(error):
+                    return HandOverRefusal(error)
+                case WaitDecision(error):
+                    return HandOverRefusal(error, may_wait=True)
+                case GrantDecision():
+                    answer = await self._hand_over(request, decision)
+                case RenewDecision():
+                    entry = self._table.get(key)
+                    assert entry is not None
+                    answer = await self._executor.repeat_grant(request, entry)
+            if isinstance(answer, pb.Grant) or (answer is not None and not answer.observe_again):
                 return answer
-        return answer or HandOverRefusal(_pending(wish.key), clears=True)
+        return answer or HandOverRefusal(handover_pending(key), may_wait=True)
 
     async def _hand_over(
-        self, wish: QueueRequest, grant: GrantDecision
+        self, request: QueueRequest, decision: GrantDecision
     ) -> pb.Grant | HandOverRefusal:
         self.check_leads()
-        pending = self._table.begin(wish.key, ChangeStep.FENCE)
-        change = self._changes.start(wish.key, self._carry_out(wish, grant, pending))
-        return await wait_for_outcome(change) or HandOverRefusal(_pending(wish.key))
+        pending = self._table.begin_change(request.key, ChangeStep.FENCE)
+        change = self._changes.start(request.key, self._carry_out(request, decision, pending))
+        return await wait_for_outcome(change) or HandOverRefusal(handover_pending(request.key))
 
     async def _carry_out(
-        self, wish: QueueRequest, grant: GrantDecision, pending: PendingChange
+        self, request: QueueRequest, decision: GrantDecision, pending: PendingChange
     ) -> pb.Grant | HandOverRefusal:
-        answer = await self._hand_overs.carry_out(wish, grant, pending)
+        answer = await self._executor.hand_over(request, decision, pending)
         if isinstance(answer, pb.Grant):
-            self._waiting.settled(wish.key)
+            self._notifier.change_ended(request.key)
         return answer
 
-    def _note(self, call: KeepAliveCall, reports: Sequence[HoldReport], now_ms: int) -> None:
-        """Who was told, and who should have given its queue back long ago."""
-        tenures = self._term.tenures
+    def _record_times(
+        self, call: KeepAliveCall, reports: Sequence[HoldReport], now_ms: int
+    ) -> None:
+        """Note the owners that are notified, and those that had to release their queue long ago."""
+        timings = self._term.timings
         for report, (key, token) in zip(reports, call.holds, strict=False):
             if report.wanted is not None:
-                tenures.told(key, now_ms)
+                timings.owner_notified(key, now_ms)
             elif key.group in call.evicted_groups and report.state is HoldState.NOT_OWNER:
                 entry = self._table.get(key)
                 owns = self._table.owns(key, call.incarnation, token)
                 if owns and entry is not None and not entry.phantom:
-                    tenures.overdue(key)
-
-    def _now_ms(self) -> int:
-        return self._term.clock.monotonic_ms()
-
-
-def _pending(key: GroupQueue) -> HandoverPending:
-    return HandoverPending(f"{key} is changing hands", retry_after_ms=100)
+                    timings.owner_overdue(key)

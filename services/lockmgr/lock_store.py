@@ -21,16 +21,18 @@ log = logging.getLogger(__name__)
 
 PREFIX = "locks/"
 BACKOFF = Backoff(first_ms=50, delay_ms_max=2_000)
-_CHANGES_MAX = 100
+_WRITES_MAX = 100
 _COMPARES_MAX = 128
-"""etcd takes no more per transaction: the leader's guard, the entries, their groups' gates."""
+"""etcd's limit per transaction: the leader's guard, the entries and their groups' gates count."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockWrite:
-    """A lock to be written over the one of `revision`; 0 for a queue that has no entry.
+    """One lock to write.
 
-    `gate`: what must hold of the group's gate; None for a change that any gate allows.
+    Attributes:
+        revision: Modification revision that etcd must have; 0 for a queue without an entry.
+        gate: A condition on the group's gate; None if any gate will do.
     """
 
     key: GroupQueue
@@ -41,42 +43,44 @@ class LockWrite:
 
 @dataclass(frozen=True, slots=True)
 class WriteConflict:
-    """A change that was not made, and what stands in etcd instead.
+    """A write that was rejected.
 
-    `deposed`: because this term is over; `gate`: because of the group's gate alone.
+    Attributes:
+        lock: What etcd has instead; None if it has no entry.
+        revision: Modification revision of `lock`.
+        deposed: Whether it was rejected because this term is over.
+        gate_changed: Whether it was rejected because of the group's gate alone.
     """
 
     lock: LockRecord | None
     revision: int
     deposed: bool = False
-    gate: bool = False
+    gate_changed: bool = False
 
 
 WriteResult = int | WriteConflict
 
 
 class LockStore:
-    """Writes of one term: each only while the leader's election key is its own.
+    """Reads and writes locks in one term.
 
     Args:
-        guard: Holds as long as this term leads.
+        guard: Condition of every write: the leader's election key is this term's.
     """
 
     def __init__(self, session: EtcdSession, guard: Compare, random: Random) -> None:
         self._session, self._guard, self._random = session, guard, random
-        self._changes: Batcher[LockWrite, WriteResult] = Batcher(
-            self._write, items_max=_CHANGES_MAX
-        )
+        self._writes: Batcher[LockWrite, WriteResult] = Batcher(self._write, items_max=_WRITES_MAX)
 
     async def run(self) -> None:
-        """Write what is asked for, for ever; to be run as one task."""
-        await self._changes.run()
+        """Make the queued writes until cancelled."""
+        await self._writes.run()
 
     async def load(self) -> list[tuple[GroupQueue, LockRecord, int]]:
-        """Every entry with its lock and modification revision.
+        """Return every entry with its lock and modification revision.
 
         Raises:
-            NoQuorum: not known; an empty table must never be served in its place.
+            NoQuorum: etcd did not answer; the caller must not go on with an empty table.
         """
         found, _ = await self._session.get_prefix(PREFIX)
         entries = []
@@ -85,63 +89,63 @@ class LockStore:
             entries.append((key_from_pb(message.queue), lock_from_pb(message), stored.mod_revision))
         return entries
 
-    async def persist(self, change: LockWrite) -> WriteResult:
-        """Make one change; returns once it is known whether it was made.
+    async def persist(self, write: LockWrite) -> WriteResult:
+        """Write one lock, and return once it is known whether it was written.
 
         Returns:
-            The entry's new revision, or what stands there instead.
+            The new revision of the entry, or the conflict.
         """
-        return await self._changes.call(change)
+        return await self._writes.call(write)
 
-    async def _write(self, changes: Sequence[LockWrite]) -> Sequence[WriteResult]:
-        if len(self._compares(changes)) > _COMPARES_MAX:
-            middle = len(changes) // 2
-            return [*await self._write(changes[:middle]), *await self._write(changes[middle:])]
-        revision = await self._txn(changes)
+    async def _write(self, writes: Sequence[LockWrite]) -> Sequence[WriteResult]:
+        if len(self._compares(writes)) > _COMPARES_MAX:
+            middle = len(writes) // 2
+            return [*await self._write(writes[:middle]), *await self._write(writes[middle:])]
+        revision = await self._txn(writes)
         if revision is not None:
-            return [revision] * len(changes)
-        # Refused, or made by an earlier try whose answer was lost: look at each.
-        outcomes = [await self._read_back(change) for change in changes]
-        if len(changes) == 1:
-            return outcomes
-        for place, (change, outcome) in enumerate(zip(changes, outcomes, strict=True)):
-            if isinstance(outcome, WriteConflict):
-                alone = await self._txn([change])
-                outcomes[place] = await self._read_back(change) if alone is None else alone
-        return outcomes
+            return [revision] * len(writes)
+        # Rejected, or made by an earlier try whose answer was lost: read each back.
+        results = [await self._read_back(write) for write in writes]
+        if len(writes) == 1:
+            return results
+        for index, (write, result) in enumerate(zip(writes, results, strict=True)):
+            if isinstance(result, WriteConflict):
+                alone = await self._txn([write])
+                results[index] = await self._read_back(write) if alone is None else alone
+        return results
 
-    async def _txn(self, changes: Sequence[LockWrite]) -> int | None:
-        """Repeat the transaction until its outcome is known.
+    async def _txn(self, writes: Sequence[LockWrite]) -> int | None:
+        """Repeat the transaction until its outcome is known; None if it was rejected.
 
-        A try whose answer was lost may still be made later, but only as long as its comparisons
-        hold: once a repetition has been made or refused, nothing of it can land any more.
+        A try whose answer was lost may be applied later, but only while its comparisons hold. Once
+        a repetition was applied or rejected, they never hold again.
         """
-        compare = self._compares(changes)
-        put = [Put(_key(c.key), lock_to_pb(c.key, c.lock).SerializeToString()) for c in changes]
+        compare = self._compares(writes)
+        put = [Put(_key(w.key), lock_to_pb(w.key, w.lock).SerializeToString()) for w in writes]
         tries = 0
         while True:
             try:
                 return await self._session.txn(compare=compare, put=put)
             except NoQuorum as error:
-                log.warning("locks not known to be written count=%d error=%s", len(put), error)
+                log.warning("outcome of the write not known locks=%d error=%s", len(put), error)
             await self._pause(tries)
             tries += 1
 
-    def _compares(self, changes: Sequence[LockWrite]) -> list[Compare]:
-        entries = [Compare(_key(c.key), mod_revision=c.revision) for c in changes]
-        gates = dict.fromkeys(c.gate for c in changes if c.gate is not None)
+    def _compares(self, writes: Sequence[LockWrite]) -> list[Compare]:
+        entries = [Compare(_key(w.key), mod_revision=w.revision) for w in writes]
+        gates = dict.fromkeys(w.gate for w in writes if w.gate is not None)
         return [self._guard, *entries, *gates]
 
-    async def _read_back(self, change: LockWrite) -> WriteResult:
-        stored = await self._get(_key(change.key))
+    async def _read_back(self, write: LockWrite) -> WriteResult:
+        stored = await self._get(_key(write.key))
         lock = _lock(stored) if stored else None
         revision = stored.mod_revision if stored else 0
-        if lock == change.lock and revision != change.revision:
+        if lock == write.lock and revision != write.revision:
             return revision
         leader = await self._get(self._guard.key)
         deposed = leader is None or leader.create_revision != self._guard.create_revision
-        gate = change.gate is not None and revision == change.revision and not deposed
-        return WriteConflict(lock, revision, deposed, gate)
+        gate_changed = write.gate is not None and revision == write.revision and not deposed
+        return WriteConflict(lock, revision, deposed, gate_changed)
 
     async def _get(self, key: str) -> KeyValue | None:
         tries = 0

@@ -1,4 +1,4 @@
-"""Who is a member of a group and what the group allows, from the groups and gates in etcd."""
+"""Members and subscriptions of groups, from the group records and gates in etcd."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from batonmq_server.lockmgr.core.lock_entry import Requester
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.group_gates import GroupGate, GroupGates
 
-PREFIX = "groups/"
+GROUPS_PREFIX = "groups/"
 WAIT_S = 2.0
-"""How long a request may be ahead of what has arrived here from etcd."""
+"""A request waits this long for a group record or gate that etcd has not sent yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers:
-    """What the lock manager needs to know of a group."""
+    """A group record, as far as the lock manager needs it."""
 
     generation: int = 0
     members: frozenset[Incarnation] = frozenset()
@@ -29,64 +29,64 @@ class GroupMembers:
 
 
 class Membership:
-    """Answers from live copies of the groups and their gates; whoever is not there is no member.
+    """Answers from live copies of the group records and gates. An unknown group has no members.
 
     Args:
-        groups, gates: Run by somebody else.
+        groups, gates: Live copies; the caller runs them.
     """
 
     def __init__(self, groups: EtcdMirror, gates: EtcdMirror) -> None:
-        self._groups, self._gates, self._open = groups, gates, GroupGates(gates)
-        self._known: dict[str, tuple[int, GroupMembers]] = {}
+        self._groups, self._gates, self._group_gates = groups, gates, GroupGates(gates)
+        self._decoded: dict[str, tuple[int, GroupMembers]] = {}
         self._changed = asyncio.Event()
-        groups.on_change.append(self._tell)
-        gates.on_change.append(self._tell)
+        groups.on_change.append(self._wake)
+        gates.on_change.append(self._wake)
 
     async def ready(self) -> None:
-        """Until everything that is in etcd is here."""
+        """Return once both copies are complete."""
         await self._groups.ready()
         await self._gates.ready()
 
     def group(self, name: str) -> GroupMembers:
-        """The group as it is here; without members if it is unknown."""
+        """Return the members and topics of a group; none if it is unknown."""
         stored = self._groups.values.get(name)
         if stored is None:
-            self._known.pop(name, None)
+            self._decoded.pop(name, None)
             return GroupMembers()
-        known = self._known.get(name)
+        known = self._decoded.get(name)
         if known is None or known[0] != stored.mod_revision:
-            known = self._known[name] = stored.mod_revision, _group(stored.value)
+            known = self._decoded[name] = stored.mod_revision, _group(stored.value)
         return known[1]
 
     def is_member(self, name: str, incarnation: Incarnation) -> bool:
-        """Whether the group has this very incarnation."""
+        """Return whether this incarnation is a member of the group."""
         return incarnation in self.group(name).members
 
     def is_draining(self, name: str) -> bool:
-        """Whether the subscription of the group is being changed."""
-        gate = self._open.get(name)
+        """Return whether the subscription of the group is being changed."""
+        gate = self._group_gates.get(name)
         return gate is not None and gate.draining
 
-    def admit(self, key: GroupQueue, asker: Requester) -> GroupGate:
-        """The gate that a grant to the asker has to find unchanged.
+    def admit(self, key: GroupQueue, requester: Requester) -> GroupGate:
+        """Return the group's gate, which must be unchanged when the grant is persisted.
 
         Raises:
-            NotMember: the asker is none, or believes a generation that is not here.
-            ModeChanged: nobody owns queues of the group.
+            NotMember: the requester is not a member, or its generation is not known here.
+            ModeChanged: queues of the group have no owners.
             NotSubscribed: the group does not subscribe to the topic.
-            SubscriptionDraining: what the group subscribes to is being changed.
+            SubscriptionDraining: the subscription of the group is being changed.
         """
-        group, gate = self.group(key.group), self._open.get(key.group)
-        client_id = asker.incarnation.client_id
+        group, gate = self.group(key.group), self._group_gates.get(key.group)
+        client_id = requester.incarnation.client_id
         facts = {"group": key.group, "client_id": client_id}
         if gate is None:
             raise NotMember(f"group {key.group} is not known", facts=facts)
-        self._open.check_owned(key.group)
-        if asker.incarnation not in group.members:
+        self._group_gates.check_owned(key.group)
+        if requester.incarnation not in group.members:
             raise NotMember(f"{client_id} is not a member of {key.group}", facts=facts)
-        if asker.generation > group.generation:
+        if requester.generation > group.generation:
             raise NotMember(
-                f"generation {asker.generation} of {key.group} is not known, the newest is "
+                f"generation {requester.generation} of {key.group} is not known, the newest is "
                 f"{group.generation}",
                 facts=facts,
             )
@@ -106,23 +106,26 @@ class Membership:
             )
         return gate
 
-    async def arrive(self, name: str, generation: int) -> None:
-        """Wait, but not for long, until the group's `generation` and its gate are here."""
+    async def wait_for_generation(self, name: str, generation: int) -> None:
+        """Return once the group's `generation` and its gate are known, or after `WAIT_S`."""
         await self._until(
-            lambda: self.group(name).generation >= generation and self._open.get(name) is not None
+            lambda: (
+                self.group(name).generation >= generation
+                and self._group_gates.get(name) is not None
+            )
         )
 
-    async def passed(self, name: str, gate: GroupGate) -> bool:
-        """Wait, but not for long, until the group has another gate here; whether it has."""
-        await self._until(lambda: self._open.get(name) != gate)
-        return self._open.get(name) != gate
+    async def wait_for_new_gate(self, name: str, gate: GroupGate) -> bool:
+        """Return whether the group has another gate than `gate`; wait up to `WAIT_S` for it."""
+        await self._until(lambda: self._group_gates.get(name) != gate)
+        return self._group_gates.get(name) != gate
 
     def changed_groups(self) -> AsyncIterator[frozenset[str]]:
-        """Names of groups whose record changes; first, all."""
+        """Yield the names of groups whose record has changed; first, all."""
         return self._groups.watch()
 
     def changed_gates(self) -> AsyncIterator[frozenset[str]]:
-        """Names of groups whose gate changes; first, all."""
+        """Yield the names of groups whose gate has changed; first, all."""
         return self._gates.watch()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
@@ -131,7 +134,7 @@ class Membership:
                 while not holds():
                     await self._changed.wait()
 
-    def _tell(self, _: frozenset[str]) -> None:
+    def _wake(self, _: frozenset[str]) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -1,6 +1,6 @@
-"""What the lock manager asks of offsets, many queues per call, of each replica set its own.
+"""Calls of the lock manager to offsets: many queues per call, with separate calls per replica set.
 
-What one set does not answer, the groups of the others don't wait for.
+A replica set that does not answer delays its own groups only.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from batonmq_server.runtime.per_replica_set import PerReplicaSet
 
 RPC_TIMEOUT_S = 2.0
 _FENCES_MAX = 64
-"""Fences per call; each may bring thousands of ranges along and be answered with more."""
-OffsetsPeers: TypeAlias = "LeaderChannels[pb_grpc.OffsetsServiceAsyncStub]"
+"""Fences per call; each may carry thousands of ranges, and its answer more."""
+OffsetsChannels: TypeAlias = "LeaderChannels[pb_grpc.OffsetsServiceAsyncStub]"
 
 
 @dataclass(frozen=True, slots=True)
 class FencedQueue:
-    """A queue that was passed on, by a leader of `offsets_set` in its epoch."""
+    """A fence that passed; the set and the epoch are those of the leader that issued the token."""
 
     answer: pb.Fenced
     offsets_set: str
@@ -50,70 +50,70 @@ FenceOutcome = FencedQueue | BatonError
 
 
 class OffsetsClient:
-    """Calls of one term of leadership, to the set that keeps the group.
+    """Calls of one term of leadership, each to the replica set that keeps the group.
 
     Args:
-        term: Sent with every fence, so that none lands after a newer leader's Announce.
+        term: Sent with every fence, so that offsets rejects it after a newer leader's Announce.
     """
 
-    def __init__(self, peers: OffsetsPeers, places: GroupPlacements, term: int) -> None:
-        self._places = places
-        self._sets = PerReplicaSet(lambda name: _SetClient(peers, name, term))
+    def __init__(self, channels: OffsetsChannels, placements: GroupPlacements, term: int) -> None:
+        self._placements = placements
+        self._sets = PerReplicaSet(lambda name: _SetClient(channels, name, term))
 
     async def run(self) -> None:
-        """Send what is asked for, for ever; to be run as one task."""
+        """Send the queued calls until cancelled."""
         await self._sets.run()
 
     def set_of(self, group: str) -> str:
-        """The set that is asked about a group."""
-        return self._places.set_of(group)
+        """Return the replica set that keeps the group."""
+        return self._placements.set_of(group)
 
     def sets(self) -> frozenset[str]:
-        """Every set there is."""
-        return self._places.sets()
+        """Return all replica sets."""
+        return self._placements.sets()
 
     async def announce(self, offsets_set: str) -> dict[GroupQueue, int]:
-        """Make the term known: no older one's fence is accepted again. Repeating is harmless.
+        """Announce the term: the set rejects fences of older terms from then on. Idempotent.
 
         Returns:
             The token of every queue of the set that has one.
 
         Raises:
-            OldEpoch: a newer term has announced itself.
-            OffsetsUnreachable, Unreachable: not known.
+            OldEpoch: a newer term was announced.
+            OffsetsUnreachable, Unreachable: it is not known whether the set has the term.
         """
         return await self._sets[offsets_set].announce()
 
     async def observe(self, key: GroupQueue) -> Observation:
-        """The queue as it is now; without progress, closed under the token to be expected.
+        """Return the queue as it is now; a queue without progress is closed.
 
         Raises:
-            OffsetsUnreachable: it can't be seen.
+            OffsetsUnreachable: offsets did not answer.
         """
-        return await self._of(key.group).observe(key)
+        return await self._client_of(key.group).observe(key)
 
     async def fence(self, item: pb.FenceItem) -> FenceOutcome:
-        """What offsets decided about `item`; an error means that nothing changed.
+        """Return what offsets decided about `item`; a returned error means that nothing changed.
 
         Raises:
-            OffsetsUnreachable: it was never sent, or the group is not at the set that was asked.
-            Unreachable, Internal: not known; to be repeated with the same attempt.
-            BatonError: the whole call was refused; this time nothing changed.
+            OffsetsUnreachable: the fence was not sent, or the replica set does not keep the group.
+            Unreachable, Internal: the outcome is not known; repeat it with the same attempt.
+            BatonError: the whole call was rejected; this try has changed nothing.
         """
-        verdict = await self._of(item.queue.group).fence(item)
-        if isinstance(verdict, GroupMoved | NotServing):
-            raise offsets_unreachable(verdict)
-        return verdict
+        outcome = await self._client_of(item.queue.group).fence(item)
+        if isinstance(outcome, GroupMoved | NotServing):
+            raise offsets_unreachable(outcome)
+        return outcome
 
-    def _of(self, group: str) -> _SetClient:
-        return self._sets[self._places.set_of(group)]
+    def _client_of(self, group: str) -> _SetClient:
+        return self._sets[self._placements.set_of(group)]
 
 
 class _SetClient:
-    """Calls to one set. Answers of a deposed node are not used."""
+    """Calls to one replica set. Answers of a deposed leader are rejected."""
 
-    def __init__(self, peers: OffsetsPeers, name: str, term: int) -> None:
-        self._peers, self._name, self._term = peers, name, term
+    def __init__(self, channels: OffsetsChannels, name: str, term: int) -> None:
+        self._channels, self._name, self._term = channels, name, term
         self.epoch = 0
         self._queries: Batcher[GroupQueue, Observation | BatonError] = Batcher(
             self._send_queries, items_max=1_024
@@ -123,14 +123,14 @@ class _SetClient:
         )
 
     async def run(self) -> None:
-        """Send what is asked for, for ever; to be run as one task."""
+        """Send the queued calls until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._queries.run())
             tasks.create_task(self._fences.run())
 
     async def announce(self) -> dict[GroupQueue, int]:
-        """See `Offsets.announce`."""
-        # Without an epoch, so that OldEpoch can only be about the term.
+        """See `OffsetsClient.announce`."""
+        # Without an epoch, so that OldEpoch always means the term.
         request, tokens, epoch = pb.AnnounceRequest(term=self._term), dict[GroupQueue, int](), 0
         while True:
             try:
@@ -139,7 +139,9 @@ class _SetClient:
                 raise from_rpc_error(error) from error
             self._check_epoch(answer.offsets_epoch)
             if epoch not in (0, answer.offsets_epoch):
-                raise Unreachable(f"offsets went on under epoch {answer.offsets_epoch} meanwhile")
+                raise Unreachable(
+                    f"offsets changed epoch from {epoch} to {answer.offsets_epoch} during Announce"
+                )
             epoch = answer.offsets_epoch
             tokens.update((key_from_pb(queue.queue), queue.token) for queue in answer.queues)
             if not answer.more:
@@ -147,7 +149,7 @@ class _SetClient:
             request.after_group = answer.queues[-1].queue.group
 
     async def observe(self, key: GroupQueue) -> Observation:
-        """See `Offsets.observe`."""
+        """See `OffsetsClient.observe`."""
         try:
             outcome = await self._queries.call(key)
         except OffsetsUnreachable:
@@ -156,13 +158,13 @@ class _SetClient:
             raise offsets_unreachable(error) from error
         if isinstance(outcome, UnknownQueue):
             token = outcome.detail.token
-            return Observation(token=token, closed=True, begins_anew=token > 0)
+            return Observation(token=token, closed=True, topic_recreated=token > 0)
         if isinstance(outcome, BatonError):
             raise offsets_unreachable(outcome)
         return outcome
 
     async def fence(self, item: pb.FenceItem) -> FenceOutcome:
-        """See `Offsets.fence`."""
+        """See `OffsetsClient.fence`."""
         return await self._fences.call(item)
 
     async def _send_queries(self, keys: Sequence[GroupQueue]) -> Sequence[Observation | BatonError]:
@@ -195,18 +197,18 @@ class _SetClient:
 
     def _stub(self) -> pb_grpc.OffsetsServiceAsyncStub:
         try:
-            return self._peers.stub(self._name)
+            return self._channels.stub(self._name)
         except Unreachable as error:
             raise offsets_unreachable(error) from error
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
-            raise Unreachable(f"offsets answered with epoch {epoch} after {self.epoch}")
+            raise Unreachable(f"offsets answered with epoch {epoch}, older than {self.epoch}")
         self.epoch = epoch
 
 
 def offsets_unreachable(error: BatonError) -> OffsetsUnreachable:
-    """The same failure, as an asker of a queue is told it."""
+    """Return the same failure as the error that the requester of a queue gets."""
     return OffsetsUnreachable(f"offsets: {error.message}", retry_after_ms=500)
 
 

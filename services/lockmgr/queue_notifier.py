@@ -1,4 +1,4 @@
-"""Those who wait for something to happen to a queue: held requests, and clients that watch."""
+"""Wakes held Acquire requests and notifies Watch streams when the state of a queue changes."""
 
 from __future__ import annotations
 
@@ -8,133 +8,137 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
-from batonmq_server.lockmgr.handover import Term
 from batonmq_server.lockmgr.lock_proto import WatchNotice
 from batonmq_server.lockmgr.membership import Membership
+from batonmq_server.lockmgr.term import Term
 from batonmq_server.lockmgr.watch_streams import WatchStreams
 
 log = logging.getLogger(__name__)
 
-_LOOK_AGAIN_MS = 50
+_OBSERVE_INTERVAL_MS = 50
 
 
 class QueueNotifier:
-    """Wakes held requests and tells watching clients.
+    """The held requests and the Watch streams of one term.
 
     Args:
-        look: Observes a queue at offsets; raises a BatonError if it can't be seen.
-        watchers_max: More streams than this are refused.
+        observe: Observes a queue at offsets; raises a BatonError if offsets does not answer.
+        watchers_max: Greatest number of Watch streams.
     """
 
     def __init__(
         self,
         term: Term,
         members: Membership,
-        look: Callable[[GroupQueue], Awaitable[object]],
+        observe: Callable[[GroupQueue], Awaitable[object]],
         watchers_max: int,
     ) -> None:
-        self._term, self._table, self._clock = term, term.table, term.clock
-        self._members, self._look = members, look
-        self.watchers = WatchStreams(watchers_max)
-        self._parked: dict[GroupQueue, dict[asyncio.Event, None]] = {}
-        self._looked_at: set[GroupQueue] = set()
-        self._anybody_parked = asyncio.Event()
+        self._term, self._table = term, term.table
+        self._members, self._observe = members, observe
+        self.streams = WatchStreams(watchers_max)
+        self._held: dict[GroupQueue, dict[asyncio.Event, None]] = {}
+        self._being_observed: set[GroupQueue] = set()
+        self._request_held = asyncio.Event()
 
-    # What happens
+    # Changes
 
-    def settled(self, key: GroupQueue) -> None:
-        """A change of `key` has ended: whoever waits for it looks again."""
+    def change_ended(self, key: GroupQueue) -> None:
+        """Wake the held requests for `key`, and notify the streams of its waiters and owner."""
         self._wake(key)
         entry = self._table.get(key)
         if entry is None:
             return
         for waiter in entry.waiters:
-            self.watchers.tell(waiter, key)
-        self._tell_owner(key)
+            self.streams.notify(waiter, key)
+        self._notify_owner(key)
 
     async def follow_groups(self) -> None:
-        """Tell owners that are no members any more, for ever; to be run as one task."""
+        """Notify owners that have left their group, until cancelled."""
         async for groups in self._members.changed_groups():
             for group in groups:
                 members = self._members.group(group).members
                 for key in self._table.owned_in(group):
                     entry = self._table.get(key)
                     if entry is not None and entry.lock.owner not in members:
-                        self._tell_owner(key)
+                        self._notify_owner(key)
 
     async def follow_gates(self) -> None:
-        """Tell everybody of a group whose subscription begins or ends to change, for ever."""
+        """Notify owners when a subscription change begins, and waiters when it ends.
+
+        Runs until cancelled.
+        """
         async for groups in self._members.changed_gates():
             for group in groups:
                 if self._members.is_draining(group):
                     for key in self._table.owned_in(group):
-                        self._tell_owner(key)
+                        self._notify_owner(key)
                 else:
                     for key in self._table.waited_for_in(group):
-                        self.settled(key)
+                        self.change_ended(key)
 
     # Held requests
 
-    async def park(self, key: GroupQueue, asker: Incarnation, until_ms: int) -> bool:
-        """Hold a request until something has changed; False once its time is over."""
-        now_ms = self._clock.monotonic_ms()
+    async def hold(self, key: GroupQueue, requester: Incarnation, until_ms: int) -> bool:
+        """Return True once the state of `key` has changed; False at `until_ms`."""
+        now_ms = self._term.now_ms()
         if now_ms >= until_ms:
-            self._wait(key, asker)
+            self._add_waiter(key, requester)
             return False
         woken = asyncio.Event()
-        self._parked.setdefault(key, {})[woken] = None
-        self._anybody_parked.set()
-        self._wait(key, asker, parked=1)
+        self._held.setdefault(key, {})[woken] = None
+        self._request_held.set()
+        self._add_waiter(key, requester, held_delta=1)
         try:
             async with asyncio.timeout((until_ms - now_ms) / 1000):
                 await woken.wait()
         except TimeoutError:
             return False
         finally:
-            self._wait(key, asker, parked=-1)
-            del self._parked[key][woken]
-            if not self._parked[key]:
-                del self._parked[key]
-            if not self._parked:
-                self._anybody_parked.clear()
+            self._add_waiter(key, requester, held_delta=-1)
+            del self._held[key][woken]
+            if not self._held[key]:
+                del self._held[key]
+            if not self._held:
+                self._request_held.clear()
         return True
 
-    async def watch_parked(self) -> None:
-        """Observe the queues that somebody waits for, one by one when its slot has passed.
+    async def observe_held(self) -> None:
+        """Observe each queue with held requests once per slot, until cancelled.
 
-        None waits for another one, whose set of offsets may not answer.
+        Observations do not wait for each other, so a replica set of offsets that does not answer
+        delays its own queues only.
         """
-        async with asyncio.TaskGroup() as looks:
+        async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._anybody_parked.wait()
-                now_ms = self._clock.monotonic_ms()
+                await self._request_held.wait()
+                now_ms = self._term.now_ms()
                 due = {
                     key: self._table.due_ms(key, now_ms)
-                    for key in self._parked.keys() - self._looked_at
+                    for key in self._held.keys() - self._being_observed
                 }
                 for key in sorted(key for key, ms in due.items() if ms <= 0):
-                    self._looked_at.add(key)
-                    looks.create_task(self._look_and_wake(key))
+                    self._being_observed.add(key)
+                    tasks.create_task(self._observe_and_wake(key))
                 later = [ms for ms in due.values() if ms > 0]
-                await asyncio.sleep(min(later, default=_LOOK_AGAIN_MS) / 1000)
+                await asyncio.sleep(min(later, default=_OBSERVE_INTERVAL_MS) / 1000)
 
     # Streams
 
     async def watch(self, incarnation: Incarnation) -> AsyncGenerator[WatchNotice, None]:
-        """What concerns the client: first what is so already, then as it happens.
+        """Yield the notices for a client: first those that hold already, then as they arise.
 
         Raises:
-            Overloaded: too many watch already.
+            Overloaded: the limit of streams is reached.
         """
         table = self._table
         known = table.owned_by(incarnation) + table.waited_for_by(incarnation)
-        with self.watchers.listening(incarnation, known) as watcher:
-            while not watcher.over:
-                for key in watcher.take():
+        with self.streams.open(incarnation, known) as stream:
+            while not stream.ended:
+                for key in stream.take_keys():
                     notice = self._notice(key, incarnation)
-                    if notice is not None and not watcher.over:
+                    if notice is not None and not stream.ended:
                         yield notice
-                await watcher.changed.wait()
+                await stream.changed.wait()
 
     def _notice(self, key: GroupQueue, incarnation: Incarnation) -> WatchNotice | None:
         entry = self._table.get(key)
@@ -143,32 +147,33 @@ class QueueNotifier:
         owner, draining = entry.lock.owner, self._members.is_draining(key.group)
         if owner == incarnation:
             evicted = not self._members.is_member(key.group, incarnation)
-            wanted = self._table.wanted(key, evicted=evicted, draining=draining)
+            wanted = self._table.wanted_notice(key, evicted=evicted, draining=draining)
             if wanted is not None:
-                self._term.tenures.told(key, self._clock.monotonic_ms())
+                self._term.timings.owner_notified(key, self._term.now_ms())
             return (key, entry.lock.token, wanted) if wanted else None
         free = owner is None and entry.pending is None and not draining
         return (key, entry.lock.token, None) if free and incarnation in entry.waiters else None
 
-    def _wait(self, key: GroupQueue, asker: Incarnation, parked: int = 0) -> None:
-        if self._table.wait(key, asker, self._clock.monotonic_ms(), parked=parked):
-            self._tell_owner(key)
+    def _add_waiter(self, key: GroupQueue, requester: Incarnation, held_delta: int = 0) -> None:
+        now_ms = self._term.now_ms()
+        if self._table.add_waiter(key, requester, now_ms, held_delta=held_delta):
+            self._notify_owner(key)
 
-    def _tell_owner(self, key: GroupQueue) -> None:
+    def _notify_owner(self, key: GroupQueue) -> None:
         entry = self._table.get(key)
         if entry is not None and entry.lock.owner is not None:
-            self.watchers.tell(entry.lock.owner, key)
+            self.streams.notify(entry.lock.owner, key)
 
-    async def _look_and_wake(self, key: GroupQueue) -> None:
+    async def _observe_and_wake(self, key: GroupQueue) -> None:
         try:
-            await self._look(key)
+            await self._observe(key)
         except BatonError as error:
             log.info("queue not observed key=%s error=%s", key, error)
             return
         finally:
-            self._looked_at.discard(key)
+            self._being_observed.discard(key)
         self._wake(key)
 
     def _wake(self, key: GroupQueue) -> None:
-        for woken in self._parked.get(key, ()):
+        for woken in self._held.get(key, ()):
             woken.set()

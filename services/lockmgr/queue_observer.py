@@ -1,4 +1,4 @@
-"""Observing queues at offsets."""
+"""Observes queues at offsets."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from batonmq_server.lockmgr.offsets_client import OffsetsClient
 
 
 class QueueObserver:
-    """Asks offsets about queues and notes the answers in the table."""
+    """Queries offsets about queues and stores the answers in the table."""
 
     def __init__(self, table: LockTable, offsets: OffsetsClient, clock: Clock) -> None:
         self._table, self._offsets, self._clock = table, offsets, clock
 
-    async def look(self, key: GroupQueue) -> Observation:
-        """The queue as it is now.
+    async def observe(self, key: GroupQueue) -> Observation:
+        """Return the queue as offsets shows it now.
 
         Raises:
-            OffsetsUnreachable: it can't be seen.
+            OffsetsUnreachable: offsets did not answer.
         """
-        stamp = self._table.look(key)
+        version = self._table.begin_observation(key)
         try:
-            seen = await self._offsets.observe(key)
+            observation = await self._offsets.observe(key)
         except OffsetsUnreachable:
-            self._table.unseen(key, self._clock.monotonic_ms())
+            self._table.observation_failed(key, self._clock.monotonic_ms())
             raise
-        self._table.observe(key, seen, stamp, self._clock.monotonic_ms())
-        return seen
+        self._table.end_observation(key, observation, version, self._clock.monotonic_ms())
+        return observation
 
-    async def all_of(self, keys: Sequence[GroupQueue]) -> list[Observation | BatonError]:
-        """Each of the queues, or why it can't be seen."""
+    async def observe_all(self, keys: Sequence[GroupQueue]) -> list[Observation | BatonError]:
+        """Return the observation of each queue, or the error if offsets did not answer."""
 
-        async def look(key: GroupQueue) -> Observation | BatonError:
+        async def observe(key: GroupQueue) -> Observation | BatonError:
             try:
-                return await self.look(key)
+                return await self.observe(key)
             except BatonError as error:
                 return error
 
         async with asyncio.TaskGroup() as tasks:
-            looks = [tasks.create_task(look(key)) for key in keys]
-        return [look.result() for look in looks]
+            observing = [tasks.create_task(observe(key)) for key in keys]
+        return [task.result() for task in observing]

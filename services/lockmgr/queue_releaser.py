@@ -1,5 +1,5 @@
-"""Queues that go to nobody: released by their owner, forced by an operator, or cleared because the
-subscription of their group changes."""
+"""Frees queues: released by the owner, forced by an operator, or cleared while the subscription of
+their group changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq.errors import BatonError, HandoverPending, NoQuorum, UnknownQueue
+from batonmq.errors import BatonError, NoQuorum, UnknownQueue
 from batonmq_server.lockmgr.core.decision import (
     FenceCondition,
     FreeDecision,
@@ -18,24 +18,29 @@ from batonmq_server.lockmgr.core.decision import (
     decide_clear,
 )
 from batonmq_server.lockmgr.core.handover_timing import OwnershipEnd
-from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, Observation, PendingChange
+from batonmq_server.lockmgr.core.lock_entry import (
+    ChangeStep,
+    LockEntry,
+    Observation,
+    PendingChange,
+)
 from batonmq_server.lockmgr.entry_changes import (
     CHANGE_WAIT_S,
     EntryChanges,
     term_ended,
     wait_for_outcome,
 )
-from batonmq_server.lockmgr.handover import (
-    ClearRequest,
-    ForceRequest,
+from batonmq_server.lockmgr.handover_executor import (
     HandOverExecutor,
     HandOverRefusal,
-    Term,
+    handover_pending,
 )
 from batonmq_server.lockmgr.lock_store import LockWrite, WriteConflict
 from batonmq_server.lockmgr.membership import Membership
 from batonmq_server.lockmgr.queue_notifier import QueueNotifier
 from batonmq_server.lockmgr.queue_observer import QueueObserver
+from batonmq_server.lockmgr.queue_requests import ClearRequest, ForceRequest
+from batonmq_server.lockmgr.term import Term
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +50,13 @@ _CLEAR_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ForceReleaseResult:
-    """What an operator's release did."""
+    """The result of a forced release.
+
+    Attributes:
+        previous: The owner before; None if there was none.
+        token: The token now.
+        maybe_seen_count: Messages that were in flight at the owner, or may have been.
+    """
 
     previous: Incarnation | None
     token: int
@@ -59,14 +70,14 @@ class QueueReleaser:
         self,
         term: Term,
         members: Membership,
-        looks: QueueObserver,
-        waiting: QueueNotifier,
+        observer: QueueObserver,
+        notifier: QueueNotifier,
         changes: EntryChanges,
-        hand_overs: HandOverExecutor,
+        executor: HandOverExecutor,
     ) -> None:
         self._term, self._table, self._members = term, term.table, members
-        self._looks, self._waiting, self._changes = looks, waiting, changes
-        self._hand_overs = hand_overs
+        self._observer, self._notifier, self._changes = observer, notifier, changes
+        self._executor = executor
         self._forced: dict[GroupQueue, tuple[str, ForceReleaseResult]] = {}
         self._clearing: set[str] = set()
 
@@ -75,7 +86,7 @@ class QueueReleaser:
     async def release(
         self, incarnation: Incarnation, holds: Sequence[tuple[GroupQueue, int]]
     ) -> int:
-        """Free what matches; how many entries were freed.
+        """Free the holds that match their entries, and return how many.
 
         Raises:
             NoQuorum: not known yet; the change goes on.
@@ -102,207 +113,206 @@ class QueueReleaser:
     async def release_all(
         self, incarnation: Incarnation, group: str, *, drained: bool
     ) -> tuple[int, list[GroupQueue]]:
-        """Free what the incarnation has closed at offsets, in one group or in all.
+        """Free the queues that the incarnation has closed at offsets.
 
         Args:
-            drained: Also what it has nothing in hand of; the fence of the next owner tests that
-                again.
+            group: Only of this group; empty for all.
+            drained: Also free queues without messages in flight; the fence of the next owner tests
+                that again.
 
         Returns:
-            How many entries were freed, and those that stay.
+            The number of freed entries, and the queues that it still owns.
 
         Raises:
-            OffsetsUnreachable: it is not known which ones are finished.
+            OffsetsUnreachable: it is not known which queues are closed.
             NoQuorum, NotLeader: see `release`.
         """
         keys = [key for key in self._table.owned_by(incarnation) if group in ("", key.group)]
-        looks = await self._changes.finish(self._looks.all_of(keys))
+        observations = await self._changes.run_to_end(self._observer.observe_all(keys))
         holds = []
-        for key, seen in zip(keys, looks, strict=True):
-            if isinstance(seen, BatonError):
-                raise seen
+        for key, observation in zip(keys, observations, strict=True):
+            if isinstance(observation, BatonError):
+                raise observation
             entry = self._table.get(key)
-            finished = seen.closed or (drained and seen.drained)
-            if entry is not None and finished and seen.token >= entry.lock.token:
+            finished = observation.closed or (drained and observation.drained)
+            if entry is not None and finished and observation.token >= entry.lock.token:
                 holds.append((key, entry.lock.token))
         freed_count = await self.release(incarnation, holds)
         owned = set(self._table.owned_by(incarnation))
         return freed_count, [key for key in keys if key in owned]
 
     async def _release(self, key: GroupQueue, owner: Incarnation, token: int) -> bool | None:
-        """Free one entry, once no other change of it is under way.
+        """Free one entry, once no other change of it is in progress.
 
         Returns:
             Whether it was freed; None if the term is over.
         """
-        await self._changes.over(key)
+        await self._changes.wait_for(key)
         entry = self._table.get(key)
         if entry is None or not self._table.owns(key, owner, token):
             return False
         if entry.pending is not None:
             return None
-        self._table.begin(key, ChangeStep.RELEASE)
-        freed = await self._changes.start(key, self._write(entry))
-        self._waiting.settled(key)
+        self._table.begin_change(key, ChangeStep.RELEASE)
+        freed = await self._changes.start(key, self._write_free(entry))
+        self._notifier.change_ended(key)
         if freed:
             log.info("queue released key=%s owner=%s token=%d", key, owner.client_id, token)
-            self._term.recorder.released(key, owner, token)
-            self._term.tenures.ended(key, OwnershipEnd(owner, token, self._now_ms()))
+            self._term.metrics.released(key, owner, token)
+            self._term.timings.ownership_ended(key, OwnershipEnd(owner, token, self._term.now_ms()))
         return freed
 
-    async def _write(self, entry: LockEntry) -> bool | None:
-        """Write that nobody owns the entry, which is marked; see `_release` for the answer."""
+    async def _write_free(self, entry: LockEntry) -> bool | None:
+        """Write a marked entry without its owner; for the result see `_release`."""
         key, lock = entry.key, entry.lock.freed()
-        outcome = await self._term.store.persist(LockWrite(key, lock, entry.revision))
-        if isinstance(outcome, WriteConflict) and outcome.deposed:
+        result = await self._term.store.persist(LockWrite(key, lock, entry.revision))
+        if isinstance(result, WriteConflict) and result.deposed:
             return None
-        if isinstance(outcome, WriteConflict):
-            log.error("lock changed behind the leader's back key=%s", key)
-            self._table.reloaded(key, outcome.lock, outcome.revision, fenced=False)
+        if isinstance(result, WriteConflict):
+            log.error("lock in etcd was changed by another writer key=%s", key)
+            self._table.end_reloaded(key, result.lock, result.revision, fenced=False)
         else:
-            self._table.freed(key, lock, outcome)
-        return not isinstance(outcome, WriteConflict)
+            self._table.end_freed(key, lock, result)
+        return not isinstance(result, WriteConflict)
 
     # Forced by an operator
 
-    async def force(self, force: ForceRequest) -> ForceReleaseResult:
+    async def force_release(self, request: ForceRequest) -> ForceReleaseResult:
         """Take a queue from its owner, whatever it is doing; once per operation id.
 
         Raises:
-            UnknownQueue: nobody has ever owned it.
-            HandoverPending: another change of it is under way, or this one goes on.
+            UnknownQueue: the queue has never been owned.
+            HandoverPending: another change is in progress, or this one goes on.
             OffsetsUnreachable, NotLeader: nothing was changed, or that is not known.
         """
-        return await self._changes.finish(self._force_out(force))
+        return await self._changes.run_to_end(self._force_release(request))
 
-    async def _force_out(self, force: ForceRequest) -> ForceReleaseResult:
+    async def _force_release(self, request: ForceRequest) -> ForceReleaseResult:
         for _ in range(_FORCE_TRIES):
-            done = self._forced_before(force)
-            if done is not None:
-                return done
-            seen = await self._looks.look(force.key)
-            entry = self._table.get(force.key)
+            earlier = self._earlier_result(request)
+            if earlier is not None:
+                return earlier
+            observation = await self._observer.observe(request.key)
+            entry = self._table.get(request.key)
             if entry is None or entry.pending is not None:
-                raise _pending(force.key)
-            pending = self._table.begin(force.key, ChangeStep.FENCE)
-            work = self._force(force, pending, seen.token)
-            outcome = await wait_for_outcome(self._changes.start(force.key, work))
+                raise handover_pending(request.key)
+            pending = self._table.begin_change(request.key, ChangeStep.FENCE)
+            work = self._force(request, pending, observation.token)
+            outcome = await wait_for_outcome(self._changes.start(request.key, work))
             if isinstance(outcome, ForceReleaseResult):
                 return outcome
-            if outcome is not None and not outcome.again:
+            if outcome is not None and not outcome.observe_again:
                 raise outcome.error
-        raise _pending(force.key)
+        raise handover_pending(request.key)
 
-    def _forced_before(self, force: ForceRequest) -> ForceReleaseResult | None:
-        """The answer of this operation, if it was carried out.
+    def _earlier_result(self, request: ForceRequest) -> ForceReleaseResult | None:
+        """Return the result of the operation if it was carried out before.
 
         Raises:
-            UnknownQueue: nobody has ever owned the queue.
-            HandoverPending: it is changing hands.
+            UnknownQueue: the queue has never been owned.
+            HandoverPending: a change of the queue is in progress.
         """
-        entry = self._table.get(force.key)
+        entry = self._table.get(request.key)
         if entry is None or not (entry.revision or entry.pending):
             raise UnknownQueue(
-                f"nobody has ever owned {force.key}", facts={"queue": str(force.key)}
+                f"{request.key} has never been owned", facts={"queue": str(request.key)}
             )
         if entry.pending is not None:
-            raise _pending(force.key)
-        if entry.lock.forced_op_id != force.op_id:
+            raise handover_pending(request.key)
+        if entry.lock.forced_op_id != request.op_id:
             return None
-        op_id, forced = self._forced.get(force.key, ("", None))
-        return forced if op_id == force.op_id else ForceReleaseResult(None, entry.lock.token, 0)
+        op_id, result = self._forced.get(request.key, ("", None))
+        if result is not None and op_id == request.op_id:
+            return result
+        return ForceReleaseResult(None, entry.lock.token, 0)
 
     async def _force(
-        self, force: ForceRequest, pending: PendingChange, expected_token: int
+        self, request: ForceRequest, pending: PendingChange, expected_token: int
     ) -> ForceReleaseResult | HandOverRefusal:
-        entry = self._table.get(force.key)
+        entry = self._table.get(request.key)
         assert entry is not None
         before, token = entry.lock.owner, entry.lock.token
-        grant = GrantDecision((FenceCondition.FORCED,), expected_token)
-        answer = await self._hand_overs.free(force, grant, pending)
+        decision = GrantDecision((FenceCondition.FORCED,), expected_token)
+        answer = await self._executor.free(request, decision, pending)
         if isinstance(answer, HandOverRefusal):
             return answer
         count = sum(part.next_offset - part.first_offset for part in answer.maybe_seen)
-        forced = ForceReleaseResult(before, answer.token, count)
-        self._forced[force.key] = force.op_id, forced
+        result = ForceReleaseResult(before, answer.token, count)
+        self._forced[request.key] = request.op_id, result
         log.warning(
             "queue forced key=%s previous=%s token=%d op_id=%s by=%s reason=%s",
-            force.key,
+            request.key,
             before.client_id if before else "",
             answer.token,
-            force.op_id,
-            force.by,
-            force.reason,
+            request.op_id,
+            request.by,
+            request.reason,
         )
         event = metrics_pb.LockForced(
             previous_client_id=before.client_id if before else "",
             token=answer.token,
-            by=force.by,
-            reason=force.reason,
+            by=request.by,
+            reason=request.reason,
         )
-        self._term.recorder.forced(force.key, event)
+        self._term.metrics.forced(request.key, event)
         if before is not None:
-            self._term.tenures.ended(
-                force.key, OwnershipEnd(before, token, self._now_ms(), forced=True)
-            )
-        self._waiting.settled(force.key)
-        return forced
+            end = OwnershipEnd(before, token, self._term.now_ms(), forced=True)
+            self._term.timings.ownership_ended(request.key, end)
+        self._notifier.change_ended(request.key)
+        return result
 
-    # Cleared because the subscription changes
+    # Cleared while the subscription changes
 
-    async def clear_draining(self) -> None:
-        """Free what the owners of draining groups can't free by themselves, for ever.
+    async def clear_draining_groups(self) -> None:
+        """Free the queues of draining groups whose owners can't release them, until cancelled.
 
-        No group waits for another one, whose set of offsets may not answer.
+        Groups do not wait for each other, so a replica set of offsets that does not answer delays
+        its own groups only.
         """
-        async with asyncio.TaskGroup() as looks:
+        async with asyncio.TaskGroup() as tasks:
             while True:
                 await asyncio.sleep(_CLEAR_INTERVAL_S)
-                for group in self._table.owning_groups():
+                for group in self._table.groups_with_owners():
                     if self._members.is_draining(group) and group not in self._clearing:
                         self._clearing.add(group)
-                        looks.create_task(self._clear_group(group))
+                        tasks.create_task(self._clear_group(group))
 
     async def _clear_group(self, group: str) -> None:
         keys = self._table.owned_in(group)
         try:
-            found = await self._looks.all_of(keys)
+            observations = await self._observer.observe_all(keys)
         finally:
             self._clearing.discard(group)
-        for key, seen in zip(keys, found, strict=True):
-            if isinstance(seen, BatonError):
-                log.info("queue not observed key=%s error=%s", key, seen)
+        for key, observation in zip(keys, observations, strict=True):
+            if isinstance(observation, BatonError):
+                log.info("queue not observed key=%s error=%s", key, observation)
             else:
-                self._clear(key, seen)
+                self._clear(key, observation)
 
-    def _clear(self, key: GroupQueue, seen: Observation) -> None:
+    def _clear(self, key: GroupQueue, observation: Observation) -> None:
         entry = self._table.get(key)
         if entry is None or entry.lock.owner is None or entry.pending is not None:
             return
-        decision = decide_clear(entry, seen, self._now_ms(), self._term.policy)
+        decision = decide_clear(entry, observation, self._term.now_ms(), self._term.policy)
         if isinstance(decision, FreeDecision):
-            self._table.begin(key, ChangeStep.RELEASE)
-            self._changes.start(key, self._cleared(entry, self._write(entry), silent=False))
+            self._table.begin_change(key, ChangeStep.RELEASE)
+            change = self._record_cleared(entry, self._write_free(entry), silent=False)
+            self._changes.start(key, change)
         elif decision is not None:
-            pending = self._table.begin(key, ChangeStep.FENCE)
-            taking = self._hand_overs.free(ClearRequest(key), decision, pending)
-            self._changes.start(key, self._cleared(entry, taking, silent=True))
+            pending = self._table.begin_change(key, ChangeStep.FENCE)
+            freeing = self._executor.free(ClearRequest(key), decision, pending)
+            self._changes.start(key, self._record_cleared(entry, freeing, silent=True))
 
-    async def _cleared(self, entry: LockEntry, change: Awaitable[object], *, silent: bool) -> None:
+    async def _record_cleared(
+        self, entry: LockEntry, change: Awaitable[object], *, silent: bool
+    ) -> None:
         owner, token = entry.lock.owner, entry.lock.token
         outcome = await change
         if entry.lock.owner is None:
             name = owner.client_id if owner else ""
             log.info("queue cleared key=%s owner=%s outcome=%s", entry.key, name, outcome)
-            self._term.recorder.cleared()
+            self._term.metrics.cleared()
             if owner is not None:
-                end = OwnershipEnd(owner, token, self._now_ms(), silent=silent)
-                self._term.tenures.ended(entry.key, end)
-            self._waiting.settled(entry.key)
-
-    def _now_ms(self) -> int:
-        return self._term.clock.monotonic_ms()
-
-
-def _pending(key: GroupQueue) -> HandoverPending:
-    return HandoverPending(f"{key} is changing hands", retry_after_ms=100)
+                end = OwnershipEnd(owner, token, self._term.now_ms(), silent=silent)
+                self._term.timings.ownership_ended(entry.key, end)
+            self._notifier.change_ended(entry.key)

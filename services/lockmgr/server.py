@@ -1,4 +1,4 @@
-"""gRPC surface of the lock manager: translate, ask the leader's desk, translate back."""
+"""The gRPC service of the lock manager: reads requests, calls the leader, makes responses."""
 
 from __future__ import annotations
 
@@ -15,30 +15,48 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_group, check_topic
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import InvalidArgument
-from batonmq_server.lockmgr import lock_proto as translate
+from batonmq_server.lockmgr import lock_proto
 from batonmq_server.lockmgr.candidate import Candidate
 from batonmq_server.lockmgr.core.lock_entry import Requester
-from batonmq_server.lockmgr.handover import ForceRequest, QueueRequest
+from batonmq_server.lockmgr.queue_requests import ForceRequest, QueueRequest
+from batonmq_server.lockmgr.validation import (
+    BY_MAX,
+    HOLDS_MAX,
+    ITEMS_MAX,
+    REASON_MAX,
+    check_at_most,
+    check_not_empty,
+    check_number,
+    check_op_id,
+    check_positive,
+    check_ranges,
+    check_text,
+    check_unique,
+)
 from batonmq_server.runtime.paging import page_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
-    """Holds no rules of its own."""
+    """Answers through the leader at this node.
 
-    def __init__(self, leader: Candidate, clock: Clock, hold_ms_max: int) -> None:
-        self._leader, self._clock, self._hold_ms_max = leader, clock, hold_ms_max
+    Args:
+        hold_ms_max: Longest time that a request may be held.
+    """
+
+    def __init__(self, candidate: Candidate, clock: Clock, hold_ms_max: int) -> None:
+        self._candidate, self._clock, self._hold_ms_max = candidate, clock, hold_ms_max
 
     async def Acquire(
         self, request: pb.AcquireRequest, context: Context
     ) -> AsyncIterator[pb.AcquireResponse]:
-        """See the proto."""
-        wishes = self._wishes(request)
-        outcomes = self._leader.desk().acquire(wishes, request.hold_ms)
+        """See the contract."""
+        queue_requests = self._queue_requests(request)
+        outcomes = self._candidate.leader().acquire(queue_requests, request.hold_ms)
         async with aclosing(outcomes):
             async for key, outcome in outcomes:
-                queue = translate.key_to_pb(key)
+                queue = lock_proto.key_to_pb(key)
                 if isinstance(outcome, pb.Grant):
                     yield pb.AcquireResponse(queue=queue, grant=outcome)
                 else:
@@ -47,138 +65,138 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     async def KeepAlive(
         self, request: pb.KeepAliveRequest, context: Context
     ) -> pb.KeepAliveResponse:
-        """See the proto."""
-        incarnation = translate.incarnation_from_pb(request.incarnation)
-        translate.check_number("acquire_seq", request.acquire_seq)
-        translate.check_at_most("holds", len(request.holds), translate.HOLDS_MAX)
-        holds = translate.holds_from_pb(request.holds)
-        desk = self._leader.desk()
-        reports = desk.keep_alive(incarnation, request.acquire_seq, holds)
-        desk.check_leads()
-        response = translate.reports_to_pb(reports, request.holds)
-        response.lease_ms = desk.lease_ms
+        """See the contract."""
+        incarnation = lock_proto.incarnation_from_pb(request.incarnation)
+        check_number("acquire_seq", request.acquire_seq)
+        check_at_most("holds", len(request.holds), HOLDS_MAX)
+        holds = lock_proto.holds_from_pb(request.holds)
+        leader = self._candidate.leader()
+        reports = leader.keep_alive(incarnation, request.acquire_seq, holds)
+        leader.check_leads()
+        response = lock_proto.reports_to_pb(reports, request.holds)
+        response.lease_ms = leader.lease_ms
         return response
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        """See the proto."""
-        incarnation = translate.incarnation_from_pb(request.incarnation)
-        translate.check_any("holds", len(request.holds))
-        translate.check_at_most("holds", len(request.holds), translate.ITEMS_MAX)
-        holds = translate.holds_from_pb(request.holds)
-        desk = self._leader.desk()
-        released_count = await desk.freeing.release(incarnation, holds)
-        desk.check_leads()
+        """See the contract."""
+        incarnation = lock_proto.incarnation_from_pb(request.incarnation)
+        check_not_empty("holds", len(request.holds))
+        check_at_most("holds", len(request.holds), ITEMS_MAX)
+        holds = lock_proto.holds_from_pb(request.holds)
+        leader = self._candidate.leader()
+        released_count = await leader.releaser.release(incarnation, holds)
+        leader.check_leads()
         return pb.ReleaseResponse(released_count=released_count)
 
     async def ReleaseAll(
         self, request: pb.ReleaseAllRequest, context: Context
     ) -> pb.ReleaseAllResponse:
-        """See the proto."""
-        incarnation = translate.incarnation_from_pb(request.incarnation)
+        """See the contract."""
+        incarnation = lock_proto.incarnation_from_pb(request.incarnation)
         group = check_group(request.group) if request.group else ""
-        desk = self._leader.desk()
-        released_count, kept = await desk.freeing.release_all(
+        leader = self._candidate.leader()
+        released_count, kept = await leader.releaser.release_all(
             incarnation, group, drained=request.drained
         )
-        desk.check_leads()
+        leader.check_leads()
         return pb.ReleaseAllResponse(
-            released_count=released_count, kept=[translate.key_to_pb(key) for key in kept]
+            released_count=released_count, kept=[lock_proto.key_to_pb(key) for key in kept]
         )
 
     async def ForceRelease(
         self, request: pb.ForceReleaseRequest, context: Context
     ) -> pb.ForceReleaseResponse:
-        """See the proto."""
-        force = ForceRequest(
-            translate.key_from_pb(request.queue),
-            translate.check_op_id(request.op_id),
-            by=translate.check_text("by", request.by, translate.BY_MAX),
-            reason=translate.check_text("reason", request.reason, translate.REASON_MAX),
+        """See the contract."""
+        force_request = ForceRequest(
+            lock_proto.key_from_pb(request.queue),
+            check_op_id(request.op_id),
+            by=check_text("by", request.by, BY_MAX),
+            reason=check_text("reason", request.reason, REASON_MAX),
         )
-        desk = self._leader.desk()
-        forced = await desk.freeing.force(force)
-        desk.check_leads()
-        previous = forced.previous
+        leader = self._candidate.leader()
+        result = await leader.releaser.force_release(force_request)
+        leader.check_leads()
+        previous = result.previous
         return pb.ForceReleaseResponse(
-            previous_owner=translate.incarnation_to_pb(previous) if previous else None,
-            token=forced.token,
-            maybe_seen_count=forced.maybe_seen_count,
+            previous_owner=lock_proto.incarnation_to_pb(previous) if previous else None,
+            token=result.token,
+            maybe_seen_count=result.maybe_seen_count,
         )
 
     async def Watch(
         self, request: pb.WatchRequest, context: Context
     ) -> AsyncIterator[pb.WatchResponse]:
-        """See the proto."""
-        incarnation = translate.incarnation_from_pb(request.incarnation)
-        async with aclosing(self._leader.desk().watch(incarnation)) as notices:
+        """See the contract."""
+        incarnation = lock_proto.incarnation_from_pb(request.incarnation)
+        async with aclosing(self._candidate.leader().watch(incarnation)) as notices:
             async for notice in notices:
-                yield translate.notice_to_pb(notice)
+                yield lock_proto.notice_to_pb(notice)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        """See the proto."""
-        key = translate.key_from_pb(request.queue)
-        desk, now_ms = self._leader.desk(), self._clock.monotonic_ms()
-        entry, evicted = desk.describe(key)
-        shown, pending = translate.entry_to_pb(entry, now_ms), entry.pending
+        """See the contract."""
+        key = lock_proto.key_from_pb(request.queue)
+        leader, now_ms = self._candidate.leader(), self._clock.monotonic_ms()
+        entry, evicted = leader.describe(key)
+        shown, pending = lock_proto.entry_to_pb(entry, now_ms), entry.pending
         return pb.DescribeResponse(
             entry=shown,
-            term=desk.term,
-            lease_left_ms=max(0, desk.silence_ms - shown.lease_age_ms) if entry.lock.owner else 0,
+            term=leader.term,
+            lease_left_ms=max(0, leader.silence_ms - shown.lease_age_ms) if entry.lock.owner else 0,
             pending_step=pending.step.value if pending else "",
             pending_attempt=pending.attempt if pending else "",
             offsets_token=entry.offsets_token,
             owner_evicted=evicted,
             denials=[
-                translate.denial_to_pb(denial, now_ms)
+                lock_proto.denial_to_pb(denial, now_ms)
                 for denial in reversed(entry.denials.values())
             ],
         )
 
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
-        """See the proto."""
+        """See the contract."""
         group = check_group(request.group) if request.group else ""
         topic = check_topic(request.topic) if request.topic else ""
-        after = translate.key_from_page_token(request.page_token)
-        desk, now_ms = self._leader.desk(), self._clock.monotonic_ms()
+        after = lock_proto.key_from_page_token(request.page_token)
+        leader, now_ms = self._candidate.leader(), self._clock.monotonic_ms()
         entries = (
-            (str(entry.key), translate.entry_to_pb(entry, now_ms))
-            for entry in desk.entries(group, topic, after)
+            (str(entry.key), lock_proto.entry_to_pb(entry, now_ms))
+            for entry in leader.entries(group, topic, after)
         )
         page, next_page_token = page_of(entries, request.page_size)
-        return pb.ListResponse(entries=page, term=desk.term, next_page_token=next_page_token)
+        return pb.ListResponse(entries=page, term=leader.term, next_page_token=next_page_token)
 
-    def _wishes(self, request: pb.AcquireRequest) -> list[QueueRequest]:
-        """What the request asks for.
+    def _queue_requests(self, request: pb.AcquireRequest) -> list[QueueRequest]:
+        """Return one request per item.
 
         Raises:
             InvalidArgument, InvalidName, LimitExceeded: a field is malformed.
         """
-        asker = Requester(
-            translate.incarnation_from_pb(request.incarnation),
+        requester = Requester(
+            lock_proto.incarnation_from_pb(request.incarnation),
             request.acquire_seq,
             request.generation,
         )
-        translate.check_positive("acquire_seq", request.acquire_seq)
-        translate.check_positive("generation", request.generation)
-        translate.check_at_most("hold_ms", request.hold_ms, self._hold_ms_max)
-        translate.check_any("items", len(request.items))
-        translate.check_at_most("items", len(request.items), translate.ITEMS_MAX)
-        wishes: dict[GroupQueue, QueueRequest] = {}
+        check_positive("acquire_seq", request.acquire_seq)
+        check_positive("generation", request.generation)
+        check_at_most("hold_ms", request.hold_ms, self._hold_ms_max)
+        check_not_empty("items", len(request.items))
+        check_at_most("items", len(request.items), ITEMS_MAX)
+        found: dict[GroupQueue, QueueRequest] = {}
         for item in request.items:
-            wish = _wish(asker, item)
-            translate.check_new("items", wish.key, wishes)
-            wishes[wish.key] = wish
-        if len({key.group for key in wishes}) > 1:
-            raise InvalidArgument("items are of several groups", facts={"field": "items"})
-        return list(wishes.values())
+            queue_request = _queue_request(requester, item)
+            check_unique("items", queue_request.key, found)
+            found[queue_request.key] = queue_request
+        if len({key.group for key in found}) > 1:
+            raise InvalidArgument("items must be of one group", facts={"field": "items"})
+        return list(found.values())
 
 
-def _wish(asker: Requester, item: pb.AcquireItem) -> QueueRequest:
-    translate.check_ranges(item.resume)
-    translate.check_number("reset_epoch", item.reset_epoch)
-    translate.check_number("initial_offset", item.initial_offset)
-    translate.check_number("topic_id", item.topic_id)
-    key = translate.key_from_pb(item.queue)
+def _queue_request(requester: Requester, item: pb.AcquireItem) -> QueueRequest:
+    check_ranges(item.resume)
+    check_number("reset_epoch", item.reset_epoch)
+    check_number("initial_offset", item.initial_offset)
+    check_number("topic_id", item.topic_id)
+    key = lock_proto.key_from_pb(item.queue)
     return QueueRequest(
-        key, asker, item.resume, item.reset_epoch, item.initial_offset, item.topic_id
+        key, requester, item.resume, item.reset_epoch, item.initial_offset, item.topic_id
     )

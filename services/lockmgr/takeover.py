@@ -1,8 +1,9 @@
-"""What a new leader takes over: locks from etcd, tokens from offsets (protocol section 12).
+"""The takeover of a new leader: locks from etcd, tokens from offsets (protocol section 12).
 
-A lock that was found in etcd counts once the set that keeps its group knows this term, and has
-told the token in force. Until then it is as if it were changing hands: nobody is renewed, nobody is
-given the queue. So a set that does not answer holds up its own groups, and no others.
+A lock from etcd is confirmed once the replica set that keeps its group knows this term and has told
+the token in force. Until then its entry is pending, like one that is being handed over: its lease
+is not renewed, and the queue is not granted. So a replica set that does not answer delays its own
+groups only.
 """
 
 from __future__ import annotations
@@ -15,71 +16,75 @@ from collections.abc import Callable, Mapping, Sequence
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, OldEpoch
 from batonmq_server.lockmgr.core.lock_entry import LockRecord
-from batonmq_server.lockmgr.handover import Term
 from batonmq_server.lockmgr.lock_store import BACKOFF
+from batonmq_server.lockmgr.term import Term
 
 log = logging.getLogger(__name__)
 
 
 class Takeover:
-    """The locks that are not confirmed yet."""
+    """Confirms the locks that were loaded from etcd.
 
-    def __init__(self, term: Term, found: Sequence[tuple[GroupQueue, LockRecord, int]]) -> None:
-        self._term, self._waiting = term, {key for key, _, _ in found}
-        for key, lock, revision in found:
-            term.table.load(key, lock, revision, self._now_ms())
+    Args:
+        loaded: Locks with their modification revisions.
+    """
+
+    def __init__(self, term: Term, loaded: Sequence[tuple[GroupQueue, LockRecord, int]]) -> None:
+        self._term, self._unconfirmed = term, {key for key, _, _ in loaded}
+        for key, lock, revision in loaded:
+            term.table.load(key, lock, revision, term.now_ms())
 
     async def begin(self) -> None:
-        """Announce the term to every set, once; what is answered by then is confirmed."""
-        await self._round(self._term.offsets.sets(), lambda _: None)
+        """Announce the term to every replica set once; confirm the locks of those that answer."""
+        await self._announce(self._term.offsets.sets(), lambda _: None)
 
-    async def run(self, settled: Callable[[GroupQueue], None]) -> None:
-        """Go on until every lock is confirmed.
+    async def run(self, on_confirmed: Callable[[GroupQueue], None]) -> None:
+        """Repeat the announcement until every lock is confirmed.
 
         Args:
-            settled: Told of each.
+            on_confirmed: Called for each lock.
         """
         tries = 0
-        while self._waiting:
+        while self._unconfirmed:
             await asyncio.sleep(BACKOFF.delay_ms(tries, self._term.random) / 1000)
-            await self._round(frozenset(), settled)
+            await self._announce(frozenset(), on_confirmed)
             tries += 1
 
-    async def _round(self, also: frozenset[str], settled: Callable[[GroupQueue], None]) -> None:
+    async def _announce(
+        self, also: frozenset[str], on_confirmed: Callable[[GroupQueue], None]
+    ) -> None:
+        """Announce to the sets with unconfirmed locks, and to those of `also`."""
         by_set: dict[str, list[GroupQueue]] = defaultdict(list, {name: [] for name in sorted(also)})
-        for key in sorted(self._waiting):
+        for key in sorted(self._unconfirmed):
             by_set[self._term.offsets.set_of(key.group)].append(key)
         async with asyncio.TaskGroup() as tasks:
             for name, keys in by_set.items():
-                tasks.create_task(self._ask(name, keys, settled))
+                tasks.create_task(self._confirm(name, keys, on_confirmed))
 
-    async def _ask(
-        self, name: str, keys: Sequence[GroupQueue], settled: Callable[[GroupQueue], None]
+    async def _confirm(
+        self, name: str, keys: Sequence[GroupQueue], on_confirmed: Callable[[GroupQueue], None]
     ) -> None:
         try:
             tokens = await self._term.offsets.announce(name)
             for key in keys:
                 token = await self._token(name, key, tokens)
                 if token is not None:
-                    self._term.table.confirm(key, token, self._now_ms())
-                    self._waiting.remove(key)
-                    settled(key)
+                    self._term.table.confirm(key, token, self._term.now_ms())
+                    self._unconfirmed.remove(key)
+                    on_confirmed(key)
         except OldEpoch as error:
-            log.error("offsets knows a newer leader set=%s error=%s", name, error)
+            log.error("offsets knows a newer term set=%s error=%s", name, error)
         except BatonError as error:
-            log.warning("taking over waits set=%s locks=%d error=%s", name, len(keys), error)
+            log.warning("takeover delayed set=%s locks=%d error=%s", name, len(keys), error)
 
     async def _token(
         self, name: str, key: GroupQueue, tokens: Mapping[GroupQueue, int]
     ) -> int | None:
-        """The token in force; None if that set, which knows this term, does not keep the group.
+        """Return the token in force; None if the set `name` does not keep the group any more.
 
-        What a set does not tell of has no token, or is on its way from one set to another.
+        A queue that the set did not list has no token, or its group is being moved to another set.
         """
         if key in tokens:
             return tokens[key]
-        seen = await self._term.offsets.observe(key)
-        return seen.token if self._term.offsets.set_of(key.group) == name else None
-
-    def _now_ms(self) -> int:
-        return self._term.clock.monotonic_ms()
+        observation = await self._term.offsets.observe(key)
+        return observation.token if self._term.offsets.set_of(key.group) == name else None

@@ -1,8 +1,8 @@
-"""Who listens to what happens to its queues: one stream per client, told of keys only.
+"""Open Watch streams, one per client; a stream is told keys only.
 
-What there is to say about a key is looked up when the stream is about to say it. So nothing is said
-that is out of date, a slow listener holds up nobody, and what waits for it is bounded by the queues
-it owns or waits for.
+The notice for a key is made when the stream is about to send it. So no notice is out of date, a
+slow client delays no other, and the memory of a stream is bounded by the queues that its client
+owns or waits for.
 """
 
 from __future__ import annotations
@@ -16,77 +16,75 @@ from batonmq.errors import Overloaded
 
 
 class WatchStream:
-    """The queues that one listener has to be told of, and whether its stream is to end."""
+    """The queues whose state a client has to be told of, and whether its stream has to end."""
 
     def __init__(self, keys: Iterable[GroupQueue]) -> None:
         self._keys = dict.fromkeys(keys)
         self.changed = asyncio.Event()
-        self.over = False
+        self.ended = False
 
     def add(self, key: GroupQueue) -> None:
-        """Note that something has happened to `key`."""
+        """Note that the state of `key` has changed."""
         self._keys[key] = None
         self.changed.set()
 
-    def take(self) -> list[GroupQueue]:
-        """What has been noted since the last time, in order."""
+    def take_keys(self) -> list[GroupQueue]:
+        """Return and forget the noted keys, in order."""
         keys = list(self._keys)
         self._keys.clear()
         self.changed.clear()
         return keys
 
     def end(self) -> None:
-        """Let the stream end."""
-        self.over = True
+        """Make the stream end."""
+        self.ended = True
         self.changed.set()
 
 
 class WatchStreams:
-    """The listeners of one term.
+    """The streams of one term.
 
     Args:
-        limit: More streams than this are refused.
+        limit: Greatest number of open streams.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._watchers: dict[Incarnation, WatchStream] = {}
+        self._streams: dict[Incarnation, WatchStream] = {}
 
     def __len__(self) -> int:
-        return len(self._watchers)
+        return len(self._streams)
 
     @contextmanager
-    def listening(
-        self, incarnation: Incarnation, keys: Iterable[GroupQueue]
-    ) -> Iterator[WatchStream]:
-        """A listener, told of `keys` first. A client has one: an earlier one of it ends.
+    def open(self, incarnation: Incarnation, keys: Iterable[GroupQueue]) -> Iterator[WatchStream]:
+        """Yield a new stream, to be told of `keys` first. An earlier one of the client ends.
 
         Raises:
-            Overloaded: too many listen already.
+            Overloaded: the limit is reached.
         """
-        earlier = self._watchers.pop(incarnation, None)
+        earlier = self._streams.pop(incarnation, None)
         if earlier is not None:
             earlier.end()
-        if len(self._watchers) >= self._limit:
+        if len(self._streams) >= self._limit:
             raise Overloaded(
-                f"{self._limit} clients watch already",
+                f"the limit of {self._limit} Watch streams is reached",
                 retry_after_ms=10_000,
                 facts={"limit": self._limit},
             )
-        watcher = self._watchers[incarnation] = WatchStream(keys)
+        stream = self._streams[incarnation] = WatchStream(keys)
         try:
-            yield watcher
+            yield stream
         finally:
-            if self._watchers.get(incarnation) is watcher:
-                del self._watchers[incarnation]
+            if self._streams.get(incarnation) is stream:
+                del self._streams[incarnation]
 
-    def tell(self, incarnation: Incarnation, key: GroupQueue) -> None:
-        """Something has happened to `key` that concerns the client, if it listens."""
-        watcher = self._watchers.get(incarnation)
-        if watcher is not None:
-            watcher.add(key)
+    def notify(self, incarnation: Incarnation, key: GroupQueue) -> None:
+        """Tell the client, if it has a stream, that the state of `key` has changed."""
+        stream = self._streams.get(incarnation)
+        if stream is not None:
+            stream.add(key)
 
     def close(self) -> None:
         """End all streams."""
-        for watcher in self._watchers.values():
-            watcher.end()
+        for stream in self._streams.values():
+            stream.end()

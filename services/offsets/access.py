@@ -1,4 +1,4 @@
-"""Who may make the calls of offsets."""
+"""The permissions that the calls of offsets require."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _reset(request: Any) -> Iterator[Permission]:
         yield OPERATE
 
 
-def _queried(request: Any) -> Iterator[Permission]:
+def _query(request: Any) -> Iterator[Permission]:
     for queue in request.queues:
         yield from queue_permissions(queue)
 
@@ -47,7 +47,7 @@ RULES: AccessRules = {
             "Touch": services_only("storage"),
             "Commit": requires_by_request(queues_permissions("items")),
             "Close": requires_by_request(queues_permissions("items")),
-            "Query": requires_by_request(_queried, ["lockmgr", "nameserver"]),
+            "Query": requires_by_request(_query, ["lockmgr", "nameserver"]),
             "QueryGroup": requires_by_request(
                 lambda request: [join_group(request.group)], ["nameserver"]
             ),

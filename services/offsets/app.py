@@ -12,10 +12,10 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
 from batonmq_server.offsets.access import RULES
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.disk import Disk, set_aside_damage
+from batonmq_server.offsets.disk import LmdbDisk, set_aside_damage
 from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, leader_epoch, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
-from batonmq_server.offsets.follower import Follower, ReplicationPeer
+from batonmq_server.offsets.follower import Follower, ReplicationChannel
 from batonmq_server.offsets.group_importer import PlacementDirectory
 from batonmq_server.offsets.leadership import OffsetsLeadership
 from batonmq_server.offsets.metrics import OffsetsMetrics
@@ -46,7 +46,7 @@ async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[Ap
         )
     else:
         await asyncio.to_thread(set_aside_damage, settings.data_dir)
-    with Disk(settings.data_dir, free_bytes_min=settings.disk_free_bytes_min) as disk:
+    with LmdbDisk(settings.data_dir, free_bytes_min=settings.disk_free_bytes_min) as disk:
         async with served(settings, runtime, disk) as app:
             yield app
 
@@ -100,7 +100,7 @@ def _follower(
     stack: AsyncExitStack,
 ) -> Follower:
     """Return the node as a follower of its set; `stack` closes its channel to the leader."""
-    leader: ReplicationPeer = LeaderChannel(
+    leader: ReplicationChannel = LeaderChannel(
         runtime.nodes,
         OFFSETS_SERVICE,
         replication_grpc.ReplicationServiceStub,

@@ -1,11 +1,11 @@
-"""Bytes of a queue's key and progress, of an operation and of a handover, on the disk.
+"""The stored form of keys and values: progress, token changes, resets and local placements.
 
-A key is `group NUL topic NUL broker NUL queue_id`, all ASCII without NUL inside; keys of a group
-stand together. Keys of anything but queues begin with NUL. A value begins with a checksum:
+The key of a queue is `group NUL topic NUL broker NUL queue_id`, each part ASCII without NUL, so the
+keys of a group are adjacent. All other keys begin with NUL. A value begins with a checksum:
 
     at  size  field
      0     4  CRC-32C of the key and of the rest of the value, little-endian
-     4        what is stored
+     4        the encoded message
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from batonmq_server.offsets.core.values import (
 )
 
 META = b"\0"
-"""First byte of keys that are not of queues."""
+"""First byte of the keys that do not belong to a queue."""
 _CHECKSUM_SIZE = 4
 
 
 def seal(key: bytes, value: bytes) -> bytes:
-    """The value as it stands on the disk."""
+    """Return the stored form of a value: its checksum and the value."""
     return _checksum(key, value) + value
 
 
 def unseal(key: bytes, stored: bytes) -> bytes:
-    """Inverse of `seal`.
+    """Return the value of a stored form.
 
     Raises:
-        DataLoss: the key or the value is not what was written.
+        DataLoss: the checksum does not match the key and the value.
     """
     value = stored[_CHECKSUM_SIZE:]
     if stored[:_CHECKSUM_SIZE] != _checksum(key, value):
-        raise DataLoss(f"the checksum of what is stored under {key[:80]!r} does not match")
+        raise DataLoss(f"the checksum of the value stored under {key[:80]!r} does not match")
     return value
 
 
@@ -58,15 +58,15 @@ def _checksum(key: bytes, value: bytes) -> bytes:
 
 
 def encode_key(key: GroupQueue) -> bytes:
-    """The key on the disk."""
+    """Return the stored form of a queue's key."""
     return "\0".join((key.group, key.topic, key.broker, str(key.queue_id))).encode()
 
 
 def decode_key(stored: bytes) -> GroupQueue:
-    """Inverse of `encode_key`.
+    """Return the queue of a stored key.
 
     Raises:
-        DataLoss: these bytes are not a key.
+        DataLoss: the bytes are not the key of a queue.
     """
     try:
         group, topic, broker, queue_id = stored.decode().split("\0")
@@ -76,7 +76,7 @@ def decode_key(stored: bytes) -> GroupQueue:
 
 
 def encode_progress(progress: Progress | Tombstone) -> bytes:
-    """The durable part of a queue's progress: all but D and the time of the last access."""
+    """Return the durable part of a queue's progress: without D and the time of the last call."""
     if isinstance(progress, Tombstone):
         return stored_progress_pb2.StoredProgress(
             token=progress.token,
@@ -112,10 +112,10 @@ def encode_progress(progress: Progress | Tombstone) -> bytes:
 
 
 def decode_progress(key: GroupQueue, stored: bytes) -> Progress | Tombstone:
-    """Inverse of `encode_progress`, with D at its upper bound.
+    """Return the progress of a queue, with D at its reserved bound.
 
     Raises:
-        DataLoss: these bytes are not a progress, or not one that the rules can produce.
+        DataLoss: the bytes are no progress, or one that the rules can't produce.
     """
     try:
         read = stored_progress_pb2.StoredProgress.FromString(stored)
@@ -173,15 +173,15 @@ def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
     )
 
 
-def encode_token_change(handover: TokenChange) -> bytes:
-    """A change of a token, all of it."""
-    token, end, reach = handover.ended
+def encode_token_change(change: TokenChange) -> bytes:
+    """Return the stored form of a token change."""
+    token, end, reach = change.ended
     return stored_progress_pb2.StoredTokenChange(
-        token=handover.token,
-        holder=_encode_holder(handover.holder),
-        unix_ms=handover.unix_ms,
-        committed_offset=handover.committed_offset,
-        acked=handover.acked.encoded,
+        token=change.token,
+        holder=_encode_holder(change.holder),
+        unix_ms=change.unix_ms,
+        committed_offset=change.committed_offset,
+        acked=change.acked.encoded,
         ended_token=token,
         end=end,
         ended_delivered=reach.delivered_offset,
@@ -190,10 +190,10 @@ def encode_token_change(handover: TokenChange) -> bytes:
 
 
 def decode_token_change(stored: bytes) -> TokenChange:
-    """Inverse of `encode_token_change`.
+    """Return the token change of a stored form.
 
     Raises:
-        DataLoss: these bytes are not a handover.
+        DataLoss: the bytes are no token change.
     """
     try:
         read = stored_progress_pb2.StoredTokenChange.FromString(stored)
@@ -207,30 +207,30 @@ def decode_token_change(stored: bytes) -> TokenChange:
             EndedToken(read.ended_token, HoldEnd(read.end), reach),
         )
     except (DecodeError, ValueError) as error:
-        raise DataLoss(f"a stored handover can't be read: {error}") from error
+        raise DataLoss(f"a stored token change can't be read: {error}") from error
 
 
-def encode_reset(operation: RecordedReset) -> bytes:
-    """A reset or clone, all of it."""
-    order = operation.order
+def encode_reset(reset: RecordedReset) -> bytes:
+    """Return the stored form of a reset or clone."""
+    order = reset.order
     return stored_progress_pb2.StoredReset(
         op_id=order.op_id,
         kind=order.kind,
         by=order.by,
         reason=order.reason,
-        unix_ms=operation.unix_ms,
-        steps=[_encode_step(step) for step in operation.steps],
+        unix_ms=reset.unix_ms,
+        steps=[_encode_step(step) for step in reset.steps],
         undone_op_id=order.undone_op_id,
         from_group=order.from_group,
-        number=operation.number,
+        number=reset.number,
     ).SerializeToString()
 
 
 def decode_reset(stored: bytes) -> RecordedReset:
-    """Inverse of `encode_reset`.
+    """Return the reset or clone of a stored form.
 
     Raises:
-        DataLoss: these bytes are not an operation.
+        DataLoss: the bytes are no reset.
     """
     try:
         read = stored_progress_pb2.StoredReset.FromString(stored)
@@ -248,24 +248,24 @@ def decode_reset(stored: bytes) -> RecordedReset:
             steps=tuple(_decode_step(step) for step in read.steps),
         )
     except (DecodeError, ValueError) as error:
-        raise DataLoss(f"a stored operation can't be read: {error}") from error
+        raise DataLoss(f"a stored reset can't be read: {error}") from error
 
 
-def encode_local_placement(home: LocalPlacement) -> bytes:
-    """What became of a group, on the disk."""
+def encode_local_placement(placement: LocalPlacement) -> bytes:
+    """Return the stored form of a group's local placement."""
     return stored_progress_pb2.StoredLocalPlacement(
-        move=home.move,
-        state=stored_progress_pb2.LocalPlacementState.ValueType(home.state),
-        gone_to=home.gone_to,
-        topic_ids=home.topic_ids,
+        move=placement.move,
+        state=stored_progress_pb2.LocalPlacementState.ValueType(placement.state),
+        gone_to=placement.gone_to,
+        topic_ids=placement.topic_ids,
     ).SerializeToString(deterministic=True)
 
 
 def decode_local_placement(stored: bytes) -> LocalPlacement:
-    """Inverse of `encode_local_placement`.
+    """Return the local placement of a stored form.
 
     Raises:
-        DataLoss: these bytes are no entry of a group.
+        DataLoss: the bytes are no local placement.
     """
     try:
         read = stored_progress_pb2.StoredLocalPlacement.FromString(stored)
@@ -273,7 +273,7 @@ def decode_local_placement(stored: bytes) -> LocalPlacement:
             read.move, PlacementState(read.state), read.gone_to, dict(read.topic_ids)
         )
     except (DecodeError, ValueError) as error:
-        raise DataLoss(f"the stored home of a group can't be read: {error}") from error
+        raise DataLoss(f"the stored placement of a group can't be read: {error}") from error
 
 
 def _encode_step(step: ResetStep) -> stored_progress_pb2.StoredResetStep:

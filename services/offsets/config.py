@@ -13,43 +13,50 @@ from batonmq_server.runtime.settings import ServiceSettings
 
 
 class OffsetsSettings(ServiceSettings):
-    """What `python -m batonmq_server.offsets` reads."""
+    """Settings of an offsets node, read from the variables BATON_OFFSETS_<NAME>."""
 
     node_id: str = Field("offsets-0", pattern=r"^[a-z0-9-]{1,63}$")
-    """Name of the process."""
+    """Node id of this process."""
     data_dir: Path
-    """Folder that holds the progress; made if it does not exist; one process at a time."""
+    """Data directory: the progress of all groups. Created if it does not exist; used by one process
+    at a time."""
     span_max: int = Field(2_000, ge=1, le=1_000_000)
-    """How far ahead of deliveries the delivered offset is made durable, in messages."""
+    """Number of messages by which the durable delivered offset of a queue is reserved ahead of
+    deliveries."""
     ack_ranges_max: int = Field(100_000, ge=1, le=1_000_000)
-    """Acked ranges above the committed offset of a queue beyond which its delivery stops."""
+    """Number of acked ranges above the committed offset of a queue at which its delivery is
+    paused."""
     ack_bytes_max: int = Field(1024 * 1024, ge=64)
-    """Stored size of those ranges beyond which delivery stops, in bytes."""
+    """Stored size of the acked ranges of a queue, in bytes, at which its delivery is paused."""
     disk_free_bytes_min: int = Field(FREE_BYTES_MIN, ge=0)
-    """With less free on the disk every change is refused with DISK_FULL, in bytes."""
+    """Minimum free space of the disk, in bytes. With less, every change is rejected with
+    DISK_FULL."""
     replica_set: str = Field("offsets", pattern=r"^[a-z0-9-]{1,63}$")
-    """Replica set the node belongs to."""
+    """Name of the replica set of this node."""
     replicas: str = Field("", pattern=r"^([a-z0-9-]{1,63}(,[a-z0-9-]{1,63}){0,4})?$")
-    """Node ids of the replica set, this one among them, separated by commas, up to 5; empty for a
-    node without followers."""
+    """Node ids of the replica set, including this node, separated by commas; up to 5. Empty for a
+    node without replicas."""
     min_in_sync: int = Field(1, ge=1, le=5)
-    """With fewer replicas in sync, the leader among them, every change is refused with
-    NOT_ENOUGH_REPLICAS."""
+    """Minimum size of the in-sync set, including the leader. With fewer replicas in sync the leader
+    rejects every change with NOT_ENOUGH_REPLICAS."""
     leader_lease_ms: int = Field(5_000, ge=2_000)
-    """After so long without a word of the leader another replica is elected, in milliseconds."""
+    """Lease of the leader, in milliseconds. If the leader does not renew it, another replica is
+    elected."""
     replica_lag_ms_max: int = Field(3_000, ge=500)
-    """A follower that has not had everything for so long is out of sync, in milliseconds."""
+    """A follower that has not had every change for this long leaves the in-sync set, in
+    milliseconds."""
     replica_kept_bytes_max: int = Field(64 * 1024 * 1024, ge=0)
-    """So much of the newest changes is kept for followers that come back, in bytes."""
+    """Size of the newest changes kept in memory for followers that lag, in bytes. A follower that
+    lags further copies everything."""
 
     @property
     def members(self) -> frozenset[str]:
-        """Node ids of the replica set."""
+        """Node ids of the replica set; only this node if it has no replicas."""
         return frozenset(self.replicas.split(",")) if self.replicas else frozenset({self.node_id})
 
     @property
     def replica_policy(self) -> ReplicaPolicy:
-        """How the replica set keeps together."""
+        """The rules of the in-sync set."""
         return ReplicaPolicy(
             min_in_sync=self.min_in_sync,
             lag_ms_max=self.replica_lag_ms_max,

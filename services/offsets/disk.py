@@ -1,6 +1,6 @@
-"""The only file access of offsets: one LMDB environment, written in synced transactions.
+"""The store of offsets on disk: one LMDB environment, written in synced transactions.
 
-Knows keys and values as bytes, not what they mean.
+No other module of the service reads or writes files. Keys and values are plain bytes here.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ from types import TracebackType
 import lmdb
 
 from batonmq.errors import DataLoss, DiskFull
+from batonmq_server.offsets.core.change_log import Entry
 
 log = logging.getLogger(__name__)
 
-Entry = tuple[bytes, bytes | None]
-"""Key and value to be written; None takes the key away."""
 StoredEntry = tuple[bytes, bytes]
-"""Key and value as they stand."""
+"""A stored key and its value."""
 
 MAP_BYTES_MIN = 1 << 30
-"""Address space at first, not memory and not disk; doubled when it is used up."""
+"""Initial size of the address space, not of memory or disk; doubled when it is used up."""
 FREE_BYTES_MIN = 64 << 20
-"""What `write` leaves free on the disk, so that it never fails half-way for want of room."""
+"""Space that `write` leaves free on the disk, so that it never fails half-way."""
 
 
 class DataDirInUse(Exception):
     """Another process has the data directory open."""
 
 
-class Disk:
+class LmdbDisk:
     """Ordered keys and values that survive a power cut once `write` has returned.
 
     Args:
-        folder: Made if it does not exist; used by one process at a time.
-        free_bytes_min: `write` refuses when less is free.
-        free_bytes: What is free on the disk that holds `folder`.
+        folder: Created if it does not exist; used by one process at a time.
+        free_bytes_min: `write` raises `DiskFull` if less is free.
+        free_bytes: Returns the free space of the disk that has `folder`.
 
     Raises:
-        DataDirInUse: another process has it.
+        DataDirInUse: another process uses the folder.
         DataLoss: the file is damaged.
     """
 
@@ -62,32 +61,34 @@ class Disk:
         free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._held = os.open(folder / "process.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock_file = os.open(
+            folder / "process.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(self._held)
+            os.close(self._lock_file)
             raise DataDirInUse(f"another process uses {folder}") from error
         try:
             self._environment = lmdb.open(
                 str(folder / "progress"), map_size=map_bytes, readahead=False
             )
-            for made in (folder / "progress", folder, folder.parent):
-                _sync_folder(made)
+            for created in (folder / "progress", folder, folder.parent):
+                _sync_folder(created)
         except lmdb.Error as error:
-            os.close(self._held)
+            os.close(self._lock_file)
             raise DataLoss(f"stored progress in {folder} can't be opened: {error}") from error
-        self._access = threading.Lock()
-        self._under_way: set[asyncio.Future[None]] = set()
+        self._lock = threading.Lock()
+        self._in_progress: set[asyncio.Future[None]] = set()
         self._closed = False
         self._free_bytes_min = free_bytes_min
         self._free_bytes = partial(free_bytes, folder)
 
     def read(self, skip: bytes = b"") -> Iterator[StoredEntry]:
-        """All entries by key, ascending, as of the moment of the first.
+        """Yield all entries, ascending by key, in the state at the first one.
 
         Args:
-            skip: Leave out those whose keys begin so, if given.
+            skip: Entries whose keys begin with this prefix are left out; empty for none.
 
         Raises:
             DataLoss: the file is damaged.
@@ -107,7 +108,7 @@ class Disk:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
     async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
-        """The entries whose keys begin with `prefix`, by key, ascending.
+        """Return the entries whose keys begin with `prefix`, ascending by key.
 
         Raises:
             DataLoss: the file is damaged.
@@ -116,7 +117,7 @@ class Disk:
 
     def _read_prefix(self, prefix: bytes) -> list[StoredEntry]:
         try:
-            with self._access, self._environment.begin(buffers=False) as transaction:
+            with self._lock, self._environment.begin(buffers=False) as transaction:
                 cursor = transaction.cursor()
                 cursor.set_range(prefix)
                 return list(takewhile(lambda found: found[0].startswith(prefix), cursor))
@@ -124,7 +125,7 @@ class Disk:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
-        """`read`, whole, without keeping others waiting.
+        """Return all entries of `read`, in a thread: other tasks go on.
 
         Raises:
             DataLoss: the file is damaged.
@@ -132,74 +133,74 @@ class Disk:
         return await asyncio.to_thread(self._snapshot, skip)
 
     def _snapshot(self, skip: bytes) -> list[StoredEntry]:
-        with self._access:
+        with self._lock:
             return list(self.read(skip))
 
     async def write(self, entries: Sequence[Entry]) -> None:
         """Write all entries or none, and return when they are durable.
 
         Raises:
-            DiskFull: nothing is written; the same write may be tried again.
-            lmdb.Error, OSError: not known whether they are; the process must end.
+            DiskFull: nothing is written; the same write may be retried.
+            lmdb.Error, OSError: the outcome is not known; the process must end.
         """
         await self._in_thread(partial(self._write_with_room, entries))
 
     async def replace(self, entries: Sequence[StoredEntry]) -> None:
-        """Write these in place of everything, or nothing, and return when they are durable.
+        """Replace everything by these entries atomically, and return when they are durable.
 
         Raises:
             DiskFull: nothing is written.
-            lmdb.Error, OSError: not known what is; the process must end.
+            lmdb.Error, OSError: the outcome is not known; the process must end.
         """
-        await self._in_thread(partial(self._write_with_room, entries, anew=True))
+        await self._in_thread(partial(self._write_with_room, entries, replace=True))
 
     async def wait_idle(self) -> None:
-        """Return when no write is under way, one whose caller was cancelled included."""
-        while self._under_way:
-            await asyncio.wait(self._under_way)
+        """Return when no write is in progress, including those whose caller was cancelled."""
+        while self._in_progress:
+            await asyncio.wait(self._in_progress)
 
     async def _in_thread(self, write: Callable[[], None]) -> None:
         job = asyncio.get_running_loop().run_in_executor(None, write)
-        self._under_way.add(job)
+        self._in_progress.add(job)
         job.add_done_callback(self._ended)
         await asyncio.shield(job)
 
     def _ended(self, job: asyncio.Future[None]) -> None:
-        self._under_way.discard(job)
-        if (error := job.exception()) is not None:  # perhaps nobody waits for it any more
+        self._in_progress.discard(job)
+        if (error := job.exception()) is not None:  # its caller may be cancelled
             log.debug("write failed error=%s", error)
 
     def check_room(self) -> None:
-        """Refuse what `write` would refuse at this moment. The kernel knows it: nothing is read.
+        """Return if `write` has enough room; asks the kernel and reads nothing from disk.
 
         Raises:
-            DiskFull: too little is free.
+            DiskFull: less than `free_bytes_min` is free.
         """
         free_bytes = self._free_bytes()
         if free_bytes < self._free_bytes_min:
             raise DiskFull(
-                f"{free_bytes} bytes are free on the disk, {self._free_bytes_min} have to be",
+                f"{free_bytes} bytes are free on the disk, the minimum is {self._free_bytes_min}",
                 facts={"free_bytes": free_bytes, "limit": self._free_bytes_min},
             )
 
-    def _write_with_room(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
+    def _write_with_room(self, entries: Sequence[Entry], *, replace: bool = False) -> None:
         self.check_room()
-        self.write_blocking(entries, anew=anew)
+        self.write_blocking(entries, replace=replace)
 
-    def write_blocking(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
-        """`write`, or `replace`, for a caller that may be blocked, whatever is free."""
-        with self._access:
+    def write_blocking(self, entries: Sequence[Entry], *, replace: bool = False) -> None:
+        """Do what `write` or `replace` does, blocking, and without a check of the free space."""
+        with self._lock:
             if self._closed:
                 raise OSError("the disk is closed")
-            while not self._try_write(entries, anew):
+            while not self._try_write(entries, replace):
                 map_bytes = self._environment.info()["map_size"] * 2
-                log.info("map grown map_bytes=%d", map_bytes)
+                log.info("LMDB map enlarged map_bytes=%d", map_bytes)
                 self._environment.set_mapsize(map_bytes)
 
-    def _try_write(self, entries: Sequence[Entry], anew: bool) -> bool:
+    def _try_write(self, entries: Sequence[Entry], replace: bool) -> bool:
         try:
             with self._environment.begin(write=True) as transaction:
-                if anew:
+                if replace:
                     transaction.drop(self._environment.open_db(None, transaction), delete=False)
                 for key, value in entries:
                     if value is None:
@@ -211,14 +212,14 @@ class Disk:
         return True
 
     def close(self) -> None:
-        """Wait for a write under way, then let go of the folder."""
-        with self._access:
+        """Wait for a write in progress, then release the folder."""
+        with self._lock:
             if not self._closed:
                 self._closed = True
                 self._environment.close()
-                os.close(self._held)
+                os.close(self._lock_file)
 
-    def __enter__(self) -> Disk:
+    def __enter__(self) -> LmdbDisk:
         return self
 
     def __exit__(
@@ -231,14 +232,14 @@ class Disk:
 
 
 def set_aside_damage(folder: Path) -> None:
-    """Leave nothing in place of progress that is damaged: a replica gets it from the others.
+    """Move damaged progress aside, so that the node copies everything from the leader.
 
-    What was there is kept as `progress.damaged`. Blocks, as long as it takes to read it all.
+    The damaged folder is kept as `progress.damaged`. Blocks until everything is read.
     """
     stored, aside = folder / "progress", folder / "progress.damaged"
     if not stored.exists():
         return
-    # Not in this process, which the damage might end: see there.
+    # In a process of its own: reading a damaged file can kill the process, see verify.py.
     command = [sys.executable, "-m", "batonmq_server.offsets.verify", str(stored)]
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode == 0:
@@ -247,7 +248,7 @@ def set_aside_damage(folder: Path) -> None:
     stored.rename(aside)
     _sync_folder(folder)
     log.error(
-        "stored progress is damaged, begins anew from the replica set folder=%s kept=%s "
+        "stored progress is damaged, the node copies it from the leader folder=%s kept=%s "
         "exit_status=%d detail=%r",
         folder,
         aside.name,
@@ -257,8 +258,8 @@ def set_aside_damage(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(held)
+        os.fsync(descriptor)
     finally:
-        os.close(held)
+        os.close(descriptor)

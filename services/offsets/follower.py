@@ -1,4 +1,4 @@
-"""A follower's part: fetch what the leader has changed, make it durable, ask for more.
+"""The follower's side of replication: fetches the changes of the leader and makes them durable.
 
 A fetch request tells the leader which changes the follower has durably. If the histories of the two
 have diverged, or the follower is too far behind, the follower replaces everything it has by the
@@ -30,36 +30,44 @@ from batonmq_server.runtime.service_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-ReplicationPeer: TypeAlias = "LeaderChannel[pb_grpc.ReplicationServiceAsyncStub]"
+ReplicationChannel: TypeAlias = "LeaderChannel[pb_grpc.ReplicationServiceAsyncStub]"
 CALL_TIMEOUT_S = 5.0
 READ_ALL_TIMEOUT_S, PART_TIMEOUT_S = 120.0, 10.0
-"""A leader that is dead, and has not said so, is not waited for any longer."""
+"""Timeouts of ReadAll, for the call and for one part: the leader may be dead without an error."""
 SYNC_ALL_FIRST_MS, SYNC_ALL_MS = 10_000, 60_000
-"""When a follower compares all it has with the leader. Source: RocketMQ SlaveSynchronize."""
-DIGESTED_AT_ONCE = 4_096
+"""First time and interval of the comparison of all entries with the leader.
+
+Source: RocketMQ SlaveSynchronize."""
+DIGEST_STEP = 4_096
+"""Entries digested without an await."""
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 
 
 class Follower:
-    """Keeps this node's copy like the leader's.
+    """Keeps the copy of this node equal to that of the leader.
 
     Attributes:
-        writing: Held by whoever may write to `disk`.
-        changes: Where this node stands.
-        leader: The leader's last answer: its epoch and version.
-        stuck: Whether it can't follow.
+        writing: Lock of the task that may write to `disk`.
+        changes: The change log of this node.
+        leader: Epoch and last version of the leader, from its last answer.
+        follow_problem: The problem because of which this node can't follow, if any.
     """
 
     def __init__(
         self,
         disk: ProgressStore,
         changes: ChangeLog,
-        peer: ReplicationPeer,
+        leader_channel: ReplicationChannel,
         settings: OffsetsSettings,
         runtime: Runtime,
-        stuck: FollowProblem,
+        follow_problem: FollowProblem,
     ) -> None:
-        self.disk, self.changes, self._peer, self.stuck = disk, changes, peer, stuck
+        self.disk, self.changes, self._leader_channel, self.follow_problem = (
+            disk,
+            changes,
+            leader_channel,
+            follow_problem,
+        )
         self._runtime, self.writing = runtime, asyncio.Lock()
         self._node_id, self._hold_ms = settings.node_id, settings.replica_policy.hold_ms
         self._kept_bytes_max = settings.replica_kept_bytes_max
@@ -68,30 +76,30 @@ class Follower:
         self._expected: tuple[ReplicaPosition, bytes] | None = None
 
     async def reload(self) -> None:
-        """This node is no leader any more: go on from what is on the disk."""
+        """Read the change log from the disk again, after this node was the leader."""
         await self.disk.wait_idle()
         self.changes.replace_with(read_change_log(self.disk, kept_bytes_max=self._kept_bytes_max))
 
     def has_room(self) -> bool:
-        """Whether the next change could be written here; if not, the leader is told."""
+        """Return whether the next change could be written; if not, report it to the leader."""
         try:
             self.disk.check_room()
         except DiskFull as error:
-            self.stuck.report(error)
+            self.follow_problem.report(error)
             return False
         return True
 
     async def run(self) -> None:
-        """Follow for ever; waits while this node writes by itself. To be run as one task."""
+        """Follow the leader until cancelled; wait while this node itself is the leader."""
         failures = 0
         while True:
             try:
                 await self._step()
                 if self.has_room():
-                    self.stuck.clear()
+                    self.follow_problem.clear()
                 failures = 0
             except BatonError as error:
-                self.stuck.report(error)
+                self.follow_problem.report(error)
                 level = logging.WARNING if failures == 10 else logging.DEBUG
                 log.log(level, "not following position=%s error=%s", self.changes.position, error)
                 delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)
@@ -101,15 +109,15 @@ class Follower:
     async def _step(self) -> None:
         async with self.writing:
             before = self.changes.position
-        stub = self._peer.stub()
+        stub = self._leader_channel.stub()
         request = pb.FetchRequest(
             node_id=self._node_id,
             position=pb.Position(epoch=before.epoch, version=before.version),
             hold_ms=self._hold_ms,
-            problem=self.stuck.problem,
+            problem=self.follow_problem.problem,
         )
         try:
-            await self._ask_digest(stub, before)
+            await self._fetch_digest(stub, before)
             answer = await stub.Fetch(request, timeout=self._hold_ms / 1000 + CALL_TIMEOUT_S)
             everything = await self._read_all(stub, before) if answer.read_all else None
         except grpc.aio.AioRpcError as error:
@@ -121,15 +129,15 @@ class Follower:
             )
         async with self.writing:
             if self.changes.position != before:
-                return  # it was leader meanwhile
+                return  # this node was the leader during the call
             self.leader = ReplicaPosition(answer.epoch, answer.version)
             if everything is not None:
-                await self._begin_anew(everything)
+                await self._replace_all(everything)
             else:
-                await self._adopt([_change(one) for one in answer.changes])
+                await self._apply([_change(one) for one in answer.changes])
 
-    async def _adopt(self, found: list[StoreChange]) -> None:
-        """Take changes over in one write, or in two if a comparison is due between them."""
+    async def _apply(self, found: list[StoreChange]) -> None:
+        """Write changes in one write, or in two if a comparison is due between them."""
         at = self.changes.position
         for change in found:
             if change.position.version != at.version + 1 or change.position.epoch < at.epoch:
@@ -166,22 +174,26 @@ class Follower:
                     if part.last:
                         return entries
         except TimeoutError:
-            log.warning("the leader fell silent entries=%d", len(entries))
-        raise Unreachable("the leader ended before it had sent everything", retry_after_ms=200)
+            log.warning("ReadAll timed out waiting for the next part entries=%d", len(entries))
+        raise Unreachable("the leader stopped before the last part of ReadAll", retry_after_ms=200)
 
-    async def _begin_anew(self, entries: list[tuple[bytes, bytes]]) -> None:
+    async def _replace_all(self, entries: list[tuple[bytes, bytes]]) -> None:
         changes = change_log_of(dict(entries), kept_bytes_max=self._kept_bytes_max)
         if changes.position.epoch < self.changes.position.epoch:
-            raise OldEpoch(f"everything of epoch {changes.position.epoch} is refused")
-        log.warning("begins anew position=%s was=%s", changes.position, self.changes.position)
+            raise OldEpoch(f"a copy of the older epoch {changes.position.epoch} is rejected")
+        log.warning(
+            "replaces everything by the leader's copy position=%s was=%s",
+            changes.position,
+            self.changes.position,
+        )
         await self.disk.replace(entries)
         self.changes.replace_with(changes)
         self._expected = None
 
-    async def _ask_digest(
+    async def _fetch_digest(
         self, stub: pb_grpc.ReplicationServiceAsyncStub, before: ReplicaPosition
     ) -> None:
-        """From time to time learn what the leader's state comes to, at a position still to come."""
+        """Fetch the digest of the leader's state at intervals, at a position not yet reached."""
         now_ms = self._runtime.clock.monotonic_ms()
         if now_ms < self._compare_ms or not before.version:
             return
@@ -194,33 +206,35 @@ class Follower:
         )
 
     async def _compare(self) -> None:
-        """Compare all that is on the disk; begin anew with the next step if it is not the same.
+        """Compare all entries with the digest of the leader; if they differ, read all next.
 
         Raises:
-            DataLoss: it is not the same.
+            DataLoss: the copies differ.
         """
         assert self._expected is not None
         (at, digest), self._expected = self._expected, None
         if self.changes.position != at:
-            return  # there was another leader meanwhile
-        if await digest_of(await self.disk.snapshot()) == digest:
-            log.info("same as the leader position=%s", at)
+            return  # another leader was elected since the digest was fetched
+        if await state_digest(await self.disk.snapshot()) == digest:
+            log.info("copy equals that of the leader position=%s", at)
             return
         self.changes.replace_with(ChangeLog((), 0, kept_bytes_max=self._kept_bytes_max))
-        raise DataLoss(f"what is stored at {at} is not what the leader has; all is read anew")
+        raise DataLoss(
+            f"the copy at {at} differs from that of the leader; everything is read again"
+        )
 
 
-async def digest_of(entries: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """What a state comes to: BLAKE2b-256 of its keys and values, with their lengths.
+async def state_digest(entries: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return the BLAKE2b-256 of the keys and values of a state, with their lengths.
 
-    Lets others go on now and then: a leader whose state is large has a lease to keep.
+    Works in steps: between two, other tasks run, such as the lease renewal of the leader.
     """
     found = blake2b(digest_size=32)
     for number, (key, value) in enumerate(entries, start=1):
         found.update(b"%d %d " % (len(key), len(value)))
         found.update(key)
         found.update(value)
-        if number % DIGESTED_AT_ONCE == 0:
+        if number % DIGEST_STEP == 0:
             await asyncio.sleep(0)
     return found.digest()
 

@@ -48,7 +48,7 @@ class GroupModes:
             GroupInUse: the group exists.
             NoQuorum: etcd does not answer.
         """
-        if await self._mirror.now(group) is not None:
+        if await self._mirror.read(group) is not None:
             raise group_in_use(group)
 
 

@@ -17,7 +17,7 @@ from batonmq_server.runtime.replication.leadership import Leadership
 from batonmq_server.runtime.replication.position import ReplicaPosition
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
-"""One answer holds no more changes than this, but one in any case."""
+"""Maximum size of the changes in one answer, which has at least one change."""
 
 
 class OffsetsLeadership(Leadership):

@@ -49,12 +49,12 @@ class OwnerCalls(OffsetsCalls):
         now, outcomes = self._now(), []
         for key, token in touches:
             error = attempt(self._touch, key, token, now)
-            refused = (
+            failure = (
                 self._item_error("touch", key, token, error)
                 if isinstance(error, BatonError)
                 else None
             )
-            outcomes.append(pb.TouchOutcome(error=refused))
+            outcomes.append(pb.TouchOutcome(error=failure))
         await self._commits.wait_durable(key for key, _ in touches)
         return pb.TouchResponse(
             offsets_epoch=self._table.epoch,
@@ -73,8 +73,8 @@ class OwnerCalls(OffsetsCalls):
         results = [attempt(self._commit, *item, now, ProgressSource.COMMIT) for item in items]
         for item, result in zip(items, results, strict=True):
             if isinstance(result, BatonError):
-                refused = self._item_error("commit", item[0], item[1], result)
-                outcomes.append(pb.CommitOutcome(error=refused))
+                failure = self._item_error("commit", item[0], item[1], result)
+                outcomes.append(pb.CommitOutcome(error=failure))
             else:
                 outcomes.append(pb.CommitOutcome(committed=committed_pb(result)))
         await self._commits.wait_durable(item[0] for item in items)
@@ -91,8 +91,8 @@ class OwnerCalls(OffsetsCalls):
         results = [attempt(self._close, *item, now) for item in items]
         for item, result in zip(items, results, strict=True):
             if isinstance(result, BatonError):
-                refused = self._item_error("close", item[0], item[1], result)
-                outcomes.append(pb.CloseOutcome(error=refused))
+                failure = self._item_error("close", item[0], item[1], result)
+                outcomes.append(pb.CloseOutcome(error=failure))
             else:
                 outcomes.append(pb.CloseOutcome(closed=committed_pb(result)))
                 self._telemetry.report_cut_off(item[3].count if result.changed else 0)
@@ -116,12 +116,12 @@ class OwnerCalls(OffsetsCalls):
         if acks is not None:
             committed = attempt(self._commit, key, token, acks, now, ProgressSource.PULL)
         if isinstance(committed, BatonError):
-            refused = self._item_error("pull", key, token, committed)
-            return pb.DeliveryOutcome(error=refused), committed
+            failure = self._item_error("pull", key, token, committed)
+            return pb.DeliveryOutcome(error=failure), committed
         delivered = attempt(self._record, key, token, delivery, now)
         if isinstance(delivered, BatonError):
-            refused = self._item_error("record", key, token, delivered)
-            return pb.DeliveryOutcome(error=refused), committed
+            failure = self._item_error("record", key, token, delivered)
+            return pb.DeliveryOutcome(error=failure), committed
         answer = pb.Delivered(
             maybe_seen=ranges_pb(delivered.maybe_seen),
             progress=committed_pb(committed) if committed is not None else None,

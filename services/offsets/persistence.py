@@ -1,4 +1,4 @@
-"""What of the table stands on the disk, under which keys, and how a life begins from it."""
+"""The keys and values of the store, and the recovery of an epoch from them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenChangeKey:
-    """A change of a queue's token: a fact, so it is its own state and equal to itself alone."""
+    """The record of one token change of a queue.
+
+    It never changes, so it holds its own state; it is equal to itself alone.
+    """
 
     key: GroupQueue
     token_change: TokenChange
@@ -53,7 +56,7 @@ class TokenChangeKey:
 
 @dataclass(frozen=True, slots=True)
 class PlacementKey:
-    """What became of a group that has come here, or left."""
+    """The local placement of a group."""
 
     group: str
 
@@ -69,8 +72,8 @@ class RawEntries:
 
 
 DurableKey = GroupQueue | TokenChangeKey | ResetSlot | PlacementKey | RawEntries | str | None
-"""What can change: a queue, who holds it, a recorded operation, where a group is, what arrives of
-it, by its name for which id a topic was deleted, or, as None, the term of the lock manager."""
+"""What a change can affect: a queue, a token change, a recorded reset, the placement of a group,
+raw entries, the deleted id of a topic (by its name), or the term of the lock manager (None)."""
 
 FORMAT = META + b"format"
 TERM = META + b"term"
@@ -79,28 +82,28 @@ TOPIC = META + b"topic\0"
 RESET = META + b"reset\0"
 """Followed by `group NUL slot`."""
 HOLDS = META + b"hold\0"
-"""Followed by `queue NUL slot`. Not in memory: read when somebody asks."""
+"""Followed by `queue NUL slot`. Not kept in memory: read by ListHolds."""
 PLACEMENT = META + b"home\0"
 """Followed by the name of a group."""
 _FORMAT_VERSION = b"3"
 
-
-RECOVERED_AT_ONCE = 2_048
+RECOVERY_STEP = 2_048
+"""Queues recovered without an await."""
 
 
 class ProgressStore(Protocol):
-    """What the service asks of its disk; see `disk.Disk`."""
+    """The disk as the service uses it; see `disk.LmdbDisk`."""
 
     def read(self, skip: bytes = b"") -> Iterator[StoredEntry]:
-        """All entries by key, ascending, as of one moment; without those that begin with `skip`."""
+        """Yield all entries of one moment, ascending by key; leave out those of `skip`."""
         ...
 
     async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
-        """The entries whose keys begin with `prefix`."""
+        """Return the entries whose keys begin with `prefix`."""
         ...
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
-        """`read`, whole, without keeping others waiting."""
+        """Return all entries of `read` without blocking other tasks."""
         ...
 
     async def write(self, entries: Sequence[Entry]) -> None:
@@ -108,27 +111,27 @@ class ProgressStore(Protocol):
         ...
 
     def write_blocking(self, entries: Sequence[Entry]) -> None:
-        """`write` for a caller that may be blocked."""
+        """Do what `write` does, blocking."""
         ...
 
     async def replace(self, entries: Sequence[StoredEntry]) -> None:
-        """Write these in place of everything, or nothing, and return when they are durable."""
+        """Replace everything by these entries atomically, and return when they are durable."""
         ...
 
     async def wait_idle(self) -> None:
-        """Return when no write is under way, one whose caller was cancelled included."""
+        """Return when no write is in progress, including those whose caller was cancelled."""
         ...
 
     def check_room(self) -> None:
-        """Refuse what `write` would refuse at this moment for want of room."""
+        """Raise `DiskFull` if `write` would."""
         ...
 
 
 def read_change_log(disk: ProgressStore, *, kept_bytes_max: int) -> ChangeLog:
-    """Where the disk stands.
+    """Return the change log of a disk.
 
     Raises:
-        DataLoss: that can't be read.
+        DataLoss: position or history can't be read.
     """
     own = {
         key: value
@@ -139,10 +142,10 @@ def read_change_log(disk: ProgressStore, *, kept_bytes_max: int) -> ChangeLog:
 
 
 def change_log_of(entries: Mapping[bytes, bytes], *, kept_bytes_max: int) -> ChangeLog:
-    """Where a disk with these entries stands.
+    """Return the change log of a disk with these entries.
 
     Raises:
-        DataLoss: that can't be read.
+        DataLoss: position or history can't be read.
     """
     own = {
         name: unseal(META + name, entries[META + name])
@@ -153,24 +156,24 @@ def change_log_of(entries: Mapping[bytes, bytes], *, kept_bytes_max: int) -> Cha
 
 
 def next_change(log: ChangeLog, epoch: int, entries: Iterable[Entry]) -> StoreChange:
-    """The change that writes `entries` next, with where it leads to."""
+    """Return the next change with `entries`; it also writes the new position."""
     at, own = log.next(epoch)
     sealed = [(META + name, seal(META + name, value)) for name, value in own]
     return StoreChange(at, [*entries, *sealed])
 
 
 def first_change(log: ChangeLog, epoch: int) -> StoreChange:
-    """The change by which an epoch begins."""
+    """Return the first change of an epoch."""
     return next_change(log, epoch, [(FORMAT, _FORMAT_VERSION)])
 
 
 def recover_standalone(
     disk: ProgressStore, limits: QueueLimits, now: Instant
 ) -> tuple[ChangeLog, ProgressTable, ResetHistory]:
-    """What a node without followers begins with: an epoch of its own, durable already.
+    """Recover a node without followers, in a new epoch that is durable on return.
 
     Raises:
-        DataLoss: something stored can't be read or contradicts itself.
+        DataLoss: a stored value can't be read or contradicts itself.
     """
     changes = read_change_log(disk, kept_bytes_max=0)
     table, records = recover(disk, limits, changes.position.epoch + 1, now)
@@ -183,10 +186,10 @@ def recover_standalone(
 def recover(
     disk: ProgressStore, limits: QueueLimits, epoch: int, now: Instant
 ) -> tuple[ProgressTable, ResetHistory]:
-    """The table as the last life left it, in a new epoch. Blocks, as long as it takes.
+    """Return the stored table and history for a new epoch. Blocks until everything is read.
 
     Raises:
-        DataLoss: something stored can't be read or contradicts itself.
+        DataLoss: a stored value can't be read or contradicts itself.
     """
     table, records, queues = _recovered_meta(disk.read(skip=HOLDS), limits, epoch, now)
     _restore_queues(table, queues)
@@ -196,15 +199,15 @@ def recover(
 async def recover_in_steps(
     disk: ProgressStore, limits: QueueLimits, epoch: int, now: Instant
 ) -> tuple[ProgressTable, ResetHistory]:
-    """`recover` for a leader, which has a lease to keep: lets others go on now and then.
+    """Do what `recover` does in steps: between two, other tasks run, such as the lease renewal.
 
     Raises:
-        DataLoss: something stored can't be read or contradicts itself.
+        DataLoss: a stored value can't be read or contradicts itself.
     """
     found = await disk.snapshot(skip=HOLDS)
     table, records, queues = _recovered_meta(found, limits, epoch, now)
-    for begin in range(0, len(queues), RECOVERED_AT_ONCE):
-        _restore_queues(table, queues[begin : begin + RECOVERED_AT_ONCE])
+    for begin in range(0, len(queues), RECOVERY_STEP):
+        _restore_queues(table, queues[begin : begin + RECOVERY_STEP])
         await asyncio.sleep(0)
     return table, records
 
@@ -212,24 +215,26 @@ async def recover_in_steps(
 def _recovered_meta(
     found: Iterable[StoredEntry], limits: QueueLimits, epoch: int, now: Instant
 ) -> tuple[ProgressTable, ResetHistory, list[StoredEntry]]:
-    """A table without queues, and the queues as they are stored."""
+    """Return a table without queues, the history, and the stored entries of the queues."""
     meta: dict[bytes, bytes] = {}
     queues: list[StoredEntry] = []
     stored = dict(found)
     version = stored.pop(FORMAT, _FORMAT_VERSION)
     if version != _FORMAT_VERSION:
-        raise DataLoss(f"the stored progress has format {version!r}, known is {_FORMAT_VERSION!r}")
+        raise DataLoss(
+            f"the stored progress has format {version!r}, this version reads {_FORMAT_VERSION!r}"
+        )
     for key, sealed in stored.items():
         if key.startswith(META):
             meta[key] = unseal(key, sealed)
         else:
             queues.append((key, sealed))
     if queues and META + POSITION not in meta:
-        raise DataLoss("the stored progress has queues, but no position")
+        raise DataLoss("the stored progress has queues but no position")
     table = ProgressTable(limits, epoch, _number(meta, TERM), now)
     records = ResetHistory()
     _restore_meta(table, records, meta)
-    log.info("recovers queues=%d epoch=%d term=%d", len(queues), table.epoch, table.term)
+    log.info("recovering queues=%d epoch=%d term=%d", len(queues), table.epoch, table.term)
     return table, records, queues
 
 
@@ -241,7 +246,7 @@ def _restore_queues(table: ProgressTable, queues: Sequence[StoredEntry]) -> None
 
 
 def _restore_meta(table: ProgressTable, records: ResetHistory, meta: dict[bytes, bytes]) -> None:
-    """Homes first: of a group that is not here nothing else counts."""
+    """Restore placements first: the other entries of a group count only if it is kept here."""
     for key, value in meta.items():
         if key.startswith(PLACEMENT):
             table.placements.put(
@@ -259,7 +264,7 @@ def _restore_meta(table: ProgressTable, records: ResetHistory, meta: dict[bytes,
 def entries_of(
     table: ProgressTable, records: ResetHistory
 ) -> Callable[[DurableKey], Sequence[Entry]]:
-    """How the present state of a key stands on the disk."""
+    """Return the function that encodes the current state of a durable key."""
 
     def entries(key: DurableKey) -> Sequence[Entry]:
         match key:
@@ -271,9 +276,9 @@ def entries_of(
                 at = RESET + key.group.encode() + b"\0%d" % key.slot
                 found = at, encode_reset(records.at(key))
             case PlacementKey():
-                home = table.placements.get(key.group)
-                assert home is not None
-                found = placement_entry(key.group, home)
+                placement = table.placements.get(key.group)
+                assert placement is not None
+                found = placement_entry(key.group, placement)
             case RawEntries():
                 return key.entries
             case TokenChangeKey():
@@ -291,30 +296,30 @@ def entries_of(
     return entries
 
 
-def placement_entry(group: str, home: LocalPlacement) -> tuple[bytes, bytes]:
-    """How it stands on the disk what became of a group; not sealed yet."""
-    return PLACEMENT + group.encode(), encode_local_placement(home)
+def placement_entry(group: str, placement: LocalPlacement) -> tuple[bytes, bytes]:
+    """Return the key and the unsealed value of a group's local placement."""
+    return PLACEMENT + group.encode(), encode_local_placement(placement)
 
 
 def tombstone_entries(key: GroupQueue, tombstone: Tombstone) -> list[Entry]:
-    """How a queue stands on the disk whose progress has ended."""
+    """Return the entries of a queue whose progress was deleted; its holds are removed."""
     at = encode_key(key)
     forgotten = [(_hold_key(key, slot), None) for slot in range(HOLDS_MAX)]
     return [(at, seal(at, encode_progress(tombstone))), *forgotten]
 
 
 async def entries_of_group(disk: ProgressStore, group: str) -> list[StoredEntry]:
-    """All that is kept of a group, by key, but what became of it."""
+    """Return all stored entries of a group, ascending by key, without its local placement."""
     begin = group.encode() + b"\0"
     parts = [await disk.read_prefix(prefix + begin) for prefix in (HOLDS, RESET, b"")]
     return [found for part in parts for found in part]
 
 
 async def find_token_changes(disk: ProgressStore, key: GroupQueue) -> list[TokenChange]:
-    """The recorded changes of a queue's token, in no order.
+    """Return the recorded token changes of a queue, in no order.
 
     Raises:
-        DataLoss: one can't be read.
+        DataLoss: a record can't be read.
     """
     stored = await disk.read_prefix(HOLDS + encode_key(key) + b"\0")
     return [decode_token_change(unseal(*each)) for each in stored]

@@ -107,7 +107,7 @@ class PlacementResolver:
     async def _read_or_create(self, group: str) -> GroupPlacement:
         """Return the placement of a group from etcd; place it in this set if it has none."""
         while True:
-            stored = await self._mirror.now(group)
+            stored = await self._mirror.read(group)
             if stored is not None:
                 return decode_placement(stored)
             key, place = PLACEMENTS_PREFIX + group, GroupPlacement(self._set)

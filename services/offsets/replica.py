@@ -83,7 +83,7 @@ class OffsetsReplica(ReplicaNode[OffsetsLeadership]):
             try:
                 async with self._leading(leadership) as tasks:
                     await leadership.begin()
-                    follower.stuck.clear()
+                    follower.follow_problem.clear()
                     self._offsets = await self._serve(leadership)
                     tasks.create_task(self._offsets.importer.run())
                     tasks.create_task(self._watch(self._offsets, in_sync_set))

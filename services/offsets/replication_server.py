@@ -1,4 +1,4 @@
-"""The gRPC face of replication: what the leader tells its followers."""
+"""The servicer of replication: the calls of the followers to the leader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch, OldEpochDetail
 from batonmq_server.offsets.core.change_log import StoreChange
-from batonmq_server.offsets.follower import digest_of
+from batonmq_server.offsets.follower import state_digest
 from batonmq_server.offsets.persistence import ProgressStore, change_log_of
 from batonmq_server.offsets.replica import OffsetsReplica
 from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
@@ -19,11 +19,11 @@ from batonmq_server.runtime.replication.position import ReplicaPosition
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
-PART_ENTRIES = 4_096
+ENTRIES_PER_PART = 4_096
 
 
 class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
-    """See replication_service.proto."""
+    """Answers every call of replication_service.proto."""
 
     def __init__(self, replica: OffsetsReplica, disk: ProgressStore) -> None:
         self._replica, self._disk = replica, disk
@@ -54,20 +54,20 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         """See the proto."""
         self._check(request.node_id, request.epoch)
         entries, at = await self._state()
-        for begin in range(0, max(len(entries), 1), PART_ENTRIES):
-            part = entries[begin : begin + PART_ENTRIES]
+        for begin in range(0, max(len(entries), 1), ENTRIES_PER_PART):
+            part = entries[begin : begin + ENTRIES_PER_PART]
             self._replica.check()
             yield pb.ReadAllResponse(
                 position=at,
                 entries=[pb.Entry(key=key, value=value) for key, value in part],
-                last=begin + PART_ENTRIES >= len(entries),
+                last=begin + ENTRIES_PER_PART >= len(entries),
             )
 
     async def Digest(self, request: pb.DigestRequest, context: Context) -> pb.DigestResponse:
         """See the proto."""
         self._check(request.node_id, request.epoch)
         entries, at = await self._state()
-        digest = await digest_of(entries)
+        digest = await state_digest(entries)
         self._replica.check()
         return pb.DigestResponse(position=at, digest=digest)
 
@@ -89,15 +89,17 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         at = change_log_of(dict(entries), kept_bytes_max=0).position
         return entries, pb.Position(epoch=at.epoch, version=at.version)
 
-    def _check(self, name: str, seen_epoch: int) -> None:
-        """Refuse who is nobody, or knows a newer leader.
+    def _check(self, node_id: str, seen_epoch: int) -> None:
+        """Return if this node may answer a follower.
 
         Raises:
-            NotLeader, InvalidArgument, OldEpoch: refused.
+            NotLeader: this node is not the leader.
+            InvalidArgument: the follower has no node id.
+            OldEpoch: the follower has seen a newer leader.
         """
         epoch = self._replica.leadership.epoch
-        if not name:
-            raise InvalidArgument("a follower has a node id", facts={"field": "node_id"})
+        if not node_id:
+            raise InvalidArgument("node_id is required", facts={"field": "node_id"})
         if seen_epoch > epoch:
             raise OldEpoch(
                 f"this leader has epoch {epoch}, the follower has seen {seen_epoch}",

@@ -1,7 +1,7 @@
-"""`python -m batonmq_server.offsets.verify FOLDER`: exit status 0 if the stored progress is whole.
+"""`python -m batonmq_server.offsets.verify FOLDER`: exit status 0 if stored progress is undamaged.
 
-A process of its own: LMDB follows what stands in its file, and a damaged file can lead it outside
-of it, which ends the process (SIGBUS, SIGSEGV). Nothing is written.
+Runs as a process of its own: LMDB trusts the offsets in its file, so a damaged file can make it
+read outside of the file, which kills the process (SIGBUS, SIGSEGV). Nothing is written.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from batonmq_server.offsets.persistence import FORMAT
 
 
 def verify(folder: Path) -> None:
-    """Read everything, and walk over all that is used or free.
+    """Read every entry, and every used or free page.
 
     Raises:
-        DataLoss, lmdb.Error: something is not as it was written.
+        DataLoss, lmdb.Error: the stored progress is damaged.
     """
     with (
         lmdb.open(str(folder), readonly=True, create=False, readahead=True) as environment,
-        Path(os.devnull).open("wb") as nowhere,
+        Path(os.devnull).open("wb") as sink,
     ):
         with environment.begin() as transaction:
             for key, value in transaction.cursor():
                 if key != FORMAT:
                     unseal(key, value)
-        environment.copyfd(nowhere.fileno(), compact=True)
+        environment.copyfd(sink.fileno(), compact=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The real files below the data directory. Nothing else in the service touches the disk."""
+"""The real files below the data directory. No other module of the service accesses the disk."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from batonmq_server.storage.core.commitlog import NO_SPACE
 from batonmq_server.storage.core.files import Disk, File
 
 PARTS_MAX = 1_024
-"""What one pwritev takes (IOV_MAX)."""
+"""Maximum number of parts in one pwritev call (IOV_MAX)."""
 SYNCED_ALONE_MAX = 64
-"""More files than this are synced with the rest of their file system, which is cheaper."""
+"""If there are more files to sync, the whole file system is synced, which is cheaper."""
 _ZEROS = bytes(1024 * 1024)
 
 
 class InUse(Exception):
-    """Another process has the data directory."""
+    """Another process uses the data directory."""
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Own `folder`, which is made if it is missing, against other processes.
+    """Lock `folder` against other processes; it is created if it does not exist.
 
     Raises:
-        InUse: another process owns it.
+        InUse: another process has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as file:
@@ -93,7 +93,7 @@ class RealFile(File):
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
             if error.errno not in NO_SPACE:
-                raise  # without room it is the write that is refused
+                raise  # without space to allocate, the later write fails instead
         os.fsync(self._fd)
 
     def sync(self) -> None:
@@ -101,7 +101,7 @@ class RealFile(File):
         os.fdatasync(self._fd)
 
     def allocate(self, size: int) -> None:
-        """Give the file `size` bytes on disk, durably."""
+        """Allocate `size` bytes on disk, durably."""
         os.posix_fallocate(self._fd, 0, size)
         os.fsync(self._fd)
 
@@ -110,7 +110,7 @@ class RealFile(File):
         os.close(self._fd)
 
     def used(self, at: int) -> int:
-        """See File. Holes are not read."""
+        """See File. Holes of a sparse file are not read."""
         used_to = at
         for begin, end in list(self._data(at)):  # a list: reading makes the kernel fill holes
             for position in range(begin, end, len(_ZEROS)):
@@ -120,7 +120,7 @@ class RealFile(File):
         return used_to - at
 
     def _data(self, at: int) -> Iterator[tuple[int, int]]:
-        """Byte ranges from `at` on that are not holes. Never written space counts as a hole."""
+        """Yield the byte ranges from `at` on that are not holes; unwritten space is a hole."""
         end = at
         while True:
             try:
@@ -182,7 +182,7 @@ class RealDisk(Disk):
         _sync_folder(full.parent)
 
     def space(self) -> tuple[int, int]:
-        """See Disk. As `df` counts: what is kept for root is neither used nor free."""
+        """See Disk. Counts as `df` does: space reserved for root is neither used nor free."""
         found = os.statvfs(self._folder)
         used = found.f_blocks - found.f_bfree
         return used * found.f_frsize, found.f_bavail * found.f_frsize
@@ -205,7 +205,7 @@ class RealDisk(Disk):
         _sync_folder(full.parent)
 
     def sync(self, paths: Sequence[str]) -> None:
-        """See Disk. Many files are synced by one call for the whole file system."""
+        """See Disk. Many files are synced with one call for the whole file system."""
         if len(paths) > SYNCED_ALONE_MAX:
             _sync_file_system(self._folder)
             return

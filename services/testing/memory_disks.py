@@ -13,7 +13,8 @@ from random import Random
 from typing import Any
 
 from batonmq.errors import DiskFull
-from batonmq_server.offsets.disk import Entry, StoredEntry
+from batonmq_server.offsets.core.change_log import Entry
+from batonmq_server.offsets.disk import StoredEntry
 from batonmq_server.storage.core.files import Disk, File
 from batonmq_server.storage.flusher import InThread
 

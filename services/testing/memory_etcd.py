@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
 
-from aetcd import rpc
-
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum
+from batonmq_server.etcd_api import kv_pb2
+from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Lease, Put
 from batonmq_server.testing.memory_network import MemoryNetwork
 from batonmq_server.testing.virtual_time import VirtualHost
@@ -110,7 +110,7 @@ class MemoryEtcd:
         """Show `watch` what has changed since `revision`, and what will."""
         watch.prefix = prefix
         self._watches[watch] = None
-        watch.push(rpc.WatchResponse(header=self._header(), created=True))
+        watch.push(pb.WatchResponse(header=self._header(), created=True))
         past = [c for c in self._changes if c.revision >= revision]
         for number in sorted({change.revision for change in past}):
             self._show(watch, [c for c in past if c.revision == number])
@@ -157,10 +157,10 @@ class MemoryEtcd:
     def _show(self, watch: _EtcdWatch, changes: Sequence[_Change]) -> None:
         events = [_event(c, watch.absolute) for c in changes if c.key.startswith(watch.prefix)]
         if events:
-            watch.push(rpc.WatchResponse(header=self._header(), events=events))
+            watch.push(pb.WatchResponse(header=self._header(), events=events))
 
     def _header(self) -> Any:
-        return rpc.rpc_pb2.ResponseHeader(revision=self.revision)
+        return pb.ResponseHeader(revision=self.revision)
 
     def _holds(self, condition: Compare) -> bool:
         stored = self._kept.get(condition.key)
@@ -316,13 +316,13 @@ def _settle(answer: asyncio.Future[T], result: T) -> None:
 def _event(change: _Change, absolute: Callable[[str], bytes]) -> Any:
     stored = change.stored
     if stored is None:
-        kv = rpc.KeyValue(key=absolute(change.key), mod_revision=change.revision)
-        return rpc.Event(type=rpc.Event.DELETE, kv=kv)
-    kv = rpc.KeyValue(
+        kv = kv_pb2.KeyValue(key=absolute(change.key), mod_revision=change.revision)
+        return kv_pb2.Event(type=kv_pb2.Event.DELETE, kv=kv)
+    kv = kv_pb2.KeyValue(
         key=absolute(change.key),
         value=stored.value,
         create_revision=stored.create_revision,
         mod_revision=stored.mod_revision,
         lease=stored.lease_id,
     )
-    return rpc.Event(type=rpc.Event.PUT, kv=kv)
+    return kv_pb2.Event(type=kv_pb2.Event.PUT, kv=kv)

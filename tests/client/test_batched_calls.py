@@ -228,10 +228,10 @@ async def test_an_outcome_does_not_wait_for_the_others() -> None:
         late = tasks.create_task(acquired(calls, 1))
         assert await acquired(calls, 0) == 70
         assert not late.done()
-        assert calls.asks_for(queue(1))
+        assert calls.acquires(queue(1))
         lockmgr.answer({1: 71})
         assert await late == 71
-        await until(lambda: not calls.asks_for(queue(1)))
+        await until(lambda: not calls.acquires(queue(1)))
 
 
 async def test_every_acquire_has_a_higher_number_and_only_those_that_ended_count_as_seen() -> None:
@@ -256,7 +256,7 @@ async def test_an_acquire_ends_when_nobody_waits_for_it_any_more() -> None:
         for task in asked:
             task.cancel()
         await until(lambda: lockmgr.ended == 1)
-        await until(lambda: not calls.asks_for(queue(0)))
+        await until(lambda: not calls.acquires(queue(0)))
 
 
 async def test_a_grant_that_nobody_waits_for_any_more_is_released() -> None:

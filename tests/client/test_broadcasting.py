@@ -39,7 +39,7 @@ async def written(file: Path) -> None:
     """A file of group g."""
     offsets = LocalOffsets(file, "g")
     await offsets.open()
-    offsets.meet("t", 1, [Q0, Q1])
+    offsets.note_topic("t", 1, [Q0, Q1])
     offsets.put(Q0, LocalProgress(7, ((9, 12),)))
     await offsets.close()
 
@@ -49,7 +49,7 @@ async def test_file_brings_back_what_was_put_and_what_had_not_begun(tmp_path: Pa
     await written(file)
     offsets = LocalOffsets(file, "g")
     await offsets.open()
-    assert not offsets.meet("t", 1, [Q0, Q1, Q2])
+    assert not offsets.note_topic("t", 1, [Q0, Q1, Q2])
     assert offsets.get(Q0) == LocalProgress(7, ((9, 12),))
     assert (offsets.get(Q1), offsets.added(Q1)) == (None, False)
     assert (offsets.get(Q2), offsets.added(Q2)) == (None, True)
@@ -61,7 +61,7 @@ async def test_topic_created_again_begins_afresh(tmp_path: Path) -> None:
     await written(tmp_path / "f")
     offsets = LocalOffsets(tmp_path / "f", "g")
     await offsets.open()
-    assert offsets.meet("t", 2, [Q0])
+    assert offsets.note_topic("t", 2, [Q0])
     assert (offsets.get(Q0), offsets.added(Q0)) == (None, False)
     await offsets.close()
 
@@ -95,7 +95,7 @@ async def test_damaged_file_is_refused_untouched(
 
 async def test_file_of_another_group_is_refused(tmp_path: Path) -> None:
     await written(tmp_path / "f")
-    with pytest.raises(InvalidArgument, match="is of group g, not h"):
+    with pytest.raises(InvalidArgument, match="belongs to group g, not h"):
         await LocalOffsets(tmp_path / "f", "h").open()
 
 
@@ -113,7 +113,7 @@ async def test_save_that_fails_is_made_good_by_the_next(tmp_path: Path) -> None:
     file = tmp_path / "f"
     offsets = LocalOffsets(file, "g")
     await offsets.open()
-    offsets.meet("t", 1, [Q0])
+    offsets.note_topic("t", 1, [Q0])
     blocker = tmp_path / "f.new"
     blocker.mkdir()
     assert not await offsets.save()
@@ -129,7 +129,7 @@ def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
         ConsumerSettings(model="broadcasting")
     with pytest.raises(InvalidArgument, match="offsets_file"):
         ConsumerSettings(offsets_file=tmp_path / "f")
-    with pytest.raises(InvalidArgument, match="send back"):
+    with pytest.raises(InvalidArgument, match="send_back is not possible"):
         ConsumerSettings(model="broadcasting", offsets_file=tmp_path / "f", send_back=True)
 
 

@@ -23,15 +23,15 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq._common.clock import Clock
 from batonmq._connection.directory import Directory
-from batonmq._consumer import lease_renewer as leases
+from batonmq._consumer import lease_renewer
 from batonmq._consumer.assigned_queue import AssignedQueue
-from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.group_view import GroupView
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.queue_acquirer import AcquiredQueue
 from batonmq._consumer.session import OwnershipEvent, Session
-from batonmq._core.queue_progress import GrantedProgress, QueueProgress
+from batonmq._core.queue_progress import GrantedProgress
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Held, NotAssigned, NotMember, SubscriptionDraining
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
@@ -185,7 +185,7 @@ async def test_a_member_that_was_removed_keeps_its_queues_until_it_is_back() -> 
 async def test_more_queues_than_one_keep_alive_takes_are_renewed_by_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leases, "HOLDS_MAX", 2)
+    monkeypatch.setattr(lease_renewer, "HOLDS_MAX", 2)
     async with twins(5) as at, living(at, keep_alive_ms=10) as life:
         at.nameserver.give("a", range(5))
         await parked(at, *range(5))
@@ -396,7 +396,7 @@ async def test_a_staged_member_is_told_so_and_has_no_queue(
             assert verdict.kind == "staged"
             (difference,) = verdict.differences
             assert (difference.newcomer_value, difference.member_value) == ("b", "a")
-            assert f"{TOPIC}: new asks for 'b', old has 'a'" in caplog.text
+            assert f"{TOPIC}: new requests 'b', old has 'a'" in caplog.text
             assert life.queues() == set()
             at.nameserver.verdict = nameserver_pb.HeartbeatResponse(
                 verdict=nameserver_pb.SUBSCRIPTION_VERDICT_ACCEPTED
@@ -634,16 +634,18 @@ async def test_what_was_said_of_a_queue_lately_is_not_said_again_too_soon() -> N
         on_ownership=lambda _: None,
         view=GroupView(owned=False),
     )
-    runner = AssignedQueue(session, BatchedCalls(session), QueueRef(TOPIC, "broker-a", 0))
-    runner.progress = progress = QueueProgress(GrantedProgress(0, 0, 7))
-    first = runner.to_commit(0)
+    queue = AssignedQueue(session, QueueRef(TOPIC, "broker-a", 0))
+    queue.begin(AcquiredQueue(GrantedProgress(0, 0, 7)))
+    progress = queue.progress
+    assert progress is not None
+    first = queue.acks_due(0)
     assert first is not None
     assert first.committed == 7
-    runner.committed(progress, first, sent_ms=0)
-    assert runner.to_commit(11_999) is None
-    assert runner.to_commit(12_000) is not None
+    queue.committed(progress, first, sent_ms=0)
+    assert queue.acks_due(11_999) is None
+    assert queue.acks_due(12_000) is not None
     progress.receive(8, [])
-    assert runner.to_commit(1) is not None
+    assert queue.acks_due(1) is not None
 
 
 async def test_without_ownership_and_progress_where_to_start_is_decided_once() -> None:

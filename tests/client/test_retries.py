@@ -77,7 +77,7 @@ def test_decision_follows_attempts_and_settings(
 
 
 def test_sending_back_does_not_go_with_order() -> None:
-    with pytest.raises(InvalidArgument, match="not in order"):
+    with pytest.raises(InvalidArgument, match="orderly and send_back are both set"):
         ConsumerSettings(orderly=True, send_back=True)
 
 

@@ -161,13 +161,13 @@ async def test_a_topic_to_be_read_refuses_clearly_and_one_to_be_written_waits(
             unheard = await _stored_until_refused(producer)
             await until(lambda: bodies == [b"1", *unheard])
             await admin.update_topic(TOPIC, permission="write")
-            await until(lambda: "its topic gives no messages" in caplog.text)
+            await until(lambda: "its topic is not readable" in caplog.text)
             await _sent(producer, b"2")
             await _sent(producer, b"3")
             assert bodies == [b"1", *unheard]
             await admin.update_topic(TOPIC, permission="read_write")
             await until(lambda: bodies == [b"1", *unheard, b"2", b"3"])
-            await until(lambda: "its topic gives messages again" in caplog.text)
+            await until(lambda: "its topic is readable again" in caplog.text)
 
 
 async def _stored_until_refused(producer: Producer) -> list[bytes]:

@@ -95,10 +95,12 @@ def test_story_09_message_given_up_after_it_was_claimed_is_told_as_started() -> 
     assert not progress.is_done(0), "it comes again"
     assert progress.is_redelivered(0)
     assert not progress.is_redelivered(1)
-    assert progress.closing().unfinished == ((0, 1),), "whoever owns the queue next flags it too"
+    assert progress.close_content().unfinished == ((0, 1),), (
+        "whoever owns the queue next flags it too"
+    )
     progress.receive(1, [0])
     handle(progress, 0)
-    assert progress.closing().unfinished == ()
+    assert progress.close_content().unfinished == ()
 
 
 def test_message_given_up_before_the_claim_is_left_to_offsets() -> None:
@@ -110,7 +112,7 @@ def test_message_given_up_before_the_claim_is_left_to_offsets() -> None:
     assert before.claim(10) == []
     progress = before.renewed(GrantedProgress(2, 0, 0, maybe_seen=((0, 1),)))
     assert progress.is_redelivered(0)
-    assert progress.closing().unfinished == ()
+    assert progress.close_content().unfinished == ()
 
 
 def test_result_of_a_message_that_another_owner_has_acked_meanwhile_does_not_count() -> None:
@@ -159,7 +161,7 @@ def test_closing_names_cut_off_and_given_up_messages_and_not_those_never_started
     assert progress.start(1)
     assert progress.start(2)
     progress.give_up(2)
-    closing = progress.closing()
+    closing = progress.close_content()
     assert (closing.token, closing.reset_epoch) == (7, 3)
     assert closing.acks.committed == 1
     assert closing.unfinished == ((1, 3),)
@@ -351,7 +353,7 @@ class OneQueue(RuleBasedStateMachine):
 
     @invariant()
     def in_hand_is_what_runs_and_what_is_finished_and_not_known_to_be_acked(self) -> None:
-        claimed = self.real.in_hand()
+        claimed = self.real.claimable()
         assert members(claimed) == self.naive.in_hand
         assert claimed == normalize(claimed)
 
@@ -362,7 +364,7 @@ class OneQueue(RuleBasedStateMachine):
 
     @invariant()
     def closing_says_all_of_it(self) -> None:
-        closing = self.real.closing()
+        closing = self.real.close_content()
         assert closing.acks == self.real.acks()
         started = self.naive.started | self.naive.dropped
         assert members(closing.unfinished) == started - told(closing.acks)

@@ -27,7 +27,7 @@ QUEUES_PER_TOPIC = 100
 
 
 class TableLeader:
-    """A leader that has a table and nothing else; its own desk."""
+    """A candidate and its leader in one, which have a lock table and nothing else."""
 
     term = 7
 
@@ -41,7 +41,7 @@ class TableLeader:
             table.confirm(key, number + 1, 0)
         self.entries = table.entries
 
-    def desk(self) -> TableLeader:
+    def leader(self) -> TableLeader:
         return self
 
 

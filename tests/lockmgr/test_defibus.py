@@ -23,6 +23,7 @@ from batonmq_server.lockmgr.core.decision import (
     FenceCondition,
     GrantDecision,
     RenewDecision,
+    WaitDecision,
 )
 from batonmq_server.lockmgr.core.defibus_decision import UNCHANGED_MIN, decide_defibus
 from batonmq_server.lockmgr.core.lock_entry import (
@@ -53,17 +54,17 @@ IN_FLIGHT = Observation(token=7, committed=10, delivered=14, unacked_count=4)
 def owned(unchanged: int = 0, delivered: int = 10) -> LockEntry:
     lock = LockRecord(owner=A, token=7, acquire_seq=3, attempt="x", generation=5)
     count = PollCount(delivered, unchanged)
-    return LockEntry(KEY, lock, revision=1, lease_start_ms=START_MS, count=count)
+    return LockEntry(KEY, lock, revision=1, lease_start_ms=START_MS, poll_count=count)
 
 
 def poll(
     entry: LockEntry | None,
     seen: Observation,
     now_ms: int = START_MS,
-    asker: Incarnation = B,
+    requester: Incarnation = B,
     generation: int = 6,
 ) -> tuple[Decision, PollCount]:
-    return decide_defibus(entry, Requester(asker, 4, generation), seen, now_ms, POLICY)
+    return decide_defibus(entry, Requester(requester, 4, generation), seen, now_ms, POLICY)
 
 
 # No owner
@@ -115,9 +116,8 @@ def test_row(
         assert decision == GrantDecision(conditions, 7)
         assert count == PollCount(seen.delivered, 0)
     else:
-        assert isinstance(decision, DenyDecision)
+        assert isinstance(decision, WaitDecision)
         assert isinstance(decision.error, Held if seen.drained else Unacked)
-        assert decision.clears
         assert count == PollCount(seen.delivered, unchanged + 1)
 
 
@@ -125,7 +125,7 @@ def test_row(
 
 
 def test_silence_of_exactly_the_time_out_is_not_over() -> None:
-    assert isinstance(poll(owned(), IN_FLIGHT, END_MS)[0], DenyDecision)
+    assert isinstance(poll(owned(), IN_FLIGHT, END_MS)[0], WaitDecision)
     assert poll(owned(), IN_FLIGHT, END_MS + 1)[0] == GrantDecision((IDLE,), 7)
 
 
@@ -137,38 +137,38 @@ def test_nothing_delivered_and_nothing_acked_is_drained() -> None:
 def test_ack_without_delivery_is_never_drained() -> None:
     """As after a restart of the broker: only the time-out frees the queue."""
     acked = Observation(token=7, committed=10, delivered=-1)
-    assert isinstance(poll(owned(99, -1), acked)[0], DenyDecision)
+    assert isinstance(poll(owned(99, -1), acked)[0], WaitDecision)
     assert poll(owned(99, -1), acked, END_MS + 1)[0] == GrantDecision((IDLE,), 7)
 
 
 def test_delivery_starts_the_count_anew() -> None:
     entry = owned(2, delivered=9)
     decision, count = poll(entry, DRAINED)
-    assert isinstance(decision, DenyDecision)
+    assert isinstance(decision, WaitDecision)
     assert count == PollCount(10, 0)
 
 
 def test_own_poll_of_the_owner_does_not_start_the_count_anew() -> None:
     entry = owned(2)
-    decision, entry.count = poll(entry, DRAINED, asker=A)
+    decision, entry.poll_count = poll(entry, DRAINED, requester=A)
     assert isinstance(decision, GrantDecision)
     assert not decision.newly_acquired
-    assert entry.count == PollCount(10, 2)
+    assert entry.poll_count == PollCount(10, 2)
     assert poll(entry, DRAINED)[0] == GrantDecision((CLOSED_OR_DRAINED,), 7)
 
 
 def test_owner_that_delivers_and_polls_does_not_save_its_queue_by_that() -> None:
     """Its own poll notes the new delivery, so the challenger's count goes on."""
     entry = owned(2, delivered=9)
-    _, entry.count = poll(entry, DRAINED, asker=A)
-    assert entry.count == PollCount(10, 2)
+    _, entry.poll_count = poll(entry, DRAINED, requester=A)
+    assert entry.poll_count == PollCount(10, 2)
     assert isinstance(poll(entry, DRAINED)[0], GrantDecision)
 
 
 @pytest.mark.parametrize("generation", [1, 5, 99])
 def test_generations_do_not_count(generation: int) -> None:
     assert isinstance(poll(owned(2), DRAINED, generation=generation)[0], GrantDecision)
-    assert isinstance(poll(owned(2), DRAINED, asker=A, generation=generation)[0], GrantDecision)
+    assert isinstance(poll(owned(2), DRAINED, requester=A, generation=generation)[0], GrantDecision)
 
 
 def test_fencing_stays_late_and_repeated_requests_of_the_owner_are_told_apart() -> None:
@@ -193,19 +193,19 @@ def table_of_a(now_ms: int = START_MS) -> LockTable:
     return table
 
 
-def ask(table: LockTable, asker: Incarnation, seen: Observation, now_ms: int) -> Decision:
-    wish = Requester(asker, 9, 5)
-    assert table.needs_look(KEY, wish, now_ms), "every poll has a look of its own"
-    table.observe(KEY, seen, table.look(KEY), now_ms)
+def ask(table: LockTable, requester: Incarnation, seen: Observation, now_ms: int) -> Decision:
+    wish = Requester(requester, 9, 5)
+    assert table.needs_observation(KEY, wish, now_ms), "every poll has a look of its own"
+    table.end_observation(KEY, seen, table.begin_observation(KEY), now_ms)
     decision = table.decide(KEY, wish, now_ms)
     assert decision is not None
     return decision
 
 
 def hand_over(table: LockTable, to: Incarnation, token: int, now_ms: int) -> None:
-    table.begin(KEY, ChangeStep.FENCE)
+    table.begin_change(KEY, ChangeStep.FENCE)
     lock = LockRecord(owner=to, token=token, acquire_seq=1, attempt="y", generation=5)
-    table.granted(KEY, lock, token, now_ms, newly_acquired=True)
+    table.end_granted(KEY, lock, token, now_ms, newly_acquired=True)
 
 
 def test_counter_is_shared_by_all_contenders() -> None:
@@ -213,7 +213,7 @@ def test_counter_is_shared_by_all_contenders() -> None:
     table = table_of_a()
     contenders = [Incarnation(f"c{number}", 1) for number in range(UNCHANGED_MIN + 1)]
     decisions = [ask(table, contender, DRAINED, START_MS) for contender in contenders]
-    assert [type(d) for d in decisions] == [DenyDecision, DenyDecision, DenyDecision, GrantDecision]
+    assert [type(d) for d in decisions] == [WaitDecision, WaitDecision, WaitDecision, GrantDecision]
 
 
 def test_two_views_take_an_idle_queue_from_each_other_for_ever() -> None:
@@ -234,7 +234,7 @@ def test_keep_alive_is_an_access() -> None:
     table = table_of_a()
     call = KeepAliveCall(incarnation=A, acquire_seq=3, holds=[(KEY, 7)])
     table.keep_alive(call, END_MS)
-    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS), DenyDecision)
+    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS), WaitDecision)
     assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS + 1), GrantDecision)
 
 

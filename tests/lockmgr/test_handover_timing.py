@@ -26,16 +26,16 @@ def passed(
     told_ms: int | None, freed_ms: int | None, since_ms: int | None, begin_ms: int = 100
 ) -> HandOverTimes:
     """A hand-over from `A`, which gave the queue back at `freed_ms`, or had it until the fence."""
-    tenures = HandOverTimings()
+    timings = HandOverTimings()
     if told_ms is not None:
-        tenures.told(KEY, told_ms)
-        tenures.told(KEY, told_ms + 1_000)  # only the first counts
+        timings.owner_notified(KEY, told_ms)
+        timings.owner_notified(KEY, told_ms + 1_000)  # only the first counts
     owner = None
     if freed_ms is None:
         owner = OwnershipEnd(A, 3, begin_ms)
     else:
-        tenures.ended(KEY, OwnershipEnd(A, 3, freed_ms))
-    found = tenures.passed(KEY, owner, NextOwner(B, since_ms, begin_ms))
+        timings.ownership_ended(KEY, OwnershipEnd(A, 3, freed_ms))
+    found = timings.queue_granted(KEY, owner, NextOwner(B, since_ms, begin_ms))
     assert found is not None
     assert (found.end.owner, found.end.token) == (A, 3)
     return found
@@ -65,27 +65,27 @@ def test_phases_follow_each_other(
 
 
 def test_a_queue_that_comes_back_or_had_no_owner_that_is_known_is_no_hand_over() -> None:
-    tenures = HandOverTimings()
-    assert tenures.passed(KEY, None, NextOwner(B, 10, 20)) is None
-    tenures.ended(KEY, OwnershipEnd(B, 3, 10))
-    assert tenures.passed(KEY, None, NextOwner(B, 10, 20)) is None
-    tenures.told(KEY, 5)
-    assert tenures.passed(KEY, OwnershipEnd(B, 4, 20), NextOwner(B, 10, 20)) is None
+    timings = HandOverTimings()
+    assert timings.queue_granted(KEY, None, NextOwner(B, 10, 20)) is None
+    timings.ownership_ended(KEY, OwnershipEnd(B, 3, 10))
+    assert timings.queue_granted(KEY, None, NextOwner(B, 10, 20)) is None
+    timings.owner_notified(KEY, 5)
+    assert timings.queue_granted(KEY, OwnershipEnd(B, 4, 20), NextOwner(B, 10, 20)) is None
 
 
 def test_another_life_of_the_same_client_is_another_owner() -> None:
-    found = HandOverTimings().passed(
+    found = HandOverTimings().queue_granted(
         KEY, OwnershipEnd(A, 3, 20), NextOwner(Incarnation("a", 2), 10, 20)
     )
     assert found is not None
 
 
 def test_a_hand_over_is_forgotten_once_it_is_over() -> None:
-    tenures = HandOverTimings()
-    tenures.told(KEY, 5)
-    tenures.overdue(KEY)
-    assert tenures.passed(KEY, OwnershipEnd(A, 3, 20), NextOwner(B, 10, 20)) is not None
-    found = tenures.passed(KEY, OwnershipEnd(B, 4, 40), NextOwner(A, 30, 40))
+    timings = HandOverTimings()
+    timings.owner_notified(KEY, 5)
+    timings.owner_overdue(KEY)
+    assert timings.queue_granted(KEY, OwnershipEnd(A, 3, 20), NextOwner(B, 10, 20)) is not None
+    found = timings.queue_granted(KEY, OwnershipEnd(B, 4, 40), NextOwner(A, 30, 40))
     assert found is not None
     assert (found.contend_ms, found.overdue) == (0, False)
 

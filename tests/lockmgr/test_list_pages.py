@@ -69,14 +69,14 @@ async def test_locks_that_come_between_pages_leave_the_others_listed_once(
 
 
 def test_entries_that_go_between_pages_leave_the_others_listed_once() -> None:
-    table, asker = LockTable(LockPolicy(waiter_memory_ms=10)), Incarnation("a", 1)
+    table, requester = LockTable(LockPolicy(waiter_memory_ms=10)), Incarnation("a", 1)
     keys = [GroupQueue("g", "t", "b", queue_id) for queue_id in range(6)]
     for key in keys[::2]:
         table.load(key, LockRecord(token=1), 1, 0)
     for key in keys[1::2]:
-        table.wait(key, asker, 0)
+        table.add_waiter(key, requester, 0)
     assert [entry.key for entry in table.entries()] == keys
-    table.forget_waiters(1_000)
+    table.drop_old_waiters(1_000)
     assert [entry.key for entry in table.entries(after=keys[1])] == keys[2::2]
     assert [entry.key for entry in table.entries("g", "t", keys[4])] == []
 

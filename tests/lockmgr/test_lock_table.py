@@ -11,9 +11,9 @@ from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import HandoverPending, Held, Unacked
 from batonmq_server.lockmgr.core.decision import (
     Decision,
-    DenyDecision,
     FenceCondition,
     GrantDecision,
+    WaitDecision,
 )
 from batonmq_server.lockmgr.core.lock_entry import (
     ChangeStep,
@@ -47,11 +47,11 @@ def owned_by_a(*, now_ms: int = 0, offsets_token: int = 7) -> LockTable:
 
 
 def look(table: LockTable, seen: Observation, now_ms: int, key: GroupQueue = KEY) -> None:
-    table.observe(key, seen, table.look(key), now_ms)
+    table.end_observation(key, seen, table.begin_observation(key), now_ms)
 
 
-def decide(table: LockTable, now_ms: int, asker: Requester = NEWCOMER) -> Decision:
-    decision = table.decide(KEY, asker, now_ms)
+def decide(table: LockTable, now_ms: int, requester: Requester = NEWCOMER) -> Decision:
+    decision = table.decide(KEY, requester, now_ms)
     assert decision is not None
     return decision
 
@@ -83,7 +83,7 @@ def test_drained_queue_passes_after_three_slots_without_change() -> None:
     for slot in range(4):
         look(table, DRAINED, slot * SLOT_MS)
         assert isinstance(
-            decide(table, slot * SLOT_MS), GrantDecision if slot == 3 else DenyDecision
+            decide(table, slot * SLOT_MS), GrantDecision if slot == 3 else WaitDecision
         )
 
 
@@ -94,8 +94,8 @@ def test_fifty_contenders_steal_no_sooner_than_one() -> None:
     for now_ms in range(0, 4 * SLOT_MS, 10):
         for contender in range(50):
             look(table, DRAINED, now_ms)
-            asker = Requester(Incarnation(f"c{contender}", 1), 1, 6)
-            if isinstance(decide(table, now_ms, asker), GrantDecision):
+            requester = Requester(Incarnation(f"c{contender}", 1), 1, 6)
+            if isinstance(decide(table, now_ms, requester), GrantDecision):
                 granted_ms = now_ms
                 break
         if granted_ms is not None:
@@ -117,7 +117,7 @@ def test_change_of_delivered_or_committed_starts_the_slots_anew(change: Observat
     drained_again = Observation(token=7, committed=11, delivered=11)
     look(table, change, 2 * SLOT_MS + 1)
     look(table, drained_again, 3 * SLOT_MS)
-    assert isinstance(decide(table, 3 * SLOT_MS), DenyDecision)
+    assert isinstance(decide(table, 3 * SLOT_MS), WaitDecision)
     for slot in range(4, 7):
         look(table, drained_again, slot * SLOT_MS + 1)
     assert isinstance(decide(table, 6 * SLOT_MS + 1), GrantDecision)
@@ -135,43 +135,43 @@ def test_slots_do_not_outlast_a_hand_over() -> None:
     table = owned_by_a()
     for slot in range(4):
         look(table, DRAINED, slot * SLOT_MS)
-    table.begin(KEY, ChangeStep.FENCE)
+    table.begin_change(KEY, ChangeStep.FENCE)
     lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
-    table.granted(KEY, lock, 2, 3 * SLOT_MS, newly_acquired=True)
+    table.end_granted(KEY, lock, 2, 3 * SLOT_MS, newly_acquired=True)
     look(table, Observation(token=8, committed=10, delivered=10), 4 * SLOT_MS)
-    assert isinstance(decide(table, 4 * SLOT_MS, Requester(A, 4, 7)), DenyDecision)
+    assert isinstance(decide(table, 4 * SLOT_MS, Requester(A, 4, 7)), WaitDecision)
 
 
 def test_contenders_share_one_observation_per_slot() -> None:
     table = owned_by_a()
-    assert table.needs_look(KEY, NEWCOMER, 0)
+    assert table.needs_observation(KEY, NEWCOMER, 0)
     look(table, DRAINED, 0)
-    assert not table.needs_look(KEY, NEWCOMER, SLOT_MS - 1)
-    assert table.needs_look(KEY, NEWCOMER, SLOT_MS)
+    assert not table.needs_observation(KEY, NEWCOMER, SLOT_MS - 1)
+    assert table.needs_observation(KEY, NEWCOMER, SLOT_MS)
 
 
 def test_failed_observation_waits_for_its_slot() -> None:
     table = owned_by_a()
-    table.unseen(KEY, 100)
+    table.observation_failed(KEY, 100)
     assert table.due_ms(KEY, 100) == SLOT_MS
 
 
 def test_own_request_of_the_owner_is_decided_on_a_fresh_observation() -> None:
     table = owned_by_a()
     look(table, DRAINED, 0)
-    assert table.needs_look(KEY, Requester(A, 4, 5), 1)
+    assert table.needs_observation(KEY, Requester(A, 4, 5), 1)
 
 
 def test_observation_that_spans_a_hand_over_is_not_used() -> None:
     table = owned_by_a()
-    stamp = table.look(KEY)
-    table.begin(KEY, ChangeStep.FENCE)
+    stamp = table.begin_observation(KEY)
+    table.begin_change(KEY, ChangeStep.FENCE)
     lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
-    table.granted(KEY, lock, 2, 10, newly_acquired=True)
-    table.observe(KEY, DRAINED, stamp, 20)
+    table.end_granted(KEY, lock, 2, 10, newly_acquired=True)
+    table.end_observation(KEY, DRAINED, stamp, 20)
     entry = table.get(KEY)
     assert entry is not None
-    assert entry.seen is None
+    assert entry.observation is None
     assert entry.state is LockState.HELD
 
 
@@ -183,7 +183,7 @@ def test_keep_alive_of_the_owner_starts_its_lease_anew() -> None:
     assert keep_alive(table, LEASE_MS) is HoldState.OK
     assert lease_age_ms(table, LEASE_MS) == 0
     look(table, DRAINED, LEASE_MS + 1)
-    assert isinstance(decide(table, LEASE_MS + 1), DenyDecision)
+    assert isinstance(decide(table, LEASE_MS + 1), WaitDecision)
 
 
 def test_keep_alive_after_the_lease_saves_it_if_nobody_has_begun_to_take_it() -> None:
@@ -211,8 +211,8 @@ def test_keep_alive_of_somebody_else_tells_the_entrys_token() -> None:
 
 def test_keep_alive_tells_the_owner_who_waits_longest() -> None:
     table = owned_by_a()
-    table.wait(KEY, B, 5)
-    table.wait(KEY, Incarnation("c", 1), 6)
+    table.add_waiter(KEY, B, 5)
+    table.add_waiter(KEY, Incarnation("c", 1), 6)
     (report,) = table.keep_alive(KeepAliveCall(incarnation=A, acquire_seq=3, holds=[(KEY, 7)]), 10)
     assert (report.state, report.wanted) == (
         HoldState.WANTED,
@@ -223,27 +223,27 @@ def test_keep_alive_tells_the_owner_who_waits_longest() -> None:
 
 def test_waiter_is_forgotten_once_it_has_not_asked_for_long() -> None:
     table = owned_by_a()
-    table.wait(KEY, B, 0)
-    table.forget_waiters(POLICY.waiter_memory_ms)
+    table.add_waiter(KEY, B, 0)
+    table.drop_old_waiters(POLICY.waiter_memory_ms)
     assert keep_alive(table, POLICY.waiter_memory_ms) is HoldState.WANTED
-    table.forget_waiters(POLICY.waiter_memory_ms + 1)
+    table.drop_old_waiters(POLICY.waiter_memory_ms + 1)
     assert keep_alive(table, POLICY.waiter_memory_ms + 1) is HoldState.OK
 
 
 def test_held_call_counts_as_waiting_as_long_as_it_lasts() -> None:
     table = owned_by_a()
-    table.wait(KEY, B, 0, parked=1)
-    table.forget_waiters(POLICY.waiter_memory_ms * 5)
+    table.add_waiter(KEY, B, 0, held_delta=1)
+    table.drop_old_waiters(POLICY.waiter_memory_ms * 5)
     assert keep_alive(table, 1) is HoldState.WANTED
-    table.wait(KEY, B, POLICY.waiter_memory_ms * 5, parked=-1)
-    table.forget_waiters(POLICY.waiter_memory_ms * 7)
+    table.add_waiter(KEY, B, POLICY.waiter_memory_ms * 5, held_delta=-1)
+    table.drop_old_waiters(POLICY.waiter_memory_ms * 7)
     assert keep_alive(table, 1) is HoldState.OK
 
 
 def test_repeated_grant_starts_the_lease_anew() -> None:
     """Its owner counts the lease from the request that was repeated."""
     table = owned_by_a()
-    table.renew(KEY, 20_000)
+    table.renew_lease(KEY, 20_000)
     assert lease_age_ms(table, 20_000) == 0
 
 
@@ -252,7 +252,7 @@ def test_story_06_keep_alive_while_the_queue_is_being_taken_renews_nothing() -> 
     table = owned_by_a()
     look(table, DRAINED, LEASE_MS + 1)
     assert decide(table, LEASE_MS + 1) == GrantDecision((FenceCondition.IDLE,), 7)
-    table.begin(KEY, ChangeStep.FENCE)
+    table.begin_change(KEY, ChangeStep.FENCE)
     assert keep_alive(table, LEASE_MS + 2) is HoldState.PENDING
     assert lease_age_ms(table, LEASE_MS + 2) == LEASE_MS + 2
 
@@ -260,26 +260,26 @@ def test_story_06_keep_alive_while_the_queue_is_being_taken_renews_nothing() -> 
 def test_story_07_keep_alive_between_fence_and_persist_renews_nothing() -> None:
     """etcd still names the old owner, but its token is dead already."""
     table = owned_by_a()
-    pending = table.begin(KEY, ChangeStep.FENCE)
+    pending = table.begin_change(KEY, ChangeStep.FENCE)
     pending.step = ChangeStep.PERSIST
     assert keep_alive(table, 10) is HoldState.PENDING
     assert lease_age_ms(table, 10) == 10
     lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
-    table.granted(KEY, lock, 2, 20, newly_acquired=True)
+    table.end_granted(KEY, lock, 2, 20, newly_acquired=True)
     assert keep_alive(table, 30) is HoldState.NOT_OWNER
 
 
 def test_keep_alive_after_a_refused_hand_over_renews_again() -> None:
     table = owned_by_a()
-    table.begin(KEY, ChangeStep.FENCE)
-    table.refused(KEY)
+    table.begin_change(KEY, ChangeStep.FENCE)
+    table.end_unchanged(KEY)
     assert keep_alive(table, 10) is HoldState.OK
 
 
 def test_fenced_owner_whose_successor_was_not_persisted_is_not_renewed() -> None:
     table = owned_by_a()
-    table.begin(KEY, ChangeStep.FENCE)
-    table.reloaded(KEY, lock_of(A), 1, fenced=True)
+    table.begin_change(KEY, ChangeStep.FENCE)
+    table.end_reloaded(KEY, lock_of(A), 1, fenced=True)
     assert keep_alive(table, 10) is HoldState.NOT_OWNER
     entry = table.get(KEY)
     assert entry is not None
@@ -298,8 +298,8 @@ def test_story_12_new_leader_does_not_renew_a_phantom() -> None:
 
 def test_phantom_ends_when_its_owner_is_granted_the_queue_again() -> None:
     table = owned_by_a(offsets_token=8)
-    table.begin(KEY, ChangeStep.FENCE)
-    table.granted(KEY, lock_of(A, 9, 4), 2, 10, newly_acquired=False)
+    table.begin_change(KEY, ChangeStep.FENCE)
+    table.end_granted(KEY, lock_of(A, 9, 4), 2, 10, newly_acquired=False)
     assert keep_alive(table, 20, 9, seq=4) is HoldState.OK
 
 
@@ -343,26 +343,25 @@ def test_owner_that_is_a_member_again_is_renewed_as_before() -> None:
 
 def test_second_hand_over_of_a_queue_waits_for_the_first() -> None:
     table = owned_by_a()
-    table.begin(KEY, ChangeStep.FENCE)
+    table.begin_change(KEY, ChangeStep.FENCE)
     decision = decide(table, 1, Requester(Incarnation("c", 1), 1, 7))
-    assert isinstance(decision, DenyDecision)
+    assert isinstance(decision, WaitDecision)
     assert isinstance(decision.error, HandoverPending)
-    assert decision.clears
 
 
 def test_grant_names_the_time_since_the_new_owner_was_first_refused() -> None:
     table = owned_by_a()
-    table.wait(KEY, B, 100)
-    table.wait(KEY, B, 400)
-    table.begin(KEY, ChangeStep.FENCE)
+    table.add_waiter(KEY, B, 100)
+    table.add_waiter(KEY, B, 400)
+    table.begin_change(KEY, ChangeStep.FENCE)
     lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
-    assert table.granted(KEY, lock, 2, 1_000, newly_acquired=True) == 900
+    assert table.end_granted(KEY, lock, 2, 1_000, newly_acquired=True) == 900
 
 
 def test_freed_entry_keeps_token_and_generation() -> None:
     table = owned_by_a()
-    table.begin(KEY, ChangeStep.RELEASE)
-    table.freed(KEY, LockRecord(token=7, generation=5), 2)
+    table.begin_change(KEY, ChangeStep.RELEASE)
+    table.end_freed(KEY, LockRecord(token=7, generation=5), 2)
     entry = table.get(KEY)
     assert entry is not None
     assert entry.lock == LockRecord(token=7, generation=5)
@@ -383,11 +382,11 @@ def test_freed_queue_is_decided_on_what_was_seen_of_its_token() -> None:
     table = owned_by_a()
     look(table, Observation(token=7, committed=10, delivered=12, unacked_count=2), 0)
     error = decide(table, 1)
-    assert isinstance(error, DenyDecision)
+    assert isinstance(error, WaitDecision)
     assert isinstance(error.error, Unacked)
-    table.begin(KEY, ChangeStep.RELEASE)
-    table.freed(KEY, LockRecord(token=7, generation=5), 2)
-    assert not table.needs_look(KEY, NEWCOMER, 2)
+    table.begin_change(KEY, ChangeStep.RELEASE)
+    table.end_freed(KEY, LockRecord(token=7, generation=5), 2)
+    assert not table.needs_observation(KEY, NEWCOMER, 2)
     assert decide(table, 2) == GrantDecision(
         (FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE), 7
     )
@@ -396,16 +395,16 @@ def test_freed_queue_is_decided_on_what_was_seen_of_its_token() -> None:
 def test_contradicted_observation_is_made_anew() -> None:
     table = owned_by_a()
     look(table, DRAINED, 0)
-    table.distrust(KEY)
+    table.discard_observation(KEY)
     assert table.decide(KEY, NEWCOMER, 1) is None
-    assert table.needs_look(KEY, NEWCOMER, 1)
+    assert table.needs_observation(KEY, NEWCOMER, 1)
 
 
 def test_leases_count_from_the_start_of_the_leader() -> None:
     table = owned_by_a(now_ms=1_000_000)
     look(table, DRAINED, 1_000_000)
     decision = decide(table, 1_000_000 + LEASE_MS)
-    assert isinstance(decision, DenyDecision)
+    assert isinstance(decision, WaitDecision)
     assert isinstance(decision.error, Held)
     assert isinstance(decide(table, 1_000_001 + LEASE_MS), GrantDecision)
 
@@ -424,7 +423,7 @@ def test_entries_come_in_order_and_by_filter() -> None:
 def test_queue_that_was_only_asked_for_leaves_nothing_behind() -> None:
     table = LockTable(POLICY)
     look(table, Observation(), 0)
-    table.wait(KEY, B, 0)
-    table.forget_waiters(POLICY.waiter_memory_ms + 1)
+    table.add_waiter(KEY, B, 0)
+    table.drop_old_waiters(POLICY.waiter_memory_ms + 1)
     assert table.get(KEY) is None
     assert list(table.entries()) == []

@@ -18,7 +18,7 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import Unreachable
-from batonmq_server.lockmgr.offsets_client import OffsetsClient, OffsetsPeers
+from batonmq_server.lockmgr.offsets_client import OffsetsChannels, OffsetsClient
 from batonmq_server.runtime.group_placements import GroupPlacements
 from tests.support.serving import serving
 
@@ -73,7 +73,7 @@ async def term(twin: Parts) -> AsyncIterator[OffsetsClient]:
         asyncio.TaskGroup() as tasks,
     ):
         peers = OnePeer(pb_grpc.OffsetsServiceStub(channel))
-        offsets = OffsetsClient(cast(OffsetsPeers, peers), cast(GroupPlacements, None), 7)
+        offsets = OffsetsClient(cast(OffsetsChannels, peers), cast(GroupPlacements, None), 7)
         running = tasks.create_task(offsets.run())
         yield offsets
         running.cancel()

@@ -124,6 +124,6 @@ async def test_settings_are_shown_and_unknown_ones_refused() -> None:
     status, _, problems = await run(BATON_LOCKMGR_LOCK_LEASE_MS="3000")
     assert status == 2
     assert b"BATON_LOCKMGR_LOCK_LEASE_MS" in problems
-    assert b"3000 leaves an owner no time: it stops 3000 ms before its lease ends" in problems
+    assert b"lock_lease_ms must be more than 3000, got 3000" in problems
     status, out, _ = await run("--print-config", BATON_LOCKMGR_PROFILE="defibus")
     assert (status, json.loads(out)["profile"]) == (0, "defibus")

@@ -56,8 +56,8 @@ REACHED = [
 class IgnoresSeq(LockTable):
     """Takes a late request of the owner for a new one (story 8)."""
 
-    def decide(self, key: GroupQueue, asker: Requester, now_ms: int) -> Decision | None:
-        newest = Requester(asker.incarnation, 1 << 40, asker.generation)
+    def decide(self, key: GroupQueue, requester: Requester, now_ms: int) -> Decision | None:
+        newest = Requester(requester.incarnation, 1 << 40, requester.generation)
         return super().decide(key, newest, now_ms)
 
 

@@ -232,11 +232,11 @@ async def test_draining_group_is_told_to_its_owners_and_the_end_of_it_to_those_w
 def test_what_waits_for_a_slow_listener_is_a_key_once() -> None:
     watchers, client = WatchStreams(1), Incarnation("a", 1)
     keys = [GroupQueue("g", "t", "b", number) for number in range(3)]
-    with watchers.listening(client, keys[:1]) as watcher:
+    with watchers.open(client, keys[:1]) as watcher:
         for _ in range(1_000):
             for key in keys:
-                watchers.tell(client, key)
-        assert watcher.take() == keys
-        assert watcher.take() == []
-    watchers.tell(client, keys[0])
-    assert watcher.take() == []
+                watchers.notify(client, key)
+        assert watcher.take_keys() == keys
+        assert watcher.take_keys() == []
+    watchers.notify(client, keys[0])
+    assert watcher.take_keys() == []

@@ -22,6 +22,7 @@ from batonmq_server.lockmgr.core.decision import (
     FenceCondition,
     FreeDecision,
     GrantDecision,
+    WaitDecision,
     decide_clear,
 )
 from batonmq_server.offsets.core import values
@@ -95,7 +96,7 @@ class Ask:
     """An Acquire on its way."""
 
     client: Client
-    asker: locks.Requester
+    requester: locks.Requester
     resume: Offsets
     sent_ms: int
 
@@ -212,7 +213,7 @@ class World:
         entry = self.table.get(KEY)
         if entry is None or not self.revision or entry.pending is not None:
             return
-        self.table.begin(KEY, locks.ChangeStep.FENCE)
+        self.table.begin_change(KEY, locks.ChangeStep.FENCE)
         grant = GrantDecision((FenceCondition.FORCED,), self.observation().token)
         self.fence_next(HandOver(None, self.term, grant, self.gate))
 
@@ -240,7 +241,7 @@ class World:
             self.free(entry.lock.owner, entry.lock.token)
             self.seen["freed"] += 1
         elif decision is not None:
-            self.table.begin(KEY, locks.ChangeStep.FENCE)
+            self.table.begin_change(KEY, locks.ChangeStep.FENCE)
             self.fence_next(HandOver(None, self.term, decision, self.gate))
 
     # Faults
@@ -313,8 +314,8 @@ class World:
         self.ask_again(client)
 
     def ask_again(self, client: Client) -> None:
-        asker = locks.Requester(client.incarnation, client.seq, client.generation)
-        ask = Ask(client, asker, client.in_hand | client.finished, self.now_ms)
+        requester = locks.Requester(client.incarnation, client.seq, client.generation)
+        ask = Ask(client, requester, client.in_hand | client.finished, self.now_ms)
         self.send(lambda: self.arrived(ask), twice=0.2)
 
     def give_up(self, client: Client) -> None:
@@ -326,7 +327,7 @@ class World:
     def granted(self, ask: Ask, token: int, start: values.FenceGrant) -> None:
         """The answer of an Acquire arrives."""
         client = ask.client
-        if not client.asking or client.seq != ask.asker.acquire_seq:
+        if not client.asking or client.seq != ask.requester.acquire_seq:
             return
         client.asking, client.token = False, token
         client.closing, client.pulling = not client.assigned, False
@@ -476,12 +477,12 @@ class World:
 
     def arrived(self, ask: Ask) -> None:
         """An Acquire reaches the leader; it looks, and the answer of offsets may be late."""
-        stamp, term = self.table.look(KEY), self.term
+        stamp, term = self.table.begin_observation(KEY), self.term
         seen = self.observation()
 
         def decide() -> None:
             if term == self.term:
-                self.table.observe(KEY, seen, stamp, self.now_ms)
+                self.table.end_observation(KEY, seen, stamp, self.now_ms)
                 self.decide(ask)
 
         self.send(decide, lossy=False)
@@ -490,17 +491,17 @@ class World:
         if self.draining:
             self.seen["SUBSCRIPTION_DRAINING"] += 1
             return
-        decision = self.table.decide(KEY, ask.asker, self.now_ms)
+        decision = self.table.decide(KEY, ask.requester, self.now_ms)
         if decision is None:
             self.send(lambda: self.arrived(ask))
-        elif isinstance(decision, DenyDecision):
+        elif isinstance(decision, DenyDecision | WaitDecision):
             self.seen[decision.error.reason] += 1
-            if decision.clears:
-                self.table.wait(KEY, ask.asker.incarnation, self.now_ms)
-                if ask.client.asking and ask.client.seq == ask.asker.acquire_seq:
+            if isinstance(decision, WaitDecision):
+                self.table.add_waiter(KEY, ask.requester.incarnation, self.now_ms)
+                if ask.client.asking and ask.client.seq == ask.requester.acquire_seq:
                     self.send(lambda: self.arrived(ask))
         elif isinstance(decision, GrantDecision):
-            self.table.begin(KEY, locks.ChangeStep.FENCE)
+            self.table.begin_change(KEY, locks.ChangeStep.FENCE)
             self.fence_next(HandOver(ask, self.term, decision, self.gate))
         else:
             self.repeat(ask)
@@ -541,9 +542,9 @@ class World:
         if not known and hand_over.tried < len(hand_over.grant.conditions):
             self.fence_next(hand_over)
             return
-        self.table.refused(KEY)
+        self.table.end_unchanged(KEY)
         if known:
-            self.table.distrust(KEY)
+            self.table.discard_observation(KEY)
         self.ask_anew(hand_over)
 
     def ask_anew(self, hand_over: HandOver) -> None:
@@ -560,7 +561,7 @@ class World:
         entry = self.table.get(KEY)
         assert entry is not None
         if self.stored != lock and hand_over.ask is not None and hand_over.gate != self.gate:
-            self.table.reloaded(KEY, self.stored, self.revision, fenced=True)
+            self.table.end_reloaded(KEY, self.stored, self.revision, fenced=True)
             self.seen["overtaken"] += 1
             self.ask_anew(hand_over)
             return
@@ -573,24 +574,24 @@ class World:
                 return
         ask = hand_over.ask
         if ask is None:
-            self.table.freed(KEY, lock, self.revision)
+            self.table.end_freed(KEY, lock, self.revision)
             self.seen["to nobody"] += 1
             return
         newly = hand_over.grant.newly_acquired
-        self.table.granted(KEY, lock, self.revision, self.now_ms, newly_acquired=newly)
+        self.table.end_granted(KEY, lock, self.revision, self.now_ms, newly_acquired=newly)
         self.seen["granted"] += 1
         self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
 
     def lock(self, hand_over: HandOver, start: values.FenceGrant) -> locks.LockRecord:
         if hand_over.ask is None:
             return replace(self.stored.freed(), token=start.token)
-        asker = hand_over.ask.asker
+        requester = hand_over.ask.requester
         return locks.LockRecord(
-            owner=asker.incarnation,
+            owner=requester.incarnation,
             token=start.token,
-            acquire_seq=asker.acquire_seq,
+            acquire_seq=requester.acquire_seq,
             attempt=hand_over.attempt,
-            generation=asker.generation,
+            generation=requester.generation,
         )
 
     def repeat(self, ask: Ask) -> None:
@@ -599,7 +600,7 @@ class World:
         start = self.offsets.fence(OFFSETS_KEY, self.term, wish, self.instant())
         if start.token != lock.token or start.changed:
             raise Violated("a repeated grant is another one")
-        self.table.renew(KEY, self.now_ms)
+        self.table.renew_lease(KEY, self.now_ms)
         self.seen["repeated"] += 1
         self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
 
@@ -615,13 +616,13 @@ class World:
 
     def free(self, owner: Incarnation, token: int) -> None:
         assert self.table.owns(KEY, owner, token)
-        self.table.begin(KEY, locks.ChangeStep.RELEASE)
+        self.table.begin_change(KEY, locks.ChangeStep.RELEASE)
         leader = self.term
 
         def write() -> None:
             if leader == self.term:
                 self.stored, self.revision = self.stored.freed(), self.revision + 1
-                self.table.freed(KEY, self.stored, self.revision)
+                self.table.end_freed(KEY, self.stored, self.revision)
                 self.seen["released"] += 1
 
         self.send(write, lossy=False)
@@ -633,7 +634,7 @@ class World:
             attempt=attempt,
             expected_token=expected,
             condition=values.FenceCondition(condition.value),
-            holder=Incarnation(*ask.asker.incarnation) if ask else None,
+            holder=Incarnation(*ask.requester.incarnation) if ask else None,
             resume=ranges_of(ask.resume if ask else ()),
             idle_ms=POLICY.lease_ms if condition is FenceCondition.IDLE else 0,
             token_min=self.stored.token,

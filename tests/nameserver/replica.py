@@ -38,7 +38,7 @@ from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.offsets.core.values import QueueLimits
-from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.disk import LmdbDisk
 from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
@@ -214,7 +214,7 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
     """The real offsets service, registered; it keeps in `folder` what outlives the block."""
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
-    with Disk(folder) as disk:
+    with LmdbDisk(folder) as disk:
         gates = EtcdMirror(etcd, GATES_PREFIX)
         offsets = standalone_epoch(
             disk,

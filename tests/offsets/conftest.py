@@ -17,7 +17,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._telemetry.events import EventHub
 from batonmq_server.offsets.core.values import QueueLimits
-from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.disk import LmdbDisk
 from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
@@ -41,7 +41,7 @@ async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
     hub = EventHub("offsets/offsets-0", 1, clock)
     limits = QueueLimits(ack_ranges_max=1_000)
     gates = EtcdMirror(etcd, GATES_PREFIX)
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         offsets = standalone_epoch(
             disk,
             EpochContext(

@@ -25,7 +25,7 @@ from batonmq._connection.channels import OPTIONS, connect
 from batonmq.errors import BatonError, NoQuorum
 from batonmq_server.offsets.app import served
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.disk import Disk, StoredEntry
+from batonmq_server.offsets.disk import LmdbDisk, StoredEntry
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, decode_record
@@ -126,7 +126,7 @@ class Replica:
     name: str
     replica_set: str
     session: Session
-    disk: Disk
+    disk: LmdbDisk
     stub: pb_grpc.OffsetsServiceAsyncStub
     replication: replication_grpc.ReplicationServiceAsyncStub
     gate: Gate
@@ -242,7 +242,7 @@ async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> N
     try:
         async with Session(settings.etcd, settings.cluster, Clock()) as session:
             runtime = Runtime("offsets", settings, session)
-            with Disk(settings.data_dir) as disk:
+            with LmdbDisk(settings.data_dir) as disk:
                 async with served(settings, runtime, disk) as app:
                     edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls)
                     server = grpc.aio.server(interceptors=[edge, gate], options=OPTIONS)

@@ -209,15 +209,15 @@ async def test_a_queue_that_is_granted_while_etcd_is_asked_keeps_its_progress(
     """What etcd says is as of some moment before it is heard: somebody may have come since."""
     await worked(service)
     asked, answer = asyncio.Event(), asyncio.Event()
-    now = service.offsets.gates.now
+    read = service.offsets.gates.read
 
     async def slowly(key: str) -> KeyValue | None:
-        found = await now(key)
+        found = await read(key)
         asked.set()
         await answer.wait()
         return found
 
-    monkeypatch.setattr(service.offsets.gates, "now", slowly)
+    monkeypatch.setattr(service.offsets.gates, "read", slowly)
     token = (await progress(service)).token
     async with asyncio.TaskGroup() as tasks:
         request = pb.DeleteGroupRequest(group="readers")

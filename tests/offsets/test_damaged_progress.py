@@ -14,7 +14,7 @@ import lmdb
 import pytest
 
 from batonmq_server.offsets.codec import seal
-from batonmq_server.offsets.disk import Disk, StoredEntry, set_aside_damage
+from batonmq_server.offsets.disk import LmdbDisk, StoredEntry, set_aside_damage
 from batonmq_server.offsets.persistence import FORMAT
 from batonmq_server.offsets.verify import verify
 
@@ -22,14 +22,14 @@ COUNT = 400
 
 
 def stored(folder: Path) -> list[StoredEntry]:
-    with Disk(folder) as disk:
+    with LmdbDisk(folder) as disk:
         return list(disk.read())
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     keys = [b"group\0topic\0broker\0%d" % number for number in range(COUNT)]
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         disk.write_blocking([(FORMAT, b"1")])
         for begin in range(0, COUNT, 50):  # pages are given up and used again
             disk.write_blocking([(key, seal(key, b"x" * 60)) for key in keys[: begin + 50]])
@@ -63,7 +63,7 @@ def test_progress_that_was_cut_short_is_set_aside(
     assert "progress is damaged" in caplog.text
     assert (folder / "progress.damaged" / "data.mdb").exists()
     assert stored(folder) == []
-    with Disk(folder) as disk:
+    with LmdbDisk(folder) as disk:
         disk.write_blocking([(FORMAT, b"1")])
     set_aside_damage(folder)
     assert stored(folder) == [(FORMAT, b"1")]

@@ -26,7 +26,7 @@ from batonmq_server.offsets.codec import (
 from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.resets import ResetSlot
 from batonmq_server.offsets.core.values import Instant, QueueLimits, Tombstone
-from batonmq_server.offsets.disk import DataDirInUse, Disk
+from batonmq_server.offsets.disk import DataDirInUse, LmdbDisk
 from batonmq_server.offsets.persistence import (
     FORMAT,
     RESET,
@@ -44,7 +44,7 @@ NOW = Instant(5, 6)
 
 def life(folder: Path) -> ProgressTable:
     """The table of a life that ends at once."""
-    with Disk(folder) as disk:
+    with LmdbDisk(folder) as disk:
         return recover_standalone(disk, QueueLimits(), NOW)[1]
 
 
@@ -61,35 +61,35 @@ def busy() -> Scene:
 
 
 async def test_what_was_written_is_read_in_order_of_keys(tmp_path: Path) -> None:
-    with Disk(tmp_path / "new" / "folder") as disk:
+    with LmdbDisk(tmp_path / "new" / "folder") as disk:
         await disk.write([(b"b", b"2"), (b"a", b"1")])
         await disk.write([(b"b", b"3")])
-    with Disk(tmp_path / "new" / "folder") as disk:
+    with LmdbDisk(tmp_path / "new" / "folder") as disk:
         assert list(disk.read()) == [(b"a", b"1"), (b"b", b"3")]
 
 
 def test_a_second_process_can_not_open_the_folder(tmp_path: Path) -> None:
-    with Disk(tmp_path), pytest.raises(DataDirInUse):
-        Disk(tmp_path)
-    Disk(tmp_path).close()
+    with LmdbDisk(tmp_path), pytest.raises(DataDirInUse):
+        LmdbDisk(tmp_path)
+    LmdbDisk(tmp_path).close()
 
 
 async def test_the_map_grows_when_it_is_used_up(tmp_path: Path) -> None:
     entries = [(b"%d" % number, bytes(10_000)) for number in range(100)]
-    with closing(Disk(tmp_path, map_bytes=64 * 1024)) as disk:
+    with closing(LmdbDisk(tmp_path, map_bytes=64 * 1024)) as disk:
         await disk.write(entries)
         assert sorted(disk.read()) == sorted(entries)
 
 
 async def test_a_write_that_fails_writes_nothing(tmp_path: Path) -> None:
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         with pytest.raises(lmdb.Error):
             await disk.write([(b"a", b"1"), (b"k" * 1_000, b"a key too long")])
         assert not list(disk.read())
 
 
 async def test_a_closed_disk_takes_no_writes(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
+    disk = LmdbDisk(tmp_path)
     disk.close()
     disk.close()
     with pytest.raises(OSError, match="closed"):
@@ -102,7 +102,7 @@ def test_each_life_has_an_epoch_of_its_own(tmp_path: Path) -> None:
 
 async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> None:
     scene = busy()
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
         entries = entries_of(scene.table, scene.resets.history)
         await disk.write([*entries(KEY), *entries(None)])
@@ -117,7 +117,7 @@ async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> No
 
 async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
     scene = busy()
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
         scene.delete(4)
         entries = entries_of(scene.table, scene.resets.history)
@@ -186,7 +186,7 @@ def test_a_damaged_progress_is_data_loss(what: str, stored: bytes) -> None:
 def test_a_folder_that_contradicts_itself_is_refused(
     tmp_path: Path, entries: list[tuple[bytes, bytes]]
 ) -> None:
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         disk.write_blocking(entries)
         with pytest.raises(DataLoss):
             recover_standalone(disk, QueueLimits(), NOW)
@@ -205,7 +205,7 @@ def test_a_flipped_bit_anywhere_is_data_loss() -> None:
 
 
 def test_a_start_on_a_flipped_bit_is_refused(tmp_path: Path) -> None:
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
         scene = busy()
         ((key, value),) = entries_of(scene.table, scene.resets.history)(KEY)
@@ -219,7 +219,7 @@ async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) 
     scene = busy()
     scene.reset(2, "first")
     scene.undo("first")
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
         records = scene.resets.history
         entries = entries_of(scene.table, records)
@@ -227,7 +227,7 @@ async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) 
         assert slots == [2, 1]
         keys: list[DurableKey] = [KEY, *(ResetSlot(KEY.group, slot) for slot in slots)]
         await disk.write([entry for key in keys for entry in entries(key)])
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         found = recover_standalone(disk, QueueLimits(), NOW)[2]
     kept = found.newest_first(KEY.group)
     assert kept == records.newest_first(KEY.group)
@@ -239,6 +239,6 @@ def test_a_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:
     life(tmp_path)
     (tmp_path / "progress" / "data.mdb").write_bytes(b"x" * 20_000)
     with pytest.raises(DataLoss):
-        Disk(tmp_path)
+        LmdbDisk(tmp_path)
     (tmp_path / "progress" / "data.mdb").unlink()
     assert life(tmp_path).epoch == 1

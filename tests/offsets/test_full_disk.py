@@ -24,7 +24,7 @@ from batonmq._telemetry.events import EventHub
 from batonmq.errors import DiskFull
 from batonmq_server.offsets import group_commit
 from batonmq_server.offsets.core.values import QueueLimits
-from batonmq_server.offsets.disk import FREE_BYTES_MIN, Disk
+from batonmq_server.offsets.disk import FREE_BYTES_MIN, LmdbDisk
 from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
@@ -50,7 +50,7 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
     hub = EventHub("offsets/offsets-0", 1, clock)
     etcd = EtcdSession("127.0.0.1:1", "unused", clock)
     gates = EtcdMirror(etcd, "gates/")
-    with Disk(folder, free_bytes=room) as disk:
+    with LmdbDisk(folder, free_bytes=room) as disk:
         offsets = standalone_epoch(
             disk,
             EpochContext(
@@ -145,7 +145,7 @@ async def test_what_was_not_durable_on_a_full_disk_is_gone_after_a_restart(
 
 async def test_a_write_that_leaves_too_little_free_is_refused(tmp_path: Path) -> None:
     room = Room()
-    with Disk(tmp_path, free_bytes=room) as disk:
+    with LmdbDisk(tmp_path, free_bytes=room) as disk:
         room.free_bytes -= 1
         with pytest.raises(DiskFull) as raised:
             await disk.write([(b"a", b"1")])

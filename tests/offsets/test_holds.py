@@ -20,7 +20,7 @@ from batonmq_server.offsets.core.holds import (
     link_holds,
 )
 from batonmq_server.offsets.core.values import Instant, QueueLimits
-from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.disk import LmdbDisk
 from batonmq_server.offsets.persistence import (
     HOLDS,
     TokenChangeKey,
@@ -267,11 +267,11 @@ async def test_a_life_begins_without_reading_holds_and_still_has_them(tmp_path: 
     scene.fence(A, 0)
     handover = scene.queue.token_change
     assert handover is not None
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
         entries = entries_of(scene.table, scene.resets.history)
         await disk.write([*entries(KEY), *entries(TokenChangeKey(KEY, handover))])
-    with Disk(tmp_path) as disk:
+    with LmdbDisk(tmp_path) as disk:
         _, table, _ = recover_standalone(disk, QueueLimits(), NOW)
         assert len(table) == 1
         assert not [key for key, _ in disk.read(skip=HOLDS) if key.startswith(HOLDS)]

@@ -26,7 +26,7 @@ from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.offsets import follower as following
 from batonmq_server.offsets.codec import encode_key
-from batonmq_server.offsets.disk import Entry
+from batonmq_server.offsets.core.change_log import Entry
 from tests.offsets.replica_cluster import (
     LAG_MS_MAX,
     TIMEOUT_S,
@@ -171,10 +171,10 @@ async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refus
     before = first.stored()
     begun, over, write_blocking = threading.Event(), threading.Event(), first.disk.write_blocking
 
-    def slow(entries: Sequence[Entry], *, anew: bool = False) -> None:
+    def slow(entries: Sequence[Entry], *, replace: bool = False) -> None:
         begun.set()
-        over.wait(TIMEOUT_S)  # in a thread, as a disk that stands still: who waits may be cancelled
-        write_blocking(entries, anew=anew)
+        over.wait(TIMEOUT_S)  # in a thread, as a stalled disk: the waiting call may be cancelled
+        write_blocking(entries, replace=replace)
 
     monkeypatch.setattr(first.disk, "write_blocking", slow)
     async with asyncio.TaskGroup() as tasks:

@@ -36,7 +36,7 @@ SOON_S = 30
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who lives may be as slow as the machine is."""
-    monkeypatch.setattr(etcd_members, "LOOK_TIMEOUT_S", 2)
+    monkeypatch.setattr(etcd_members, "CHECK_TIMEOUT_S", 2)
 
 
 @pytest_asyncio.fixture
@@ -123,7 +123,7 @@ async def test_member_that_is_slow_but_lives_is_waited_for(
             waiting = tasks.create_task(coming)
             now_s = asyncio.get_running_loop().time
             begin_s = now_s()
-            await until(lambda: member.heard_s > begin_s + 3)  # by what it says of itself
+            await until(lambda: member.answered_s > begin_s + 3)  # by what it says of itself
             assert not waiting.done()
             await etcd.put("b/2", b"")
         assert waiting.result().events
@@ -220,7 +220,7 @@ async def test_members_that_are_all_slow_answer_in_the_end(count: int) -> None:
     members = etcd_members.EtcdMembers(addresses, Random(1), connect)
     try:
         async with asyncio.timeout(SOON_S):
-            assert await members.ask(answer, MINUTE_MS / 1000, TRY_S) in addresses
+            assert await members.call(answer, MINUTE_MS / 1000, TRY_S) in addresses
     finally:
         await members.close()
 

@@ -11,53 +11,55 @@ import pytest
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
-from batonmq._consumer import assigned_queue as runner
-from batonmq._consumer import queue_releaser as giving_back
-from batonmq._consumer import retry_sender as retrying
+from batonmq._consumer import retry_sender
 from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.queue_releaser import QueueReleaser
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import ranges_to_pb
+from batonmq._consumer.wakeup import Condition
 from batonmq._core.queue_progress import Acks, CloseContent, QueueProgress
 from batonmq.errors import BatonError
 
 
 def no_deadline(patch: pytest.MonkeyPatch) -> None:
-    """[no_deadline] A client starts what it has as long as nobody tells it not to."""
+    """[no_deadline] A client ignores its own deadline and starts messages until it is fenced."""
 
     def may_start(self: AssignedQueue) -> bool:
-        return self.progress is not None and not self.stopping.is_set()
+        return self.progress is not None and not self.stopped
 
     patch.setattr(AssignedQueue, "may_start", may_start)
 
 
 def close_without_draining(patch: pytest.MonkeyPatch) -> None:
-    """[release_no_drain] A client that loses a queue says "done" with handlers running."""
+    """[release_no_drain] A client closes a revoked queue while its handlers run."""
+    close_content = QueueProgress.close_content
 
-    async def give_back(queue: AssignedQueue) -> None:
-        closing = replace(queue.end(), unfinished=())
-        await giving_back.close(queue, closing)
-        await giving_back.release(queue, closing.token)
-        queue.given_back(closing.token)
+    async def drain(self: QueueReleaser, drained: Condition) -> None:
+        return
 
-    patch.setattr(runner, "give_back", give_back)
+    def all_finished(self: QueueProgress) -> CloseContent:
+        return replace(close_content(self), unfinished=())
+
+    patch.setattr(QueueReleaser, "drain", drain)
+    patch.setattr(QueueProgress, "close_content", all_finished)
 
 
 def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
     """[close_retry_forgets] A repeated Close says what is true by then: nothing is unfinished."""
 
-    async def close(queue: AssignedQueue, closing: CloseContent) -> None:
+    async def close(self: QueueReleaser, content: CloseContent, lease_ms: int) -> None:
         item = offsets_pb.CloseItem(
-            queue=queue.key,
-            token=closing.token,
-            reset_epoch=closing.reset_epoch,
-            committed_offset=closing.acks.committed,
-            acked=ranges_to_pb(closing.acks.ranges),
-            unfinished=ranges_to_pb(closing.unfinished),
+            queue=self._key,
+            token=content.token,
+            reset_epoch=content.reset_epoch,
+            committed_offset=content.acks.committed,
+            acked=ranges_to_pb(content.acks.ranges),
+            unfinished=ranges_to_pb(content.unfinished),
         )
-        directory = queue.session.directory
+        directory = self._session.directory
         while True:
             try:
-                stub = await directory.offsets(queue.key.group)
+                stub = await directory.offsets(self._key.group)
                 await stub.Close(offsets_pb.CloseRequest(items=[item]), timeout=CALL_TIMEOUT_S)
                 return
             except grpc.aio.AioRpcError as failure:
@@ -66,7 +68,7 @@ def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
                 await directory.pause(failure, 0)
             del item.unfinished[:]
 
-    patch.setattr(giving_back, "close", close)
+    patch.setattr(QueueReleaser, "_close", close)
 
 
 def commit_all_received(patch: pytest.MonkeyPatch) -> None:
@@ -82,7 +84,7 @@ def ack_without_sending_back(patch: pytest.MonkeyPatch) -> None:
     """A client acks what its handler did not take, and keeps no copy."""
 
     async def send(self: RetrySender, one: RetryRequest) -> bool:
-        return one.counts()
+        return one.still_owned()
 
     patch.setattr(RetrySender, "send", send)
 
@@ -90,4 +92,4 @@ def ack_without_sending_back(patch: pytest.MonkeyPatch) -> None:
 def ids_of_their_own(patch: pytest.MonkeyPatch) -> None:
     """What is sent back has another id each time, so that storage can't know it again."""
     numbers = count(1)
-    patch.setattr(retrying, "once_id", lambda *_: next(numbers))
+    patch.setattr(retry_sender, "retry_producer_id", lambda *_: next(numbers))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.queue_acquirer import AcquiredQueue
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.values import Acks as TableAcks
@@ -139,7 +141,7 @@ def reset_no_resume_check(patch: pytest.MonkeyPatch) -> None:
 
     The epoch is not raised, nor does a client drop its work when it hears that it was a reset.
     """
-    real_reset, real_fence = Progress.reset, AssignedQueue.fence
+    real_reset = Progress.reset
 
     def reset(self: Progress, to: AckState, source: ProgressSource, now: Instant) -> ResetEffect:
         reset_epoch = self.reset_epoch
@@ -147,11 +149,8 @@ def reset_no_resume_check(patch: pytest.MonkeyPatch) -> None:
         self.reset_epoch = reset_epoch
         return moved._replace(reset_epoch=reset_epoch)
 
-    def fence(self: AssignedQueue, *, forget: bool = False) -> None:
-        real_fence(self)
-
     patch.setattr(Progress, "reset", reset)
-    patch.setattr(AssignedQueue, "fence", fence)
+    patch.setattr(AssignedQueue, "reset", AssignedQueue.fence)
 
 
 def force_without_flags(patch: pytest.MonkeyPatch) -> None:
@@ -186,7 +185,7 @@ def delivery_of_any_generation(patch: pytest.MonkeyPatch) -> None:
 
     A client that waits until it knows the subscription its grant is for would hide that.
     """
-    record, granted = Progress.record_delivered, AssignedQueue.granted
+    record, begin = Progress.record_delivered, AssignedQueue.begin
 
     def recorded(
         self: Progress, token: int, delivery: TableDelivery, limits: QueueLimits, now: Instant
@@ -194,8 +193,10 @@ def delivery_of_any_generation(patch: pytest.MonkeyPatch) -> None:
         named = delivery._replace(subscription_generation=self.subscription_generation)
         return record(self, token, named, limits, now)
 
-    def unbound(self: AssignedQueue, sent_ms: int, lease_ms: int, _: int) -> None:
-        granted(self, sent_ms, lease_ms, 0)
+    def unbound(self: AssignedQueue, acquired: AcquiredQueue) -> None:
+        assert acquired.lease is not None
+        lease = replace(acquired.lease, bound_generation=0)
+        begin(self, replace(acquired, lease=lease))
 
     patch.setattr(Progress, "record_delivered", recorded)
-    patch.setattr(AssignedQueue, "granted", unbound)
+    patch.setattr(AssignedQueue, "begin", unbound)

@@ -17,7 +17,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq._core.queues import GroupQueue
 from batonmq._core.records import Record, decode_records, read_header
 from batonmq._core.retries import ATTEMPTS
-from batonmq_server.offsets.disk import Entry
+from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE
 from batonmq_server.storage.core import schedule

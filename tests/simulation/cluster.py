@@ -218,8 +218,8 @@ class ConsumerProcess(SimulatedProcess):
             return
         checks.ended(self.name, event.kind, event.queue, event.token)
         if event.kind == "fenced":
-            runner = consumer._runners[event.queue]
-            if runner._deadline_ms <= event.monotonic_ms:
+            queue = consumer._queues[event.queue]
+            if queue._deadline_ms <= event.monotonic_ms:
                 checks.deadline_passed(self.name, event.queue)
 
 

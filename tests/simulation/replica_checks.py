@@ -14,8 +14,7 @@ from typing import Any
 from baton.common.v1 import replicas_pb2
 from batonmq.errors import BatonError, NoQuorum, NotLeader, NotServing
 from batonmq_server.offsets.codec import META, unseal
-from batonmq_server.offsets.core.change_log import HISTORY, POSITION
-from batonmq_server.offsets.disk import Entry
+from batonmq_server.offsets.core.change_log import HISTORY, POSITION, Entry
 from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd.session import KeyValue
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition

@@ -45,8 +45,9 @@ from batonmq.admin.admin import Admin
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from batonmq_server.offsets.codec import encode_key, encode_progress
+from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.core.progress import Progress
-from batonmq_server.offsets.disk import Disk, Entry
+from batonmq_server.offsets.disk import LmdbDisk
 from tests.support.waiting import until
 
 PROCESSES = ("nameserver", "lockmgr", "offsets", "storage", "etcd")
@@ -142,7 +143,7 @@ async def disk() -> None:
             progress
         )
 
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, Disk(Path(folder)) as progress:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, LmdbDisk(Path(folder)) as progress:
         for count in (1, 100, 1_000):
             write = partial(progress.write_blocking, [entry(number) for number in range(count)])
             took = sorted(timed(write) for _ in range(100))

@@ -1,9 +1,16 @@
-"""Who may have a queue: the decision table of protocol section 7 as one pure function."""
+"""The decision table of the lock manager (protocol section 7): what to do about a requested queue.
+
+`TABLE` is the whole rule set of the default profile; the first row that fits decides. `markdown()`
+prints it, as in docs/explanation/ownership.md. Everything here is pure: it reads the lock entry,
+the observation and the time that the caller passes in, and changes nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple, TypeAlias
 
 from batonmq.errors import (
     BatonError,
@@ -18,9 +25,14 @@ from batonmq.errors import (
 )
 from batonmq_server.lockmgr.core.lock_entry import LockEntry, LockPolicy, Observation, Requester
 
+# Decisions
+
 
 class FenceCondition(Enum):
-    """What offsets checks inside the swap of the token; only an operator's FORCED always passes."""
+    """What offsets tests, atomically with the change of token, before a fence passes.
+
+    FORCED, for operators only, always passes.
+    """
 
     CLOSED_OR_DRAINED = "CLOSED_OR_DRAINED"
     SAME_HOLDER = "SAME_HOLDER"
@@ -30,7 +42,13 @@ class FenceCondition(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GrantDecision:
-    """Fence the queue for the asker: try the conditions in order, all expecting one token."""
+    """Fence the queue for the requester.
+
+    Attributes:
+        conditions: Tried in order until one passes.
+        expected_token: The token that each try expects at offsets.
+        newly_acquired: Whether the requester did not own the queue before.
+    """
 
     conditions: tuple[FenceCondition, ...]
     expected_token: int
@@ -39,133 +57,280 @@ class GrantDecision:
 
 @dataclass(frozen=True, slots=True)
 class RenewDecision:
-    """The asker has the queue by this very request: repeat the answer."""
+    """The requester owns the queue by this very request: renew its lease and repeat the grant."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitDecision:
+    """Refuse for a reason that can clear by itself: the request may be held until it does."""
+
+    error: BatonError
 
 
 @dataclass(frozen=True, slots=True)
 class DenyDecision:
-    """Refuse. `clears`: the reason can go away by itself, so waiting makes sense."""
+    """Refuse; waiting does not help."""
 
     error: BatonError
-    clears: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FreeDecision:
-    """Its token is finished at offsets: nobody can do anything with it any more."""
+    """Free the entry without a fence: its token is closed at offsets."""
 
 
-Decision = GrantDecision | RenewDecision | DenyDecision
+Decision: TypeAlias = GrantDecision | RenewDecision | WaitDecision | DenyDecision
+
+
+# What the table looks at
+
+
+class OwnerKind(Enum):
+    """The owner of the entry, as the requester sees it."""
+
+    NONE = "none"
+    REQUESTER = "requester"
+    OTHER = "another"
+
+
+class RelativeAge(Enum):
+    """Age of a number of the request, compared with that of the grant."""
+
+    OLDER = "older"
+    SAME = "same"
+    NEWER = "newer"
+
+
+class TokenState(Enum):
+    """The token of the entry at offsets.
+
+    QUIET means drained, and unchanged for `LockPolicy.slots_min` slots. REPLACED means that offsets
+    has another token: the entry is a phantom.
+    """
+
+    REPLACED = "replaced"
+    CLOSED = "closed"
+    IN_FLIGHT = "in flight"
+    DRAINED = "drained"
+    QUIET = "quiet"
+
+
+class LeaseState(Enum):
+    """The lease of the owner."""
+
+    VALID = "valid"
+    EXPIRED = "expired"
+
+
+class Situation(NamedTuple):
+    """A request for a queue, in the terms of the table."""
+
+    owner: OwnerKind
+    acquire_seq: RelativeAge
+    generation: RelativeAge
+    token: TokenState
+    lease: LeaseState
+
+
+class Action(Enum):
+    """What a row of the table decides."""
+
+    GRANT = "grant"
+    RENEW = "renew"
+    WAIT = "wait"
+    DENY = "deny"
+
+
+AllowedValues: TypeAlias = tuple[Enum, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRow:
+    """One row: a condition on each part of a situation, and what is decided if all hold.
+
+    Attributes:
+        owner, acquire_seq, generation, token, lease: Values that fit; `ANY` if all do.
+        action: What is decided.
+        result: The conditions of the fence for GRANT; the error for WAIT and DENY.
+    """
+
+    owner: AllowedValues
+    acquire_seq: AllowedValues
+    generation: AllowedValues
+    token: AllowedValues
+    lease: AllowedValues
+    action: Action
+    result: tuple[FenceCondition, ...] | type[BatonError] = ()
+
+    @property
+    def conditions(self) -> tuple[AllowedValues, ...]:
+        """The cells that are compared with a `Situation`, in its order."""
+        return self.owner, self.acquire_seq, self.generation, self.token, self.lease
+
+    def fits(self, situation: Situation) -> bool:
+        """Return whether the row decides about the situation, if no earlier one does."""
+        return all(
+            not cell or value in cell
+            for cell, value in zip(self.conditions, situation, strict=True)
+        )
+
+
+# The table
+
+ANY: AllowedValues = ()
+_NONE, _SELF, _OTHER = (OwnerKind.NONE,), (OwnerKind.REQUESTER,), (OwnerKind.OTHER,)
+_OLDER, _SAME, _NEWER = (RelativeAge.OLDER,), (RelativeAge.SAME,), (RelativeAge.NEWER,)
+_CLOSED, _QUIET, _IN_FLIGHT = (TokenState.CLOSED,), (TokenState.QUIET,), (TokenState.IN_FLIGHT,)
+_OPEN = (TokenState.IN_FLIGHT, TokenState.DRAINED, TokenState.QUIET)
+_EXPIRED = (LeaseState.EXPIRED,)
+_GRANT, _RENEW, _WAIT, _DENY = Action.GRANT, Action.RENEW, Action.WAIT, Action.DENY
+_UNUSED, _IDLE = (FenceCondition.CLOSED_OR_DRAINED,), (FenceCondition.IDLE,)
+_RESUME = (FenceCondition.SAME_HOLDER, *_UNUSED, *_IDLE)
+"""The owner's own new request. Always a fence, never the stored token: messages that the earlier
+request left in flight must not be delivered again unflagged (story 5)."""
+
+# fmt: off
+TABLE: tuple[DecisionRow, ...] = (
+    #           owner   acquire_seq generation token    lease     action  result
+    DecisionRow(_SELF,  _OLDER,    ANY,     ANY,        ANY,      _DENY,  OldRequest),
+    DecisionRow(_SELF,  _SAME,     ANY,     _OPEN,      ANY,      _RENEW),
+    DecisionRow(_SELF,  _SAME,     ANY,     ANY,        ANY,      _DENY,  Fenced),
+    DecisionRow(_SELF,  _NEWER,    _OLDER,  ANY,        ANY,      _DENY,  NotAssigned),
+    DecisionRow(_SELF,  _NEWER,    ANY,     ANY,        ANY,      _GRANT, _RESUME),
+    DecisionRow(_NONE,  ANY,       _OLDER,  ANY,        ANY,      _DENY,  NotAssigned),
+    DecisionRow(_NONE,  ANY,       ANY,     ANY,        ANY,      _GRANT, _UNUSED + _IDLE),
+    DecisionRow(_OTHER, ANY,       _OLDER,  ANY,        ANY,      _DENY,  NotAssigned),
+    DecisionRow(_OTHER, ANY,       ANY,     _CLOSED,    _EXPIRED, _GRANT, _UNUSED + _IDLE),
+    DecisionRow(_OTHER, ANY,       _NEWER,  _QUIET,     _EXPIRED, _GRANT, _UNUSED + _IDLE),
+    DecisionRow(_OTHER, ANY,       ANY,     ANY,        _EXPIRED, _GRANT, _IDLE),
+    DecisionRow(_OTHER, ANY,       ANY,     _CLOSED,    ANY,      _GRANT, _UNUSED),
+    DecisionRow(_OTHER, ANY,       _NEWER,  _QUIET,     ANY,      _GRANT, _UNUSED),
+    # Two views of one generation never pass a queue to and fro.
+    DecisionRow(_OTHER, ANY,       _SAME,   ANY,        ANY,      _DENY,  NotAssigned),
+    DecisionRow(_OTHER, ANY,       _NEWER,  _IN_FLIGHT, ANY,      _WAIT,  Unacked),
+    DecisionRow(_OTHER, ANY,       _NEWER,  ANY,        ANY,      _WAIT,  Held),
+)
+# fmt: on
 
 
 def decide(
-    entry: LockEntry | None, asker: Requester, seen: Observation, now_ms: int, policy: LockPolicy
+    entry: LockEntry | None,
+    requester: Requester,
+    observation: Observation,
+    now_ms: int,
+    policy: LockPolicy,
 ) -> Decision:
-    """What to do about `asker`'s wish for a queue.
+    """Return what the default profile decides about a request for a queue.
 
-    Pure: reads the lock, the lease start and the slots of `entry`, changes nothing. The caller
-    makes sure that no change of the entry is under way.
+    The caller makes sure that no change of the entry is in progress.
 
     Args:
-        entry: None if nobody has ever owned the queue.
-        seen: The queue at offsets. It may be out of date: offsets checks again inside the fence.
+        entry: None if the queue has never been owned.
+        observation: The queue at offsets. It may be out of date: offsets tests the condition again
+            inside the fence.
         now_ms: Of the clock that `entry.lease_start_ms` was read from.
     """
-    if entry is not None and entry.lock.owner == asker.incarnation:
-        decision = decide_own(entry, asker, seen)
-        if isinstance(decision, GrantDecision) and asker.generation < entry.lock.generation:
-            return _not_assigned(entry, asker)
-        return decision
-    if entry is None or has_no_owner(entry, seen):
-        if entry is not None and asker.generation < entry.lock.generation:
-            return _not_assigned(entry, asker)
-        return GrantDecision((FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE), seen.token)
-    return _decide_foreign(entry, asker, seen, now_ms, policy)
+    if entry is None:
+        return GrantDecision(_UNUSED + _IDLE, observation.token)
+    request = _Request(entry, requester, observation, now_ms, policy)
+    return _decide(request, request.situation())
+
+
+def decide_own(
+    entry: LockEntry, requester: Requester, observation: Observation, policy: LockPolicy
+) -> Decision:
+    """Return what is decided about a request of the owner itself, whatever its generation."""
+    request = _Request(entry, requester, observation, 0, policy)
+    situation = request.situation()._replace(
+        owner=OwnerKind.REQUESTER, generation=RelativeAge.NEWER
+    )
+    return _decide(request, situation)
 
 
 def decide_clear(
-    entry: LockEntry, seen: Observation, now_ms: int, policy: LockPolicy
+    entry: LockEntry, observation: Observation, now_ms: int, policy: LockPolicy
 ) -> GrantDecision | FreeDecision | None:
-    """How to get an owned queue to nobody while the subscription of its group changes, if at all.
+    """Return how to free an owned queue while the subscription of its group changes; None to wait.
 
-    An owner that lives closes and releases by itself. The owner of a phantom can't, nor acquire
-    anew: offsets alone decides what is in its hands. An offsets that was restored from an old
-    backup may not know the token, or the queue, which can't be fenced to nobody then.
+    A live owner closes and releases by itself. The owner of a phantom can't, and can't acquire anew
+    either: offsets alone decides about its messages in flight. An offsets that was restored from an
+    old backup may not know the token or the queue, which then can't be fenced.
     """
-    silent = now_ms - entry.lease_start_ms > policy.lease_ms
-    if seen.closed and (silent or seen.token >= entry.lock.token):
+    expired = now_ms - entry.lease_start_ms > policy.lease_ms
+    if observation.closed and (expired or observation.token >= entry.lock.token):
         return FreeDecision()
-    if seen.token > entry.lock.token:
-        return GrantDecision((FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE), seen.token)
-    return GrantDecision((FenceCondition.IDLE,), seen.token) if silent else None
+    if observation.token > entry.lock.token:
+        return GrantDecision(_UNUSED + _IDLE, observation.token)
+    return GrantDecision(_IDLE, observation.token) if expired else None
 
 
-def has_no_owner(entry: LockEntry, seen: Observation) -> bool:
-    """Whether the entry is free, or its owner's is an earlier topic of the name.
+def is_ownerless(entry: LockEntry, observation: Observation) -> bool:
+    """Return whether the entry is free, or its owner belongs to an earlier topic of the same name.
 
-    A tombstone whose token is older than the owner's is one from an old backup of offsets.
+    If the token of a recreated topic is older than the owner's, it comes from an old backup of
+    offsets, and the owner counts.
     """
     if entry.lock.owner is None:
         return True
-    return seen.begins_anew and seen.token > entry.lock.token
+    return observation.topic_recreated and observation.token > entry.lock.token
 
 
-def decide_own(entry: LockEntry, asker: Requester, seen: Observation) -> Decision:
-    """What to do about the wish of the owner itself, whatever its generation."""
-    lock = entry.lock
-    if asker.acquire_seq < lock.acquire_seq:
-        return DenyDecision(
-            OldRequest(
-                f"request {asker.acquire_seq} for {entry.key} is older than "
-                f"{lock.acquire_seq}, which was granted",
-                facts={"acquire_seq": asker.acquire_seq, "current": lock.acquire_seq},
-            ),
-            clears=False,
+class _Request(NamedTuple):
+    entry: LockEntry
+    requester: Requester
+    observation: Observation
+    now_ms: int
+    policy: LockPolicy
+
+    def situation(self) -> Situation:
+        lock = self.entry.lock
+        expired = self.now_ms - self.entry.lease_start_ms > self.policy.lease_ms
+        return Situation(
+            self._owner(),
+            _relative_age(self.requester.acquire_seq, lock.acquire_seq),
+            _relative_age(self.requester.generation, lock.generation),
+            self._token(),
+            LeaseState.EXPIRED if expired else LeaseState.VALID,
         )
-    if asker.acquire_seq == lock.acquire_seq:
-        if seen.token == lock.token and not seen.closed:
-            return RenewDecision()
-        return DenyDecision(
-            Fenced(
-                f"token {lock.token} of request {asker.acquire_seq} for {entry.key} is finished",
-                remedy="Acquire the queue again, with a higher acquire_seq.",
-                detail=FencedDetail(
-                    token=lock.token,
-                    current=seen.token,
-                    why=FenceCause.CLOSED if seen.token == lock.token else FenceCause.TAKEN,
-                ),
-            ),
-            clears=False,
-        )
-    # Always a fence, never the stored token: what the earlier request left in flight must not
-    # come back unflagged (story 5).
-    conditions = (FenceCondition.SAME_HOLDER, FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE)
-    return GrantDecision(conditions, seen.token, newly_acquired=False)
+
+    def _owner(self) -> OwnerKind:
+        if self.entry.lock.owner == self.requester.incarnation:
+            return OwnerKind.REQUESTER
+        return OwnerKind.NONE if is_ownerless(self.entry, self.observation) else OwnerKind.OTHER
+
+    def _token(self) -> TokenState:
+        if self.observation.token != self.entry.lock.token:
+            return TokenState.REPLACED
+        if self.observation.closed:
+            return TokenState.CLOSED
+        if not self.observation.drained:
+            return TokenState.IN_FLIGHT
+        quiet = self.entry.quiet_slots >= self.policy.slots_min
+        return TokenState.QUIET if quiet else TokenState.DRAINED
 
 
-def _decide_foreign(
-    entry: LockEntry, asker: Requester, seen: Observation, now_ms: int, policy: LockPolicy
-) -> Decision:
-    lock = entry.lock
-    if asker.generation < lock.generation:
-        return _not_assigned(entry, asker)
-    owners_token = seen.token == lock.token
-    quiet = seen.drained and entry.slots >= policy.slots_min
-    lets_go = owners_token and (seen.closed or (asker.generation > lock.generation and quiet))
-    if now_ms - entry.lease_start_ms > policy.lease_ms:
-        willing = (FenceCondition.CLOSED_OR_DRAINED,) if lets_go else ()
-        return GrantDecision((*willing, FenceCondition.IDLE), seen.token)
-    if lets_go:
-        return GrantDecision((FenceCondition.CLOSED_OR_DRAINED,), lock.token)
-    if asker.generation == lock.generation:
-        return _not_assigned(entry, asker)
-    if owners_token and not seen.drained:
-        return DenyDecision(unacked_error(entry, seen, policy), clears=True)
-    return DenyDecision(held_error(entry, now_ms, policy), clears=True)
+def _relative_age(value: int, granted: int) -> RelativeAge:
+    if value == granted:
+        return RelativeAge.SAME
+    return RelativeAge.OLDER if value < granted else RelativeAge.NEWER
+
+
+def _decide(request: _Request, situation: Situation) -> Decision:
+    row = next(row for row in TABLE if row.fits(situation))
+    if row.action is Action.RENEW:
+        return RenewDecision()
+    if isinstance(row.result, tuple):
+        newly_acquired = situation.owner is not OwnerKind.REQUESTER
+        return GrantDecision(row.result, request.observation.token, newly_acquired)
+    error = _ERRORS[row.result](request)
+    return WaitDecision(error) if row.action is Action.WAIT else DenyDecision(error)
+
+
+# Errors
 
 
 def held_error(entry: LockEntry, now_ms: int, policy: LockPolicy) -> Held | Draining:
-    """The refusal of a queue that its owner keeps, or is letting go because it was told to."""
+    """Return the error for a queue that its owner keeps, or drains because it was notified."""
     owner = entry.lock.owner
     name, age_ms = owner.client_id if owner else "", now_ms - entry.lease_start_ms
     facts: dict[str, str | int] = {
@@ -174,33 +339,89 @@ def held_error(entry: LockEntry, now_ms: int, policy: LockPolicy) -> Held | Drai
         "lease_ms_left": max(0, policy.silence_ms - age_ms),
         "phantom": str(entry.phantom).lower(),
     }
-    if entry.told and not entry.phantom:
-        message = f"{name} was told that {entry.key} is wanted, and has not closed it yet"
+    if entry.owner_notified and not entry.phantom:
+        message = f"{entry.key} is owned by {name}, which was notified and has not closed it yet"
         return Draining(message, retry_after_ms=policy.slot_ms, facts=facts)
-    message = f"{entry.key} is owned by {name or 'nobody'}"
+    message = f"{entry.key} is owned by {name or 'no client'}"
     return Held(message, retry_after_ms=policy.slot_ms, facts=facts)
 
 
-def unacked_error(entry: LockEntry, seen: Observation, policy: LockPolicy) -> Unacked:
-    """The refusal of a queue whose messages are in its owner's hands."""
+def unacked_error(entry: LockEntry, observation: Observation, policy: LockPolicy) -> Unacked:
+    """Return the error for a queue whose owner has messages in flight."""
     owner = entry.lock.owner
     return Unacked(
-        f"{seen.unacked_count} messages of {entry.key} are in the hands of "
-        f"{owner.client_id if owner else 'nobody'}",
+        f"{observation.unacked_count} messages of {entry.key} are in flight at "
+        f"{owner.client_id if owner else 'no client'}",
         retry_after_ms=policy.slot_ms,
         facts={
             "owner": owner.client_id if owner else "",
-            "unacked_error": seen.unacked_count,
-            "lowest_offset": seen.committed,
+            "unacked": observation.unacked_count,
+            "lowest_offset": observation.committed,
         },
     )
 
 
-def _not_assigned(entry: LockEntry, asker: Requester) -> DenyDecision:
-    error = NotAssigned(
-        f"{entry.key} was granted by generation {entry.lock.generation}, "
-        f"the request is of generation {asker.generation}",
-        retry_after_ms=100,
-        facts={"generation": asker.generation, "current": entry.lock.generation},
+def _old_request(request: _Request) -> OldRequest:
+    seq, granted_seq = request.requester.acquire_seq, request.entry.lock.acquire_seq
+    return OldRequest(
+        f"request {seq} for {request.entry.key} is older than {granted_seq}, which was granted",
+        facts={"acquire_seq": seq, "current": granted_seq},
     )
-    return DenyDecision(error, clears=False)
+
+
+def _fenced(request: _Request) -> Fenced:
+    token, current = request.entry.lock.token, request.observation.token
+    return Fenced(
+        f"token {token} of request {request.requester.acquire_seq} for {request.entry.key} is "
+        "no longer valid",
+        remedy="Acquire the queue again, with a higher acquire_seq.",
+        detail=FencedDetail(
+            token=token,
+            current=current,
+            why=FenceCause.CLOSED if current == token else FenceCause.TAKEN,
+        ),
+    )
+
+
+def _not_assigned(request: _Request) -> NotAssigned:
+    generation, granted = request.requester.generation, request.entry.lock.generation
+    return NotAssigned(
+        f"{request.entry.key} was granted by generation {granted}, "
+        f"the request is of generation {generation}",
+        retry_after_ms=100,
+        facts={"generation": generation, "current": granted},
+    )
+
+
+_ERRORS: dict[type[BatonError], Callable[[_Request], BatonError]] = {
+    OldRequest: _old_request,
+    Fenced: _fenced,
+    NotAssigned: _not_assigned,
+    Unacked: lambda r: unacked_error(r.entry, r.observation, r.policy),
+    Held: lambda r: held_error(r.entry, r.now_ms, r.policy),
+}
+
+
+# The table in print
+
+_HEADINGS = ("Owner", "`acquire_seq`", "Generation", "Token at offsets", "Lease", "Decision")
+
+
+def markdown() -> str:
+    """Return the table as Markdown, one line per row, in the order in which rows are tried."""
+    lines = [_HEADINGS, tuple("---" for _ in _HEADINGS), *map(_cells, TABLE)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cells(row: DecisionRow) -> Iterator[str]:
+    for cell in row.conditions:
+        yield " or ".join(value.value for value in cell) or "any"
+    if isinstance(row.result, tuple):
+        result = ", else ".join(f"`{condition.value}`" for condition in row.result)
+    else:
+        result = f"`{row.result.reason}`"
+    yield f"{row.action.value} {result}".strip()
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -1,6 +1,7 @@
-"""When owners were told to give queues back, when they had, and what a hand-over is made of.
+"""The phases of hand-overs, for metrics and events.
 
-Only for those who watch: nothing is decided by it, and a new leader begins without.
+Records when owners were notified that a queue is wanted, and when their ownership ended. No
+decision depends on it, and a new leader begins without it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from batonmq_server.lockmgr.core.decision import FenceCondition
 
 
 class HandOverManner(Enum):
-    """How a queue passed on; names as in the contract."""
+    """How the previous owner lost the queue; names as in the contract."""
 
     GRACEFUL = "GRACEFUL"
     UNFINISHED = "UNFINISHED"
@@ -24,11 +25,11 @@ class HandOverManner(Enum):
 
 
 class OwnershipEnd(NamedTuple):
-    """The end of somebody's time as owner.
+    """The end of an ownership.
 
     Attributes:
-        forced: Whether an operator made it.
-        silent: Whether the owner did nothing for it.
+        forced: Whether an operator forced it.
+        silent: Whether it came without a call of the owner.
     """
 
     owner: Incarnation
@@ -39,10 +40,10 @@ class OwnershipEnd(NamedTuple):
 
 
 class NextOwner(NamedTuple):
-    """A queue is about to pass to its next owner.
+    """The incarnation that a queue is granted to.
 
     Attributes:
-        since_ms: When the next owner was first refused; None if it never was.
+        since_ms: When it was first refused the queue; None if it never was.
         begin_ms: When its fence began.
     """
 
@@ -52,12 +53,14 @@ class NextOwner(NamedTuple):
 
 
 class HandOverTimes(NamedTuple):
-    """What came before the fence.
+    """The phases of a hand-over before its fence.
 
     Attributes:
-        contend_ms: From the first refusal of the new owner until the one before was told.
-        drain_ms: Until that had given the queue back, or lost it.
+        end: The end of the previous ownership.
+        contend_ms: From the first refusal of the new owner until the previous one was notified.
+        drain_ms: From then until the previous owner released the queue, or lost it.
         end_ms: When that was.
+        overdue: Whether the previous owner was alive, but not renewed any more.
     """
 
     end: OwnershipEnd
@@ -67,11 +70,11 @@ class HandOverTimes(NamedTuple):
     overdue: bool
 
     def manner(self, condition: FenceCondition, *, unfinished: bool) -> HandOverManner:
-        """How it came about.
+        """Return how the previous owner lost the queue.
 
         Args:
-            condition: Under which the fence passed.
-            unfinished: Whether messages are not acked that somebody may have started.
+            condition: The condition under which the fence passed.
+            unfinished: Whether messages that may have been started are not acknowledged.
         """
         if self.end.forced:
             return HandOverManner.FORCED
@@ -82,48 +85,52 @@ class HandOverTimes(NamedTuple):
 
 @dataclass(slots=True)
 class _OwnershipTimes:
-    told_ms: int | None = None
+    notified_ms: int | None = None
     overdue: bool = False
     end: OwnershipEnd | None = None
 
 
 class HandOverTimings:
-    """The owners of one term of leadership; forgets a queue when it passes on."""
+    """The times of ownerships in one term; those of a queue are dropped when it is granted."""
 
     def __init__(self) -> None:
         self._by_queue: dict[GroupQueue, _OwnershipTimes] = {}
 
-    def told(self, key: GroupQueue, now_ms: int) -> None:
-        """The owner is told that the queue is wanted; only the first time counts."""
-        tenure = self._by_queue.setdefault(key, _OwnershipTimes())
-        if tenure.told_ms is None:
-            tenure.told_ms = now_ms
+    def owner_notified(self, key: GroupQueue, now_ms: int) -> None:
+        """Note that the owner was told to release the queue; only the first time counts."""
+        times = self._times(key)
+        if times.notified_ms is None:
+            times.notified_ms = now_ms
 
-    def overdue(self, key: GroupQueue) -> None:
-        """The owner lives, but is not renewed any more: it should have given the queue back."""
-        self._by_queue.setdefault(key, _OwnershipTimes()).overdue = True
+    def owner_overdue(self, key: GroupQueue) -> None:
+        """Note that a live owner is not renewed any more, since it had to release the queue."""
+        self._times(key).overdue = True
 
-    def ended(self, key: GroupQueue, end: OwnershipEnd) -> None:
-        """Nobody owns the queue any more."""
-        self._by_queue.setdefault(key, _OwnershipTimes()).end = end
+    def ownership_ended(self, key: GroupQueue, end: OwnershipEnd) -> None:
+        """Note that the queue has no owner any more."""
+        self._times(key).end = end
 
-    def passed(
-        self, key: GroupQueue, owner: OwnershipEnd | None, passed: NextOwner
+    def queue_granted(
+        self, key: GroupQueue, replaced: OwnershipEnd | None, next_owner: NextOwner
     ) -> HandOverTimes | None:
-        """The queue has a new owner; None if it is the one before, or that is not known.
+        """Return the times of the hand-over; None without a previous owner, or if it is the same.
 
         Args:
-            owner: Who had it until the fence began; None if nobody did.
+            replaced: The ownership that the fence has ended; None if the queue was free.
         """
-        tenure = self._by_queue.pop(key, None) or _OwnershipTimes()
-        end = owner or tenure.end
-        if end is None or end.owner == passed.to:
+        times = self._by_queue.pop(key, None) or _OwnershipTimes()
+        end = replaced or times.end
+        if end is None or end.owner == next_owner.to:
             return None
-        end_ms = min(end.at_ms, passed.begin_ms)
-        if passed.since_ms is None:  # it was free when it was asked for
-            return HandOverTimes(end, 0, 0, passed.begin_ms, tenure.overdue)
-        since_ms = min(passed.since_ms, passed.begin_ms)
-        end_ms = max(end_ms, since_ms)
-        told_ms = since_ms if tenure.told_ms is None else tenure.told_ms
-        told_ms = min(max(told_ms, since_ms), end_ms)
-        return HandOverTimes(end, told_ms - since_ms, end_ms - told_ms, end_ms, tenure.overdue)
+        begin_ms = next_owner.begin_ms
+        if next_owner.since_ms is None:  # it was free when it was requested
+            return HandOverTimes(end, 0, 0, begin_ms, times.overdue)
+        since_ms = min(next_owner.since_ms, begin_ms)
+        end_ms = max(min(end.at_ms, begin_ms), since_ms)
+        notified_ms = since_ms if times.notified_ms is None else times.notified_ms
+        notified_ms = min(max(notified_ms, since_ms), end_ms)
+        contend_ms, drain_ms = notified_ms - since_ms, end_ms - notified_ms
+        return HandOverTimes(end, contend_ms, drain_ms, end_ms, times.overdue)
+
+    def _times(self, key: GroupQueue) -> _OwnershipTimes:
+        return self._by_queue.setdefault(key, _OwnershipTimes())

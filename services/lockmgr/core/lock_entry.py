@@ -1,7 +1,7 @@
-"""The values of the lock manager: who owns a queue, what offsets showed, who waits.
+"""The values of the lock manager: the lock of a queue, what offsets showed of it, its waiters.
 
-Knows nothing of the wire, of etcd or of clocks: times are readings of the leader's monotonic
-clock that the caller passes in.
+Independent of the wire, of etcd and of clocks: times are readings of the leader's monotonic clock
+that the caller passes in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batonmq.errors import BatonError
 
 
 class DecisionProfile(Enum):
-    """By which decision table queues change hands."""
+    """The rules by which queues change owners."""
 
     DEFAULT = "default"
     DEFIBUS = "defibus"
@@ -26,12 +26,12 @@ class LockPolicy:
     """The times of the decision table (protocol section 7).
 
     Attributes:
-        profile: Which table.
+        profile: Which rules decide.
         lease_ms: An owner that is silent for longer may lose the queue.
         slot_ms: At most one observation of a queue counts in this time.
-        slots_min: So many slots without change let a drained queue go to a newcomer.
-        evicted_renewal_ms: An owner that is no member any more is renewed for so long.
-        waiter_memory_ms: A refused asker counts as waiting until it has not asked for so long.
+        slots_min: A drained queue goes to a new member after so many slots without a change.
+        evicted_renewal_ms: The lease of an owner that left its group is renewed for so long.
+        waiter_memory_ms: A refused requester counts as waiting for so long after its last request.
     """
 
     profile: DecisionProfile = DecisionProfile.DEFAULT
@@ -43,20 +43,22 @@ class LockPolicy:
 
     @property
     def silence_ms(self) -> int:
-        """An owner that is silent for longer may lose the queue, by the profile's own measure."""
-        return DEFIBUS_SILENCE_MS if self.profile is DecisionProfile.DEFIBUS else self.lease_ms
+        """Time after which a silent owner may lose the queue in this profile."""
+        if self.profile is DecisionProfile.DEFIBUS:
+            return DEFIBUS_SILENCE_MS
+        return self.lease_ms
 
 
 DEFIBUS_SILENCE_MS = 100
-"""Source: DeFiBus, lockQueueTimeout. Owners are told the lease of the default profile all the same:
-what is taken sooner than that is fenced and flagged."""
+"""Source: DeFiBus, lockQueueTimeout. Owners are still told the lease of the default profile: a
+queue that is taken sooner is fenced, and its messages are flagged."""
 DENIALS_MAX = 16
 """Clients per queue whose last refusal is remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockRecord:
-    """What stands in etcd for a queue. What `freed` keeps stays when nobody owns it."""
+    """The lock of a queue as etcd has it; `owner` is None if the queue is free."""
 
     owner: Incarnation | None = None
     token: int = 0
@@ -67,7 +69,7 @@ class LockRecord:
     forced_op_id: str = ""
 
     def freed(self) -> LockRecord:
-        """The same queue with nobody owning it."""
+        """Return the record without an owner; what it keeps must outlive the owner."""
         return LockRecord(
             token=self.token, generation=self.generation, forced_op_id=self.forced_op_id
         )
@@ -75,7 +77,7 @@ class LockRecord:
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """Who asks, by its how manyth request, and by which view of its group."""
+    """The incarnation, its acquire sequence number, and the group generation it has seen."""
 
     incarnation: Incarnation
     acquire_seq: int
@@ -84,12 +86,12 @@ class Requester:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A queue as offsets showed it; one without progress is closed.
+    """A queue as offsets showed it; a queue without progress is closed.
 
     Attributes:
-        token: What a fence has to expect.
-        begins_anew: An earlier topic of the name had the queue, and nobody was fenced since it
-            was deleted: whatever its last owner still does is none of this topic's messages.
+        token: The token that a fence has to expect.
+        topic_recreated: Whether the token belongs to a deleted topic of the same name, and the
+            queue was not fenced since: its last owner has no message of the present topic.
     """
 
     token: int = 0
@@ -97,16 +99,16 @@ class Observation:
     committed: int = 0
     delivered: int = 0
     unacked_count: int = 0
-    begins_anew: bool = False
+    topic_recreated: bool = False
 
     @property
     def drained(self) -> bool:
-        """Nothing is in flight."""
+        """Whether no message is in flight."""
         return self.delivered == self.committed
 
 
 class ChangeStep(Enum):
-    """How far a change of an entry has come."""
+    """The step that a change of an entry has reached."""
 
     ANNOUNCE = "announce"
     FENCE = "fence"
@@ -124,16 +126,16 @@ class PendingChange:
 
 @dataclass(slots=True)
 class Waiter:
-    """An asker that was refused for a reason that can clear."""
+    """A requester that was refused for a reason that can clear by itself."""
 
     since_ms: int
-    seen_ms: int
-    parked_count: int = 0
+    last_request_ms: int
+    held_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """A client was refused the queue."""
+    """The last refusal of the queue to one client."""
 
     client_id: str
     error: BatonError
@@ -146,7 +148,7 @@ class PollCount:
 
     Attributes:
         delivered: Delivered offset at the last poll.
-        unchanged: Polls of contenders in a row, of all together, that found it as it was.
+        unchanged: Polls in a row, of all requesters together, that found the same delivered offset.
     """
 
     delivered: int = -1
@@ -154,7 +156,7 @@ class PollCount:
 
 
 class WantedReason(Enum):
-    """Why an owner should give a queue back."""
+    """Why an owner should release a queue."""
 
     WAITER = "WAITER"
     NOT_MEMBER = "NOT_MEMBER"
@@ -162,14 +164,14 @@ class WantedReason(Enum):
 
 
 class WantedNotice(NamedTuple):
-    """A queue is wanted from its owner; `by` names the client that waits longest, if one does."""
+    """Tells an owner to release a queue; `by` is the client that waits longest, if one waits."""
 
     reason: WantedReason
     by: str
 
 
 class LockState(Enum):
-    """What an entry is, for people."""
+    """The state of an entry, for operators."""
 
     FREE = "free"
     HELD = "held"
@@ -179,26 +181,26 @@ class LockState(Enum):
 
 @dataclass(slots=True)
 class LockEntry:
-    """A queue at the leader: its lock and what only memory knows of it.
+    """A queue at the leader: its lock, and what only the leader's memory has.
 
     Attributes:
-        lock: As etcd has it; nobody's if `revision` is 0.
+        lock: As etcd has it; without an owner if `revision` is 0.
         revision: Modification revision in etcd; 0 if the queue has never been granted.
-        lease_start_ms: When the owner was last known to live.
-        held_since_ms: When the owner was granted the queue, or the leader began.
-        newly_acquired: Whether the last grant went to somebody new.
-        phantom: offsets has a newer token than the lock: the owner's is dead.
-        pending: A change under way; at most one.
-        seen: Last observation; None if it is out of date.
-        seen_ms: When that was made, or tried.
-        slots: Slots in a row without a change of token, committed or delivered.
+        lease_start_ms: When the owner's lease was last renewed.
+        held_since_ms: When the owner was granted the queue, or the leader's term began.
+        newly_acquired: Whether the last grant went to a new owner.
+        phantom: Whether offsets has a newer token than the lock, so the owner's token is invalid.
+        pending: The change in progress, if there is one.
+        observation: The last one; None if it is out of date.
+        observed_ms: When the last observation was made, or failed.
+        quiet_slots: Slots in a row without a change of token, committed or delivered offset.
         slot_start_ms: When the present slot began.
-        stamp: Changes with the lock; an observation begun under another stamp is not used.
-        waiters: Who was refused, oldest first.
-        evicted_since_ms: Since when the owner was seen to be no member; None if it is one.
-        told: Whether the owner has been told to give it back.
-        count: For the profile `defibus`.
-        offsets_token: Token at offsets as last known; 0 if it is not.
+        version: Changes with the lock; an observation that began under another version is not used.
+        waiters: Refused requesters, oldest first.
+        evicted_since_ms: Since when the owner is not a member of the group; None if it is.
+        owner_notified: Whether the owner was told to release the queue.
+        poll_count: For the profile `defibus`.
+        offsets_token: Last known token at offsets; 0 if not known.
         denials: The last refusal of each client, oldest first.
     """
 
@@ -210,21 +212,21 @@ class LockEntry:
     newly_acquired: bool = True
     phantom: bool = False
     pending: PendingChange | None = None
-    seen: Observation | None = None
-    seen_ms: int = 0
-    slots: int = 0
+    observation: Observation | None = None
+    observed_ms: int = 0
+    quiet_slots: int = 0
     slot_start_ms: int = 0
-    stamp: int = 0
+    version: int = 0
     waiters: dict[Incarnation, Waiter] = field(default_factory=dict)
     evicted_since_ms: int | None = None
-    told: bool = False
-    count: PollCount = PollCount()
+    owner_notified: bool = False
+    poll_count: PollCount = PollCount()
     offsets_token: int = 0
     denials: dict[str, Denial] = field(default_factory=dict)
 
     @property
     def state(self) -> LockState:
-        """What the entry is at this moment."""
+        """The state of the entry now."""
         if self.pending is not None:
             return LockState.PENDING
         if self.lock.owner is None:

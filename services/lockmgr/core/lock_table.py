@@ -1,8 +1,9 @@
-"""All queues of one leader: leases, observations, waiters, changes under way.
+"""The lock entries of one leader: leases, observations, waiters, changes in progress.
 
-An entry changes in three steps: `begin` marks it, the shell fences and persists, and exactly one
-of `granted`, `freed`, `refused` and `reloaded` ends it. From `begin` until the outcome is known
-nobody is renewed and nothing else begins (protocol section 5, stories 6 and 7).
+An entry changes in three steps: `begin_change` marks it, the leader fences and persists, and one of
+`end_granted`, `end_freed`, `end_unchanged` and `end_reloaded` ends it. From `begin_change` until
+the outcome is known, no lease of the entry is renewed and no other change begins (protocol section
+5, stories 6 and 7).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, HandoverPending
-from batonmq_server.lockmgr.core.decision import Decision, DenyDecision, decide
+from batonmq_server.lockmgr.core.decision import Decision, WaitDecision, decide
 from batonmq_server.lockmgr.core.defibus_decision import decide_defibus
 from batonmq_server.lockmgr.core.lock_entry import (
     DENIALS_MAX,
@@ -37,7 +38,7 @@ from batonmq_server.lockmgr.core.lock_entry import (
 
 
 class HoldState(Enum):
-    """What a keep-alive did to an entry."""
+    """The result of a keep-alive for one entry; names as in the contract."""
 
     OK = "OK"
     WANTED = "WANTED"
@@ -57,12 +58,12 @@ class HoldReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepAliveCall:
-    """What an owner says about itself.
+    """A keep-alive of an owner, with what the leader knows of its groups.
 
     Attributes:
-        acquire_seq: Highest request whose outcomes it has seen.
-        holds: Everything it owns, with the tokens.
-        evicted_groups: Groups of `holds` in which it is no member any more.
+        acquire_seq: Highest request whose outcomes the owner has received.
+        holds: Every queue that it owns, with the token.
+        evicted_groups: Groups of `holds` that it is not a member of.
         draining_groups: Groups of `holds` whose subscription is being changed.
     """
 
@@ -74,7 +75,7 @@ class KeepAliveCall:
 
 
 class LockTable:
-    """The entries of one term of leadership. Holds no clock: every call brings the time."""
+    """The entries of one term of leadership. It has no clock: every call passes the time."""
 
     def __init__(self, policy: LockPolicy) -> None:
         self._policy = policy
@@ -84,10 +85,10 @@ class LockTable:
         self._owned_in: dict[str, set[GroupQueue]] = {}
         self._waited: dict[Incarnation, set[GroupQueue]] = {}
 
-    # What is there
+    # Queries
 
     def get(self, key: GroupQueue) -> LockEntry | None:
-        """The entry of `key`, not to be changed by the caller."""
+        """Return the entry of `key`; the caller must not change it."""
         return self._entries.get(key)
 
     def entries(
@@ -115,234 +116,273 @@ class LockTable:
                 yield entry
 
     def owned_by(self, incarnation: Incarnation) -> list[GroupQueue]:
-        """Queues the incarnation owns, ascending."""
+        """Return the queues that the incarnation owns, ascending."""
         return sorted(self._owned.get(incarnation, ()))
 
     def owned_in(self, group: str) -> list[GroupQueue]:
-        """Queues of the group that somebody owns, ascending."""
+        """Return the queues of the group that have an owner, ascending."""
         return sorted(self._owned_in.get(group, ()))
 
-    def owning_groups(self) -> list[str]:
-        """Groups of which somebody owns a queue."""
+    def groups_with_owners(self) -> list[str]:
+        """Return the groups of which some queue has an owner."""
         return list(self._owned_in)
 
     def waited_for_by(self, incarnation: Incarnation) -> list[GroupQueue]:
-        """Queues the incarnation was refused and still waits for, ascending."""
+        """Return the queues that the incarnation was refused and still waits for, ascending."""
         return sorted(self._waited.get(incarnation, ()))
 
     def waited_for_in(self, group: str) -> list[GroupQueue]:
-        """Queues of the group that somebody waits for, ascending."""
+        """Return the queues of the group that have a waiter, ascending."""
         return sorted({key for keys in self._waited.values() for key in keys if key.group == group})
 
     def counts(self) -> Counter[LockState]:
-        """How many entries are in which state."""
+        """Return the number of entries in each state."""
         return Counter(entry.state for entry in self._entries.values() if entry.revision)
 
-    # A leader begins
+    # The beginning of a term
 
     def load(self, key: GroupQueue, lock: LockRecord, revision: int, now_ms: int) -> None:
-        """Take over an entry of the leader before, to be confirmed: until then nothing is done."""
-        entry = self._touch(key)
+        """Add an entry of the previous leader; it is pending until `confirm`."""
+        entry = self._get_or_add(key)
         entry.lease_start_ms = entry.held_since_ms = now_ms
-        self._put(entry, lock, revision)
+        self._set_lock(entry, lock, revision)
         entry.pending = PendingChange(ChangeStep.ANNOUNCE)
 
     def confirm(self, key: GroupQueue, offsets_token: int, now_ms: int) -> None:
-        """Begin with a loaded entry: its lease starts now.
+        """Put a loaded entry into service; its lease starts now.
 
         Args:
             offsets_token: Answered by offsets after it has learnt of this term. If it is not the
                 owner's, the owner was fenced and must not be renewed (story 12).
         """
-        entry = self._settle(key)
+        entry = self._end_change(key)
         entry.lease_start_ms = entry.held_since_ms = now_ms
         entry.phantom = entry.lock.owner is not None and entry.lock.token != offsets_token
         entry.offsets_token = offsets_token
 
-    # Observing
+    # Observations
 
-    def needs_look(self, key: GroupQueue, asker: Requester, now_ms: int) -> bool:
-        """Whether the queue must be observed before deciding.
+    def needs_observation(self, key: GroupQueue, requester: Requester, now_ms: int) -> bool:
+        """Return whether the queue must be observed before a decision.
 
-        However many contenders there are, they share one observation per slot; but not in the
-        profile `defibus`, which counts polls. An owner's own request always gets a fresh one.
+        All requesters of a queue share one observation per slot; except in the profile `defibus`,
+        which counts polls. An owner's own request always gets a new one.
         """
         entry = self._entries.get(key)
         if entry is None:
             return True
         if entry.pending is not None:
             return False
-        if entry.seen is None or entry.lock.owner == asker.incarnation:
+        if entry.observation is None or entry.lock.owner == requester.incarnation:
             return True
         if self._policy.profile is DecisionProfile.DEFIBUS:
             return True
         return self.due_ms(key, now_ms) <= 0
 
     def due_ms(self, key: GroupQueue, now_ms: int) -> int:
-        """Time until the next observation of `key` may count."""
+        """Return the time until the next observation of `key` counts."""
         entry = self._entries.get(key)
-        return 0 if entry is None else entry.seen_ms + self._policy.slot_ms - now_ms
+        return 0 if entry is None else entry.observed_ms + self._policy.slot_ms - now_ms
 
-    def look(self, key: GroupQueue) -> int:
-        """Begin an observation; the stamp to be given to `observe`."""
-        return self._touch(key).stamp
+    def begin_observation(self, key: GroupQueue) -> int:
+        """Return the version of the entry, to be passed to `end_observation`."""
+        return self._get_or_add(key).version
 
-    def observe(self, key: GroupQueue, seen: Observation, stamp: int, now_ms: int) -> None:
-        """Note what offsets showed; ignored if the entry has changed since `look`."""
-        entry = self._touch(key)
-        if entry.stamp != stamp or entry.pending is not None:
+    def end_observation(
+        self, key: GroupQueue, observation: Observation, version: int, now_ms: int
+    ) -> None:
+        """Store what offsets showed; ignored if the entry has another version by now."""
+        entry = self._get_or_add(key)
+        if entry.version != version or entry.pending is not None:
             return
-        before, entry.seen, entry.seen_ms = entry.seen, seen, now_ms
-        entry.offsets_token = seen.token
+        before, entry.observation, entry.observed_ms = entry.observation, observation, now_ms
+        entry.offsets_token = observation.token
         if entry.lock.owner is not None:
-            entry.phantom = seen.token != entry.lock.token
-        if before is None or _progress(before) != _progress(seen):
-            entry.slots, entry.slot_start_ms = 0, now_ms
+            entry.phantom = observation.token != entry.lock.token
+        if before is None or _progress(before) != _progress(observation):
+            entry.quiet_slots, entry.slot_start_ms = 0, now_ms
         elif now_ms - entry.slot_start_ms >= self._policy.slot_ms:
-            entry.slots, entry.slot_start_ms = entry.slots + 1, now_ms
+            entry.quiet_slots, entry.slot_start_ms = entry.quiet_slots + 1, now_ms
 
-    def unseen(self, key: GroupQueue, now_ms: int) -> None:
-        """Note that an observation failed, so that the next one waits for its slot."""
-        self._touch(key).seen_ms = now_ms
+    def observation_failed(self, key: GroupQueue, now_ms: int) -> None:
+        """Note a failed observation, so that the next one waits for its slot."""
+        self._get_or_add(key).observed_ms = now_ms
 
-    def distrust(self, key: GroupQueue) -> None:
-        """Forget the last observation: offsets has contradicted it."""
-        self._touch(key).seen = None
+    def discard_observation(self, key: GroupQueue) -> None:
+        """Forget the last observation, because offsets has contradicted it."""
+        self._get_or_add(key).observation = None
 
-    # Deciding
+    # Decisions
 
-    def decide(self, key: GroupQueue, asker: Requester, now_ms: int) -> Decision | None:
-        """What to do about the asker's wish; None if the queue must be observed first."""
-        entry = self._touch(key)
+    def decide(self, key: GroupQueue, requester: Requester, now_ms: int) -> Decision | None:
+        """Return what is decided about a request; None if the queue must be observed first."""
+        entry = self._get_or_add(key)
         if entry.pending is not None:
             error = HandoverPending(
                 f"{key} is being handed over",
                 retry_after_ms=100,
                 facts={"attempt": entry.pending.attempt, "step": entry.pending.step.value},
             )
-            return DenyDecision(error, clears=True)
-        if entry.seen is None:
+            return WaitDecision(error)
+        if entry.observation is None:
             return None
         if self._policy.profile is DecisionProfile.DEFAULT:
-            return decide(entry, asker, entry.seen, now_ms, self._policy)
-        decision, entry.count = decide_defibus(entry, asker, entry.seen, now_ms, self._policy)
+            return decide(entry, requester, entry.observation, now_ms, self._policy)
+        decision, entry.poll_count = decide_defibus(
+            entry, requester, entry.observation, now_ms, self._policy
+        )
         return decision
 
-    def denied(self, key: GroupQueue, asker: Incarnation, error: BatonError, now_ms: int) -> None:
-        """Remember a refusal, for people; not of a queue that nothing is known of."""
+    def record_denial(
+        self, key: GroupQueue, requester: Incarnation, error: BatonError, now_ms: int
+    ) -> None:
+        """Remember a refusal for `Describe`; ignored for a queue without an entry."""
         entry = self._entries.get(key)
         if entry is None:
             return
         denials = entry.denials
-        denials.pop(asker.client_id, None)
-        denials[asker.client_id] = Denial(asker.client_id, error, now_ms)
+        denials.pop(requester.client_id, None)
+        denials[requester.client_id] = Denial(requester.client_id, error, now_ms)
         if len(denials) > DENIALS_MAX:
             del denials[next(iter(denials))]
 
-    def wait(self, key: GroupQueue, asker: Incarnation, now_ms: int, *, parked: int = 0) -> bool:
-        """Note a refusal that can clear.
+    # Waiters
+
+    def add_waiter(
+        self, key: GroupQueue, requester: Incarnation, now_ms: int, *, held_delta: int = 0
+    ) -> bool:
+        """Note that the requester was refused for a reason that can clear.
 
         Args:
-            parked: 1 when a call starts to be held, -1 when it ends.
+            held_delta: 1 when a request starts to be held, -1 when that ends.
 
         Returns:
-            Whether the asker is a new waiter: the owner is to learn of it.
+            Whether the requester is a new waiter, of which the owner has to be notified.
         """
-        entry = self._touch(key)
-        waiter = entry.waiters.get(asker)
+        entry = self._get_or_add(key)
+        waiter = entry.waiters.get(requester)
         new = waiter is None
         if waiter is None:
-            if parked < 0:
+            if held_delta < 0:
                 return False  # granted while it was held
-            waiter = entry.waiters[asker] = Waiter(now_ms, now_ms)
-            self._waited.setdefault(asker, set()).add(key)
-        waiter.seen_ms = now_ms
-        waiter.parked_count += parked
+            waiter = entry.waiters[requester] = Waiter(now_ms, now_ms)
+            self._waited.setdefault(requester, set()).add(key)
+        waiter.last_request_ms = now_ms
+        waiter.held_count += held_delta
         return new
 
-    def forget_waiters(self, now_ms: int) -> None:
-        """Drop waiters that have not asked lately, and entries that nothing is known of."""
+    def drop_old_waiters(self, now_ms: int) -> None:
+        """Drop waiters that have not sent a request lately, and entries without any content."""
         oldest_ms = now_ms - self._policy.waiter_memory_ms
         count = len(self._entries)
         for entry in list(self._entries.values()):
-            for asker, waiter in list(entry.waiters.items()):
-                if not waiter.parked_count and waiter.seen_ms < oldest_ms:
-                    self._forget_waiter(entry, asker)
+            for requester, waiter in list(entry.waiters.items()):
+                if not waiter.held_count and waiter.last_request_ms < oldest_ms:
+                    self._drop_waiter(entry, requester)
             known = entry.revision or entry.pending or entry.waiters
-            if not known and entry.seen_ms < oldest_ms:
+            if not known and entry.observed_ms < oldest_ms:
                 del self._entries[entry.key]
         if len(self._entries) < count:
             self._keys = [key for key in self._keys if key in self._entries]
 
-    # Changing
+    # Changes
 
-    def begin(self, key: GroupQueue, step: ChangeStep) -> PendingChange:
-        """Mark the entry: a change starts and its outcome is open."""
-        entry = self._touch(key)
+    def begin_change(self, key: GroupQueue, step: ChangeStep) -> PendingChange:
+        """Mark the entry: a change begins, and its outcome is not known."""
+        entry = self._get_or_add(key)
         assert entry.pending is None, f"{key} is being changed already"
         entry.pending = PendingChange(step)
-        entry.stamp += 1
+        entry.version += 1
         return entry.pending
 
-    def refused(self, key: GroupQueue) -> None:
-        """End a change that changed nothing anywhere."""
-        self._settle(key)
+    def end_unchanged(self, key: GroupQueue) -> None:
+        """End a change that has changed nothing, neither at offsets nor in etcd."""
+        self._end_change(key)
 
-    def granted(
+    def end_granted(
         self, key: GroupQueue, lock: LockRecord, revision: int, now_ms: int, *, newly_acquired: bool
     ) -> int:
-        """End a change: the lock is in etcd, the owner's lease starts now.
+        """End a change: the lock is in etcd, and the owner's lease starts now.
 
         Returns:
-            How long the new owner has waited since it was first refused, in milliseconds.
+            Time from the first refusal of the new owner until now, in milliseconds.
         """
         assert lock.owner is not None
-        entry = self._settle(key)
-        self._put(entry, lock, revision)
+        entry = self._end_change(key)
+        self._set_lock(entry, lock, revision)
         entry.lease_start_ms = entry.held_since_ms = now_ms
         entry.newly_acquired = newly_acquired
-        waiter = self._forget_waiter(entry, lock.owner)
+        waiter = self._drop_waiter(entry, lock.owner)
         return 0 if waiter is None else now_ms - waiter.since_ms
 
-    def freed(self, key: GroupQueue, lock: LockRecord, revision: int) -> None:
-        """End a change: etcd has the entry as `lock`, which nobody owns."""
+    def end_freed(self, key: GroupQueue, lock: LockRecord, revision: int) -> None:
+        """End a change: etcd has the entry as `lock`, without an owner."""
         assert lock.owner is None
-        self._put(self._settle(key), lock, revision)
+        self._set_lock(self._end_change(key), lock, revision)
 
-    def reloaded(
+    def end_reloaded(
         self, key: GroupQueue, lock: LockRecord | None, revision: int, *, fenced: bool
     ) -> None:
-        """End a change that etcd refused: it has another lock than the entry had.
+        """End a change that etcd rejected, because its entry was not the one of this table.
 
         Args:
-            lock: What etcd has; None for nothing.
-            fenced: offsets has raised the token, so the lock's is dead.
+            lock: What etcd has; None if it has no entry.
+            fenced: Whether offsets has issued a newer token, so that the lock's is invalid.
         """
-        entry = self._settle(key)
-        self._put(entry, lock or LockRecord(), revision)
-        entry.phantom, entry.seen = fenced and entry.lock.owner is not None, None
+        entry = self._end_change(key)
+        self._set_lock(entry, lock or LockRecord(), revision)
+        entry.phantom, entry.observation = fenced and entry.lock.owner is not None, None
 
-    # Owners
+    # Leases
 
-    def renew(self, key: GroupQueue, now_ms: int) -> None:
+    def renew_lease(self, key: GroupQueue, now_ms: int) -> None:
         """Start the owner's lease anew, after its grant was repeated to it."""
         self._entries[key].lease_start_ms = now_ms
 
     def keep_alive(self, call: KeepAliveCall, now_ms: int) -> list[HoldReport]:
-        """Renew what matches: a report per hold, in order, then the owner's unlisted entries."""
+        """Renew the leases of the holds that match their entries.
+
+        Returns:
+            One report per hold, in order, then one per entry that the owner did not list.
+        """
         reports = [self._renew(call, key, token, now_ms) for key, token in call.holds]
         unlisted = self._owned.get(call.incarnation, set()) - {key for key, _ in call.holds}
         for key in sorted(unlisted):
             entry = self._entries[key]
-            # An outcome that the owner has not seen yet is on its way to it: no orphan.
+            # An outcome that the owner has not received yet is in flight to it: no orphan.
             if entry.lock.acquire_seq <= call.acquire_seq and entry.pending is None:
                 reports.append(HoldReport(key, HoldState.ORPHAN, entry.lock.token))
         return reports
 
     def owns(self, key: GroupQueue, incarnation: Incarnation, token: int) -> bool:
-        """Whether the entry's lock is this incarnation's, by this token."""
+        """Return whether the incarnation owns the queue by this token."""
         entry = self._entries.get(key)
         return entry is not None and (entry.lock.owner, entry.lock.token) == (incarnation, token)
+
+    def wanted_notice(
+        self, key: GroupQueue, *, evicted: bool, draining: bool
+    ) -> WantedNotice | None:
+        """Return why the owner of `key` should release it, if it should; it counts as notified.
+
+        Args:
+            evicted: Whether the owner is not a member of the group any more.
+            draining: Whether the subscription of the group is being changed.
+        """
+        entry = self._entries[key]
+        if not (evicted or draining or entry.waiters):
+            return None
+        waiter = next((waiter for waiter in entry.waiters if waiter != entry.lock.owner), None)
+        by = waiter.client_id if waiter else ""
+        if evicted:
+            notice = WantedNotice(WantedReason.NOT_MEMBER, by)
+        elif draining:
+            notice = WantedNotice(WantedReason.SUBSCRIPTION, by)
+        elif waiter:
+            notice = WantedNotice(WantedReason.WAITER, by)
+        else:
+            return None
+        entry.owner_notified = True
+        return notice
 
     def _renew(self, call: KeepAliveCall, key: GroupQueue, token: int, now_ms: int) -> HoldReport:
         entry = self._entries.get(key)
@@ -360,52 +400,27 @@ class LockTable:
         elif now_ms - entry.evicted_since_ms > self._policy.evicted_renewal_ms:
             return HoldReport(key, HoldState.NOT_OWNER, token)
         entry.lease_start_ms = now_ms
-        wanted = self.wanted(key, evicted=evicted, draining=key.group in call.draining_groups)
+        draining = key.group in call.draining_groups
+        wanted = self.wanted_notice(key, evicted=evicted, draining=draining)
         return HoldReport(key, HoldState.WANTED if wanted else HoldState.OK, token, wanted)
 
-    def wanted(self, key: GroupQueue, *, evicted: bool, draining: bool) -> WantedNotice | None:
-        """Why the owner of `key` should give it back, if it should; it counts as told.
+    # Entries
 
-        Args:
-            evicted: The owner is no member of the group any more.
-            draining: The subscription of the group is being changed.
-        """
-        entry = self._entries[key]
-        if not (evicted or draining or entry.waiters):
-            return None
-        waiter = next((asker for asker in entry.waiters if asker != entry.lock.owner), None)
-        by = waiter.client_id if waiter else ""
-        if evicted:
-            wanted = WantedNotice(WantedReason.NOT_MEMBER, by)
-        elif draining:
-            wanted = WantedNotice(WantedReason.SUBSCRIPTION, by)
-        elif waiter:
-            wanted = WantedNotice(WantedReason.WAITER, by)
-        else:
-            return None
-        entry.told = True
-        return wanted
-
-    def _forget_waiter(self, entry: LockEntry, asker: Incarnation) -> Waiter | None:
-        _discard(self._waited, asker, entry.key)
-        return entry.waiters.pop(asker, None)
-
-    def _touch(self, key: GroupQueue) -> LockEntry:
+    def _get_or_add(self, key: GroupQueue) -> LockEntry:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = LockEntry(key)
             insort(self._keys, key)
         return entry
 
-    def _settle(self, key: GroupQueue) -> LockEntry:
+    def _end_change(self, key: GroupQueue) -> LockEntry:
         entry = self._entries[key]
         assert entry.pending is not None, f"{key} is not being changed"
         entry.pending = None
-        entry.stamp += 1
+        entry.version += 1
         return entry
 
-    def _put(self, entry: LockEntry, lock: LockRecord, revision: int) -> None:
-        """Every change of a lock: keeps the index of owners, and forgets what was seen."""
+    def _set_lock(self, entry: LockEntry, lock: LockRecord, revision: int) -> None:
         before = entry.lock
         if before.owner is not None:
             _discard(self._owned, before.owner, entry.key)
@@ -414,18 +429,23 @@ class LockTable:
             self._owned.setdefault(lock.owner, set()).add(entry.key)
             self._owned_in.setdefault(entry.key.group, set()).add(entry.key)
         entry.lock, entry.revision = lock, revision
-        entry.phantom, entry.evicted_since_ms, entry.told = False, None, False
-        entry.slots = 0
+        entry.phantom, entry.evicted_since_ms, entry.owner_notified = False, None, False
+        entry.quiet_slots = 0
         entry.offsets_token = max(entry.offsets_token, lock.token)
+        # A freed entry with the same token keeps its observation, which the next fence uses.
         if lock.owner is not None or lock.token != before.token:
-            entry.seen = None  # else the token stands, and what was seen of it serves a fence
+            entry.observation = None
+
+    def _drop_waiter(self, entry: LockEntry, requester: Incarnation) -> Waiter | None:
+        _discard(self._waited, requester, entry.key)
+        return entry.waiters.pop(requester, None)
 
 
 K = TypeVar("K")
 
 
 def _discard(index: dict[K, set[GroupQueue]], name: K, key: GroupQueue) -> None:
-    """Take `key` out of the set of `name`; an empty set goes too."""
+    """Remove `key` from the set of `name`, and an empty set from the index."""
     keys = index.get(name)
     if keys is not None:
         keys.discard(key)
@@ -433,5 +453,5 @@ def _discard(index: dict[K, set[GroupQueue]], name: K, key: GroupQueue) -> None:
             del index[name]
 
 
-def _progress(seen: Observation) -> tuple[int, int, int]:
-    return seen.token, seen.committed, seen.delivered
+def _progress(observation: Observation) -> tuple[int, int, int]:
+    return observation.token, observation.committed, observation.delivered

@@ -1,7 +1,7 @@
-"""The changes of offsets by number: which epoch wrote which, and the newest of them to send on.
+"""The log of changes of the store: the epoch of each version, and the newest changes to replicate.
 
-A change sets keys and takes keys away, all at once. Where a node stands is a key too, so that every
-node with the same position holds the same bytes. Pure.
+A change sets and deletes keys atomically. The position of a node is stored under a key of its own,
+so two nodes with the same position hold the same bytes. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from batonmq.errors import DataLoss
 from batonmq_server.runtime.replication.position import ReplicaPosition
 
 Entry = tuple[bytes, bytes | None]
-"""A key and its value; None takes the key away."""
+"""A key and its value; None deletes the key."""
 
 POSITION, HISTORY = b"position", b"history"
-"""Names of the keys under which a node keeps where it stands."""
+"""Names of the keys under which a node stores its position and history."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreChange:
-    """One step: everything in it, or nothing."""
+    """One atomic change of the store: all of its entries are written, or none."""
 
     position: ReplicaPosition
     entries: Sequence[Entry]
 
     @property
     def bytes_count(self) -> int:
-        """About how much it is to keep or to send, bytes."""
+        """Approximate size in memory or in a message, in bytes."""
         return 32 + sum(len(key) + len(value or b"") + 16 for key, value in self.entries)
 
 
 class ChangeLog:
-    """What a node has, and the last changes that brought it there.
+    """The position of a node, its history, and its newest changes.
 
     Args:
-        history: Epoch and first version, of every epoch that has written something; ascending.
-        version: The last one.
-        kept_bytes_max: Older changes than fit in are forgotten; one always fits.
+        history: Epoch and first version of every epoch that has written a change, ascending.
+        version: The last version.
+        kept_bytes_max: Bound on the size of the changes kept in memory; the oldest are dropped
+            first, and the newest is always kept.
     """
 
     def __init__(
@@ -56,14 +57,14 @@ class ChangeLog:
 
     @property
     def position(self) -> ReplicaPosition:
-        """The last change."""
+        """Position of the last change."""
         return ReplicaPosition(self._history[-1][0] if self._history else 0, self._version)
 
     def next(self, epoch: int) -> tuple[ReplicaPosition, list[tuple[bytes, bytes]]]:
-        """Where the next change would lead, and what a node that is there holds by name.
+        """Return the position of the next change, and the values of POSITION and HISTORY there.
 
         Raises:
-            AssertionError: a newer epoch has written already.
+            AssertionError: a newer epoch has already written a change.
         """
         assert epoch >= self.position.epoch
         at = ReplicaPosition(epoch, self._version + 1)
@@ -73,10 +74,10 @@ class ChangeLog:
         return at, own
 
     def append(self, change: StoreChange) -> None:
-        """The node has this change now, durably; it is the next one.
+        """Append a change that the node has made durable.
 
         Raises:
-            DataLoss: it is not.
+            DataLoss: the change is not the next one.
         """
         at = change.position
         if at.version != self._version + 1 or at.epoch < self.position.epoch:
@@ -90,21 +91,21 @@ class ChangeLog:
             self._kept_bytes -= self._kept.popleft().bytes_count
 
     def replace_with(self, other: ChangeLog) -> None:
-        """The node has begun anew: go on from where `other` is."""
+        """Take over the state of `other`, after the node has replaced everything it stores."""
         self._history, self._version = other._history, other._version
         self._kept, self._kept_bytes = other._kept, other._kept_bytes
 
     def contains(self, position: ReplicaPosition) -> bool:
-        """Whether that is a point of this node's history, so that who stands there can go on."""
+        """Return whether a position is in this node's history: a node there can follow this one."""
         if position.version > self._version:
             return False
         return self._epoch_of(position.version) == position.epoch
 
     def since(self, position: ReplicaPosition, bytes_max: int) -> list[StoreChange] | None:
-        """The changes after `position`, as many as fit, but one in any case.
+        """Return the changes after `position`, up to `bytes_max`, but at least one.
 
-        None if they are not kept, and for who has nothing: one that has lost what it had must not
-        look as if it had some of it, nor keep what is left of something else.
+        None if the changes are not kept, or `position` is not in this node's history. None also
+        for an empty node: if it has lost its data, it must replace all that is left of it.
         """
         missing = self._version - position.version
         if not self.contains(position) or missing > len(self._kept):
@@ -126,17 +127,17 @@ class ChangeLog:
 
 
 def encode_history(history: Sequence[tuple[int, int]]) -> bytes:
-    """The epochs that have written, as a value."""
+    """Return the stored form of a history."""
     return b" ".join(b"%d:%d" % one for one in history)
 
 
 def decode_change_log(
     own: Mapping[bytes, bytes], *, kept_bytes_max: int = 64 * 1024 * 1024
 ) -> ChangeLog:
-    """The log of a node that holds these values under POSITION and HISTORY, or neither.
+    """Return the log of a node with these values of POSITION and HISTORY; both may be missing.
 
     Raises:
-        DataLoss: they can't be read, or contradict each other.
+        DataLoss: the values can't be read, or contradict each other.
     """
     try:
         version = int(own.get(POSITION, b"0"))

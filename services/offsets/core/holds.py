@@ -1,9 +1,9 @@
-"""Who held a queue under which token, from when to when, and what was delivered.
+"""The holds of a queue: each token with its holder, its time span and its deliveries.
 
-Each change of a token is one record, written in the same step as the change. It has what began and
-what ended, so the end of a hold stands in the record of the next one: no record is written twice.
-The slots of a queue are a ring; what was overwritten, or belongs to progress that was deleted, is
-never linked to any more.
+Each change of a token writes one record, in the same write as the change. A record has the token
+that began and the token that ended, so the end of a hold is in the record of the next hold and no
+record is written twice. The slots of a queue form a ring. Records that were overwritten, or that
+belong to deleted progress, are not linked from newer records any more.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from batonmq._core.queues import Incarnation
 from batonmq_server.offsets.core.ranges import RangeSet
 
 HOLDS_MAX = 32
-"""Records kept per queue; the oldest is forgotten for a newer one."""
+"""Records kept per queue; a new one replaces the oldest."""
 ACKED_RANGES_MAX = 64
+"""Acked ranges kept in a record."""
 
 
 class HoldEnd(IntEnum):
-    """What ended a token; numbers as in the contract."""
+    """The cause of the end of a token; numbers as in the proto."""
 
     NOTHING = 0
     PASSED = 1
@@ -32,11 +33,11 @@ class HoldEnd(IntEnum):
 
 
 class DeliveryReach(NamedTuple):
-    """How far was delivered under a token.
+    """The end of the deliveries under a token.
 
     Attributes:
-        delivered_offset: One past the last offset that is known to have been delivered.
-        delivered_offset_max: Upper bound of it; greater only after a restart.
+        delivered_offset: One past the last offset that is known to be delivered.
+        delivered_offset_max: Upper bound; greater than `delivered_offset` only after a restart.
     """
 
     delivered_offset: int
@@ -44,7 +45,7 @@ class DeliveryReach(NamedTuple):
 
 
 class EndedToken(NamedTuple):
-    """The token before; `token` is 0 if there was none."""
+    """The token that a change ended; `token` is 0 if there was none."""
 
     token: int
     end: HoldEnd
@@ -55,7 +56,10 @@ class TokenChange(NamedTuple):
     """One change of a queue's token.
 
     Attributes:
-        acked: Above the committed offset; the first 64 ranges.
+        token: The new token.
+        holder: The new holder; None for none.
+        acked: Acked ranges above the committed offset, the first `ACKED_RANGES_MAX`.
+        ended: The token before.
     """
 
     token: int
@@ -67,12 +71,12 @@ class TokenChange(NamedTuple):
 
     @property
     def slot(self) -> int:
-        """Where in the ring it is kept."""
+        """Slot of the ring in which the record is kept."""
         return self.token % HOLDS_MAX
 
 
 class TokenHold(NamedTuple):
-    """One token, as `began` says. `end_unix_ms` is 0 while it is the present one."""
+    """One token, issued by the change `began`; `end_unix_ms` is 0 for the current token."""
 
     began: TokenChange
     end: HoldEnd
@@ -81,12 +85,12 @@ class TokenHold(NamedTuple):
 
 
 def link_holds(records: Iterable[TokenChange], token: int, reach: DeliveryReach) -> list[TokenHold]:
-    """The holds of a queue, newest first; those that records don't link to are forgotten.
+    """Return the holds of a queue, newest first, as far back as the records are linked.
 
     Args:
-        records: Of all slots, in whatever order; maybe newer ones too.
-        token: The present one.
-        reach: What was delivered under it so far.
+        records: The records of all slots, in any order; records of newer tokens are ignored.
+        token: The current token.
+        reach: The end of the deliveries under the current token.
     """
     by_token = {record.token: record for record in records}
     found: list[TokenHold] = []

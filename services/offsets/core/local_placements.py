@@ -1,8 +1,8 @@
-"""Which groups this replica set keeps: those that came here, and those that left.
+"""The groups that have moved to this replica set, or away from it.
 
-A group that began here and never moved has no entry. One that has left is sealed: nothing about it
-is answered any more, whatever anybody believes of where it is (see
-docs/explanation/replication.md). Pure.
+A group that began in this set and never moved has no entry. A group that has left is sealed: the
+set answers no call about it, whatever its placement in etcd says (see
+docs/explanation/replication.md). Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ARRIVING_RETRY_MS = 100
 
 
 class PlacementState(IntEnum):
-    """What became of a group here; numbers as in the contract."""
+    """The state of a moved group in this replica set; numbers as in the proto."""
 
     ARRIVING = 1
     KEPT = 2
@@ -27,11 +27,12 @@ class PlacementState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LocalPlacement:
-    """A group that has come here, or left.
+    """The entry of a group that has moved to this replica set, or away from it.
 
     Attributes:
-        move: By which it came, or left.
-        topic_ids: See `StoredHome`.
+        move: Number of the move.
+        gone_to: The set that the group has left for; empty while it is kept here.
+        topic_ids: See `StoredLocalPlacement`.
     """
 
     move: int
@@ -44,42 +45,42 @@ _KEPT = (PlacementState.ARRIVING, PlacementState.KEPT)
 
 
 class LocalPlacements:
-    """The groups that have an entry."""
+    """The entries of the moved groups."""
 
     def __init__(self) -> None:
         self._placements: dict[str, LocalPlacement] = {}
 
     def get(self, group: str) -> LocalPlacement | None:
-        """The entry of a group."""
+        """Return the entry of a group; None if it has not moved."""
         return self._placements.get(group)
 
     def put(self, group: str, placement: LocalPlacement) -> None:
-        """Note what has become of a group; it is durable, or about to be before anybody is told."""
+        """Set the entry of a group; the caller makes it durable before it answers a call."""
         self._placements[group] = placement
 
     def keeps(self, group: str) -> bool:
-        """Whether what is stored of a group counts here: it is neither on its way nor gone."""
+        """Return whether this set keeps the group: it is neither arriving nor gone."""
         placement = self._placements.get(group)
         return placement is None or placement.state is PlacementState.KEPT
 
     def topic_id(self, group: str, topic: str) -> int:
-        """For which id the progress on a topic was last deleted where the group came from."""
+        """Return the id for which the old set last deleted the progress on a topic; else 0."""
         placement = self._placements.get(group)
         return placement.topic_ids.get(topic, 0) if placement is not None else 0
 
     def counts(self) -> tuple[int, int]:
-        """How many groups are on their way here, and how many have gone."""
-        # Scraped from another thread: list() of a dict's values is one step of the interpreter.
+        """Return the number of groups that are arriving, and of those that are gone."""
+        # Scraped in another thread: list() copies the values in one step of the interpreter.
         states = [placement.state for placement in list(self._placements.values())]
         gone = states.count(PlacementState.GONE) + states.count(PlacementState.FORGOTTEN)
         return states.count(PlacementState.ARRIVING), gone
 
     def check(self, group: str) -> None:
-        """Refuse a call about a group that is not here.
+        """Return if the group has no entry, or is kept here.
 
         Raises:
-            GroupMoved: it has left.
-            NotServing: it is on its way.
+            GroupMoved: the group has left.
+            NotServing: the group is arriving.
         """
         placement = self._placements.get(group)
         if placement is None or placement.state is PlacementState.KEPT:
@@ -89,14 +90,14 @@ class LocalPlacements:
         raise moved(group, placement.gone_to, placement.move)
 
     def seal(self, group: str, move: int, to_set: str, topic_ids: Mapping[str, int]) -> bool:
-        """Give a group up; False if this move has sealed it before.
+        """Seal a group for a move; False if this move has sealed it before.
 
         Args:
-            topic_ids: As of now, of this set.
+            topic_ids: By topic, the id for which this set has last deleted its progress.
 
         Raises:
-            OldMove: it came here, or left, by a later move, or there is nothing left of it.
-            NotServing: it has not arrived yet.
+            OldMove: a later move has brought the group, or taken it, or the group is forgotten.
+            NotServing: the group has not arrived yet.
         """
         placement = self._placements.get(group)
         if placement is not None and placement.move >= move:
@@ -117,10 +118,10 @@ class LocalPlacements:
         return True
 
     def forget(self, group: str, move: int) -> bool:
-        """Whether what was handed over by this move is to be removed; the seal stays.
+        """Mark a sealed group as forgotten; return whether its entries must be removed now.
 
         Raises:
-            InvalidArgument: it was not handed over.
+            InvalidArgument: the group was not handed over by this move.
         """
         placement = self._placements.get(group)
         if (
@@ -138,12 +139,14 @@ class LocalPlacements:
 
 
 def arriving(group: str) -> NotServing:
-    """The refusal while a group is on its way here."""
-    return NotServing(f"group {group} is on its way here", retry_after_ms=ARRIVING_RETRY_MS)
+    """Return the error for a call about a group that is being imported."""
+    return NotServing(
+        f"group {group} is being moved to this replica set", retry_after_ms=ARRIVING_RETRY_MS
+    )
 
 
 def moved(group: str, offsets_set: str, move: int) -> GroupMoved:
-    """The refusal of a set that does not keep a group."""
+    """Return the error for a call about a group that another set keeps."""
     return GroupMoved(
         f"group {group} is kept by {offsets_set}",
         retry_after_ms=ARRIVING_RETRY_MS // 2,
@@ -152,8 +155,8 @@ def moved(group: str, offsets_set: str, move: int) -> GroupMoved:
 
 
 def old_move(group: str, move: int, current: int) -> OldMove:
-    """The refusal of a move that a later one has overtaken."""
+    """Return the error for a move that is older than the group's newest one."""
     return OldMove(
-        f"group {group} is moved by move {current}, not {move}",
+        f"move {move} of group {group} is over; the group's current move is {current}",
         facts={"group": group, "move": move, "current": current},
     )

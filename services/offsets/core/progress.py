@@ -1,8 +1,8 @@
-"""Progress of one queue of one group, and the rules that move it (protocol 3, 4, 6.8, 9, 13).
+"""Progress of one queue of one group, and its rules (protocol 3, 4, 6.8, 9, 13).
 
-Words as in the protocol: T token, C committed, A acked above C, D delivered, M maybe-seen,
-R reset epoch. Every method either raises and has changed nothing, or has done all of its work.
-Whether and when a change becomes durable is not known here, only that it must be (`changed`).
+Letters as in the protocol: T token, C committed, A acked above C, D delivered, M maybe-seen,
+R reset epoch. Every method either raises and changes nothing, or completes. The caller makes the
+changes durable; a result says by `changed` that there is one.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ class Progress:
 
     Attributes:
         token: T; 0 for a queue that was never fenced.
-        holder: Whom T was issued to; None after a reset or a fence to nobody.
-        closed: The holder has declared T finished, or there is none.
+        holder: Incarnation to which T was issued; None after a reset or a fence without a holder.
+        closed: The holder has closed T, or there is no holder.
         committed_offset: C; never in `acked`.
         acked: A, all above C.
         delivered_offset: D, not below C.
         delivered_reserved: Durable upper bound of D, not below D.
-        delivered_known: What of D is no mere upper bound: below D only after a restart.
-        closed_reach: How far was delivered under T when it was closed, which takes D back to C.
-        token_change: The record of the change that issued T; None if that was in an earlier life.
+        delivered_known: Known lower bound of the true D; below D only after a restart.
+        closed_reach: End of the deliveries under T when T was closed, which sets D to C.
+        token_change: Record of the change that issued T; None if T was issued before the restart.
         maybe_seen: M; disjoint from what is acked or committed.
         reset_epoch: R.
         first_reset_epoch: R when this progress began; greater than 0 if an earlier one was deleted.
-        grant: What the fence that issued T answered; None if no fence did.
+        grant: Answer to the fence that issued T; None if a reset issued it.
         attempt: Id of the last fence.
-        forced_by: Who took the queue by force when T was issued; empty if nobody did.
-        forced_reason: Why.
-        subscription_generation: Deliveries under T have to name it; 0 lets any pass.
-        source: What changed the progress last.
-        access_monotonic_ms: Time of the last accepted access under T.
+        forced_by: Operator who forced the fence that issued T; empty if it was not forced.
+        forced_reason: Reason of that operator.
+        subscription_generation: Deliveries under T must name it; 0 accepts any.
+        source: Last kind of change of the progress.
+        access_monotonic_ms: Time of the last accepted call under T.
         update_unix_ms: Wall clock of the last change that must be durable.
     """
 
@@ -106,35 +106,35 @@ class Progress:
     access_monotonic_ms: int
     update_unix_ms: int = 0
 
-    # ---- questions
+    # ---- state
 
     @property
     def drained(self) -> bool:
-        """Nothing is in flight."""
+        """Whether no message is in flight."""
         return self.delivered_offset == self.committed_offset
 
     def in_flight(self) -> RangeSet:
-        """Delivered under T and not acked: [C, D) minus A."""
+        """Return the offsets in flight: delivered under T and not acked, [C, D) minus A."""
         return RangeSet.of(self.committed_offset, self.delivered_offset).difference(self.acked)
 
     def lowest_unacked(self) -> int | None:
-        """The lowest offset in flight; C is never acked, so it is that one."""
+        """Return the lowest offset in flight: C, as C is never acked; None if drained."""
         return None if self.drained else self.committed_offset
 
     @property
     def reach(self) -> DeliveryReach:
-        """How far was delivered under T, closed or not."""
+        """End of the deliveries under T, closed or not."""
         if self.closed_reach is not None:
             return self.closed_reach
         known = max(self.delivered_known, self.committed_offset)
         return DeliveryReach(known, self.delivered_offset)
 
     def idle_ms(self, now: Instant) -> int:
-        """Time since the last accepted access under T."""
+        """Return the time since the last accepted call under T, in milliseconds."""
         return now.monotonic_ms - self.access_monotonic_ms
 
     def ack_window_full(self, limits: QueueLimits) -> bool:
-        """Whether A has reached a cap (protocol 16, bounds)."""
+        """Return whether A has reached one of its limits (protocol 16, bounds)."""
         ranges = len(self.acked.runs)
         if ranges >= limits.ack_ranges_max:
             return True
@@ -144,29 +144,29 @@ class Progress:
 
     # ---- protocol 4
 
-    def fence(self, wish: FenceAttempt, now: Instant) -> FenceGrant:
-        """Pass the queue to `wish.holder` if the token is as expected and the condition holds.
+    def fence(self, attempt: FenceAttempt, now: Instant) -> FenceGrant:
+        """Give the queue to `attempt.holder` if the token is as expected and the condition holds.
 
         Raises:
-            Superseded: the attempt succeeded once, and a reset has raised the token since.
+            Superseded: the attempt succeeded before, and a reset has raised the token since.
             TokenMismatch: T is not the expected one.
             Unacked, NotHolder, NotIdle: the condition does not hold.
         """
-        if wish.attempt == self.attempt:
-            return self._replay(wish)
-        if wish.expected_token != self.token:
+        if attempt.attempt == self.attempt:
+            return self._repeated(attempt)
+        if attempt.expected_token != self.token:
             raise TokenMismatch(
-                f"the token is {self.token}, expected was {wish.expected_token}",
+                f"the token is {self.token}, expected {attempt.expected_token}",
                 detail=TokenMismatchDetail(
-                    expected=wish.expected_token, token=self.token, attempt=self.attempt
+                    expected=attempt.expected_token, token=self.token, attempt=self.attempt
                 ),
             )
-        self._check_condition(wish, now)
-        ended = EndedToken(self.token, _ENDS[wish.condition], self.reach)
+        self._check_condition(attempt, now)
+        ended = EndedToken(self.token, _ENDS[attempt.condition], self.reach)
         live = EMPTY
-        if wish.reset_epoch == self.reset_epoch:
-            live = wish.resume.at_or_above(self.committed_offset).difference(self.acked)
-        same_holder = not self.closed and self.holder == wish.holder
+        if attempt.reset_epoch == self.reset_epoch:
+            live = attempt.resume.at_or_above(self.committed_offset).difference(self.acked)
+        same_holder = not self.closed and self.holder == attempt.holder
         if not self.closed:
             dropped = self.in_flight()
             if same_holder:
@@ -176,11 +176,11 @@ class Progress:
         self.delivered_offset = self.delivered_reserved = max(lowest, live.next_offset)
         kept = ended.reach.delivered_offset if same_holder else 0
         self.delivered_known = max(kept, live.next_offset)
-        self.holder, self.closed = wish.holder, wish.holder is None
-        self.forced_by, self.forced_reason = wish.forced_by, wish.forced_reason
-        self.subscription_generation = wish.subscription_generation
-        self.token = max(self.token, wish.token_min) + 1
-        self.attempt, self.source = wish.attempt, ProgressSource.FENCE
+        self.holder, self.closed = attempt.holder, attempt.holder is None
+        self.forced_by, self.forced_reason = attempt.forced_by, attempt.forced_reason
+        self.subscription_generation = attempt.subscription_generation
+        self.token = max(self.token, attempt.token_min) + 1
+        self.attempt, self.source = attempt.attempt, ProgressSource.FENCE
         self.grant = FenceGrant(
             self.token, self.committed_offset, self.acked, self.maybe_seen, self.reset_epoch
         )
@@ -188,10 +188,10 @@ class Progress:
         self._record_token_change(ended, now)
         return self.grant
 
-    def _replay(self, wish: FenceAttempt) -> FenceGrant:
+    def _repeated(self, attempt: FenceAttempt) -> FenceGrant:
         if self.grant is None:
             raise Superseded(
-                f"attempt {wish.attempt} had passed the queue on, a reset has issued token "
+                f"attempt {attempt.attempt} succeeded before, but a reset has issued token "
                 f"{self.token} since",
                 facts={"token": self.token},
             )
@@ -204,27 +204,28 @@ class Progress:
             self.token, self.holder, now.unix_ms, self.committed_offset, acked, ended
         )
 
-    def _check_condition(self, wish: FenceAttempt, now: Instant) -> None:
-        match wish.condition:
+    def _check_condition(self, attempt: FenceAttempt, now: Instant) -> None:
+        match attempt.condition:
             case FenceCondition.CLOSED_OR_DRAINED if not self.closed and not self.drained:
-                open_offsets = self.in_flight()
+                in_flight = self.in_flight()
                 raise Unacked(
-                    f"{open_offsets.count} delivered messages are not acked",
+                    f"{in_flight.count} delivered messages are not acked",
                     facts={
-                        "unacked": open_offsets.count,
-                        "lowest_offset": open_offsets.runs[0][0],
+                        "unacked": in_flight.count,
+                        "lowest_offset": in_flight.runs[0][0],
                     },
                 )
-            case FenceCondition.SAME_HOLDER if self.closed or self.holder != wish.holder:
+            case FenceCondition.SAME_HOLDER if self.closed or self.holder != attempt.holder:
                 raise NotHolder(
                     f"token {self.token} is closed"
                     if self.closed
                     else f"token {self.token} was issued to another incarnation"
                 )
-            case FenceCondition.IDLE if self.idle_ms(now) < wish.idle_ms:
+            case FenceCondition.IDLE if self.idle_ms(now) < attempt.idle_ms:
                 raise NotIdle(
-                    f"the last access was {self.idle_ms(now)} ms ago, asked for {wish.idle_ms}",
-                    retry_after_ms=wish.idle_ms - self.idle_ms(now),
+                    f"the last call of the holder was {self.idle_ms(now)} ms ago, "
+                    f"the fence requires {attempt.idle_ms} ms",
+                    retry_after_ms=attempt.idle_ms - self.idle_ms(now),
                     facts={"idle_ms": self.idle_ms(now)},
                 )
 
@@ -233,13 +234,13 @@ class Progress:
     def record_delivered(
         self, token: int, delivery: DeliveryRange, limits: QueueLimits, now: Instant
     ) -> DeliveryResult:
-        """Note that a range is about to leave (protocol 3, 6.3, 6.8).
+        """Record a range that is about to be delivered (protocol 3, 6.3, 6.8).
 
-        At an ack cap only what lies below the end of A may still be delivered: it fills the
-        holes that keep A apart, and without it a new holder could never bring A down.
+        While the ack window is full, only offsets below the end of A may be delivered. They fill
+        the gaps between the ranges of A; without them a new holder could never shrink A.
 
         Raises:
-            Fenced: T is another, or closed, or bound to another subscription (protocol 14).
+            Fenced: `token` is not T, or T is closed or of another subscription (protocol 14).
             DeliveryGap: an offset before the range is neither delivered nor acked.
             AckCap: the ack window is full.
         """
@@ -250,7 +251,7 @@ class Progress:
         expected = self.acked.first_missing(self.delivered_offset)
         if first_offset > expected:
             raise DeliveryGap(
-                f"offset {expected} was not delivered, the delivery starts at {first_offset}",
+                f"the delivery starts at {first_offset}, but offset {expected} is not delivered",
                 facts={"first_offset": first_offset, "expected": expected},
             )
         changed = False
@@ -271,10 +272,10 @@ class Progress:
         return DeliveryResult(self.maybe_seen.between(first_offset, next_offset), changed)
 
     def touch(self, token: int, now: Instant) -> None:
-        """Note that a pull of the holder is parked (protocol 6.5).
+        """Record that a long poll of the holder is waiting (protocol 6.5).
 
         Raises:
-            Fenced: T is another, or closed.
+            Fenced: `token` is not T, or T is closed.
         """
         self._check_open(token)
         self.access_monotonic_ms = now.monotonic_ms
@@ -282,11 +283,11 @@ class Progress:
     def commit(
         self, token: int, acks: Acks, now: Instant, source: ProgressSource = ProgressSource.COMMIT
     ) -> CommitResult:
-        """Add `acks` to what is acked: a set union, so order and repetition do not matter.
+        """Add `acks` to the acked offsets: a set union, so order and repetition do not matter.
 
         Raises:
-            Fenced: T or R is another, or T is closed.
-            BeyondDelivered: an offset not yet acked was not delivered either.
+            Fenced: token or reset epoch are not T and R, or T is closed.
+            BeyondDelivered: a newly acked offset is not delivered.
         """
         self._check_open(token, acks.reset_epoch)
         new = self._new(acks)
@@ -297,10 +298,10 @@ class Progress:
         return CommitResult(self.committed_offset, bool(new))
 
     def commit_unowned(self, acks: Acks, now: Instant) -> CommitResult:
-        """`commit` where nobody owns the queue: no token and no delivery to compare (protocol 15).
+        """Add `acks` of a group without ownership: without token and deliveries (protocol 15).
 
         Raises:
-            Fenced: R is another.
+            Fenced: the reset epoch is not R.
         """
         if acks.reset_epoch != self.reset_epoch:
             raise self._fenced(0, FenceCause.RESET)
@@ -310,13 +311,14 @@ class Progress:
         return CommitResult(self.committed_offset, bool(new))
 
     def close(self, token: int, acks: Acks, unfinished: RangeSet, now: Instant) -> CommitResult:
-        """Finish T: acks as in `commit`; what was cut off becomes maybe-seen; D := C (protocol 9).
+        """Close T: add `acks` as `commit` does, add `unfinished` to M, set D to C (protocol 9).
 
-        In flight, neither acked nor unfinished means never started: it returns unseen.
+        Offsets in flight that are neither acked nor unfinished were never started: they are
+        delivered again without the maybe-seen flag.
 
         Raises:
-            Fenced: T or R is another.
-            BeyondDelivered: an offset was not delivered.
+            Fenced: token or reset epoch are not T and R.
+            BeyondDelivered: an offset is not delivered.
         """
         if token == self.token and self.closed:
             return CommitResult(self.committed_offset, False)
@@ -336,10 +338,11 @@ class Progress:
     # ---- protocol 13
 
     def reset(self, to: AckState, source: ProgressSource, now: Instant) -> ResetEffect:
-        """Move to `to`, whoever owns the queue; R and T rise, so nothing older counts any more.
+        """Set the acked offsets to `to`, also while the queue has an owner; raise T and R.
 
-        What was started before, under whatever token and epoch, lies below the greatest of C, D
-        and the ends of A and M: all of it that is not handled by `to` becomes maybe-seen.
+        Calls under the old token or reset epoch are fenced. Every offset that was started under any
+        earlier token lies below the greatest of C, D and the ends of A and M: those that `to` does
+        not acknowledge become maybe-seen.
         """
         before = AckState(self.committed_offset, self.acked)
         ended = EndedToken(self.token, HoldEnd.RESET, self.reach)
@@ -371,24 +374,24 @@ class Progress:
 
     def _fenced(self, token: int, why: FenceCause) -> Fenced:
         return Fenced(
-            f"token {token} is not in force, the current one is {self.token} ({why.value})",
+            f"token {token} is fenced, the current one is {self.token} ({why.value})",
             detail=FencedDetail(
                 token=token, current=self.token, reset_epoch=self.reset_epoch, why=why
             ),
         )
 
     def _new(self, acks: Acks) -> RangeSet:
-        """What of `acks` is not acked yet."""
-        told = acks.acked
+        """Return the offsets of `acks` that are not acked yet."""
+        acked = acks.acked
         if acks.committed_offset > self.committed_offset:
-            told = told.union(RangeSet.of(self.committed_offset, acks.committed_offset))
-        return told.at_or_above(self.committed_offset).difference(self.acked)
+            acked = acked.union(RangeSet.of(self.committed_offset, acks.committed_offset))
+        return acked.at_or_above(self.committed_offset).difference(self.acked)
 
     def _check_delivered(self, offsets: RangeSet) -> None:
         if offsets.next_offset > self.delivered_offset:
             offset = offsets.at_or_above(self.delivered_offset).runs[0][0]
             raise BeyondDelivered(
-                f"offset {offset} was not delivered, only those below {self.delivered_offset}",
+                f"offset {offset} is not delivered, only offsets below {self.delivered_offset} are",
                 facts={"offset": offset, "delivered": self.delivered_offset},
             )
 

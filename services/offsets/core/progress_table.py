@@ -1,7 +1,7 @@
 """Progress of all queues, the term of the lock manager and the epoch of this replica set.
 
-Pure: time comes in, and what must become durable before an answer leaves goes out as
-`changed`. A caller may answer from a state only when that state is durable.
+Pure: the time is an argument, and a result says by `changed` that the state must become durable.
+A caller may answer from a state only when the state is durable.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ProgressTable:
     """Keeps a `Progress` per queue, and a `Tombstone` per queue whose topic or group was deleted.
 
     Args:
-        epoch: Epoch of this replica set; one greater than in the life before.
+        epoch: Epoch of this replica set; greater than every earlier one.
         term: Highest announced term.
-        now: Start of this life; counts as an access to every queue (protocol 12).
+        now: Start of the epoch; counts as a call under every token (protocol 12).
 
     Attributes:
-        placements: Which groups have come here, or left.
+        placements: The groups that have moved to this replica set, or away from it.
     """
 
     def __init__(self, limits: QueueLimits, epoch: int, term: int, now: Instant) -> None:
@@ -63,7 +63,7 @@ class ProgressTable:
         self.ack_ranges: dict[GroupQueue, int] = {}
         """Number of acked ranges, of the queues that have any."""
         self.capped: set[GroupQueue] = set()
-        """Queues whose deliveries wait for the lowest offset."""
+        """Queues whose ack window is full."""
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -74,9 +74,9 @@ class ProgressTable:
     def restore(
         self, key: GroupQueue, stored: Progress | Tombstone, now: Instant | None = None
     ) -> None:
-        """Take a queue over, from the life before or as of `now` from another replica set.
+        """Add a stored queue, at the start of the epoch, or at `now` from another replica set.
 
-        D is what was reserved, ages begin anew.
+        The delivered offset becomes its reserved bound; the idle time starts at 0.
         """
         if isinstance(stored, Tombstone):
             self._tombstones[key] = stored
@@ -87,20 +87,20 @@ class ProgressTable:
         self._put(key, stored)
 
     def restore_topic(self, topic: str, topic_id: int) -> None:
-        """Take over for which id the progress of a topic's name was last deleted."""
+        """Set the id for which the progress on a topic was last deleted."""
         self._topic_ids[topic] = topic_id
 
     @property
     def topic_ids(self) -> dict[str, int]:
-        """By name the greatest id for which the progress on a topic was deleted."""
+        """By topic, the greatest id for which its progress was deleted."""
         return dict(self._topic_ids)
 
     def has(self, group: str) -> bool:
-        """Whether a group has progress."""
+        """Return whether a group has progress."""
         return group in self._groups
 
     def drop(self, group: str) -> None:
-        """Forget a group that is kept elsewhere, tombstones too."""
+        """Forget a group that has left this replica set, with its tombstones."""
         for key in self._groups.pop(group, {}):
             del self._queues[key]
             self.ack_ranges.pop(key, None)
@@ -109,10 +109,10 @@ class ProgressTable:
             del self._tombstones[key]
 
     def check_epoch(self, seen_epoch: int) -> None:
-        """Refuse a caller that has seen a newer life of this replica set.
+        """Return if the caller has not seen a newer epoch of this replica set.
 
         Raises:
-            OldEpoch: it has.
+            OldEpoch: the caller has seen a newer epoch.
         """
         if seen_epoch > self.epoch:
             raise OldEpoch(
@@ -121,50 +121,50 @@ class ProgressTable:
             )
 
     def announce(self, term: int) -> bool:
-        """Accept a leader; whether the term is new and must become durable.
+        """Accept a term of the lock manager; return whether it is new and must become durable.
 
         Raises:
-            OldEpoch: a newer term has announced itself.
+            OldEpoch: a newer term was announced before.
         """
         if term < self.term:
             raise OldEpoch(
-                f"term {term} is over, the announced one is {self.term}",
+                f"term {term} is over, the announced term is {self.term}",
                 detail=OldEpochDetail(epoch=term, current=self.term),
             )
         changed = term > self.term
         self.term = term
         return changed
 
-    def fence(self, key: GroupQueue, term: int, wish: FenceAttempt, now: Instant) -> FenceGrant:
-        """Pass a queue on; a queue without progress gets some if it may be.
+    def fence(self, key: GroupQueue, term: int, attempt: FenceAttempt, now: Instant) -> FenceGrant:
+        """Fence a queue; a successful fence creates missing progress.
 
         Raises:
             OldEpoch: `term` is not the announced one.
-            UnknownQueue: a queue without progress can't be passed to nobody.
-            OldTopic: a queue without progress would start where an earlier topic was.
+            UnknownQueue: the queue has no progress, and the attempt has no holder.
+            OldTopic: the start offset was read in an earlier topic of this name.
             Superseded, TokenMismatch, Unacked, NotHolder, NotIdle: see `Progress.fence`.
         """
         if term != self.term:
             raise OldEpoch(
-                f"term {term} is not the announced one, {self.term}",
+                f"term {term} is not the announced term, {self.term}",
                 detail=OldEpochDetail(epoch=term, current=self.term),
             )
         progress = self._queues.get(key)
         if progress is None:
-            if wish.holder is None:
+            if attempt.holder is None:
                 raise self._unknown(key)
-            self._check_topic_id(key, wish.topic_id)
-            progress = self._first(key, wish.initial_offset)
-        grant = progress.fence(wish, now)
+            self._check_topic_id(key, attempt.topic_id)
+            progress = self._first(key, attempt.initial_offset)
+        grant = progress.fence(attempt, now)
         self._put(key, progress)
         return grant
 
     def reset(
         self, key: GroupQueue, to: AckState, source: ProgressSource, now: Instant, *, dry_run: bool
     ) -> ResetEffect:
-        """See `Progress.reset`; a queue without progress gets some, from `to` on.
+        """Reset a queue as `Progress.reset` does; missing progress is created at `to`.
 
-        A dry run tells what would happen and changes nothing.
+        A dry run returns the effect and changes nothing.
         """
         progress = self._queues.get(key) or self._first(key, to.committed_offset)
         if dry_run:
@@ -174,39 +174,49 @@ class ProgressTable:
         return moved
 
     def delete_topic(self, topic: str, topic_id: int, now: Instant) -> list[GroupQueue] | None:
-        """End the progress of all groups on `topic`, before it is created as `topic_id`.
+        """Delete the progress of all groups on `topic`, before it is created with `topic_id`.
 
         Returns:
-            The queues that had progress; None, with nothing done, if it was called for this id
-            or a greater one before: what there is may belong to that topic.
+            The queues that had progress; None, with nothing deleted, if it was called for this id
+            or a greater one before: the progress may belong to that topic.
         """
         if topic_id <= self.deleted_topic_id(topic):
             return None
         self._topic_ids[topic] = topic_id
-        ended = (
+        keys = (
             key
             for key in self._queues
             if key.topic == topic and self.placements.topic_id(key.group, topic) < topic_id
         )
-        return self._end(ended, now)
+        return self._delete(keys, now)
 
     def delete_group(self, group: str, topic: str, now: Instant) -> list[GroupQueue]:
-        """End the progress of `group` on `topic` or, if empty, on all; which queues had some."""
-        return self._end((key for key in self.queues_of(group) if topic in ("", key.topic)), now)
+        """Delete the progress of `group` on `topic`, or on all if empty; return the queues."""
+        return self._delete((key for key in self.queues_of(group) if topic in ("", key.topic)), now)
 
     def deleted_topic_id(self, topic: str) -> int:
-        """The greatest id that `delete_topic` was called with for this name; 0 for none."""
+        """Return the greatest id that `delete_topic` was called with for this topic; 0 for none."""
         return self._topic_ids.get(topic, 0)
 
     def record_delivered(
         self, key: GroupQueue, token: int, delivery: DeliveryRange, now: Instant
     ) -> DeliveryResult:
-        """See `Progress.record_delivered`; UnknownQueue without progress."""
-        return self._held(key, token).record_delivered(token, delivery, self.limits, now)
+        """Record a delivery as `Progress.record_delivered` does.
+
+        Raises:
+            UnknownQueue: the queue never had progress.
+            Fenced: see there, or the topic or group was deleted.
+        """
+        return self._progress_of(key, token).record_delivered(token, delivery, self.limits, now)
 
     def touch(self, key: GroupQueue, token: int, now: Instant) -> None:
-        """See `Progress.touch`; UnknownQueue without progress."""
-        self._held(key, token).touch(token, now)
+        """Record a waiting long poll as `Progress.touch` does.
+
+        Raises:
+            UnknownQueue: the queue never had progress.
+            Fenced: see there, or the topic or group was deleted.
+        """
+        self._progress_of(key, token).touch(token, now)
 
     def commit(
         self,
@@ -216,14 +226,19 @@ class ProgressTable:
         now: Instant,
         source: ProgressSource = ProgressSource.COMMIT,
     ) -> CommitResult:
-        """See `Progress.commit`; UnknownQueue without progress."""
-        progress = self._held(key, token)
+        """Commit acks as `Progress.commit` does.
+
+        Raises:
+            UnknownQueue: the queue never had progress.
+            Fenced: see there, or the topic or group was deleted.
+        """
+        progress = self._progress_of(key, token)
         committed = progress.commit(token, acks, now, source)
         self._count_ranges(key, progress)
         return committed
 
     def commit_unowned(self, key: GroupQueue, acks: Acks, now: Instant) -> CommitResult:
-        """See `Progress.commit_unowned`; a queue without progress gets some, whatever is acked."""
+        """Commit as `Progress.commit_unowned` does; creates missing progress, also without acks."""
         progress = self._queues.get(key) or self._first(key, 0)
         committed = progress.commit_unowned(acks, now)
         if key not in self._queues:
@@ -235,14 +250,19 @@ class ProgressTable:
     def close(
         self, key: GroupQueue, token: int, acks: Acks, unfinished: RangeSet, now: Instant
     ) -> CommitResult:
-        """See `Progress.close`; UnknownQueue without progress."""
-        progress = self._held(key, token)
+        """Close a token as `Progress.close` does.
+
+        Raises:
+            UnknownQueue: the queue never had progress.
+            Fenced: see there, or the topic or group was deleted.
+        """
+        progress = self._progress_of(key, token)
         committed = progress.close(token, acks, unfinished, now)
         self._count_ranges(key, progress)
         return committed
 
     def query(self, key: GroupQueue) -> Progress:
-        """The live progress of a queue, to be read before the caller next waits.
+        """Return the progress of a queue, to be read before the caller's next await.
 
         Raises:
             UnknownQueue: it has none; the fact `token` is the one that a fence has to expect, and
@@ -254,30 +274,31 @@ class ProgressTable:
         return progress
 
     def state(self, key: GroupQueue) -> Progress | Tombstone:
-        """What has to be durable of a queue that has, or had, progress."""
+        """Return the state to be stored of a queue that has, or had, progress."""
         return self._queues.get(key) or self._tombstones[key]
 
     def queues_of(self, group: str) -> list[GroupQueue]:
-        """Queues of a group, ascending."""
+        """Return the queues of a group that have progress, ascending."""
         return sorted(self._groups.get(group, ()))
 
     def fingerprint(self, group: str) -> dict[GroupQueue, tuple[int, int, RangeSet]]:
-        """Token, C and A of the queues of a group: what changes if anybody uses it."""
+        """Return token, C and A of the queues of a group; any use of the group changes them."""
         queues = self._groups.get(group, {})
         return {key: (p.token, p.committed_offset, p.acked) for key, p in queues.items()}
 
     def items(self) -> Iterator[tuple[GroupQueue, Progress | Tombstone]]:
-        """All queues, those of deleted topics and groups too."""
+        """Yield all queues, including those of deleted topics and groups."""
         yield from self._queues.items()
         yield from self._tombstones.items()
 
     def groups_after(
         self, group: str, count: int
     ) -> tuple[list[tuple[GroupQueue, Progress | Tombstone]], bool]:
-        """About `count` queues of the groups with greater names, by group, each group whole.
+        """Return about `count` queues of the groups with names after `group`; no group is split.
 
         Returns:
-            The queues, those of deleted topics and groups too; and whether there are more.
+            The queues by group, including those of deleted topics and groups, and whether there are
+            more.
         """
         ended: dict[str, list[GroupQueue]] = {}
         for key in self._tombstones:
@@ -293,10 +314,10 @@ class ProgressTable:
         return found, False
 
     def _check_topic_id(self, key: GroupQueue, topic_id: int) -> None:
-        """Refuse a start offset that was found before the topic was created anew.
+        """Return if a start offset was not read in an earlier topic of this name.
 
         Raises:
-            OldTopic: it was.
+            OldTopic: the start offset belongs to an earlier topic.
         """
         current = max(
             self.deleted_topic_id(key.topic), self.placements.topic_id(key.group, key.topic)
@@ -309,7 +330,7 @@ class ProgressTable:
             )
 
     def _first(self, key: GroupQueue, initial_offset: int) -> Progress:
-        """What a queue without progress begins with."""
+        """Return the first progress of a queue; it continues the token of a tombstone."""
         before = self._tombstones.get(key, _NOTHING)
         return Progress(
             token=before.token,
@@ -321,18 +342,18 @@ class ProgressTable:
             access_monotonic_ms=self._start.monotonic_ms,
         )
 
-    def _held(self, key: GroupQueue, token: int) -> Progress:
-        """The progress of a queue under whose token somebody calls.
+    def _progress_of(self, key: GroupQueue, token: int) -> Progress:
+        """Return the progress of a queue for a call under a token.
 
         Raises:
-            UnknownQueue: it never had any.
-            Fenced: its topic or group was deleted.
+            UnknownQueue: the queue never had progress.
+            Fenced: the topic or group was deleted.
         """
         tombstone = self._tombstones.get(key)
         if tombstone is None:
             return self.query(key)
         raise Fenced(
-            f"the progress of queue {key} was deleted, token {token} is not in force",
+            f"token {token} is fenced, the progress of queue {key} was deleted",
             detail=FencedDetail(
                 token=token,
                 current=tombstone.token,
@@ -349,9 +370,9 @@ class ProgressTable:
             detail=UnknownQueueDetail(token=token, reset_epoch=reset_epoch),
         )
 
-    def _end(self, keys: Iterable[GroupQueue], now: Instant) -> list[GroupQueue]:
-        ended = list(keys)
-        for key in ended:
+    def _delete(self, keys: Iterable[GroupQueue], now: Instant) -> list[GroupQueue]:
+        deleted = list(keys)
+        for key in deleted:
             progress = self._queues.pop(key)
             self._tombstones[key] = Tombstone(
                 progress.token + 1, progress.reset_epoch + 1, now.unix_ms
@@ -361,7 +382,7 @@ class ProgressTable:
             del self._groups[key.group][key]
             if not self._groups[key.group]:
                 del self._groups[key.group]
-        return ended
+        return deleted
 
     def _put(self, key: GroupQueue, progress: Progress) -> None:
         self._tombstones.pop(key, None)

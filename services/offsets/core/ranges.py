@@ -1,7 +1,6 @@
-"""Sets of offsets as runs. A run of ten million costs as much as a run of one.
+"""Immutable sets of offsets, stored as runs: a run of ten million costs as much as a run of one.
 
-A set never changes, so a snapshot of a queue is a handful of references. Knows offsets and
-nothing of what they stand for.
+As a set never changes, a snapshot of a queue's progress only copies references.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class RangeSet:
 
     @classmethod
     def of(cls, first_offset: int, next_offset: int) -> RangeSet:
-        """One run; empty if `next_offset` is not greater."""
+        """Return the set of one run; empty if `next_offset` is not greater."""
         return cls(((first_offset, next_offset),)) if next_offset > first_offset else EMPTY
 
     @classmethod
     def merged(cls, runs: Iterable[Run]) -> RangeSet:
-        """The set of ascending runs that may touch or overlap."""
+        """Return the set of ascending runs that may touch or overlap."""
         found: list[Run] = []
         for first, next_ in runs:
             if found and first <= found[-1][1]:
@@ -54,10 +53,10 @@ class RangeSet:
 
     @classmethod
     def decode(cls, encoded: bytes) -> RangeSet:
-        """Inverse of `encoded`.
+        """Return the set of a stored form; inverse of `encoded`.
 
         Raises:
-            ValueError: these bytes were never encoded from a set.
+            ValueError: the bytes are not the stored form of a set.
         """
         if not encoded:
             return EMPTY
@@ -68,18 +67,18 @@ class RangeSet:
         code, at = _HEAD.unpack_from(encoded)
         numbers = struct.unpack_from(f"<{size // width}{code.decode()}", encoded, _HEAD.size)
         if at < 0 or not all(numbers):
-            raise ValueError("a run without offsets, or before offset 0")
+            raise ValueError("a run is empty or begins before offset 0")
         runs, gap = [], 0
-        for place in range(0, len(numbers), 2):
+        for index in range(0, len(numbers), 2):
             first = at + gap
-            at = first + numbers[place]
+            at = first + numbers[index]
             runs.append((first, at))
-            gap = numbers[place + 1] if place + 1 < len(numbers) else 0
+            gap = numbers[index + 1] if index + 1 < len(numbers) else 0
         return cls(tuple(runs))
 
     @property
     def encoded(self) -> bytes:
-        """The stored form; worked out once."""
+        """The stored form; encoded once."""
         if self._encoded is None:
             self._encoded = self._encode()
         return self._encoded
@@ -120,23 +119,23 @@ class RangeSet:
         return self.runs[-1][1] if self.runs else 0
 
     def first_missing(self, offset: int) -> int:
-        """The lowest offset that is at or above `offset` and not in the set."""
-        place = self._place(offset)
-        if place < len(self.runs) and self.runs[place][0] <= offset:
-            return self.runs[place][1]
+        """Return the lowest offset that is at or above `offset` and not in the set."""
+        index = self._index(offset)
+        if index < len(self.runs) and self.runs[index][0] <= offset:
+            return self.runs[index][1]
         return offset
 
     def at_or_above(self, offset: int) -> RangeSet:
-        """The part that is not below `offset`."""
+        """Return the subset that is not below `offset`."""
         if not self.runs or self.runs[0][0] >= offset:
             return self
-        runs = self.runs[self._place(offset) :]
+        runs = self.runs[self._index(offset) :]
         if runs and runs[0][0] < offset:
             runs = ((offset, runs[0][1]), *runs[1:])
         return RangeSet(runs)
 
     def between(self, first_offset: int, next_offset: int) -> RangeSet:
-        """The part inside `[first_offset, next_offset)`."""
+        """Return the subset inside `[first_offset, next_offset)`."""
         if not self.runs:
             return self
         runs = self.at_or_above(first_offset).runs
@@ -146,26 +145,26 @@ class RangeSet:
         return RangeSet(runs)
 
     def union(self, other: RangeSet) -> RangeSet:
-        """Offsets in either. Costs a copy of the longer and a merge around the shorter."""
+        """Return the offsets in either set; copies the longer one and merges around the shorter."""
         longer, shorter = (self, other) if len(self.runs) >= len(other.runs) else (other, self)
         if not shorter.runs:
             return longer
         runs = longer.runs
-        start = longer._place(shorter.runs[0][0] - 1)
+        start = longer._index(shorter.runs[0][0] - 1)
         stop = bisect_left(runs, (shorter.next_offset + 1,))
         middle = RangeSet.merged(sorted(runs[start:stop] + shorter.runs)).runs
         return RangeSet(runs[:start] + middle + runs[stop:])
 
     def difference(self, other: RangeSet) -> RangeSet:
-        """Offsets in this set and not in `other`."""
+        """Return the offsets in this set and not in `other`."""
         if not self.runs or not other.runs:
             return self
-        start = self._place(other.runs[0][0])
+        start = self._index(other.runs[0][0])
         stop = bisect_left(self.runs, (other.next_offset,))
         if start >= stop:
             return self
         kept: list[Run] = []
-        cuts, cut = other.runs, other._place(self.runs[start][0])
+        cuts, cut = other.runs, other._index(self.runs[start][0])
         for first, next_ in self.runs[start:stop]:
             rest = first
             while cut < len(cuts) and cuts[cut][0] < next_:
@@ -179,10 +178,10 @@ class RangeSet:
                 kept.append((rest, next_))
         return RangeSet(self.runs[:start] + tuple(kept) + self.runs[stop:])
 
-    def _place(self, offset: int) -> int:
-        """Index of the first run that ends after `offset`."""
-        place = bisect_left(self.runs, (offset + 1,))
-        return place - 1 if place and self.runs[place - 1][1] > offset else place
+    def _index(self, offset: int) -> int:
+        """Return the index of the first run that ends after `offset`."""
+        index = bisect_left(self.runs, (offset + 1,))
+        return index - 1 if index and self.runs[index - 1][1] > offset else index
 
 
 EMPTY = RangeSet()

@@ -1,4 +1,4 @@
-"""What callers ask of a queue's progress, and what they get: plain values."""
+"""The values that go into and come out of the rules of a queue's progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 
 
 class Instant(NamedTuple):
-    """One reading of both clocks."""
+    """One reading of both clocks, in milliseconds."""
 
     monotonic_ms: int
     unix_ms: int
@@ -22,9 +22,9 @@ class QueueLimits:
     """Bounds on the state of one queue.
 
     Attributes:
-        span_max: How far ahead of deliveries the delivered offset is made durable, in messages.
-        ack_ranges_max: Acked ranges above the committed offset beyond which delivery stops.
-        ack_bytes_max: Their stored size beyond which delivery stops.
+        span_max: Number of messages by which the durable delivered offset is reserved ahead.
+        ack_ranges_max: Delivery stops at this number of acked ranges above the committed offset.
+        ack_bytes_max: Delivery stops at this stored size of those ranges, in bytes.
     """
 
     span_max: int = 2_000
@@ -33,7 +33,7 @@ class QueueLimits:
 
 
 class FenceCondition(Enum):
-    """When a fence passes (protocol 4). There is no unconditional one."""
+    """The condition under which a fence succeeds (protocol 4); there is no unconditional one."""
 
     CLOSED_OR_DRAINED = "CLOSED_OR_DRAINED"
     SAME_HOLDER = "SAME_HOLDER"
@@ -42,7 +42,7 @@ class FenceCondition(Enum):
 
 
 class ProgressSource(IntEnum):
-    """What changed the progress of a queue; numbers as in `ProgressSource` of the contract."""
+    """The last kind of change of a queue's progress; numbers as in the proto's `ProgressSource`."""
 
     NOTHING = 0
     FENCE = 1
@@ -54,19 +54,22 @@ class ProgressSource(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FenceAttempt:
-    """A wish to pass a queue on (protocol 4).
+    """A conditional change of a queue's token and holder (protocol 4).
 
     Attributes:
-        attempt: Id of the attempt; the same when repeated; not empty.
-        expected_token: The token the caller saw; 0 for a queue without progress.
-        holder: None passes the queue to nobody: the new token is closed from the start.
-        resume: What the new holder, as an earlier one, still has in hand under `reset_epoch`.
-        idle_ms: For IDLE.
-        token_min: The new token is greater.
-        initial_offset: CommitResult offset of a queue that has no progress yet.
-        forced_by: For FORCED: who, and `forced_reason` why.
-        subscription_generation: Deliveries have to name it; 0 lets any pass.
-        topic_id: Of the topic in which `initial_offset` was found; 0 for any.
+        attempt: Id of the attempt, the same when repeated; not empty.
+        expected_token: The token that the caller saw; 0 for a queue without progress.
+        condition: The condition under which the fence succeeds.
+        holder: The new holder; None for none: then the new token is closed from the start.
+        resume: Offsets that the new holder still has in flight from an earlier token, under
+            `reset_epoch`.
+        idle_ms: For IDLE, the minimum time since the last accepted call, in milliseconds.
+        token_min: The new token is greater than this.
+        initial_offset: Committed offset of a queue without progress.
+        forced_by: For FORCED, the operator.
+        forced_reason: For FORCED, the operator's reason.
+        subscription_generation: Generation that deliveries must name; 0 accepts any.
+        topic_id: Id of the topic in which `initial_offset` was read; 0 for any.
     """
 
     attempt: str
@@ -85,7 +88,7 @@ class FenceAttempt:
 
 
 class DeliveryRange(NamedTuple):
-    """`[first_offset, next_offset)` that is about to leave, and the filter it went through."""
+    """The range `[first_offset, next_offset)` to be delivered, and its filter's generation."""
 
     first_offset: int
     next_offset: int
@@ -93,7 +96,7 @@ class DeliveryRange(NamedTuple):
 
 
 class Acks(NamedTuple):
-    """What a holder has handled: all below `committed_offset` and all in `acked`."""
+    """Acknowledged offsets: all below `committed_offset` and all in `acked`."""
 
     reset_epoch: int
     committed_offset: int
@@ -101,7 +104,7 @@ class Acks(NamedTuple):
 
 
 class FenceGrant(NamedTuple):
-    """What a new holder starts from. `changed` is false for a repeated attempt."""
+    """The state from which a new holder starts; `changed` is false for a repeated attempt."""
 
     token: int
     committed_offset: int
@@ -112,23 +115,25 @@ class FenceGrant(NamedTuple):
 
 
 class AckState(NamedTuple):
-    """Where a queue stands: all below `committed_offset` and all in `acked` is handled."""
+    """The acknowledged offsets of a queue: all below `committed_offset` and all in `acked`."""
 
     committed_offset: int
     acked: RangeSet = EMPTY
 
     def handled(self) -> RangeSet:
-        """All of it."""
+        """Return all acknowledged offsets as one set."""
         return RangeSet.of(0, self.committed_offset).union(self.acked)
 
 
 class ResetEffect(NamedTuple):
-    """What a reset did to one queue.
+    """The effect of a reset on one queue.
 
     Attributes:
-        replayed_count: Offsets that were handled before and are not any more.
-        skipped_count: Offsets that were not handled before and count as handled now.
-        reset_epoch: After; and so is `token`.
+        before: The acknowledged offsets before the reset.
+        replayed_count: Offsets that were acknowledged before and are not any more.
+        skipped_count: Offsets that were not acknowledged before and are now.
+        reset_epoch: Reset epoch after the reset.
+        token: Token after the reset.
     """
 
     before: AckState
@@ -139,7 +144,7 @@ class ResetEffect(NamedTuple):
 
 
 class Tombstone(NamedTuple):
-    """What stays of a queue whose topic or group was deleted: no token is issued twice."""
+    """The rest of a queue whose topic or group was deleted, so that no token is issued twice."""
 
     token: int
     reset_epoch: int
@@ -147,14 +152,14 @@ class Tombstone(NamedTuple):
 
 
 class DeliveryResult(NamedTuple):
-    """A recorded delivery: the maybe-seen offsets in it. `changed` asks for durability."""
+    """The maybe-seen offsets of a recorded delivery; `changed` if the state must become durable."""
 
     maybe_seen: RangeSet
     changed: bool
 
 
 class CommitResult(NamedTuple):
-    """Progress after acks. `changed` is false if they told nothing new."""
+    """The committed offset after acks; `changed` is false if all of them were known."""
 
     committed_offset: int
     changed: bool

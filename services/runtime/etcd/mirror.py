@@ -1,4 +1,4 @@
-"""A live copy of everything under one prefix of etcd."""
+"""A live copy of all keys under one prefix of etcd."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from batonmq._common.backoff import Backoff
 from batonmq.errors import NoQuorum
+from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 
 log = logging.getLogger(__name__)
@@ -16,13 +17,17 @@ _BACKOFF = Backoff(first_ms=100, delay_ms_max=2_000)
 
 
 class EtcdMirror:
-    """Reads a prefix once, then follows its changes; starts anew after a compaction.
+    """Reads a prefix once, then follows its changes; reads again after a compaction.
 
-    `values` maps keys, without the prefix, to what etcd had at `revision`. It is never empty
-    because of a lost connection: what was known stays until etcd tells otherwise.
+    While etcd does not answer, the last known values stay.
 
     Args:
         prefix: Relative to the cluster, such as "topics/".
+
+    Attributes:
+        values: Keys, without the prefix, to what etcd had at `revision`.
+        revision: Revision of `values`; 0 before the first read.
+        on_change: Called with the keys that have changed.
     """
 
     def __init__(self, session: EtcdSession, prefix: str) -> None:
@@ -31,24 +36,24 @@ class EtcdMirror:
         self.revision = 0
         self.on_change: list[Callable[[frozenset[str]], None]] = []
         self._ready = asyncio.Event()
-        self._moved = asyncio.Event()
+        self._advanced = asyncio.Event()
         self._pending: set[_Watcher] = set()
 
     async def ready(self) -> None:
-        """Until the first complete read is done."""
+        """Wait until the first complete read is done."""
         await self._ready.wait()
 
     async def reached(self, revision: int) -> None:
-        """Until `revision` is no news. Callers bound it with `asyncio.timeout`.
+        """Wait until `values` are of `revision` or later. Callers bound it with `asyncio.timeout`.
 
-        A revision that changed nothing under the prefix counts once a later change or etcd's
-        progress report arrives; so ask for revisions of keys under the prefix.
+        Use the revision of a key under the prefix: for another one it waits for the next change
+        under the prefix, or for etcd's next progress report.
         """
         while self.revision < revision:
-            await self._moved.wait()
+            await self._advanced.wait()
 
-    async def now(self, key: str) -> KeyValue | None:
-        """What etcd has at this moment, whatever has arrived here.
+    async def read(self, key: str) -> KeyValue | None:
+        """Return the key as etcd has it now, bypassing this copy.
 
         Raises:
             NoQuorum: etcd does not answer.
@@ -56,7 +61,10 @@ class EtcdMirror:
         return await self._session.get(self._prefix + key)
 
     async def watch(self) -> AsyncGenerator[frozenset[str], None]:
-        """Sets of changed keys; the first holds all. What changes meanwhile is joined."""
+        """Yield sets of changed keys; the first has all keys.
+
+        Changes while the caller does not read are merged into one set.
+        """
         await self._ready.wait()
         watcher = _Watcher(set(self.values))
         self._pending.add(watcher)
@@ -68,7 +76,7 @@ class EtcdMirror:
             self._pending.discard(watcher)
 
     async def run(self) -> None:
-        """Follow etcd for ever; to be run as one task."""
+        """Follow etcd until cancelled; run as one task."""
         random, failures = self._session.random, 0
         while True:
             try:
@@ -86,7 +94,7 @@ class EtcdMirror:
     async def _read_all(self) -> None:
         found, revision = await self._session.get_prefix(self._prefix)
         if revision < self.revision:
-            raise NoQuorum(f"etcd answers revision {revision} after {self.revision}")
+            raise NoQuorum(f"etcd went back from revision {self.revision} to {revision}")
         fresh = {stored.key.removeprefix(self._prefix): stored for stored in found}
         changed = {
             key
@@ -95,31 +103,31 @@ class EtcdMirror:
         }
         self.values = fresh
         self._ready.set()
-        self._tell(changed, revision)
+        self._notify(changed, revision)
 
-    def _apply(self, answer: object) -> None:
+    def _apply(self, answer: pb.WatchResponse) -> None:
         changed = set()
-        for event in answer.events:  # type: ignore[attr-defined]
-            stored = self._session.stored(event.kv)
+        for event in answer.events:
+            stored = self._session.key_value(event.kv)
             key = stored.key.removeprefix(self._prefix)
             if event.type == event.PUT:
                 self.values[key] = stored
             else:
                 self.values.pop(key, None)
             changed.add(key)
-        # The head of the answer that starts a watch, and of one that brings a part of many events,
-        # is ahead of the events that are still to come.
+        # The header of the first answer of a watch, and of one with only a part of many events, is
+        # ahead of events that are still to come: so the events count, and then the header.
         revision = max(
-            (event.kv.mod_revision for event in answer.events),  # type: ignore[attr-defined]
-            default=0 if answer.created else answer.header.revision,  # type: ignore[attr-defined]
+            (event.kv.mod_revision for event in answer.events),
+            default=0 if answer.created else answer.header.revision,
         )
-        self._tell(changed, revision)
+        self._notify(changed, revision)
 
-    def _tell(self, changed: set[str], revision: int) -> None:
+    def _notify(self, changed: set[str], revision: int) -> None:
         if revision > self.revision:
             self.revision = revision
-            moved, self._moved = self._moved, asyncio.Event()
-            moved.set()
+            advanced, self._advanced = self._advanced, asyncio.Event()
+            advanced.set()
         if not changed:
             return
         for watcher in self._pending:
@@ -129,7 +137,7 @@ class EtcdMirror:
 
 
 async def all_ready(*mirrors: EtcdMirror) -> bool:
-    """True, once the first complete reads of all are done."""
+    """Wait until the first complete read of each mirror is done; return True."""
     for mirror in mirrors:
         await mirror.ready()
     return True

@@ -1,8 +1,7 @@
-"""What services ask of etcd: reads, compare-and-set transactions, leases.
+"""Client of etcd: reads, compare-and-swap transactions, leases and watches.
 
-Every key is relative to `/baton/<cluster>/`, so clusters can share an etcd. "Lost" and "not
-known" are different answers: a transaction returns None when a comparison failed, and raises
-`NoQuorum` when its outcome is not known.
+Every key is relative to `/baton/<cluster>/`, so clusters can share an etcd. A transaction returns
+None if a condition does not hold, and raises `NoQuorum` if its outcome is not known.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from typing import Any, Self
 
 import grpc
 import grpc.aio
-from aetcd import rpc, utils
 
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import connector
 from batonmq._connection.security import Security
 from batonmq.errors import NoQuorum
+from batonmq_server.etcd_api import kv_pb2
+from batonmq_server.etcd_api import rpc_pb2 as pb
 from batonmq_server.runtime.etcd.members import TRY_S, EtcdMember, EtcdMembers
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
-"""Largest answer: a whole prefix is read at once; 100,000 lock entries are about 20 MiB."""
+"""Maximum size of an answer. A prefix is read in one call; 100,000 locks are about 20 MiB."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -32,16 +32,17 @@ _OPTIONS = (
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # as batonmq._connection.channels
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.ping_timeout_ms", 3_000),  # left alone a minute, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", 3_000),  # default: a minute, which overrides the line above
 )
 _WITH_A_LEADER = (("hasleader", "true"),)
-"""Lets a member end a watch when it has no leader: what it is not told it can't tell, and it would
-say that it lives for as long as it is cut off from the others."""
+"""Metadata that make a member end a watch when it has no leader.
+
+A member that is cut off from the others still answers life checks, and gets no changes to send."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key as etcd has it; `key` is relative to the cluster's prefix, `lease_id` 0 for none."""
+    """A key in etcd; `key` is relative to the cluster's prefix, `lease_id` is 0 for none."""
 
     key: str
     value: bytes
@@ -51,32 +52,32 @@ class KeyValue:
 
 
 class Lease:
-    """A lease in etcd. Keys put under it vanish when it ends."""
+    """A lease in etcd. Keys that are put under it are deleted when it ends."""
 
     def __init__(self, session: EtcdSession, lease_id: int) -> None:
         self._session = session
         self.lease_id = lease_id
 
     async def refresh(self) -> bool:
-        """Start the lease's time anew; False if it has ended.
+        """Restart the time of the lease; return False if it has ended.
 
         Raises:
-            NoQuorum: not known.
+            NoQuorum: the outcome is not known.
         """
         return await self._session.keep_alive(self.lease_id)
 
     async def revoke(self) -> None:
-        """End the lease now; its keys vanish. Revoking an ended lease has no effect.
+        """End the lease now, which deletes its keys. Revoking an ended lease has no effect.
 
         Raises:
-            NoQuorum: not known.
+            NoQuorum: the outcome is not known.
         """
         await self._session.revoke(self.lease_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A condition on one key; revision 0 means that the key must not exist."""
+    """A condition of a transaction on one key; revision 0 means that the key must not exist."""
 
     key: str
     mod_revision: int | None = None
@@ -98,9 +99,9 @@ class EtcdSession:
     Args:
         endpoint: host:port; of several members separated by commas.
         cluster: Cluster name, part of every key.
-        timeout_ms: Bound of every call.
-        security: How to use TLS; None for none.
-        random: Jitter of those who wait for etcd.
+        timeout_ms: Timeout of every call.
+        security: TLS settings; None for plain connections.
+        random: Source of jitter and of the order of members.
     """
 
     def __init__(
@@ -128,69 +129,70 @@ class EtcdSession:
         await self._members.close()
 
     async def run(self) -> None:
-        """Notice members that stand still; to be run as one task.
+        """Detect members that do not respond; run as one task.
 
-        Without it what must not be asked twice, and watches, wait for them until their bound.
+        Without it, watches and calls that must not be repeated wait for such a member until their
+        timeout.
         """
         await self._members.run()
 
     @staticmethod
     def key(*parts: str) -> str:
-        """The key of `parts`; no part may be empty or hold a slash."""
+        """Return the key of `parts`; no part may be empty or contain a slash."""
         assert all(part and "/" not in part for part in parts), parts
         return "/".join(parts)
 
     async def get(self, key: str) -> KeyValue | None:
-        """The key as it is now (linearizable), or None.
+        """Return the key as it is now (linearizable), or None if it does not exist.
 
         Raises:
             NoQuorum: etcd does not answer.
         """
         async with self._translated():
-            answer = await self._members.ask(
-                lambda member: member.kv.Range(rpc.RangeRequest(key=self._absolute(key))),
+            answer = await self._members.call(
+                lambda member: member.kv.Range(pb.RangeRequest(key=self._absolute(key))),
                 self._timeout_s,
                 TRY_S,
             )
-        return self.stored(answer.kvs[0]) if answer.kvs else None
+        return self.key_value(answer.kvs[0]) if answer.kvs else None
 
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
-        """Every key under `prefix`, ascending, and the revision at which that was so.
+        """Return every key under `prefix`, ascending, and the revision at which they were read.
 
         Raises:
             NoQuorum: etcd does not answer.
         """
         start = self._absolute(prefix)
         async with self._translated():
-            # However long it takes: there may be much of it.
-            answer = await self._members.ask(
+            # No shorter timeout for one try: the answer may be large.
+            answer = await self._members.call(
                 lambda member: member.kv.Range(
-                    rpc.RangeRequest(key=start, range_end=utils.prefix_range_end(start))
+                    pb.RangeRequest(key=start, range_end=_prefix_end(start))
                 ),
                 self._timeout_s,
             )
-        return [self.stored(kv) for kv in answer.kvs], answer.header.revision
+        return [self.key_value(kv) for kv in answer.kvs], answer.header.revision
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
-        """Write unconditionally; the revision of the write.
+        """Write a key unconditionally, and return the revision of the write.
 
         Raises:
-            NoQuorum: not known.
+            NoQuorum: the outcome is not known.
         """
         revision = await self.txn(compare=(), put=[Put(key, value, lease)])
         assert revision is not None
         return revision
 
     async def delete(self, key: str) -> bool:
-        """Delete a key; False if there was none.
+        """Delete a key, and return whether it existed.
 
         Raises:
-            NoQuorum: not known.
+            NoQuorum: the outcome is not known.
         """
         async with self._translated():
-            answer = await self._members.ask_once(
+            answer = await self._members.call_once(
                 lambda member: member.kv.DeleteRange(
-                    rpc.DeleteRangeRequest(key=self._absolute(key))
+                    pb.DeleteRangeRequest(key=self._absolute(key))
                 ),
                 self._timeout_s,
             )
@@ -203,17 +205,17 @@ class EtcdSession:
         put: Sequence[Put] = (),
         delete: Sequence[str] = (),
     ) -> int | None:
-        """All writes at once if all conditions hold.
+        """Carry out all writes at one revision if all conditions hold.
 
         Returns:
             The revision of the writes, or None if a condition does not hold.
 
         Raises:
-            NoQuorum: not known; read back before acting on either outcome.
+            NoQuorum: the outcome is not known; read back before acting on either.
         """
         writes = [
-            rpc.RequestOp(
-                request_put=rpc.PutRequest(
+            pb.RequestOp(
+                request_put=pb.PutRequest(
                     key=self._absolute(p.key),
                     value=p.value,
                     lease=p.lease.lease_id if p.lease else 0,
@@ -222,62 +224,62 @@ class EtcdSession:
             for p in put
         ]
         writes += [
-            rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._absolute(key)))
+            pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=self._absolute(key)))
             for key in delete
         ]
-        request = rpc.TxnRequest(
+        request = pb.TxnRequest(
             compare=[c for condition in compare for c in self._compares(condition)], success=writes
         )
         async with self._translated():
-            answer = await self._members.ask_once(
+            answer = await self._members.call_once(
                 lambda member: member.kv.Txn(request), self._timeout_s
             )
         return answer.header.revision if answer.succeeded else None
 
     async def lease(self, ttl_ms: int) -> Lease:
-        """A new lease. etcd counts in whole seconds and rounds small values up.
+        """Return a new lease; etcd counts whole seconds, so `ttl_ms` is rounded up.
 
-        One that was granted, and nobody heard of, ends by itself.
+        If the answer is lost, the granted lease expires by itself.
 
         Raises:
-            NoQuorum: not known.
+            NoQuorum: the outcome is not known.
         """
         async with self._translated():
-            request = rpc.LeaseGrantRequest(TTL=max(1, -(-ttl_ms // 1000)), ID=0)
-            answer = await self._members.ask(
+            request = pb.LeaseGrantRequest(TTL=max(1, -(-ttl_ms // 1000)), ID=0)
+            answer = await self._members.call(
                 lambda member: member.leases.LeaseGrant(request), self._timeout_s, TRY_S
             )
         return Lease(self, answer.ID)
 
     def attach(self, lease_id: int) -> Lease:
-        """A lease that somebody else was granted."""
+        """Return a lease that was granted elsewhere."""
         return Lease(self, lease_id)
 
     async def keep_alive(self, lease_id: int) -> bool:
         """See `Lease.refresh`."""
 
         async def refresh(member: EtcdMember) -> Any:
-            call = member.leases.LeaseKeepAlive(iter([rpc.LeaseKeepAliveRequest(ID=lease_id)]))
+            call = member.leases.LeaseKeepAlive(iter([pb.LeaseKeepAliveRequest(ID=lease_id)]))
             try:
                 return await call.read()
             finally:
                 call.cancel()
 
         async with self._translated():
-            answer = await self._members.ask(refresh, self._timeout_s, TRY_S)
+            answer = await self._members.call(refresh, self._timeout_s, TRY_S)
         if answer is grpc.aio.EOF:
             raise NoQuorum("etcd ended a keep-alive without an answer")
         return bool(answer.TTL > 0)
 
     async def time_to_live(self, lease_id: int) -> tuple[int, int]:
-        """Whole seconds, rounded down, that a lease has left, and had at first; -1 if it ended.
+        """Return the whole seconds that a lease has left (-1 if it has ended) and its length.
 
         Raises:
             NoQuorum: etcd does not answer.
         """
         async with self._translated():
-            request = rpc.LeaseTimeToLiveRequest(ID=lease_id)
-            answer = await self._members.ask(
+            request = pb.LeaseTimeToLiveRequest(ID=lease_id)
+            answer = await self._members.call(
                 lambda member: member.leases.LeaseTimeToLive(request), self._timeout_s, TRY_S
             )
         return answer.TTL, answer.grantedTTL
@@ -286,26 +288,26 @@ class EtcdSession:
         """See `Lease.revoke`."""
         try:
             async with self._translated():
-                request = rpc.LeaseRevokeRequest(ID=lease_id)
-                await self._members.ask(
+                request = pb.LeaseRevokeRequest(ID=lease_id)
+                await self._members.call(
                     lambda member: member.leases.LeaseRevoke(request), self._timeout_s, TRY_S
                 )
         except _LeaseNotFound:
             return
 
-    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Any]:
-        """etcd's own watch responses for `prefix`, from `revision` on, progress ones included.
+    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[pb.WatchResponse]:
+        """Yield etcd's watch responses for `prefix` from `revision` on, progress reports included.
 
-        Ends when etcd cancels the watch (as after a compaction beyond `revision`).
+        Ends when etcd cancels the watch, as after a compaction beyond `revision`.
 
         Raises:
-            NoQuorum: the connection broke, or the member stands still, or has lost the others;
-                watch again.
+            NoQuorum: the connection broke, or the member does not respond or has no leader; watch
+                again.
         """
         start = self._absolute(prefix)
-        create = rpc.WatchCreateRequest(
+        create = pb.WatchCreateRequest(
             key=start,
-            range_end=utils.prefix_range_end(start),
+            range_end=_prefix_end(start),
             start_revision=revision,
             progress_notify=True,
         )
@@ -313,37 +315,37 @@ class EtcdSession:
         call = member.watches.Watch(metadata=_WITH_A_LEADER)
         try:
             async with self._translated(), member.waited_for(self._timeout_s):
-                await call.write(rpc.WatchRequest(create_request=create))
+                await call.write(pb.WatchRequest(create_request=create))
             while True:
                 async with self._translated(), member.waited_for():
                     answer = await call.read()
-                if answer is grpc.aio.EOF:
+                if not isinstance(answer, pb.WatchResponse):  # the end of the stream
                     raise NoQuorum("etcd ended a watch")
                 if answer.canceled or answer.compact_revision:
                     return
                 yield answer
         except NoQuorum:
-            self._members.later(member)
+            self._members.demote(member)
             raise
         finally:
             call.cancel()
 
-    def stored(self, kv: Any) -> KeyValue:
-        """A key-value of etcd as `KeyValue`."""
+    def key_value(self, kv: kv_pb2.KeyValue) -> KeyValue:
+        """Return etcd's message as a `KeyValue`."""
         key = kv.key.decode().removeprefix(self.prefix)
         return KeyValue(key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
     def _absolute(self, key: str) -> bytes:
         return (self.prefix + key).encode()
 
-    def _compares(self, condition: Compare) -> list[Any]:
+    def _compares(self, condition: Compare) -> list[pb.Compare]:
         key = self._absolute(condition.key)
         wanted = {
-            rpc.Compare.MOD: ("mod_revision", condition.mod_revision),
-            rpc.Compare.CREATE: ("create_revision", condition.create_revision),
+            pb.Compare.MOD: ("mod_revision", condition.mod_revision),
+            pb.Compare.CREATE: ("create_revision", condition.create_revision),
         }
         return [
-            rpc.Compare(key=key, target=target, result=rpc.Compare.EQUAL, **{name: value})
+            pb.Compare(key=key, target=target, result=pb.Compare.EQUAL, **{name: value})
             for target, (name, value) in wanted.items()
             if value is not None
         ]
@@ -363,3 +365,9 @@ class EtcdSession:
 
 class _LeaseNotFound(NoQuorum):
     pass
+
+
+def _prefix_end(prefix: bytes) -> bytes:
+    """Return the first key after all keys that start with `prefix`."""
+    head = prefix.rstrip(b"\xff")
+    return head[:-1] + bytes([head[-1] + 1])

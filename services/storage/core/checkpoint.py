@@ -1,8 +1,8 @@
-"""Up to where the indexes are safe, and what is needed to go on from there without the log below.
+"""The checkpoint file: the position up to which the indexes are durable, and the state there.
 
-A checkpoint is taken at one moment, at the end of the log, and written once all that it vouches for
-is durable. A start trusts the indexes below its position and reads only the log behind it. It is
-replaced as a whole. One that is damaged counts as none: then the indexes are made anew.
+A checkpoint describes one moment, at the end of the log. It is written after everything that it
+refers to is durable. Recovery trusts the indexes below its position and reads only the log after
+it. The file is replaced as a whole. A damaged file counts as missing: the indexes are rebuilt.
 
     checkpoint, big-endian:
     at  size  field
@@ -11,10 +11,10 @@ replaced as a whole. One that is damaged counts as none: then the indexes are ma
      6     2  reserved, 0
      8     8  position
     16     8  store time of the last batch, Unix milliseconds
-    24     8  open run of the key index: position at which it begins
+    24     8  open run of the key index: its first position
     32     8  store time of its first batch with a key; 0 if there is none
     40     8  store time of its last batch with a key
-    48     4  how many rows it has
+    48     4  its row count
     52     4  CRC-32C of the rows
     56     4  topic count t
     60     4  queue count q
@@ -25,11 +25,12 @@ replaced as a whole. One that is damaged counts as none: then the indexes are ma
     80        t names: 1 length, then ASCII
               q queues: 4 index of the topic's name, 8 topic id, 4 queue id, 8 first offset,
                 8 next offset, 8 position of the first batch or of one before it (-1: none)
-              p producers, longest silent first: 8 id, 4 epoch, 8 last used, 4 how many of the r
-              r pairs: 8 topic id, 4 queue id, 1 how many of the b
+              p producers, least recently used first: 8 id, 4 epoch, 8 last used,
+                4 its number of pairs
+              r pairs: 8 topic id, 4 queue id, 1 its number of batches
               b batches, oldest first: 4 sequence, 4 count, 8 first offset, 8 position,
                 8 next position, 8 store time
-              w batches for later: 8 time of delivery, 8 schedule id, 8 position
+              w scheduled batches: 8 delivery time, 8 schedule id, 8 position
      end   4  CRC-32C of everything before
 """
 
@@ -92,10 +93,10 @@ class QueueState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """See the module.
+    """The content of a checkpoint file; see the module.
 
     Attributes:
-        waiting: The batches that wait for their time, as `delay.Snapshot.encode` gives them.
+        waiting: The scheduled batches, as `DelaySnapshot.encode` returns them.
     """
 
     position: int
@@ -107,7 +108,7 @@ class Checkpoint:
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    """The file."""
+    """Return the content of the file."""
     names = {
         name: number
         for number, name in enumerate(dict.fromkeys(q.topic for q in checkpoint.queues))
@@ -145,7 +146,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
 
 
 def decode(raw: bytes) -> Checkpoint | None:
-    """The checkpoint in a file; None if it is missing, damaged or of another version."""
+    """Decode a file; None if it is missing, damaged or of another version."""
     content = _good(raw)
     if not content:
         return None
@@ -174,20 +175,20 @@ def decode(raw: bytes) -> Checkpoint | None:
 
 
 def of_producers(position: int, producers: Sequence[ProducerState]) -> bytes:
-    """A checkpoint that has nothing but producers."""
+    """Return the file of a checkpoint that contains only producers."""
     return encode(
         Checkpoint(position, 0, OpenRun(RunExtent(position, position), 0, 0), (), producers)
     )
 
 
 def position_of(raw: bytes) -> int:
-    """Position of the checkpoint in a file: the log was safe up to there; 0 if there is none."""
+    """Return the position of a checkpoint: the log was safe up to it; 0 if there is none."""
     content = _good(raw)
     return int(HEAD.unpack_from(content)[3]) if content else 0
 
 
 def _good(raw: bytes) -> bytes:
-    """What the checksum covers, if it is right and the version is known; else nothing."""
+    """Return the content without its checksum; empty if the checksum or version is wrong."""
     content = raw[: -CRC.size]
     if len(content) < HEAD.size or raw[-CRC.size :] != CRC.pack(crc32c(content)):
         return b""

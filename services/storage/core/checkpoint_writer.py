@@ -1,9 +1,10 @@
-"""How a checkpoint is taken while the node works on: four steps, in this order.
+"""Takes a checkpoint while the node works, in four steps:
 
-`begin` notes the state, at once. `collect` copies what the consume queues have only in memory.
-`write` writes it, makes everything durable, and then the checkpoint; it blocks, and may run in
-another thread. `done` notes that it did. The log has to be safe up to the checkpoint's position
-before `write`.
+1. `begin` captures the state at the end of the log, at once.
+2. `collect` copies the entries that consume queues have only in memory.
+3. `write` writes the indexes, syncs them, and then writes the checkpoint. It blocks and may run in
+   another thread. The log must be safe up to the checkpoint's position before.
+4. `done` records that the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ QUEUES_AT_ONCE = 64
 
 @dataclass(slots=True)
 class CheckpointCapture:
-    """A checkpoint in the making.
+    """The state that one checkpoint writes.
 
     Attributes:
-        columns: Their keys, first offsets, next offsets and first positions, as they were.
-        obsolete_paths: Files that this checkpoint does not need any more, unlike the one before.
-        entries: Of consume queues, to be made durable.
+        columns: Keys, first offsets, next offsets and first positions of `queues` at that moment.
+        obsolete_paths: Files that the previous checkpoint needs and this one does not.
+        entries: Entries of consume queues that must be made durable.
     """
 
     position: int
@@ -45,13 +46,13 @@ class CheckpointCapture:
 
 
 class CheckpointWriter:
-    """See the module. One checkpoint at a time.
+    """Takes checkpoints of a store, one at a time.
 
     Args:
-        position: Of the last checkpoint, or the first position of the log.
+        position: Position of the last checkpoint, or the first position of the log.
 
     Attributes:
-        position: Of the last checkpoint. The log behind it is needed for the next start.
+        position: Position of the last checkpoint; the next start reads the log from there.
     """
 
     def __init__(self, disk: Disk, store: Store, position: int) -> None:
@@ -60,15 +61,15 @@ class CheckpointWriter:
 
     @property
     def has_obsolete(self) -> bool:
-        """Whether something waits to be removed."""
+        """Whether there are files that the next checkpoint removes."""
         return bool(self._obsolete_paths)
 
     def remove_later(self, paths: Iterable[str]) -> None:
-        """Remove files and folders of indexes once no checkpoint counts on them."""
+        """Remove index files and folders after the next checkpoint, which does not need them."""
         self._obsolete_paths += paths
 
     def begin(self) -> CheckpointCapture:
-        """The state at the present end of the log."""
+        """Capture the state at the present end of the log."""
         store, position = self._store, self._store.log.next_position
         queues = list(store.queues.values())
         return CheckpointCapture(
@@ -88,7 +89,7 @@ class CheckpointWriter:
         )
 
     def collect(self, capture: CheckpointCapture) -> Iterator[None]:
-        """Copy what the consume queues have only in memory; pauses now and then for others."""
+        """Copy entries that are only in memory; yields now and then so that other tasks run."""
         for number, queue in enumerate(list(self._store.queues.values()), start=1):
             if queue.has_unsaved:
                 capture.entries.append((queue, queue.unsaved()))
@@ -99,8 +100,8 @@ class CheckpointWriter:
         """Make everything durable, the checkpoint last.
 
         Raises:
-            OSError: it is not; the checkpoint before it is still good. Unless the disk is just
-                full, what of the indexes is on disk is not known, and never will be.
+            OSError: the checkpoint is not written; the previous one is still valid. Unless the
+                disk is only full, it is unknown which index entries are on disk.
         """
         disk, keys = self._disk, capture.keys
         paths = []
@@ -122,7 +123,7 @@ class CheckpointWriter:
             disk.remove(path)
 
     def done(self, capture: CheckpointCapture) -> Iterator[None]:
-        """Note that `write` has ended well; pauses now and then for others."""
+        """Record that `write` succeeded; yields now and then so that other tasks run."""
         self.position = capture.position
         self._store.keys.saved(capture.keys)
         for path in capture.obsolete_paths:
@@ -134,7 +135,7 @@ class CheckpointWriter:
                 yield
 
     def run(self) -> None:
-        """All steps at once; the log is safe up to its end."""
+        """Run all four steps; the log must be safe up to its end."""
         capture = self.begin()
         for _ in self.collect(capture):
             pass

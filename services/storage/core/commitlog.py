@@ -1,13 +1,13 @@
-"""The commit log: segments of fixed size, batches one behind the other.
+"""The commit log: batches one after another, in segments of fixed size.
 
-It knows positions, not queues. A batch lies in one segment: where the next one does not fit, a
-filler closes the segment. docs/reference/format.md has the bytes.
+The log knows positions, not queues. A batch lies in one segment. If the next batch does not fit, a
+filler closes the segment. docs/reference/format.md describes the bytes.
 
     log/00000000000000000000    segment, named by the position of its first byte, 20 digits
     log/00000000001073741824
 
-    filler:  0  4 magic "BTNF"    4  4 bytes to the end of the segment, these 8 included
-             fewer than 8 bytes at the end of a segment stay zero
+    filler:  0  4 magic "BTNF"    4  4 bytes to the end of the segment, including these 8
+             if fewer than 8 bytes are left at the end of a segment, they stay zero
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PositionRange = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StampedBatch:
-    """A batch ready to be written: its stamped head of 56 bytes, and the rest as it came."""
+    """A batch to write: its stamped head of 56 bytes, and the rest as the producer sent it."""
 
     position: int
     head: bytes
@@ -48,7 +48,7 @@ class StampedBatch:
 
 @dataclass(frozen=True, slots=True)
 class UnsyncedFiles:
-    """What one sync has to do: files in order of position, and the position it reaches."""
+    """The files to sync, in order of position, and the position that is synced afterwards."""
 
     files: tuple[File, ...]
     position: int
@@ -71,22 +71,23 @@ class _Segment:
 
 
 def segment_path(first_position: int) -> str:
-    """File of the segment that begins there."""
+    """Return the path of the segment that begins at `first_position`."""
     return f"{FOLDER}/{first_position:020d}"
 
 
 class CommitLog:
-    """Positions [first_position, next_position) are written, those below `synced_position` safe.
+    """The log of one data directory.
 
-    After opening, `next_position` is the end of the last segment; `truncate` says where the last
-    good batch ends.
+    Positions [first_position, next_position) are written; those below `synced_position` are on
+    disk. After opening, `next_position` is the end of the last segment; the caller finds the end of
+    the last good batch and calls `truncate`.
 
     Args:
-        cache: For segments that are only read.
-        segment_bytes: Size of new segments; existing ones keep theirs.
+        cache: Open files of segments that are only read.
+        segment_bytes: Size of new segments; existing segments keep theirs.
 
     Raises:
-        DataLoss: a segment is missing between others.
+        DataLoss: a segment between two others is missing.
     """
 
     def __init__(self, disk: Disk, cache: FileCache, segment_bytes: int) -> None:
@@ -101,42 +102,42 @@ class CommitLog:
 
     @property
     def end_position(self) -> int:
-        """Where the last segment ends: what lies behind `next_position` is yet to be written."""
+        """End of the last segment; the part after `next_position` is not written yet."""
         return self._end()
 
     def check_length(self, length: int) -> None:
-        """Check that a batch of `length` bytes fits into a new segment, wherever it may come.
+        """Check that a batch of `length` bytes fits into a new segment.
 
         Raises:
-            LimitExceeded: it does not.
+            LimitExceeded: it does not fit.
         """
         if length > self._segment_bytes:
             raise LimitExceeded(
-                f"batch has {length} bytes; a segment has {self._segment_bytes}",
+                f"batch has {length} bytes; the limit is the segment size, {self._segment_bytes}",
                 facts={"field": "batch", "limit": self._segment_bytes, "actual": length},
             )
 
     def place(self, lengths: Sequence[int]) -> list[int]:
-        """Positions that batches of `lengths` bytes would get, in order; nothing changes.
+        """Return the positions that batches of `lengths` bytes would get, in order.
 
         Args:
-            lengths: None is longer than a new segment.
+            lengths: Lengths in bytes, each at most the size of a new segment.
         """
         at, positions = self.next_position, []
         end = self.segment_end(at)
         for length in lengths:
-            while at + length > end:  # a segment from another setting may be shorter
+            while at + length > end:  # a segment of an earlier setting may be shorter
                 at, end = end, self.segment_end(end)
             positions.append(at)
             at += length
         return positions
 
     def append(self, batches: Sequence[StampedBatch]) -> None:
-        """Write batches whose positions `place` gave just now: one write per segment.
+        """Write batches at the positions that `place` has just returned: one write per segment.
 
         Raises:
             DiskFull: there is no space; nothing was written.
-            OSError: the disk has failed; what was written is not known.
+            OSError: the disk has failed; it is unknown what was written.
         """
         while self._end() <= batches[-1].position:
             self._create()
@@ -162,15 +163,15 @@ class CommitLog:
             begin = count
 
     def copy(self, data: bytes, segment: PositionRange) -> None:
-        """Write what another log has from `next_position` on: whole batches and fillers.
+        """Write bytes that another log has at `next_position`: whole batches and fillers.
 
         Args:
-            segment: All of it lies in this one.
+            segment: The segment of the other log that contains all of `data`.
 
         Raises:
             DiskFull: there is no space; nothing was written.
-            DataLoss: the segments of this log lie elsewhere; nothing was written.
-            OSError: the disk has failed; what was written is not known.
+            DataLoss: the segment does not follow the segments of this log; nothing was written.
+            OSError: the disk has failed; it is unknown what was written.
         """
         found = self._shared(*segment)
         position = self.next_position
@@ -180,17 +181,17 @@ class CommitLog:
             if error.errno not in NO_SPACE:
                 raise
             self._undo(position)
-            raise DiskFull("no space on disk for what the leader has written") from error
+            raise DiskFull("no space on disk for the log of the leader") from error
         self.next_position += len(data)
 
     def read(self, position: int, bytes_max: int) -> bytes:
-        """Up to `bytes_max` bytes from `position` on; fewer only at the end of its segment.
+        """Read up to `bytes_max` bytes at `position`; fewer only at the end of its segment.
 
         Raises:
-            DataLoss: the disk does not give them.
+            DataLoss: the disk can't read them.
         """
         if not self.first_position <= position < self._end():
-            return b""  # a damaged index points there
+            return b""  # only a damaged index points outside the log
         segment = self._segment_at(position)
         at = position - segment.first_position
         try:
@@ -205,30 +206,30 @@ class CommitLog:
             ) from error
 
     def segment_of(self, position: int) -> tuple[str, int, int]:
-        """File of the segment that holds `position`, where it begins and where it ends."""
+        """Return path, first position and end of the segment that contains `position`."""
         segment = self._segment_at(position)
         return segment.path, segment.first_position, segment.next_position
 
     def segment_end(self, position: int) -> int:
-        """End of the segment that holds, or will hold, `position`."""
+        """Return the end of the segment that contains, or will contain, `position`."""
         if position >= self._end():
             return position + self._segment_bytes
         return self._segment_at(position).next_position
 
     def unsynced(self) -> UnsyncedFiles:
-        """What to sync so that everything written until now is safe."""
+        """Return what to sync so that everything written until now is on disk."""
         segments = self._between(self.synced_position, self.next_position)
         return UnsyncedFiles(tuple(map(self._writable, segments)), self.next_position)
 
     def synced(self, position: int) -> None:
-        """Note that a sync of everything below `position` has ended well."""
+        """Record that everything below `position` is synced."""
         for segment in self._between(self.synced_position, position):
             if segment.next_position <= position:
                 self._close(segment)
         self.synced_position = max(self.synced_position, position)
 
     def sealed(self) -> list[PositionRange]:
-        """Where the segments begin and end that are safe and followed by a batch, oldest first."""
+        """Return the ranges of segments that are synced and followed by a batch, oldest first."""
         return [
             (segment.first_position, segment.next_position)
             for segment in self._between(self.first_position, self.next_position)
@@ -237,10 +238,11 @@ class CommitLog:
         ]
 
     def drop_before(self, position: int) -> list[str]:
-        """Forget the segments before `position`, where a segment begins.
+        """Forget the segments before `position`, which is the begin of a segment.
 
         Returns:
-            Their files, oldest first: to be removed in this order, or a crash leaves a hole.
+            Their paths, oldest first. The caller removes the files in this order: otherwise a crash
+            leaves a gap in the log.
         """
         count = bisect_left(self._firsts, position)
         dropped, self._segments = self._segments[:count], self._segments[count:]
@@ -253,10 +255,10 @@ class CommitLog:
         return [segment.path for segment in dropped]
 
     def truncate(self, position: int) -> int:
-        """Forget everything from `position` on. Durable on return.
+        """Cut the log at `position`. Durable on return.
 
         Returns:
-            How many bytes were dropped: up to the last one that was not zero.
+            The number of bytes dropped, up to the last one that was not zero.
         """
         dropped = 0
         while self._segments and self._segments[-1].first_position > position:
@@ -283,7 +285,7 @@ class CommitLog:
         segment.size = file.size
         file.close()
         if segment.size == 0:
-            self._disk.remove(segment.path)  # a crash came between its creation and its first byte
+            self._disk.remove(segment.path)  # a crash interrupted the creation of the segment
             return
         if self._segments and self._end() != first_position:
             raise DataLoss(
@@ -300,14 +302,14 @@ class CommitLog:
         self._firsts.append(segment.first_position)
 
     def _shared(self, first_position: int, end: int) -> _Segment:
-        """The segment [first_position, end) of another log, which holds what follows there.
+        """Return the segment of this log that equals [first_position, end) of another log.
 
-        The last one here gets the end that it has there: either may have met with a crash while its
-        tail was cut. One that is still empty makes way.
+        The last segment here gets the end that it has there: a crash during a cut may have changed
+        either. An empty last segment is removed if it begins elsewhere.
 
         Raises:
-            DiskFull: there is no space for it.
-            DataLoss: it does not follow what is here.
+            DiskFull: there is no space for a new segment.
+            DataLoss: the segment does not follow the segments of this log.
         """
         if self._segments:
             last = self._segments[-1]
@@ -322,7 +324,8 @@ class CommitLog:
                 self._resize(last, first_position)
         if not self.next_position == self._end() == first_position:
             raise DataLoss(
-                f"the other log has a segment [{first_position}, {end}); this one has others",
+                f"segment [{first_position}, {end}) of the leader does not follow this log, which "
+                f"ends at {self.next_position}",
                 detail=DataLossDetail(position=self.next_position),
             )
         segment = _Segment(first_position, end - first_position)
@@ -334,14 +337,14 @@ class CommitLog:
         return segment
 
     def _resize(self, segment: _Segment, end: int) -> None:
-        """Let a segment end there, behind which nothing is written."""
+        """Change the end of a segment; nothing is written after either end."""
         if segment.next_position != end:
             size = end - segment.first_position
             self._writable(segment).resize(size)
             segment.size = size
 
     def drop_empty(self) -> None:
-        """Remove the last segment, in which nothing is written yet. Durable on return."""
+        """Remove the last segment, which is still empty. Durable on return."""
         segment = self._segments.pop()
         self._firsts.pop()
         assert segment.first_position == self.next_position
@@ -352,7 +355,7 @@ class CommitLog:
             self.first_position = segment.first_position
 
     def _fill(self) -> None:
-        """Close the segment in which the next batch has no room; it may be empty."""
+        """Close the current segment, because the next batch does not fit; it may be empty."""
         segment = self._segment_at(self.next_position)
         room = segment.next_position - self.next_position
         if room >= FILLER.size:
@@ -361,9 +364,10 @@ class CommitLog:
         self.next_position += room
 
     def _undo(self, position: int) -> None:
-        """Be as before the append that began at `position`, of which a part may be on disk.
+        """Undo an append that began at `position`; parts of it may be on disk.
 
-        It has to go: what comes next could end where a refused batch begins.
+        They must be removed: otherwise a later batch could end where a rejected batch begins, and
+        recovery would take the rejected batch for a stored one.
 
         Raises:
             OSError: the disk has failed.
@@ -396,7 +400,7 @@ class CommitLog:
         return self._segments[bisect_right(self._firsts, position) - 1]
 
     def _between(self, begin: int, end: int) -> list[_Segment]:
-        """Segments that hold a part of [begin, end)."""
+        """Return the segments that contain a part of [begin, end)."""
         if begin >= end:
             return []
         first = max(bisect_right(self._firsts, begin) - 1, 0)

@@ -1,8 +1,7 @@
-"""The index of one queue: where in the log its messages are, by offset.
+"""The index of one queue: the position in the log of each message, by offset.
 
-Entry N is at byte 20 N, so it is found by arithmetic. It is derived data, and the newest entries
-may be in memory only: recovery trusts what a checkpoint vouches for and makes the rest anew from
-the log.
+Entry N is at byte 20 N. The index is derived from the log, and its newest entries may be only in
+memory. Recovery trusts the entries that the checkpoint covers and rebuilds the rest from the log.
 
     at  size  entry, big-endian
      0     8  position of the batch that holds the message
@@ -35,12 +34,12 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def folder_of(topic: str, topic_id: int, queue_id: int) -> str:
-    """Folder of one queue's files."""
+    """Return the folder of one queue's files."""
     return f"{FOLDER}/{topic}-{topic_id}/{queue_id}"
 
 
 def topic_of(folder: str) -> str:
-    """Name of the topic in a folder that `folder_of` gave."""
+    """Return the topic name in a folder name that `folder_of` returned."""
     return folder.split("/")[1].rpartition("-")[0]
 
 
@@ -58,14 +57,14 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class LastEntry:
-    """Where the last entry of a queue points to."""
+    """The batch that the last entry of a queue points to."""
 
     position: int
     size: int
 
 
 class EntriesWrite(NamedTuple):
-    """Entries on their way to a file."""
+    """Entries to write to one file."""
 
     path: str
     at: int
@@ -73,7 +72,7 @@ class EntriesWrite(NamedTuple):
 
 
 class UnsavedEntries(NamedTuple):
-    """Entries of one queue that are to be made durable. Does not change any more.
+    """The entries of one queue that a checkpoint must make durable. Immutable.
 
     Attributes:
         paths: Files to sync after the writes.
@@ -86,11 +85,13 @@ class UnsavedEntries(NamedTuple):
 
 
 class ConsumeQueue:
-    """Offsets [first_offset, next_offset) are indexed, those below `visible_offset` readable.
+    """The index of one queue.
+
+    Offsets [first_offset, next_offset) are indexed; those below `visible_offset` are readable.
 
     Args:
-        folder: Where its files are.
-        first_offset: Offset of the first message the log still has.
+        folder: Folder of its files.
+        first_offset: Offset of the first message that the log still has.
 
     Attributes:
         first_position: Position of the first batch, or of one before it; -1 if there was none.
@@ -117,13 +118,13 @@ class ConsumeQueue:
         self._tail = np.empty(_TAIL_MIN, ENTRY)
 
     def resume(self, next_offset: int, first_position: int, last_position: int) -> None:
-        """Go on behind entries that are in the files, durable and visible."""
+        """Continue after entries that are in the files, durable and visible."""
         self.next_offset = self.visible_offset = next_offset
         self._flushed_offset = self._saved_offset = next_offset
         self.first_position, self.last_position = first_position, last_position
 
     def read_last_entry(self, disk: Disk, next_offset: int) -> LastEntry:
-        """Whether files hold the entries up to `next_offset`; what the last of them says.
+        """Return the entry before `next_offset`, after a check that the files have all entries.
 
         Raises:
             BadIndex: a file is too short.
@@ -140,7 +141,7 @@ class ConsumeQueue:
             finally:
                 file.close()
             if len(raw) < ENTRY.itemsize:
-                raise BadIndex(f"{path} is cut short")
+                raise BadIndex(f"{path} is too short")
         position, size, _ = np.frombuffer(raw, ENTRY)[0].tolist()
         return LastEntry(position, size)
 
@@ -160,12 +161,12 @@ class ConsumeQueue:
             self.first_position = position
 
     def make_visible(self, next_offset: int) -> None:
-        """Let readers see everything below `next_offset`: it is safe on disk."""
+        """Make everything below `next_offset` visible to consumers: it is safe."""
         assert self.visible_offset <= next_offset <= self.next_offset
         self.visible_offset = next_offset
 
     def read(self, first_offset: int, next_offset: int) -> Entries:
-        """Entries of [first_offset, next_offset), which lies within what is visible."""
+        """Return the entries of [first_offset, next_offset), which must be visible."""
         assert self.first_offset <= first_offset <= next_offset <= self.visible_offset
         return self._read(first_offset, next_offset)
 
@@ -185,7 +186,7 @@ class ConsumeQueue:
         )
 
     def flush(self) -> None:
-        """Move what is only in memory to the files.
+        """Move the entries that are only in memory to the files.
 
         Raises:
             OSError: a file can't be written; nothing is lost.
@@ -200,7 +201,7 @@ class ConsumeQueue:
         return self._saved_offset < self.next_offset
 
     def unsaved(self) -> UnsavedEntries:
-        """What is to be written, and synced, so that all entries are durable."""
+        """Return what to write and sync so that all entries are durable."""
         writes = tuple(self._writes())
         return UnsavedEntries(
             self.paths(self._saved_offset, self.next_offset),
@@ -210,9 +211,9 @@ class ConsumeQueue:
         )
 
     def saved(self, unsaved: UnsavedEntries) -> None:
-        """Note that `unsaved` is written and synced."""
+        """Record that `unsaved` is written and synced."""
         self._saved_offset = max(self._saved_offset, unsaved.next_offset)
-        if self._flushed_offset == unsaved.flushed_offset:  # else they were flushed meanwhile
+        if self._flushed_offset == unsaved.flushed_offset:  # else `flush` has run meanwhile
             used = unsaved.next_offset - self._flushed_offset
             left = self.next_offset - unsaved.next_offset
             tail = np.empty(max(_TAIL_MIN, 1 << max(left - 1, 0).bit_length()), ENTRY)
@@ -220,19 +221,19 @@ class ConsumeQueue:
             self._tail, self._flushed_offset = tail, unsaved.next_offset
 
     def paths(self, first_offset: int, next_offset: int) -> list[str]:
-        """Files of the entries of [first_offset, next_offset)."""
+        """Return the files of the entries of [first_offset, next_offset)."""
         numbers = range(
             first_offset // self._entries_per_file, -(-next_offset // self._entries_per_file)
         )
         return [self._path(number) for number in numbers] if first_offset < next_offset else []
 
     def trim_before(self, position: int) -> list[str]:
-        """Give up the messages whose batches lie before `position`: the log drops them.
+        """Drop the messages whose batches lie before `position`, because the log drops them.
 
-        Offsets go on where they were. What nobody can see yet is not to be given up.
+        The next offset does not change. Messages that are not visible yet must not be dropped.
 
         Returns:
-            Files that hold nothing any more; the caller removes them.
+            Files that hold no entry any more; the caller removes them.
         """
         if self.first_position >= position or self.first_offset == self.next_offset:
             return []
@@ -240,7 +241,7 @@ class ConsumeQueue:
         if self.last_position < position:
             self.first_offset = self.next_offset
             self.first_position = self.last_position
-            self._flushed_offset = self.next_offset  # what is only in memory is not needed
+            self._flushed_offset = self.next_offset  # entries that are only in memory are dropped
         else:
             self.first_offset, self.first_position = self._first_from(position)
             self._forget_unflushed(self.first_offset)
@@ -250,7 +251,7 @@ class ConsumeQueue:
         ]
 
     def _forget_unflushed(self, first_offset: int) -> None:
-        """Drop entries below `first_offset` that are only in memory: no file is to get them."""
+        """Drop entries below `first_offset` from memory, so that they are not written to a file."""
         unneeded = first_offset - self._flushed_offset
         if unneeded > 0:
             kept = self.next_offset - first_offset
@@ -258,7 +259,7 @@ class ConsumeQueue:
             self._flushed_offset = first_offset
 
     def _writes(self) -> Iterator[EntriesWrite]:
-        """What is only in memory, by file."""
+        """Yield the entries that are only in memory, by file."""
         offset = self._flushed_offset
         raw = self._tail[: self.next_offset - offset].tobytes()
         while raw:
@@ -269,11 +270,11 @@ class ConsumeQueue:
             raw = raw[len(chunk) :]
 
     def _number(self, offset: int) -> int:
-        """Number of the file that holds, or will hold, the entry of `offset`."""
+        """Return the number of the file that has, or will have, the entry of `offset`."""
         return offset // self._entries_per_file
 
     def _first_from(self, position: int) -> tuple[int, int]:
-        """The first offset whose batch lies at or after `position`, and where that lies."""
+        """Return the first offset whose batch lies at or after `position`, and its position."""
         low, high = self.first_offset, self.next_offset - 1
         while low < high:
             middle = (low + high) // 2
@@ -284,10 +285,10 @@ class ConsumeQueue:
         return low, int(self._read(low, low + 1).positions[0])
 
     def _make_room(self, used: int, count: int) -> int:
-        """Room for `count` more entries in the tail; the index of the first of them."""
+        """Make room for `count` more entries in the tail; return the index of the first one."""
         wanted = used + count
         if wanted > _TAIL_MAX:
-            with suppress(OSError):  # as on a full disk: then it stays in memory, for now
+            with suppress(OSError):  # for example a full disk: the entries stay in memory
                 self.flush()
             used = self.next_offset - self._flushed_offset
             wanted = used + count
@@ -316,7 +317,7 @@ class ConsumeQueue:
         return np.frombuffer(b"".join(chunks), ENTRY)
 
     def _place(self, offset: int) -> tuple[str, int]:
-        """File of the entry of `offset`, and the byte at which it is."""
+        """Return the file of the entry of `offset`, and its byte position in the file."""
         number, index = divmod(offset, self._entries_per_file)
         return self._path(number), index * ENTRY.itemsize
 

@@ -1,10 +1,10 @@
-"""Which batches wait for their time: 18 bytes each, whatever their number.
+"""The queue of scheduled batches, ordered by delivery time: 18 bytes of memory for each.
 
-It knows times and places in the log, not batches; the caller's clock comes in as an argument and
-may jump. Delays of any length are one mechanism; RocketMQ's levels are names for 18 of them.
+The queue knows delivery times and positions in the log, not batches. The caller passes the time,
+which may jump. Delays of any length work the same way; RocketMQ's delay levels name 18 of them.
 
-Entries wait in buckets of a minute. A minute that has come is split into seconds, and a second that
-has come is put in order and taken from its front: what one step has to sort stays small.
+Entries are kept in buckets of one minute. When a minute is due it is split into seconds, and a
+second that is due is sorted and consumed from its front. So one step sorts only few entries.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DelayKey = tuple[int, int]
 
 
 class DelayedBatch(NamedTuple):
-    """A batch that waits.
+    """A scheduled batch that is not delivered yet.
 
     Attributes:
-        deliver_unix_ms: Not to be delivered before; not negative.
-        schedule_id: Position at which it was stored first.
-        position: Where it is stored now.
+        deliver_unix_ms: Earliest delivery time, Unix milliseconds; not negative.
+        schedule_id: Position at which the batch was stored first.
+        position: Position at which the batch is stored now.
     """
 
     deliver_unix_ms: int
@@ -45,14 +45,14 @@ class DelayedBatch(NamedTuple):
 
     @property
     def key(self) -> DelayKey:
-        """What names the entry."""
+        """Key of the entry: delivery time and schedule id."""
         return self.deliver_unix_ms, self.schedule_id
 
 
 class DelayQueue:
-    """See the module. Entries are added, taken by `due`, and removed once delivered.
+    """The scheduled batches of a log: added, taken by `due`, and removed once delivered.
 
-    Adding an entry that waits already only gives it another position.
+    Adding an entry whose key is there already only changes its position.
     """
 
     def __init__(self) -> None:
@@ -73,14 +73,14 @@ class DelayQueue:
         return self.position(key) is not None
 
     def position(self, key: DelayKey) -> int | None:
-        """Where an entry is stored now; None if there is none."""
+        """Return the position at which an entry is stored now; None if there is no such entry."""
         if (loose := self._loose(key)) is not None:
             return loose[key]
         stored = self._stored(key)
         return stored[0].positions[stored[1]] if stored is not None else None
 
     def add(self, entry: DelayedBatch) -> None:
-        """Let an entry wait."""
+        """Add an entry, or change its position if it is there already."""
         key, position = entry.key, entry.position
         if (loose := self._loose(key)) is not None:
             loose[key] = position
@@ -94,7 +94,7 @@ class DelayQueue:
                 self._bucket(entry.deliver_unix_ms).add(entry)
 
     def remove(self, key: DelayKey) -> bool:
-        """Forget an entry; False if there is none."""
+        """Remove an entry; return False if there is no such entry."""
         if (loose := self._loose(key)) is not None:
             del loose[key]
         elif (stored := self._stored(key)) is not None:
@@ -108,9 +108,9 @@ class DelayQueue:
         return True
 
     def due(self, now_unix_ms: int, count_max: int) -> list[DelayedBatch]:
-        """Take entries whose time has come, the earliest first.
+        """Take entries that are due, the earliest first.
 
-        They still count, but are not given again until they are released.
+        They still count in `len`, but are not returned again until they are released.
         """
         taken: list[DelayedBatch] = []
         while len(taken) < count_max:
@@ -127,16 +127,16 @@ class DelayQueue:
 
     @property
     def taken(self) -> KeysView[DelayKey]:
-        """What `due` gave, and was neither removed nor released."""
+        """Keys that `due` has returned and that were neither removed nor released since."""
         return self._taken.keys()
 
     def release(self, keys: Iterable[DelayKey]) -> None:
-        """Let entries that are taken be due again."""
+        """Make taken entries due again."""
         for key in list(keys):
             self._add_late(key, self._taken.pop(key))
 
     def next_unix_ms(self) -> int | None:
-        """No entry that is not taken is due sooner than this; None if there is none."""
+        """Return a lower bound of the next delivery time; None if all entries are taken."""
         head = self._head()
         if head is not None:
             return head.deliver_unix_ms
@@ -145,13 +145,13 @@ class DelayQueue:
         return None if self._first_minute is None else self._first_minute * MINUTE_MS
 
     def oldest_position(self) -> int | None:
-        """The lowest position of an entry; None if there is none."""
+        """Return the lowest position of an entry; None if there is no entry."""
         found = [bucket.oldest() for bucket in self._buckets()]
         found += [*self._late.values(), *self._taken.values()]
         return min((position for position in found if position != _GONE), default=None)
 
     def before(self, position: int, count_max: int) -> list[DelayedBatch]:
-        """Entries that lie below `position`, the lowest first."""
+        """Return entries stored below `position`, the lowest position first."""
         buckets = [bucket for bucket in self._buckets() if 0 <= bucket.oldest() < position]
         rows = self._copy(buckets).rows()
         rows = rows[rows["position"] < position]
@@ -159,7 +159,7 @@ class DelayQueue:
         return [DelayedBatch(*row) for row in rows[order].tolist()]
 
     def snapshot(self) -> DelaySnapshot:
-        """All entries as they are now."""
+        """Return a snapshot of all entries."""
         return self._copy(list(self._buckets()))
 
     def restore(self, raw: bytes) -> None:
@@ -174,7 +174,7 @@ class DelayQueue:
         self._count = len(rows)
 
     def _head(self) -> DelayedBatch | None:
-        """The earliest entry of those that are in order."""
+        """Return the earliest entry of the sorted ones."""
         while self._late_keys and self._late_keys[0] not in self._late:
             heappop(self._late_keys)
         while self._runs and (head := self._runs[0].head()) is None:
@@ -185,7 +185,7 @@ class DelayQueue:
         return DelayedBatch(*self._late_keys[0], self._late[self._late_keys[0]])
 
     def _open_next(self, now_unix_ms: int) -> bool:
-        """Put the next second in order if it has come."""
+        """Sort the next second if it is due; return whether it was."""
         while not self._seconds:
             minute = self._first_minute
             if minute is None or minute * MINUTE_MS > now_unix_ms:
@@ -240,7 +240,7 @@ class DelayQueue:
         yield from (run.bucket for run in self._runs)
 
     def _copy(self, buckets: Sequence[_Bucket]) -> DelaySnapshot:
-        """What is in `buckets`, and whatever is in none."""
+        """Return a snapshot of `buckets` and of the entries that are in no bucket."""
         return DelaySnapshot(
             [
                 (*key, position)
@@ -257,9 +257,9 @@ class DelayQueue:
 
 @dataclass(frozen=True, slots=True)
 class DelaySnapshot:
-    """Entries as they were at one moment: those in no bucket, then the columns of all buckets.
+    """All entries at one moment: those in no bucket, then the columns of all buckets.
 
-    Taking one is only copying bytes; another thread may make of it what is wanted.
+    Taking a snapshot only copies bytes; another thread may encode it.
     """
 
     loose: list[tuple[int, int, int]]
@@ -270,7 +270,7 @@ class DelaySnapshot:
     positions: bytes
 
     def rows(self) -> npt.NDArray[np.void]:
-        """One row per entry."""
+        """Return one row per entry."""
         positions = np.frombuffer(self.positions, np.int64)
         kept = positions != _GONE
         rows = np.empty(int(kept.sum()), _ROW)
@@ -281,7 +281,7 @@ class DelaySnapshot:
         return np.concatenate([np.array(self.loose, _ROW), rows])
 
     def encode(self) -> bytes:
-        """24 bytes per entry, for `restore`."""
+        """Return 24 bytes per entry, for `DelayQueue.restore`."""
         return self.rows().astype(ROW).tobytes()
 
 
@@ -298,7 +298,7 @@ class _Bucket:
 
     @classmethod
     def of(cls, begin_unix_ms: int, rows: npt.NDArray[np.void]) -> Self:
-        """A bucket of `rows`, ascending by schedule id."""
+        """Make a bucket of `rows`, which ascend by schedule id."""
         bucket = cls(begin_unix_ms)
         after_ms = rows["deliver_unix_ms"] - begin_unix_ms
         bucket.after_ms.frombytes(after_ms.astype(np.uint16).tobytes())
@@ -308,7 +308,7 @@ class _Bucket:
         return bucket
 
     def add(self, entry: DelayedBatch) -> None:
-        """Take an entry that is not there."""
+        """Add an entry that is not in the bucket."""
         ids = self.ids
         at = len(ids)
         if ids and entry.schedule_id < ids[-1]:
@@ -325,7 +325,7 @@ class _Bucket:
             self._oldest = min(self._oldest, entry.position)
 
     def index(self, key: DelayKey) -> int | None:
-        """Where an entry is."""
+        """Return the index of an entry; None if it is not in the bucket."""
         deliver_unix_ms, schedule_id = key
         at = bisect_left(self.ids, schedule_id)
         if at == len(self.ids) or self.ids[at] != schedule_id or self.positions[at] == _GONE:
@@ -333,14 +333,14 @@ class _Bucket:
         return at if self.after_ms[at] == deliver_unix_ms - self.begin_unix_ms else None
 
     def entry(self, at: int) -> DelayedBatch | None:
-        """The entry at an index; None if it was removed."""
+        """Return the entry at an index; None if it was removed."""
         position = self.positions[at]
         if position == _GONE:
             return None
         return DelayedBatch(self.begin_unix_ms + self.after_ms[at], self.ids[at], position)
 
     def move(self, at: int, position: int) -> None:
-        """Give the entry at an index another position."""
+        """Change the position of the entry at an index."""
         if self.positions[at] == self._oldest:
             self._oldest = None
         self.positions[at] = position
@@ -351,7 +351,7 @@ class _Bucket:
         self._gone_count += 1
 
     def tidy(self) -> None:
-        """Give back the room of what was removed, if it is worth it: indexes change."""
+        """Free the room of removed entries if there are many; this changes indexes."""
         if self._gone_count < max(_GONE_MAX, len(self.ids) // 2):
             return
         kept = self._kept()
@@ -362,7 +362,7 @@ class _Bucket:
         self._gone_count = 0
 
     def oldest(self) -> int:
-        """The lowest position; negative if there is none."""
+        """Return the lowest position; negative if the bucket is empty."""
         if self._oldest is None:
             positions = np.frombuffer(self.positions, np.int64)[self._kept()]
             if not positions.size:
@@ -371,7 +371,7 @@ class _Bucket:
         return self._oldest
 
     def rows(self) -> npt.NDArray[np.void]:
-        """All entries."""
+        """Return one row per entry."""
         kept = self._kept()
         rows = np.empty(int(kept.sum()), _ROW)
         rows["deliver_unix_ms"] = np.frombuffer(self.after_ms, np.uint16)[kept]
@@ -381,7 +381,7 @@ class _Bucket:
         return rows
 
     def split(self) -> dict[int, _Bucket]:
-        """The entries of a minute by second."""
+        """Split the bucket of a minute into buckets of a second."""
         rows = self.rows()
         seconds = rows["deliver_unix_ms"] // SECOND_MS
         return {
@@ -390,7 +390,7 @@ class _Bucket:
         }
 
     def order(self) -> npt.NDArray[np.int64]:
-        """Indexes by time, then by id."""
+        """Return the indexes sorted by time, then by schedule id."""
         return np.argsort(np.frombuffer(self.after_ms, np.uint16), kind="stable")
 
     def _kept(self) -> npt.NDArray[np.bool_]:
@@ -399,7 +399,7 @@ class _Bucket:
 
 
 class _Run:
-    """A bucket that takes no more entries, in order of time."""
+    """A bucket that accepts no more entries, read in order of time."""
 
     __slots__ = ("_cursor", "_order", "bucket")
 
@@ -407,7 +407,7 @@ class _Run:
         self.bucket, self._order, self._cursor = bucket, bucket.order(), 0
 
     def head(self) -> DelayedBatch | None:
-        """The first entry left, if any."""
+        """Return the first entry that is left; None if there is none."""
         while self._cursor < len(self._order):
             if (entry := self.bucket.entry(int(self._order[self._cursor]))) is not None:
                 return entry

@@ -1,7 +1,7 @@
-"""What one holder was delivered of one queue: a range of offsets, and which of them exactly.
+"""The offsets of one queue that were delivered to one owner, for the metric stream.
 
-Pulls that follow each other become one range. Which offsets were delivered is kept as runs in
-columns, whatever the filter: there is no loop over messages.
+Consecutive pulls become one range. The delivered offsets are kept as runs in numpy columns, so
+there is no loop over messages, whatever the filter.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import numpy as np
 from batonmq_server.storage.core.consumequeue import Int64Array
 
 ISLANDS_MAX = 4_096
-"""Runs of delivered offsets in one told range; what has more is told in several."""
+"""Maximum number of runs of delivered offsets in one reported range; more are reported in parts."""
 PULLS_MAX = 65_536
-"""Pulls in one range."""
+"""Maximum number of pulls in one range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullDelivery:
-    """One pull.
+    """What one pull delivered.
 
     Attributes:
-        kept: Offsets delivered, ascending, as indexes from behind the lost ones on; None for all.
-        lost_count: The first offsets, which were no longer kept.
-        redelivered_count: Of the delivered ones, those that an earlier holder may have started.
-        byte_count: Of the batches that left.
+        kept: Delivered offsets, ascending, relative to the first one that is not lost; None if all
+            were delivered.
+        lost_count: Number of offsets at the start that retention had removed.
+        redelivered_count: Number of delivered offsets that an earlier owner may have started.
+        byte_count: Size of the delivered batches.
     """
 
     first_offset: int
@@ -41,11 +42,11 @@ class PullDelivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedRange:
-    """A range [first_offset, next_offset) as it is told.
+    """A range [first_offset, next_offset) as the metric stream reports it.
 
     Attributes:
-        runs: By turns how many offsets follow that were not delivered, and that were; empty if
-            all were.
+        runs: Run lengths, alternating: offsets not delivered, offsets delivered. Empty if all
+            offsets were delivered.
     """
 
     first_offset: int
@@ -59,7 +60,7 @@ class ReportedRange:
 
 
 class DeliveredRange:
-    """Pulls of one holder, each beginning where the one before ended."""
+    """Consecutive pulls of one owner: each begins where the one before ended."""
 
     __slots__ = ("_byte_count", "_first", "_lost", "_parts", "_redelivered", "next_offset")
 
@@ -70,7 +71,7 @@ class DeliveredRange:
         self._add(first)
 
     def extend(self, step: PullDelivery) -> bool:
-        """Add a pull, if it belongs to this range."""
+        """Add a pull if it continues this range; return whether it does."""
         fits = step.first_offset == self.next_offset and not step.lost_count
         if fits and len(self._parts) < PULLS_MAX:
             self._add(step)
@@ -78,7 +79,7 @@ class DeliveredRange:
         return False
 
     def reports(self) -> Iterator[ReportedRange]:
-        """The range, in as many parts as it needs; sums that can't be divided are in the first."""
+        """Yield the range in parts; counts that can't be divided are in the first part."""
         begins, ends = self._edges()
         if len(begins):
             apart = begins[1:] != ends[:-1]
@@ -99,7 +100,7 @@ class DeliveredRange:
         self._byte_count += step.byte_count
 
     def _edges(self) -> tuple[Int64Array, Int64Array]:
-        """Where runs of delivered offsets begin, and where they end; they may touch."""
+        """Return the begins and ends of the runs of delivered offsets; runs may touch."""
         begins, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for whole, parts in groupby(self._parts, lambda part: part[2] is None):
             if whole:
@@ -132,7 +133,7 @@ class DeliveredRange:
 
 
 def _islands(offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Where runs of ascending `offsets` begin, and where they end."""
+    """Return the begins and ends of the runs in ascending `offsets`."""
     if not len(offsets):
         return offsets, offsets
     breaks = np.flatnonzero(np.diff(offsets) != 1)

@@ -1,14 +1,15 @@
-"""Which epoch wrote which part of the log: what makes two logs comparable without reading them.
+"""The epoch history of a log: which epoch wrote which part of it.
 
-An epoch has one leader, and a leader writes a position once. So where two histories name the same
-epoch, the two logs hold the same bytes. An epoch that wrote nothing is not in it, but for the last.
-The file is replaced, durably, before the epoch writes.
+With their histories two logs can be compared without reading them. An epoch has one leader, and a
+leader writes each position once. So where two histories name the same epoch, the two logs hold the
+same bytes. An epoch that wrote nothing is not in the history, unless it is the last one. The file
+is replaced, durably, before the epoch writes.
 
     epochs, big-endian:
     at  size  field
      0     4  magic "BTNH"
      4     2  version, 1
-     6     2  1 if the node has lost a part of what it had, or all, and not got it back yet; else 0
+     6     2  1 if the node has lost safe messages and not fetched them again yet; else 0
      8     4  count n
            n starts: 8 epoch, 8 first position
    end     4  CRC-32C of everything before
@@ -38,11 +39,11 @@ EpochStart = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class EpochHistory:
-    """The epochs of one log; both numbers of `starts` rise strictly.
+    """The epochs of one log; epochs and positions in `starts` rise strictly.
 
     Attributes:
-        damaged: The node has lost a part of what it had: until it has everything again that was
-            confirmed, it must not be leader.
+        damaged: The node has lost safe messages. It must not be elected until it has everything
+            that was confirmed.
     """
 
     starts: tuple[EpochStart, ...] = ()
@@ -50,47 +51,47 @@ class EpochHistory:
 
     @property
     def epoch(self) -> int:
-        """The last one; 0 for none."""
+        """The last epoch; 0 if there is none."""
         return self.starts[-1][0] if self.starts else 0
 
     def position(self, end: int) -> ReplicaPosition:
-        """How far a node has come whose log has this history and ends at `end`."""
+        """Return the position of a node whose log has this history and ends at `end`."""
         return NO_POSITION if self.damaged else ReplicaPosition(self.epoch, end)
 
     def with_epoch(self, epoch: int, position: int) -> EpochHistory:
-        """A later epoch begins to write at `position`, the end of the log."""
+        """Return this history plus a later epoch that begins at `position`, the end of the log."""
         assert epoch > self.epoch
         kept = tuple(start for start in self.starts if start[1] < position)
         return replace(self, starts=(*kept, (epoch, position)))
 
     def truncated(self, end: int) -> EpochHistory:
-        """What of it a log has that ends at `end`: who has all before a start has its epoch too."""
+        """Return this history for a log that ends at `end`; an epoch that starts at `end` stays."""
         return replace(self, starts=tuple(start for start in self.starts if start[1] <= end))
 
     def next_start(self, position: int) -> int | None:
-        """Where an epoch begins after `position`; None if none does."""
+        """Return where the next epoch after `position` begins; None if none does."""
         return next((start for _, start in self.starts if start > position), None)
 
     def epoch_at(self, position: int) -> int:
-        """The epoch that wrote, or writes, the byte at `position`; 0 if it is not known."""
+        """Return the epoch that wrote, or writes, the byte at `position`; 0 if unknown."""
         return max((epoch for epoch, start in self.starts if start <= position), default=0)
 
 
 def read_history(starts: Iterable[EpochStart]) -> EpochHistory:
-    """The history that somebody tells.
+    """Return the history with `starts`.
 
     Raises:
-        DataLoss: it is none.
+        DataLoss: epochs or positions do not rise, or are out of range.
     """
     history = EpochHistory(tuple(starts))
     rising = all(a < b and c < d for (a, c), (b, d) in pairwise(history.starts))
     if not rising or any(epoch < 1 or start < 0 for epoch, start in history.starts):
-        raise DataLoss(f"the epochs {history.starts} do not rise")
+        raise DataLoss(f"epochs and positions must rise strictly, got {history.starts}")
     return history
 
 
 def common_point(one: EpochHistory, one_end: int, other: EpochHistory, other_end: int) -> int:
-    """Up to where two logs hold the same bytes, as far as their histories can tell."""
+    """Return the position up to which two logs hold the same bytes, by their histories."""
     end = min(one_end, other_end)
     starts = sorted({start for _, start in (*one.starts, *other.starts) if start < end} | {0})
     for start in starts:
@@ -101,17 +102,17 @@ def common_point(one: EpochHistory, one_end: int, other: EpochHistory, other_end
 
 
 def encode(history: EpochHistory) -> bytes:
-    """The file."""
+    """Return the content of the file."""
     head = HEAD.pack(MAGIC, VERSION, history.damaged, len(history.starts))
     content = head + b"".join(START.pack(*start) for start in history.starts)
     return content + CRC.pack(crc32c(content))
 
 
 def decode(raw: bytes) -> EpochHistory:
-    """The history in a file; an empty one if there is no file.
+    """Decode a file; an empty history if there is no file.
 
     Raises:
-        DataLoss: it is damaged, or of another version.
+        DataLoss: the file is damaged, or of another version.
     """
     if not raw:
         return EpochHistory()
@@ -127,7 +128,7 @@ def decode(raw: bytes) -> EpochHistory:
 def _damaged(why: str) -> DataLoss:
     return DataLoss(
         f"{PATH} can't be read: {why}",
-        remedy="Restore the file from a backup; or remove it, and write into a file `epoch` a "
-        "number that is larger than any epoch before: recovery.json has the one of the last start.",
+        remedy="Restore the file from a backup. Or remove it, and write into a file `epoch` a "
+        "number larger than every earlier epoch: recovery.json has the epoch of the last start.",
         detail=DataLossDetail(position=0),
     )

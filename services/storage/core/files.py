@@ -1,4 +1,8 @@
-"""What the core asks of files. The real ones are in `disk.py`; tests bring twins that crash."""
+"""The files that the core uses, as protocols.
+
+`services/storage/disk.py` implements them for real files, `services/testing` in memory with
+simulated crashes.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 UNREADABLE = (errno.EIO, errno.ENOENT)
-"""Errors of a read by which the disk says that it does not have the bytes any more."""
+"""Errors of a read that mean that the disk no longer has the bytes."""
 
 
 class BadIndex(Exception):
-    """An index is not what it should be; it has to be made anew from the log."""
+    """An index is damaged or incomplete; it must be rebuilt from the log."""
 
 
 class File(Protocol):
-    """An open file. Errors of the operating system pass through as OSError."""
+    """An open file. Errors of the operating system are raised as OSError."""
 
     @property
     def size(self) -> int:
@@ -24,52 +28,52 @@ class File(Protocol):
         ...
 
     def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Write `parts` one behind the other from byte `at`; all of them or an OSError."""
+        """Write `parts` one after another from byte `at` on: all of them, or raise OSError."""
         ...
 
     def read(self, at: int, bytes_max: int) -> bytes:
-        """Up to `bytes_max` bytes from byte `at`; fewer only at the end of the file."""
+        """Read up to `bytes_max` bytes from byte `at` on; fewer only at the end of the file."""
         ...
 
     def cut(self, at: int) -> int:
-        """Make everything from byte `at` on zero; the size stays. Durable on return.
+        """Set everything from byte `at` on to zero; the size stays. Durable on return.
 
-        A crash may leave any of these bytes as they were, or the file without some of them.
+        After a crash any of these bytes may have its old value, or the file may be shorter.
 
         Returns:
-            `used(at)`, before.
+            `used(at)` before the call.
         """
         ...
 
     def resize(self, size: int) -> None:
-        """Make the file that long; what is added is zero, and allocated if there is room.
+        """Set the size of the file. Added bytes are zero, and allocated if there is space.
 
         Durable on return.
         """
         ...
 
     def used(self, at: int) -> int:
-        """How many bytes from byte `at` to the last one that is not zero."""
+        """Return the number of bytes from byte `at` to the last one that is not zero."""
         ...
 
     def sync(self) -> None:
-        """Make what was written durable. The only call that other threads may make."""
+        """Make everything written durable. This is the only method that other threads may call."""
         ...
 
     def close(self) -> None:
-        """Give the file back; the object is of no use afterwards."""
+        """Close the file; no method may be called afterwards."""
         ...
 
 
 class Disk(Protocol):
-    """Files below one folder, named by relative paths with `/`."""
+    """The files below one folder, named by relative paths with `/`."""
 
     def names(self, folder: str) -> list[str]:
-        """Names in `folder`, ascending; none if it does not exist."""
+        """Return the names in `folder`, ascending; empty if the folder does not exist."""
         ...
 
     def create(self, path: str, size: int) -> File:
-        """A new file of `size` zero bytes, all of them allocated; its entry is durable.
+        """Create a file of `size` zero bytes, all allocated. Durable on return.
 
         Raises:
             DiskFull: there is no space; nothing was created.
@@ -77,44 +81,44 @@ class Disk(Protocol):
         ...
 
     def open(self, path: str, *, create: bool = False) -> File:
-        """An existing file; with `create` an empty one is made where there is none."""
+        """Open a file; with `create`, create an empty one if it does not exist."""
         ...
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all it holds; nothing happens if there is none.
+        """Remove a file, or a folder with its content; does nothing if it does not exist.
 
         Durable on return. Other threads may call it.
         """
         ...
 
     def space(self) -> tuple[int, int]:
-        """Bytes in use on the file system, and bytes free for us; other threads may call it."""
+        """Return used and free bytes of the file system. Other threads may call it."""
         ...
 
     def load(self, path: str) -> bytes:
-        """All bytes of a small file; empty if there is none."""
+        """Read a small file; empty if it does not exist."""
         ...
 
     def replace(self, path: str, content: bytes) -> None:
-        """Give a file new content, durably; a crash leaves the old or the new one.
+        """Replace the content of a file, durably; a crash leaves the old or the new content.
 
         Other threads may call it.
         """
         ...
 
     def sync(self, paths: Sequence[str]) -> None:
-        """Make files and their entries in their folders durable; other threads may call it.
+        """Make files and their folder entries durable. Other threads may call it.
 
-        A file that is no longer there is passed over.
+        Files that no longer exist are skipped.
         """
         ...
 
 
 class FileCache:
-    """The files used last, open.
+    """The most recently used files, kept open.
 
     Args:
-        files_max: More are not kept open.
+        files_max: Maximum number of open files.
     """
 
     def __init__(self, disk: Disk, files_max: int = 256) -> None:
@@ -122,7 +126,7 @@ class FileCache:
         self._open: OrderedDict[str, File] = OrderedDict()
 
     def get(self, path: str, *, create: bool = False) -> File:
-        """The file at `path`; to be used at once, not to be kept."""
+        """Return the file at `path`. Use it at once: a later call may close it."""
         file = self._open.get(path)
         if file is None:
             file = self._disk.open(path, create=create)
@@ -134,11 +138,11 @@ class FileCache:
         return file
 
     def forget(self, path: str) -> None:
-        """Close what is open at `path` or below it: it is about to be removed."""
+        """Close the files at `path` or below it, because they are about to be removed."""
         for name in [n for n in self._open if n == path or n.startswith(f"{path}/")]:
             self._open.pop(name).close()
 
     def close(self) -> None:
-        """Close all."""
+        """Close all files."""
         while self._open:
             self._open.popitem()[1].close()

@@ -1,7 +1,8 @@
-"""Where queues go on whose every message retention has removed: the log no longer says.
+"""The floors file: next offsets of queues that have lost all their messages to retention.
 
-Offsets of a queue never begin anew, or a group would take new messages for ones it has handled. The
-file is replaced, durably, before the segments are removed. It is not derived data.
+The log no longer says where these queues continue. Offsets of a queue must never start again at 0:
+a group would take new messages for messages that it has handled. The file is replaced, durably,
+before the segments are removed. It can't be derived from the log.
 
     floors, big-endian:
     at  size  field
@@ -32,7 +33,7 @@ CRC = struct.Struct(">I")
 
 
 class QueueFloor(NamedTuple):
-    """The next message of the queue gets `next_offset`, at least."""
+    """The lowest offset that the next message of a queue may get."""
 
     topic: str
     topic_id: int
@@ -41,7 +42,7 @@ class QueueFloor(NamedTuple):
 
 
 def encode(floors: Collection[QueueFloor]) -> bytes:
-    """The file."""
+    """Return the content of the file."""
     rows = (
         bytes((len(floor.topic),)) + floor.topic.encode("ascii") + ROW.pack(*floor[1:])
         for floor in floors
@@ -51,10 +52,10 @@ def encode(floors: Collection[QueueFloor]) -> bytes:
 
 
 def decode(raw: bytes) -> list[QueueFloor]:
-    """The floors in a file; none if there is no file.
+    """Decode a file; empty if there is no file.
 
     Raises:
-        DataLoss: it is damaged, or of another version.
+        DataLoss: the file is damaged, or of another version.
     """
     if not raw:
         return []
@@ -77,6 +78,6 @@ def _damaged(why: str) -> DataLoss:
     return DataLoss(
         f"{PATH} can't be read: {why}",
         remedy="Restore the file from a backup; or set BATON_STORAGE_ACCEPT_LOSS=true: queues "
-        "without messages then begin at offset 0, and groups that were further skip messages.",
+        "without messages then start at offset 0, and groups with higher progress skip messages.",
         detail=DataLossDetail(position=0),
     )

@@ -1,7 +1,7 @@
-"""Examines a data directory that nobody uses: every batch of the log, and the indexes against it.
+"""Examines a data directory that is not in use: every batch of the log, and the indexes.
 
-The indexes are made anew from the log, up to the checkpoint, and whatever they would write is
-compared with what is there. The log is only ever read.
+The indexes are rebuilt from the log, up to the checkpoint, without writing: each write is compared
+with the existing file. The log is never changed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ANY_SEGMENT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FsckProblem:
-    """Something that is wrong.
+    """A problem that fsck has found.
 
     Attributes:
         part: `log`, `consumequeue`, `keyindex` or `checkpoint`.
-        position: Where in the log; -1 if that says nothing.
+        position: Position in the log; -1 if it does not apply.
     """
 
     part: str
@@ -43,13 +43,13 @@ class FsckProblem:
 
 @dataclass(slots=True, kw_only=True)
 class FsckReport:
-    """What was found.
+    """The result of an examination.
 
     Attributes:
-        problems: The first 1,000; `problem_count` counts all.
-        notes: What is as it may be, but a person could wonder about.
-        indexes_compared: Whether there was a checkpoint that says how far the indexes reach.
-        repaired: Whether the indexes were made anew.
+        problems: The first 1,000 problems; `problem_count` counts all.
+        notes: Findings that are not problems but may surprise the operator.
+        indexes_compared: Whether the indexes were compared: that needs a checkpoint.
+        repaired: Whether the indexes were rebuilt.
     """
 
     first_position: int = 0
@@ -69,18 +69,18 @@ class FsckReport:
 
     @property
     def log_is_good(self) -> bool:
-        """Whether every problem is one of the indexes."""
+        """Whether no problem is in the log."""
         return all(problem.part != "log" for problem in self.problems)
 
     def add(self, part: str, position: int, detail: str) -> None:
-        """Note a problem."""
+        """Add a problem."""
         self.problem_count += 1
         if len(self.problems) < PROBLEMS_MAX or (part == "log" and self.log_is_good):
             self.problems.append(FsckProblem(part, position, detail))
 
 
 class ProtectedLogDisk(Disk):
-    """A disk on which the log can't be changed."""
+    """A disk on which the log is read-only."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -90,7 +90,7 @@ class ProtectedLogDisk(Disk):
         return self.disk.names(folder)
 
     def create(self, path: str, size: int) -> File:
-        """Nothing needs it."""
+        """Fail: nothing may create a segment."""
         raise AssertionError(path)
 
     def open(self, path: str, *, create: bool = False) -> File:
@@ -98,7 +98,7 @@ class ProtectedLogDisk(Disk):
         return self.disk.open(path, create=create and not _in_log(path))
 
     def remove(self, path: str) -> None:
-        """See Disk; files of the log stay."""
+        """See Disk; files of the log are not removed."""
         if not _in_log(path):
             self.disk.remove(path)
 
@@ -121,10 +121,10 @@ class ProtectedLogDisk(Disk):
 
 
 class ComparingDisk(ProtectedLogDisk):
-    """A disk on which nothing is changed: what would be written is compared with what is there.
+    """A read-only disk: each write is compared with the existing file.
 
     Attributes:
-        ends: Once set, nothing is compared any more.
+        ends: Once True, writes are no longer compared.
     """
 
     def __init__(self, disk: Disk, report: FsckReport) -> None:
@@ -139,27 +139,27 @@ class ComparingDisk(ProtectedLogDisk):
         return _ComparingFile(self, path)
 
     def remove(self, path: str) -> None:
-        """Nothing is removed."""
+        """Do nothing: the disk is read-only."""
 
     def replace(self, path: str, content: bytes) -> None:
-        """Compare a whole file."""
+        """Compare `content` with the whole file."""
         if self.ends or not self._report.log_is_good:
-            return  # without a damaged batch a run can't be made as it was
+            return  # without the damaged batches a run can't be rebuilt
         if self.disk.load(path) != content:
-            self.differs(path, "is not what the log says")
+            self.differs(path, "differs from the log")
 
     def differs(self, path: str, how: str) -> None:
-        """Note, once per file, that it is not as it should be."""
+        """Add a problem for the file at `path`, once."""
         if path not in self._different:
             self._different.add(path)
             self._report.add(path.split("/", maxsplit=1)[0], -1, f"{path} {how}")
 
 
 class Fsck:
-    """One examination.
+    """One examination of a data directory.
 
     Args:
-        synced_position: The log was synced up to here.
+        synced_position: Position up to which the log was synced.
     """
 
     def __init__(self, disk: Disk, synced_position: int) -> None:
@@ -193,7 +193,7 @@ class Fsck:
         return report
 
     def repair(self) -> bool:
-        """Make the indexes anew, if there is no problem with the log; whether it was done."""
+        """Rebuild the indexes unless the log has problems; return whether they were rebuilt."""
         if not self.report.log_is_good:
             return False
         disk = ProtectedLogDisk(self._real)
@@ -218,7 +218,7 @@ class Fsck:
             if raw:
                 report.add("checkpoint", -1, "the checkpoint is damaged")
             elif log.first_position < log.next_position:
-                report.notes.append("no checkpoint: the next start makes all indexes anew")
+                report.notes.append("no checkpoint: the next start rebuilds all indexes")
             return
         report.checkpoint_position = found.position
         report.synced_position = max(report.synced_position, found.position)
@@ -226,7 +226,7 @@ class Fsck:
         self._checkpoint = found
 
     def _scan(self, store: Store, recovery: Recovery) -> None:
-        """Go through the log, behind what is damaged too."""
+        """Scan the whole log, also after damaged batches."""
         report = self.report
         scan = LogScan(store.log, store.log.first_position)
         while True:
@@ -236,7 +236,7 @@ class Fsck:
             if at >= report.synced_position:
                 if scan.reason != END_OF_LOG:
                     report.notes.append(
-                        f"torn tail at position {at}, which the next start cuts off: {scan.reason}"
+                        f"torn tail at position {at}; the next start cuts it off: {scan.reason}"
                     )
                 return
             reason = scan.reason
@@ -263,7 +263,7 @@ class Fsck:
             store.restore(header, batch)
 
     def _compare(self, store: Store, found: Checkpoint) -> None:
-        """Compare the indexes as they are, and the checkpoint, with the store at its position."""
+        """Compare the indexes and the checkpoint with the rebuilt store at its position."""
         report = self.report
         store.flush()
         if not report.log_is_good:
@@ -275,7 +275,7 @@ class Fsck:
         path = open_path(keys.open_run.stretch.first_position)
         content = self._real.load(path)[: keys.rows.nbytes]
         if keys.open_run != found.open_run or content != keys.rows.tobytes():
-            self._disk.differs(path, "is not what the log and the checkpoint say")
+            self._disk.differs(path, "differs from the log and the checkpoint")
         at_checkpoint = {(queue.topic_id, queue.queue_id): queue for queue in found.queues}
         for key, queue in store.queues.items():
             state = at_checkpoint.get(key)
@@ -314,7 +314,7 @@ class _ComparingFile(File):
         if found != wanted:
             pairs = zip(found, wanted, strict=False)
             first = next((n for n, (a, b) in enumerate(pairs) if a != b), len(found))
-            self._disk.differs(self._path, f"is not what the log says at byte {at + first}")
+            self._disk.differs(self._path, f"differs from the log at byte {at + first}")
 
     def read(self, at: int, bytes_max: int) -> bytes:
         raise AssertionError(self._path)

@@ -1,12 +1,12 @@
-"""Where the messages with a key are: by topic and hash of the key, newest first.
+"""The key index: finds messages by topic and key hash, newest first.
 
-Entries are collected in the order of the log, as *runs*. A run covers a stretch of one segment: it
-ends with the segment, or once it has `RUN_ENTRIES` entries. An ended run is sorted and written to
-a file of its own, which is never changed; the open one is in memory, and a checkpoint adds what is
-new in it to an append-only file. Both can be made anew from the log, byte for byte.
+Entries are collected in log order, in *runs*. A run covers a part of one segment: it ends with the
+segment, or once it has `RUN_ENTRIES` entries. An ended run is sorted and written to a file of its
+own, which never changes. The open run is in memory; each checkpoint appends its new rows to a file.
+Both can be rebuilt from the log, byte for byte.
 
-    keyindex/<position, 20 digits>         ended run, named by where it begins in the log
-    keyindex/<position, 20 digits>.open    the open run: rows in the order of the log
+    keyindex/<position, 20 digits>         ended run, named by its first position in the log
+    keyindex/<position, 20 digits>.open    the open run: rows in log order
 
 A run file, big-endian; docs/reference/format.md has the same in prose:
 
@@ -26,7 +26,7 @@ A run file, big-endian; docs/reference/format.md has the same in prose:
           8n positions of the batches
           2n indexes of the messages in their batches
 
-Equal hashes stand in the order of the log. A hash is a hint: the reader compares the real key.
+Equal hashes are in log order. A hash is only a hint: the reader compares the real key.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from batonmq_server.storage.core.files import UNREADABLE, BadIndex, Disk, FileCa
 FOLDER = "keyindex"
 RUN_ENTRIES = 1 << 19
 ENDED_MAX = 8
-"""More ended runs than this do not wait in memory to be written."""
+"""Maximum number of ended runs in memory; if there are more, they are written at once."""
 MAGIC, VERSION = 0x42544E4B, 1
 HEAD = struct.Struct(">IHHqqqqII")
 CRC = struct.Struct(">I")
@@ -62,7 +62,7 @@ Rows = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class RunExtent:
-    """What a run covers: positions, and the store times of its batches with keys."""
+    """The part of the log that a run covers, and the store times of its batches with keys."""
 
     first_position: int
     next_position: int
@@ -81,26 +81,26 @@ class OpenRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndedRun:
-    """A run that has ended: its entries in the order of the log."""
+    """A run that has ended and is not written yet; its rows are in log order."""
 
     stretch: RunExtent
     rows: Rows
 
     @property
     def path(self) -> str:
-        """File it belongs into."""
+        """Path of its file."""
         return _path(self.stretch.first_position)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnsavedRuns:
-    """What a checkpoint has to write before it may say so. Does not change any more.
+    """The rows that a checkpoint must write first. Immutable.
 
     Attributes:
-        ended: Runs without a file.
-        rows_from: How many rows the file of the open run has already.
-        rows: The rows behind them.
-        obsolete: File of a run that was open at the checkpoint before; empty if there is none.
+        ended: Ended runs without a file.
+        rows_from: Number of rows that the file of the open run has already.
+        rows: The rows after them.
+        obsolete: File of the run that was open at the previous checkpoint; empty if there is none.
     """
 
     ended: tuple[EndedRun, ...]
@@ -111,17 +111,17 @@ class UnsavedRuns:
 
 
 def search_hash(topic_id: int, key_hash: int) -> int:
-    """What the index knows a key of a topic by."""
+    """Return the hash of a key of a topic, as it is in the index."""
     return (topic_id & 0xFFFFFFFF) << 32 | key_hash
 
 
 def open_path(first_position: int) -> str:
-    """File of the open run that begins at `first_position`."""
+    """Return the path of the open run that begins at `first_position`."""
     return f"{_path(first_position)}.open"
 
 
 def encode_run(run: EndedRun) -> bytes:
-    """The file of a run."""
+    """Return the file content of a run."""
     rows = run.rows[np.argsort(run.rows["hash"].astype(np.uint64), kind="stable")]
     columns = b"".join(
         (
@@ -143,9 +143,9 @@ class KeyIndex:
     """See the module. One owner; `UnsavedRuns` may be written by another thread.
 
     Args:
-        segment_end: Position at which the segment that holds, or will hold, a position ends. The
-            last segment may get another end as long as nothing lies behind it.
-        first_position: Of the log.
+        segment_end: Returns the end of the segment that contains, or will contain, a position. The
+            end of the last segment may change as long as nothing is written after it.
+        first_position: First position of the log.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class KeyIndex:
         keys: tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]],
         store_unix_ms: int,
     ) -> None:
-        """Index a batch; batches come in the order of the log.
+        """Index a batch; batches are added in log order.
 
         Args:
-            span: Its position, and the one after it.
-            keys: For every key the index of its message in the batch, and its hash.
+            span: First position of the batch, and the position after it.
+            keys: For each key: index of its message in the batch, and hash of the key.
         """
         position, next_position = span
         while position >= (end := self._segment_end(self._open.first_position)):
@@ -187,7 +187,7 @@ class KeyIndex:
                 self._end(next_position)
 
     def find(self, topic_id: int, key_hash: int) -> Iterator[KeyHits]:
-        """Where messages with a key may be, run by run, newest first."""
+        """Yield the places of messages that may have a key, run by run, newest first."""
         wanted = np.uint64(search_hash(topic_id, key_hash))
         for stretch, rows in [
             (self._open.stretch(-1), self._open.rows),
@@ -202,7 +202,7 @@ class KeyIndex:
                 yield found
 
     def unsaved(self, position: int) -> UnsavedRuns:
-        """What is to be written so that everything below `position`, the end of the log, is."""
+        """Return what a checkpoint at `position`, the end of the log, must write."""
         run = self._open
         rows = run.rows
         self._handed_out = tuple(self._ended)
@@ -215,7 +215,7 @@ class KeyIndex:
         )
 
     def saved(self, unsaved: UnsavedRuns) -> None:
-        """Note that `unsaved` is written, and a durable checkpoint vouches for it."""
+        """Record that `unsaved` is written and that a durable checkpoint refers to it."""
         self._handed_out = ()
         self._saved_path = open_path(unsaved.open_run.stretch.first_position)
         self._written(unsaved.ended)
@@ -223,16 +223,16 @@ class KeyIndex:
             self._open.saved_count = unsaved.open_run.count
 
     def resume(self, open_run: OpenRun, first_position: int) -> None:
-        """Go on where a checkpoint has ended.
+        """Load the runs of a checkpoint.
 
         Args:
-            first_position: Of the log; runs have to cover everything from there on.
+            first_position: First position of the log; runs must cover everything from there on.
 
         Raises:
-            BadIndex: the files are not what the checkpoint says.
+            BadIndex: the files do not match the checkpoint.
         """
         at = open_run.stretch
-        if at.first_position < first_position:  # the log has dropped it
+        if at.first_position < first_position:  # the log has dropped that part
             at, open_run = RunExtent(first_position, first_position), OpenRun(at, 0, 0)
         runs = []
         position = first_position
@@ -244,7 +244,7 @@ class KeyIndex:
                 position = run.stretch.next_position
                 runs.append(run)
         if position != at.first_position:
-            raise BadIndex(f"no key index from position {position} on")
+            raise BadIndex(f"the key index has no run that begins at position {position}")
         self._open = _OpenRunRows(at.first_position)
         self._open.resume(at, self._read_open(open_run))
         self._runs, self._saved_path = runs, open_path(at.first_position)
@@ -254,13 +254,13 @@ class KeyIndex:
                 self._disk.remove(f"{FOLDER}/{name}")
 
     def drop_before(self, position: int) -> list[str]:
-        """Forget what lies before `position`, where a segment begins; files to remove."""
+        """Drop the runs before `position`, the begin of a segment; return the files to remove."""
         gone = [run.path for run in self._runs if run.stretch.next_position <= position]
         self._runs = [run for run in self._runs if run.stretch.next_position > position]
         return gone
 
     def write_ended_runs(self) -> None:
-        """Write the ended runs now, but for those handed out with `unsaved`."""
+        """Write the ended runs now, except those that `unsaved` has returned."""
         ended = tuple(run for run in self._ended if run not in self._handed_out)
         for run in ended:
             self._disk.replace(run.path, encode_run(run))
@@ -275,7 +275,7 @@ class KeyIndex:
         """End the open run at `next_position`, and begin the next one."""
         if self._open.first_position < next_position:
             if len(self._ended) >= ENDED_MAX:
-                with suppress(OSError):  # as on a full disk: then they stay in memory, for now
+                with suppress(OSError):  # for example a full disk: the runs stay in memory
                     self.write_ended_runs()
             self._ended.append(EndedRun(self._open.stretch(next_position), self._open.rows))
         self._open = _OpenRunRows(next_position)
@@ -287,13 +287,13 @@ class KeyIndex:
         path = open_path(open_run.stretch.first_position)
         raw = self._disk.load(path)[: open_run.count * ROW.itemsize]
         if len(raw) != open_run.count * ROW.itemsize or crc32c(raw) != open_run.crc:
-            raise BadIndex(f"{path} is not as it was at the checkpoint")
+            raise BadIndex(f"{path} does not match the checkpoint")
         return np.frombuffer(raw, ROW)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyHits:
-    """Messages of one run whose key has the wanted hash, oldest first."""
+    """Messages of one run whose key has the searched hash, oldest first."""
 
     stretch: RunExtent
     positions: npt.NDArray[np.int64]
@@ -301,7 +301,7 @@ class KeyHits:
 
 
 class _OpenRunRows:
-    """The run that takes entries. Its rows are never changed, only added to."""
+    """The rows of the open run. Rows are added, never changed."""
 
     def __init__(self, first_position: int) -> None:
         self.first_position = first_position
@@ -342,7 +342,7 @@ class _OpenRunRows:
         self.count = end
 
     def crc(self) -> int:
-        """CRC-32C of the rows."""
+        """Return the CRC-32C of the rows."""
         added = self.rows[self._crc_count :].tobytes()
         self._crc = crc32c(added, self._crc)
         self._crc_count = self.count
@@ -371,10 +371,10 @@ class _RunFile:
         return _COLUMNS_AT + 8 * -(-self.count // FENCE_STEP)
 
     def find(self, cache: FileCache, wanted: np.uint64) -> KeyHits | None:
-        """The entries with a hash; at most three reads unless there are many.
+        """Return the entries with a hash; takes at most three reads unless there are many.
 
         Raises:
-            DataLoss: the file is not what it was.
+            DataLoss: the file can't be read or is too short.
         """
         if not self.count:
             return None
@@ -413,14 +413,14 @@ class _RunFile:
             found = b""
         if len(found) != size:
             raise DataLoss(
-                f"{self.path} can't be read, or is cut short",
+                f"{self.path} can't be read or is too short",
                 remedy="Stop the node and run: baton fsck DIR --repair.",
             )
         return found
 
 
 def _read_run(disk: Disk, first_position: int) -> _RunFile:
-    """The run in a file; its columns are not looked at."""
+    """Read the head of a run file and check it; the columns are not checked."""
     path = _path(first_position)
     file = disk.open(path)
     try:
@@ -428,13 +428,13 @@ def _read_run(disk: Disk, first_position: int) -> _RunFile:
     finally:
         file.close()
     if len(raw) < _COLUMNS_AT or CRC.unpack_from(raw, HEAD.size)[0] != crc32c(raw[: HEAD.size]):
-        raise BadIndex(f"{path} has a bad head")
+        raise BadIndex(f"{path} has a damaged head")
     magic, version, _, begin, end, first_unix_ms, last_unix_ms, count, _ = HEAD.unpack_from(raw)
     run = _RunFile(RunExtent(begin, end, first_unix_ms, last_unix_ms), count)
     if (magic, version, begin) != (MAGIC, VERSION, first_position) or size != (
         run._hashes_at + ROW.itemsize * count
     ):
-        raise BadIndex(f"{path} is not a run of this version, or is cut short")
+        raise BadIndex(f"{path} is not a run of version {VERSION}, or is too short")
     return run
 
 

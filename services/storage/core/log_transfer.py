@@ -1,4 +1,4 @@
-"""Log on its way from one node to another: cut where batches end, checked where it arrives."""
+"""Copies the log between nodes: the sender cuts at batch ends, the receiver checks each batch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _HEAD_BYTES = 12
 def read_whole_batches(
     log: CommitLog, history: EpochHistory, position: int, bytes_max: int
 ) -> bytes:
-    """What is on disk from `position` on: whole batches and fillers of one segment, one epoch.
+    """Read the synced log from `position` on: whole batches and fillers of one segment and epoch.
 
     Args:
-        bytes_max: About; one batch always fits.
+        bytes_max: Approximate maximum; one batch always fits.
 
     Raises:
-        DataLoss: what stands there is neither.
+        DataLoss: there is neither a batch nor a filler at `position`.
     """
     if position >= log.synced_position:
         return b""
     segment_end = log.segment_end(position)
     end = min(log.synced_position, segment_end, history.next_start(position) or segment_end)
     whole, wanted = 0, bytes_max
-    while not whole:  # at most three times: the first batch may be longer than all that was read
+    while not whole:  # at most three times: the first batch may be longer than the bytes read
         raw = log.read(position, min(end - position, wanted))
         whole, wanted = count_whole_bytes(raw, position, segment_end)
         if not whole and wanted <= len(raw):
@@ -41,10 +41,10 @@ def read_whole_batches(
 
 
 def count_whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int, int]:
-    """How many bytes of the log from `position` on are whole, and how many the next batch has.
+    """Return how many bytes of `raw` are whole batches, and the length of the next batch.
 
     Raises:
-        DataLoss: something else than a batch or filler begins there.
+        DataLoss: there is neither a batch nor a filler at one of the positions.
     """
     at = 0
     while at < len(raw):
@@ -60,7 +60,7 @@ def count_whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int,
             length = int.from_bytes(field, "big") if len(field) == 4 else FILLER.size
         if not 0 < length <= room:
             raise DataLoss(
-                f"nothing good begins at {position + at}",
+                f"there is no valid batch at position {position + at}",
                 detail=DataLossDetail(position=position + at),
             )
         if at + length > len(raw):
@@ -72,10 +72,10 @@ def count_whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int,
 def check_received(
     recovery: Recovery, position: int, data: bytes, segment: PositionRange
 ) -> list[tuple[Header, memoryview]]:
-    """The batches in `data`, after the checks of a start, for the end of the log.
+    """Return the batches in `data`, checked like a recovery at the end of the log.
 
     Raises:
-        DataLoss: one is damaged, or does not follow the last one of its queue.
+        DataLoss: a batch is damaged, or does not follow the last batch of its queue.
     """
     first_position, end = segment
     if not first_position <= position <= position + len(data) <= end:
@@ -86,10 +86,10 @@ def check_received(
     scan = LogScan(_Received(position, data, end), position, len(data))
     batches = list(scan)
     after = position + len(data)
-    ends = {after, end} if end - after < FILLER.size else {after}  # a rest that takes nothing
+    ends = {after, end} if end - after < FILLER.size else {after}  # the rest may fit no filler
     if scan.position not in ends or scan.reason != END_OF_LOG:
         raise DataLoss(
-            f"what the leader sent is wrong at {scan.position}: {scan.reason}",
+            f"the bytes that the leader sent are damaged at {scan.position}: {scan.reason}",
             detail=DataLossDetail(position=scan.position),
         )
     next_offsets: dict[tuple[int, int], int] = {}
@@ -101,7 +101,7 @@ def check_received(
         if header.first_offset != expected:
             raise DataLoss(
                 f"the batch at {header.position} starts at offset {header.first_offset}; queue "
-                f"{header.queue_id} of {header.topic} goes on at {expected}",
+                f"{header.queue_id} of {header.topic} continues at {expected}",
                 detail=DataLossDetail(position=header.position),
             )
         next_offsets[key] = header.next_offset
@@ -109,7 +109,7 @@ def check_received(
 
 
 class _Received:
-    """Bytes of a log, as a scan wants them."""
+    """Received bytes, as a log that a scan can read."""
 
     def __init__(self, position: int, data: bytes, segment_end: int) -> None:
         self._position, self._data, self._segment_end = position, data, segment_end
@@ -119,7 +119,7 @@ class _Received:
         return self._segment_end
 
     def read(self, position: int, bytes_max: int) -> bytes:
-        """What is missing of the segment counts as nothing written."""
+        """See ReadableLog. The rest of the segment is zeros."""
         at = position - self._position
         wanted = min(bytes_max, self._segment_end - position)
         return self._data[at : at + wanted].ljust(wanted, b"\0")

@@ -1,13 +1,14 @@
-"""What idempotent producers have stored lately, so that a retry gets the first receipt again.
+"""The last batches of idempotent producers, so that a retry gets the first receipt again.
 
-A batch names its producer's id and epoch and the sequence of its first message, an unsigned
-32-bit number that counts messages per producer and queue and wraps. State lives in memory; it is
-derived from the log, so recovery brings it back, from a checkpoint and the log behind it.
+A batch contains the id and epoch of its producer, and the sequence of its first message: an
+unsigned 32-bit number that counts messages per producer and queue, and wraps. The state is in
+memory and derived from the log: recovery restores it from the checkpoint and the log after it.
 
-A producer that nobody remembers, or that comes with a new epoch, may start at any sequence: its
-earlier state may have expired. A producer that was silent for 7 days, or is the longest silent
-one of more than 100,000, is forgotten. Those that send one batch and no more are counted apart, so
-that they, who may be many, push out no others: an id is another producer there.
+An unknown producer, or one with a new epoch, may start at any sequence, because its earlier state
+may have expired. A producer expires after 7 days without a batch. If there are more than 100,000
+producers, the least recently used ones are removed. Producers that send only one batch are kept in
+a table of their own: there may be many, and they must not push out the others. An id in one table
+is another producer than the same id in the other.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ QueueKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StoreReceipt:
-    """Where a batch is stored.
+    """The place of a stored batch.
 
     Attributes:
-        next_position: Position after the batch: safe once the log is synced so far.
-        duplicate: Stored by an earlier try.
+        next_position: Position after the batch.
+        duplicate: Whether an earlier attempt had stored the batch.
     """
 
     first_offset: int
@@ -52,7 +53,7 @@ StoredBatch = tuple[int, int, StoreReceipt]
 
 
 class ProducerState(NamedTuple):
-    """A producer as a checkpoint has it, with its last batches by queue."""
+    """The state of a producer in a checkpoint, with its last batches by queue."""
 
     producer_id: int
     epoch: int
@@ -61,7 +62,7 @@ class ProducerState(NamedTuple):
 
 
 class ProducerColumns(NamedTuple):
-    """Producers as columns, which takes few objects and so little time."""
+    """Producers as columns: few objects, so a snapshot takes little time."""
 
     producer_ids: list[int]
     epochs: list[int]
@@ -69,13 +70,17 @@ class ProducerColumns(NamedTuple):
     queues: list[dict[QueueKey, tuple[StoredBatch, ...]]]
 
     def states(self) -> list[ProducerState]:
-        """One by one."""
+        """Return the producers as rows."""
         return [ProducerState(*row) for row in zip(*self, strict=True)]
 
 
 @dataclass(slots=True)
 class _Producer:
-    """`queues` belongs to all snapshots but the first `snapshots`: it is copied, then changed."""
+    """The state of a producer.
+
+    Snapshots share `queues`. It must be copied before a change if a snapshot was taken since:
+    `snapshots` is the number of snapshots at the last copy.
+    """
 
     epoch: int
     used_unix_ms: int
@@ -84,11 +89,11 @@ class _Producer:
 
 
 class ProducerTable:
-    """Sequences and receipts by producer and queue.
+    """Sequences and receipts by producer and queue, in two tables (see the module).
 
     Args:
-        producers_max: More are not remembered, of either sort.
-        queues_max: More pairs of producer and queue are not remembered, of either sort.
+        producers_max: Maximum number of producers in each table.
+        queues_max: Maximum number of pairs of producer and queue in each table.
     """
 
     def __init__(self, producers_max: int = PRODUCERS_MAX, queues_max: int = QUEUES_MAX) -> None:
@@ -98,29 +103,29 @@ class ProducerTable:
         return len(self._lasting) + len(self._once)
 
     def check(self, header: Header, queue: QueueKey) -> StoreReceipt | None:
-        """The receipt of an earlier try of this batch; None if the batch is new.
+        """Return the receipt of an earlier attempt of this batch; None if the batch is new.
 
         Raises:
-            ProducerFenced: a newer epoch of the producer has written to any queue here.
+            ProducerFenced: a newer epoch of the producer has written to a queue of this broker.
             SequenceGap: messages before this batch are missing.
-            DuplicateSequence: it was stored, but its receipt is forgotten, or it is not the batch
-                that was stored.
+            DuplicateSequence: the sequence was stored, but its receipt is no longer known, or it
+                was stored with another batch.
         """
         return self._of(header.producer_epoch).check(header, queue)
 
     def record(self, header: Header, queue: QueueKey, receipt: StoreReceipt) -> None:
-        """Remember a stored batch, which `check` called new."""
+        """Record a stored batch, for which `check` has returned None."""
         self._of(header.producer_epoch).record(header, queue, receipt)
 
     def expire(self, now_unix_ms: int) -> None:
-        """Forget the producers that were silent for 7 days."""
+        """Remove the producers without a batch for 7 days."""
         for table in (self._lasting, self._once):
             table.expire(now_unix_ms)
 
     def snapshot(self) -> ProducerColumns:
-        """Everything as it is now, longest silent first, the two sorts one after the other.
+        """Return all producers, the least recently used first, one table after the other.
 
-        Nothing in it changes any more.
+        The snapshot is immutable.
         """
         lasting, once = self._lasting.snapshot(), self._once.snapshot()
         return ProducerColumns(
@@ -131,10 +136,11 @@ class ProducerTable:
         )
 
     def below(self, position: int, queues_max: int) -> list[ProducerState]:
-        """What only batches below `position` tell, in the order of `snapshot`.
+        """Return the state from batches below `position` only, in the order of `snapshot`.
 
         Args:
-            queues_max: Of no more pairs of producer and queue: those longest silent are left out.
+            queues_max: Maximum number of pairs of producer and queue; the least recently used
+                producers are left out.
         """
         found: list[ProducerState] = []
         count = 0
@@ -152,7 +158,7 @@ class ProducerTable:
         return found[::-1]
 
     def load(self, producers: Iterable[ProducerState]) -> None:
-        """Take what `snapshot` or `below` gave into an empty table."""
+        """Load what `snapshot` or `below` has returned, into empty tables."""
         for one in producers:
             self._of(one.epoch).load(one)
 
@@ -161,7 +167,7 @@ class ProducerTable:
 
 
 class _Table:
-    """The producers of one sort; as `ProducerTable`."""
+    """One of the two tables of `ProducerTable`."""
 
     def __init__(self, producers_max: int, queues_max: int) -> None:
         self._producers_max, self._queues_max = producers_max, queues_max
@@ -177,7 +183,7 @@ class _Table:
             return None
         if header.producer_epoch < producer.epoch:
             raise ProducerFenced(
-                f"epoch {header.producer_epoch} of producer {header.producer_id} is over; "
+                f"epoch {header.producer_epoch} of producer {header.producer_id} is fenced: "
                 f"epoch {producer.epoch} has written",
                 facts={"epoch": header.producer_epoch, "current": producer.epoch},
             )
@@ -189,16 +195,16 @@ class _Table:
             return None
         if (header.sequence - expected) % SEQUENCES < SEQUENCES // 2:
             raise SequenceGap(
-                f"sequence {header.sequence} of producer {header.producer_id} "
-                f"comes where {expected} is expected",
+                f"expected sequence {expected} of producer {header.producer_id}, "
+                f"got {header.sequence}",
                 facts={"expected": expected, "actual": header.sequence},
             )
         for sequence, count, receipt in batches:
             if (sequence, count) == (header.sequence, header.count):
                 return replace(receipt, duplicate=True)
         raise DuplicateSequence(
-            f"sequence {header.sequence} of producer {header.producer_id} was stored; "
-            f"{expected} is expected",
+            f"sequence {header.sequence} of producer {header.producer_id} was stored already; "
+            f"expected {expected}",
             facts={"sequence": header.sequence},
         )
 

@@ -1,8 +1,8 @@
-"""Which messages pass a condition on their properties, as far as one request may look.
+"""Finds the messages that pass a condition on their properties, within a bound per request.
 
-Properties are text inside the records, so here is a loop over messages in Python. What it costs
-is counted in steps, and bounded: an answer may cover less than there is, and says how far it came.
-A message that has nothing of what the condition names costs nothing: all such are alike.
+Properties are text inside the records, so this is a loop over messages in Python. Its cost is
+counted in steps and bounded: an answer may cover only a part of the queue, and says how far it got.
+A message without any of the named properties costs nothing: the result is the same for all of them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from batonmq._core.records import RECORD, read_header, record_section
 from batonmq._core.subscription import KEYS, TAGS, SqlFilter
 
 STEPS_MAX = 6_144
-"""Steps of one request, of 0.6 to 1.3 us each: nobody else is served for less than 10 ms."""
+"""Maximum steps of one request, of 0.6 to 1.3 us each: it blocks other requests for under 10 ms."""
 STEPS_PER_BATCH: Final = 16
-"""To verify a batch and to find its records."""
+"""Steps to verify a batch and to find its records."""
 BYTES_PER_STEP: Final = 512
-"""Of a batch, to read it; of properties, to search them for one comparison."""
+"""Bytes of a batch that one step reads; bytes of properties that one step searches."""
 _FEW: Final = 16
-"""Up to so many records a loop is faster than numpy."""
+"""Up to this number of records a Python loop is faster than numpy."""
 
 Row = tuple[int, int, int, int, int]
-"""Index of a record, and where its keys, tag, properties and body begin in their section."""
+"""Index of a record, and the begins of its keys, tag, properties and body in the section."""
 
 
 @dataclass(frozen=True, slots=True)
 class PropertyMatches:
-    """What one request delivers.
+    """The messages that one request delivers.
 
     Attributes:
-        batches: Those with a message to deliver, ascending.
-        scanned_count: Messages, from the first on, that the request covers.
-        kept: Indexes of those that pass, ascending.
+        batches: Batches with a message to deliver, ascending.
+        scanned_count: Number of messages, from the first one, that the request covers.
+        kept: Indexes of the messages that pass, ascending.
     """
 
     batches: list[bytes]
@@ -46,7 +46,7 @@ class PropertyMatches:
 
     @property
     def kept_count(self) -> int:
-        """How many pass."""
+        """Number of messages that pass."""
         return len(self.kept)
 
 
@@ -58,13 +58,13 @@ def find_passing(
     bytes_max: int,
     messages_max: int,
 ) -> PropertyMatches:
-    """The longest run from `offset` on that keeps both limits, and `STEPS_MAX`.
+    """Find the longest run of messages from `offset` on, within both limits and `STEPS_MAX`.
 
     Args:
-        batches: Where each ends, in messages behind `offset`, and the batch, verified; no more
-            are taken than are needed. The first one holds `offset`.
-        bytes_max: Bytes of the batches to deliver; the first one always fits.
-        messages_max: Messages to deliver.
+        batches: For each batch its end, in messages after `offset`, and the verified batch. Only as
+            many as needed are taken. The first batch contains `offset`.
+        bytes_max: Maximum size of the batches to deliver; the first one always fits.
+        messages_max: Maximum number of messages to deliver.
     """
     found: list[bytes] = []
     kept: list[int] = []
@@ -97,7 +97,7 @@ def find_passing(
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """Indexes of the records that pass, ascending; those below `stop` were all looked at."""
+    """Indexes of the records that pass, ascending; all records below `stop` were tested."""
 
     passing: Sequence[int]
     stop: int
@@ -113,10 +113,10 @@ def _look(
     passing_max: int,
     steps_max: int,
 ) -> _Looked:
-    """Look until `passing_max` pass, or the next record would take too many steps.
+    """Test records until `passing_max` pass, or the next record would take too many steps.
 
     Args:
-        rows: Those of `records` that have something of what the condition names.
+        rows: The records with at least one of the names in the condition.
     """
     test, cost = wanted.test, wanted.cost
     needles = {name: f"\x02{name}\x01".encode() for name in wanted.names - {TAGS, KEYS}}
@@ -126,7 +126,7 @@ def _look(
         if needle is None:
             first, last = (tag_at, begin) if name == TAGS else (keys_at, tag_at)
             return section[first:last].decode("utf-8", "replace") or None
-        at = section.rfind(needle, begin, end)  # of a name that is there twice, the last counts
+        at = section.rfind(needle, begin, end)  # if a name occurs twice, the last one counts
         if at < 0:
             if not section.startswith(needle[1:], begin, end):
                 return None
@@ -159,7 +159,7 @@ def _look(
 def _rows(
     section: bytes, lengths: Int64Array, records: range, names: frozenset[str]
 ) -> Iterable[Row]:
-    """Those of `records` that have something of what is named."""
+    """Return the rows of the records with at least one of `names`."""
     named = bool(names - {TAGS, KEYS}), TAGS in names, KEYS in names
     make = _rows_of_few if len(lengths) <= _FEW else _rows_of_many
     return make(section, lengths, records, named)
@@ -168,7 +168,7 @@ def _rows(
 def _rows_of_few(
     section: bytes, lengths: Int64Array, records: range, named: tuple[bool, bool, bool]
 ) -> Iterator[Row]:
-    """As `_rows`; `named` says whether properties, tag and keys are."""
+    """As `_rows`, with a loop; `named`: whether properties, tag and keys are named."""
     by_properties, by_tag, by_keys = named
     end = 0
     for index, length in enumerate(lengths.tolist()):
@@ -185,7 +185,7 @@ def _rows_of_few(
 def _rows_of_many(
     section: bytes, lengths: Int64Array, records: range, named: tuple[bool, bool, bool]
 ) -> Iterable[Row]:
-    """As `_rows_of_few`, for all records at once."""
+    """As `_rows_of_few`, with numpy for all records at once."""
     begins = (np.cumsum(lengths) - lengths)[records.start : records.stop]
     at_every_byte = np.ndarray((len(section) - 7,), np.uint64, section, 0, (1,))
     heads = at_every_byte[begins].view(">u8").astype(np.int64)

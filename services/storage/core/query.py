@@ -1,6 +1,6 @@
-"""Looks messages up: by time, by key, by position. Only what is safe is found.
+"""Finds messages by time, key or position. Only safe messages are found.
 
-Store times never go back on one node, so positions, offsets and times have the same order.
+Store times never decrease on one node, so positions, offsets and times have the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
 from batonmq_server.storage.core.store import Store, verified
 
 LOOKED_AT_MAX = 2_000
-"""One search by key does not look at more messages: their keys may only have the same hash."""
+"""Maximum number of messages that one search by key reads; some may only have the same hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TimeWindow:
 
 @dataclass(frozen=True, slots=True)
 class MessageMatch:
-    """A message in its stored batch."""
+    """A message: its stored batch, and its index in the batch."""
 
     batch: bytes
     index: int
@@ -47,23 +47,23 @@ class MessageMatch:
 
 @dataclass(frozen=True, slots=True)
 class KeyMatches:
-    """Messages with a key, newest first; `more` if there may be others."""
+    """Messages with a key, newest first; `more` is True if there may be others."""
 
     messages: list[MessageMatch]
     more: bool
 
 
 class MessageQueries:
-    """Reads what `store` has."""
+    """Finds messages in `store`."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._log = store, store.log
 
     def search_offset(self, key: QueueKey, unix_ms: int) -> int:
-        """First offset stored at or after a time; the next offset of the queue if there is none.
+        """Return the first offset stored at or after a time, or the next offset of the queue.
 
         Raises:
-            DataLoss: a batch that had to be looked at is damaged.
+            DataLoss: a batch that had to be read is damaged.
         """
         queue = self._store.queues.get(key)
         if queue is None:
@@ -79,10 +79,10 @@ class MessageQueries:
         return low
 
     def message(self, position: int, index: int) -> MessageMatch:
-        """The message at `index` of the batch at `position`.
+        """Return the message at `index` of the batch at `position`.
 
         Raises:
-            MessageNotFound: there is none, or it is no longer kept.
+            MessageNotFound: there is no such message, or it is no longer kept.
             DataLoss: its batch is damaged.
         """
         missing = MessageNotFound(
@@ -102,19 +102,19 @@ class MessageQueries:
         if not queue.first_offset <= offset < queue.visible_offset:
             raise missing
         if int(queue.read(offset, offset + 1).positions[0]) != position:
-            raise missing  # these bytes only look like a batch
+            raise missing  # the bytes at `position` only look like a batch
         return MessageMatch(verified(self._log.read(position, header.length), position, key), index)
 
     def find(
         self, topic_id: int, key: str, window: TimeWindow, *, messages_max: int, bytes_max: int
     ) -> KeyMatches:
-        """Messages of a topic that carry `key`, newest first.
+        """Find the messages of a topic with `key`, newest first.
 
         Args:
-            bytes_max: Of all batches together; the first always fits.
+            bytes_max: Maximum size of all batches together; the first one always fits.
 
         Raises:
-            DataLoss: a batch that may hold such a message is damaged.
+            DataLoss: a batch that may contain such a message is damaged.
         """
         messages: list[MessageMatch] = []
         bytes_count = looked_at_count = 0
@@ -131,7 +131,7 @@ class MessageQueries:
         return KeyMatches(messages, looked_at_count > LOOKED_AT_MAX)
 
     def _look(self, topic_id: int, key: str, window: TimeWindow) -> Iterator[_LookedAt]:
-        """The batches with messages whose keys have the hash of `key`, newest first."""
+        """Yield the batches with messages whose keys have the hash of `key`, newest first."""
         for found in self._store.keys.find(topic_id, key_hash(key)):
             if found.stretch.last_unix_ms < window.from_unix_ms:
                 return
@@ -143,7 +143,7 @@ class MessageQueries:
                 yield self._look_into(position, indexes, topic_id, key)
 
     def _within(self, positions: Int64Array, found: KeyHits, window: TimeWindow) -> list[int]:
-        """Those of ascending `positions` that are readable and in the window."""
+        """Return those of the ascending `positions` that are readable and in the time window."""
         begin = int(np.searchsorted(positions, self._log.first_position))
         end = int(np.searchsorted(positions, self._store.readable_position))
         kept: list[int] = positions[begin:end].tolist()
@@ -161,7 +161,8 @@ class MessageQueries:
         batch = verified(self._log.read(position, header.length), position, queue)
         if indexes[-1] >= header.count:
             raise DataLoss(
-                f"the key index says that the batch at {position} has a message {indexes[-1]}",
+                f"the key index refers to message {indexes[-1]} of the batch at {position}, which "
+                f"has {header.count}",
                 remedy="Stop the node and run: baton fsck DIR --repair.",
                 detail=DataLossDetail(position=position),
             )
@@ -174,23 +175,27 @@ class MessageQueries:
         return self._header_at(position).store_unix_ms
 
     def _header_of(self, queue: ConsumeQueue, offset: int) -> Header:
-        """The header of the batch that holds `offset`."""
+        """Return the header of the batch that contains `offset`."""
         header = self._header_at(int(queue.read(offset, offset + 1).positions[0]))
         if not header.first_offset <= offset < header.next_offset:
             raise DataLoss(
-                f"the batch at {header.position} does not hold offset {offset}",
+                f"the batch at {header.position} does not contain offset {offset}",
                 detail=DataLossDetail(position=header.position),
             )
         return header
 
     def _header_at(self, position: int) -> Header:
-        """The header of the batch at `position`, which is there unless it is damaged."""
+        """Return the header of the batch at `position`.
+
+        Raises:
+            DataLoss: the batch is damaged.
+        """
         head = self._log.read(position, HEAD_BYTES_MAX)
         try:
             header = read_header(head)
             check_stamp(head)
             if header.position != position:
-                raise BadBatch(f"it names position {header.position}")
+                raise BadBatch(f"its header has position {header.position}")
         except BatonError as error:
             raise DataLoss(
                 f"the batch at {position} is damaged: {error}",
@@ -201,7 +206,7 @@ class MessageQueries:
 
 @dataclass(frozen=True, slots=True)
 class _LookedAt:
-    """A batch in which `count` messages have the hash of a key; `indexes`: those that have it."""
+    """A batch with `count` messages that have the hash of a key; `indexes` have the key itself."""
 
     batch: bytes
     count: int

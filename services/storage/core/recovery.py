@@ -1,17 +1,16 @@
-"""What happens at start: trust the indexes as far as the checkpoint vouches for them, read the log
-behind it, and cut off what is torn.
+"""Recovery at start: load the indexes of the checkpoint, read the log after it, cut a torn tail.
 
-The log is checked batch by batch: position, both checksums, and the offset within its queue. Where
-that ends, the log ends: what follows is the torn tail of a crash and was acknowledged to nobody.
-Unless it lies below the position up to which the log was known to be synced: then acknowledged
-messages are damaged, and recovery refuses to go on.
+The log is checked batch by batch: position, both checksums, and the offset within its queue. The
+log ends at the first batch that fails. What follows is the torn tail of a crash and was never
+acknowledged. But if the failing batch lies below the position up to which the log was synced,
+acknowledged messages are damaged, and recovery fails.
 
-Without a good checkpoint, or if an index is not what the checkpoint says, all indexes are made anew
+Without a valid checkpoint, or if an index does not match the checkpoint, all indexes are rebuilt
 from the whole log.
 
     synced    0  8 position up to which the log is synced    8  4 CRC-32C of it
 
-That file is written after each sync and is itself not synced: an old one is only weaker.
+That file is written after each sync and is not synced itself: an old value only protects less.
 """
 
 from __future__ import annotations
@@ -42,14 +41,15 @@ class RecoveryReport:
     """What a recovery found and did; written to recovery.json.
 
     Attributes:
-        synced_position: The log was known to be synced up to here.
-        checkpoint_position: Where the scan began; 0 if there was nothing to go on from.
-        rebuilt: Why all indexes were made anew; empty if they were not.
-        scanned_bytes: Positions looked at, fillers included.
-        batches: Batches that were scanned; `messages` likewise.
-        truncated_bytes: Bytes behind the last good batch that were not zero and were cut off.
-        end_reason: Why the scan ended: `end of log`, or what is wrong with the batch there.
-        epoch: Epoch the node runs under from now on.
+        epoch: Epoch that the node writes from now on.
+        synced_position: Position up to which the log was known to be synced.
+        checkpoint_position: Position at which the scan began.
+        rebuilt: Why all indexes were rebuilt; empty if they were not.
+        scanned_bytes: Bytes of the log that were scanned, including fillers.
+        batches: Number of scanned batches.
+        messages: Number of scanned messages.
+        truncated_bytes: Bytes after the last good batch that were not zero and were cut off.
+        end_reason: Why the scan ended: `end of log`, or the fault of the batch there.
     """
 
     epoch: int
@@ -69,13 +69,13 @@ class RecoveryReport:
 
 
 def encode_synced(position: int) -> bytes:
-    """The file `synced` for a log that is synced up to `position`."""
+    """Return the content of the file `synced`."""
     raw = position.to_bytes(8, "big")
     return SYNCED.pack(position, crc32c(raw))
 
 
 def decode_synced(raw: bytes) -> int:
-    """Position in a file `synced`; 0 if it is missing or damaged."""
+    """Return the position in a file `synced`; 0 if the file is missing or damaged."""
     if len(raw) != SYNCED.size:
         return 0
     position, crc = SYNCED.unpack(raw)
@@ -83,18 +83,18 @@ def decode_synced(raw: bytes) -> int:
 
 
 class Recovery:
-    """One start. Afterwards `store` is as it was, except for unsynced tails.
+    """One recovery. Afterwards `store` is as before the stop, except for unsynced tails.
 
-    What is recovered is in the page cache, not necessarily on disk: the caller syncs
-    `store.log.unsynced()` and tells `store.synced` before anybody reads.
+    The recovered log may be only in the page cache. Before any read the caller must sync
+    `store.log.unsynced()` and call `store.synced`.
 
     Args:
-        synced_position: The log was synced up to here.
-        accept_loss: Cut the log even below that.
+        synced_position: Position up to which the log was synced.
+        accept_loss: Cut the log even below `synced_position`.
 
     Attributes:
-        store: As given.
-        obsolete_paths: Files of indexes that only the checkpoint before still needs.
+        store: The store that is recovered.
+        obsolete_paths: Index files that only the previous checkpoint needs.
     """
 
     def __init__(
@@ -108,20 +108,20 @@ class Recovery:
         self.obsolete_paths: list[str] = []
 
     def run(self) -> RecoveryReport:
-        """Do it.
+        """Recover the store and return the report.
 
         Raises:
-            DataLoss: the log is damaged below what was synced. The log was not changed.
+            DataLoss: the log is damaged below the synced position. The log was not changed.
         """
         log = self.store.log
         begin, rebuilt = self.restore()
         position, reason = self.scan(begin)
         if position < self._synced_position and not self._accept_loss:
             raise DataLoss(
-                f"the log is damaged at position {position} ({reason}), but was safe up to "
-                f"{self._synced_position}: acknowledged messages are missing",
+                f"the log is damaged at position {position} ({reason}), but was synced up to "
+                f"{self._synced_position}: acknowledged messages are damaged",
                 remedy="Restore the node from a replica or backup; or set "
-                "BATON_STORAGE_ACCEPT_LOSS=true to cut the log there and lose what follows.",
+                "BATON_STORAGE_ACCEPT_LOSS=true to cut the log there and lose all later messages.",
                 detail=DataLossDetail(position=position),
             )
         return RecoveryReport(
@@ -142,11 +142,11 @@ class Recovery:
         )
 
     def restore(self) -> tuple[int, str]:
-        """Bring the indexes back as far as they can be trusted.
+        """Load the indexes of the checkpoint, or reset them.
 
         Returns:
-            The position from which on they are to be made, and why that is the first one of the
-            log; empty if it is not, or nothing was there.
+            The position from which the log must be scanned, and why the indexes were reset; empty
+            if they were loaded, or the directory was empty.
         """
         raw = self._disk.load(checkpoint.PATH)
         found = checkpoint.decode(raw)
@@ -162,7 +162,7 @@ class Recovery:
         return found.position, ""
 
     def scan(self, position: int) -> tuple[int, str]:
-        """Take the batches from `position` on; where and why that ended."""
+        """Index the batches from `position` on; return where and why the scan ended."""
         scan = LogScan(self.store.log, position)
         for header, batch in scan:
             try:
@@ -175,7 +175,7 @@ class Recovery:
         return scan.position, scan.reason
 
     def reset_indexes(self, found: Checkpoint | None) -> None:
-        """Forget the indexes. Offsets still go on where they were."""
+        """Remove all indexes, but keep the next offsets of the queues."""
         for path in (checkpoint.PATH, CONSUMEQUEUE_FOLDER, KEYINDEX_FOLDER):
             self._disk.remove(path)
             self.store.cache.forget(path)
@@ -208,20 +208,20 @@ class Recovery:
         self._messages += header.count
 
     def expected_offset(self, header: Header) -> int:
-        """Where the queue of a batch goes on, if `take` got it now."""
+        """Return the offset that `take` expects as the first one of a batch."""
         key = header.topic_id, header.queue_id
         queue = self.store.queues.get(key)
         return queue.next_offset if queue else self._first_offset(key, header.first_offset)
 
     def _resume(self, found: Checkpoint) -> None:
-        """Take over what the checkpoint says, or nothing at all.
+        """Load the state of a checkpoint, all or nothing.
 
         Raises:
-            BadIndex, BatonError, OSError: the log or an index is not what it says.
+            BadIndex, BatonError, OSError: the log or an index does not match the checkpoint.
         """
         log, store = self.store.log, self.store
         if not log.first_position <= found.position <= log.next_position:
-            raise BadIndex(f"the log has no position {found.position}, where the checkpoint is")
+            raise BadIndex(f"the checkpoint is at position {found.position}, outside the log")
         queues = [self._queue(state, found.position) for state in found.queues]
         store.keys.resume(found.open_run, log.first_position)
         store.resume(found.store_unix_ms, queues)
@@ -229,7 +229,7 @@ class Recovery:
         store.schedule.waiting.restore(found.waiting)
 
     def _queue(self, state: QueueState, position: int) -> tuple[QueueKey, ConsumeQueue]:
-        """The queue of a checkpoint at `position`, after a look at what should be there."""
+        """Return a queue of a checkpoint at `position`, after a check of its files."""
         key = state.topic_id, state.queue_id
         queue = self.store.new_queue(key, state.topic, state.first_offset)
         last_position = state.first_position
@@ -242,16 +242,18 @@ class Recovery:
         return key, queue
 
     def _check_last(self, state: QueueState, last: LastEntry, position: int) -> None:
-        """Compare the last entry of a queue with the batch it points to.
+        """Compare the last entry of a queue with the batch that it points to.
 
         Raises:
-            BadIndex, BatonError: no such batch is there.
+            BadIndex, BatonError: there is no such batch.
         """
         log = self.store.log
         if last.position < log.first_position:
-            return  # the log has dropped the batch since
+            return  # retention has removed the batch since
         if last.position + last.size > position:
-            raise BadIndex(f"a queue of {state.topic} points behind the checkpoint")
+            raise BadIndex(
+                f"queue {state.queue_id} of {state.topic} points to a batch after the checkpoint"
+            )
         header = read_header(log.read(last.position, HEAD_BYTES_MAX))
         if (
             header.position, header.length, header.topic, header.topic_id, header.queue_id,
@@ -260,8 +262,8 @@ class Recovery:
             last.position, last.size, state.topic, state.topic_id, state.queue_id,
             state.next_offset,
         ):  # fmt: skip
-            raise BadIndex(f"queue {state.queue_id} of {state.topic} points to another batch")
+            raise BadIndex(f"queue {state.queue_id} of {state.topic} points to a wrong batch")
 
     def _first_offset(self, key: QueueKey, found: int) -> int:
-        """Where a queue has to begin whose first batch begins at `found`."""
+        """Return the first offset of a new queue whose first batch begins at offset `found`."""
         return found if self._anew and self.store.log.first_position > 0 else 0

@@ -1,11 +1,11 @@
-"""What of the log has to go, and whether the disk is too full to write.
+"""Decides which segments of the log are removed, and whether the disk is too full to write.
 
-Only decisions: segments, space and time come in as arguments. A segment goes as a whole, the oldest
-first, and the one that is written to never goes.
+This module only decides: the caller passes segments, disk space and time. Segments are removed as a
+whole, the oldest first; the segment that is written to is never removed.
 
-Source: RocketMQ CleanCommitLogService and its watermarks. Deviations: age counts from the messages'
-store times, not from the file's; forced cleaning removes no more than brings the disk below its
-watermark; the log may also be bounded by size.
+Source: RocketMQ CleanCommitLogService and its watermarks. Deviations: the age of a segment counts
+from the store times of its messages, not from the time of the file; forced cleaning removes no more
+than needed to bring the disk below its watermark; the log may also be limited by size.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from enum import IntEnum
 from batonmq.errors import DiskFull
 
 SEGMENTS_PER_ROUND = 16
-"""More segments do not go at once."""
+"""Maximum number of segments that one round removes."""
 RATE_WINDOW_MS = 300_000
 RATE_WINDOW_MS_MIN = 10_000
 SAMPLE_INTERVAL_MS = 1_000
 
 
 class DiskState(IntEnum):
-    """How full the disk is; each state includes the measures of those before."""
+    """How full the disk is; each state includes the actions of the states before it."""
 
     OK = 1
     WARN = 2
@@ -37,34 +37,35 @@ class DiskState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """Space on the file system of the log: in use, and free for this process."""
+    """Used and free space on the file system of the log."""
 
     used_bytes: int
     free_bytes: int
 
     @property
     def bytes_count(self) -> int:
-        """Both together."""
+        """Used and free bytes together."""
         return self.used_bytes + self.free_bytes
 
     @property
     def used_percent(self) -> float:
-        """0 to 100."""
+        """Used share of the file system, 0 to 100."""
         return 100 * self.used_bytes / self.bytes_count if self.bytes_count else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """What is kept, and when the disk counts as full.
+    """The rules of retention. Percentages are disk usage.
 
     Attributes:
-        age_ms_max: Older messages may go, in the hours set; 0 keeps them.
-        hours: Hours of the day, 0 to 23, at which they go.
-        log_bytes_max: The log is cut to this size at any hour; 0 for no bound.
-        warn_percent: A state of its own, nothing more.
-        clean_percent: From here on what is too old goes at any hour.
-        clean_forcibly_percent: From here on the oldest goes, however young it is.
-        full_percent: Writing stops here, and goes on below `clean_forcibly_percent`.
+        age_ms_max: Retention time of messages; 0 for unlimited.
+        hours: Hours of the day, 0 to 23, at which expired messages are removed.
+        log_bytes_max: Maximum size of the log, kept at any hour; 0 for unlimited.
+        warn_percent: From here on the state is WARN, without any action.
+        clean_percent: From here on expired messages are removed at any hour.
+        clean_forcibly_percent: From here on the oldest messages are removed even if not expired.
+        full_percent: From here on writes are rejected, until usage is below
+            `clean_forcibly_percent`.
     """
 
     age_ms_max: int
@@ -78,7 +79,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SealedSegment:
-    """A segment that is not written to any more."""
+    """A segment that is no longer written to."""
 
     first_position: int
     next_position: int
@@ -86,22 +87,22 @@ class SealedSegment:
 
 @dataclass(frozen=True, slots=True)
 class CleaningTime:
-    """When something is decided: wall clock, and its hour where the node is, 0 to 23."""
+    """The time of a decision: the wall clock, and the hour in the node's time zone, 0 to 23."""
 
     unix_ms: int
     hour: int
 
 
 class Retention:
-    """Follows the disk, and decides by the policy.
+    """Tracks the disk usage and decides by the policy.
 
     Args:
         segment_bytes: Size of new segments.
 
     Attributes:
-        state: By the last observation.
-        seconds_until_full: Until writing stops, at the rate of the last minutes; infinite if that
-            is not in sight.
+        state: State of the disk at the last observation.
+        seconds_until_full: Estimated time until writes are rejected, at the growth rate of the last
+            5 minutes; infinite if the usage does not grow.
     """
 
     def __init__(self, policy: RetentionPolicy, segment_bytes: int) -> None:
@@ -113,10 +114,10 @@ class Retention:
         self.seconds_until_full = math.inf
 
     def observe(self, usage: DiskUsage, unwritten_bytes: int, now_ms: int) -> DiskState:
-        """Note how much space there is; the state from now on.
+        """Record the disk usage; return the new state.
 
         Args:
-            unwritten_bytes: Of the used ones, how many the log has yet to write.
+            unwritten_bytes: Used bytes that are allocated by the log but not written yet.
             now_ms: Monotonic time.
         """
         self.usage = usage
@@ -126,19 +127,19 @@ class Retention:
         return self.state
 
     def met_no_space(self) -> None:
-        """Note that the disk has refused bytes: nothing is written until a segment fits."""
+        """Record that a write found no space: writes are rejected until a segment fits."""
         self._no_space = True
         self.state = DiskState.FULL
 
     def refusal(self) -> DiskFull | None:
-        """Why nothing may be written now; None if it may."""
+        """Return why writes are rejected now; None if they are accepted."""
         if self.state is not DiskState.FULL:
             return None
         policy, usage = self._policy, self.usage
         return DiskFull(
             f"the disk is {usage.used_percent:.1f} % full, {usage.free_bytes} bytes are free; "
-            f"writing stopped at {policy.full_percent} % or for want of space",
-            remedy=f"Free space, or keep messages for a shorter time; writing resumes by itself "
+            f"writes are rejected from {policy.full_percent} % on or if there is no space",
+            remedy=f"Free space, or shorten the retention time; writes are accepted again "
             f"below {policy.clean_forcibly_percent} %.",
             retry_after_ms=1_000,
             facts={
@@ -155,13 +156,15 @@ class Retention:
         moment: CleaningTime,
         newest_unix_ms: Callable[[SealedSegment], int],
     ) -> int:
-        """Position from which the log is kept; that of the first of `sealed` if nothing goes.
+        """Return the position from which the log is kept.
+
+        It is the first position of `sealed` if no segment is removed.
 
         Args:
-            sealed: Segments that may go, oldest first, at least one.
-            log_bytes: Size of the whole log, the segment that is written to included.
-            newest_unix_ms: A time by which all messages of a segment were stored. Asked only as
-                far as it matters.
+            sealed: Segments that may be removed, oldest first, at least one.
+            log_bytes: Size of the whole log, including the segment that is written to.
+            newest_unix_ms: Returns a time by which all messages of a segment were stored. Called
+                only for segments for which it matters.
         """
         policy = self._policy
         age_due = policy.age_ms_max > 0 and (
@@ -191,7 +194,7 @@ class Retention:
         return DiskState.WARN if percent >= policy.warn_percent else DiskState.OK
 
     def _surplus_bytes(self) -> int:
-        """How many bytes have to go however young they are."""
+        """Return how many bytes must be removed even if they have not expired."""
         surplus = 0
         if self.state >= DiskState.CLEAN_FORCIBLY:
             allowed = self._bytes_at(self._policy.clean_forcibly_percent)

@@ -1,4 +1,4 @@
-"""Walks through the log batch by batch, and checks each: place, lengths, both checksums."""
+"""Reads the log batch by batch and checks each batch: position, lengths, both checksums."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _LENGTH_AT = 8
 
 
 class ReadableLog(Protocol):
-    """What a scan needs of a log."""
+    """The part of a log that a scan reads."""
 
     @property
     def next_position(self) -> int:
-        """Where it ends."""
+        """End of the log."""
         ...
 
     def segment_end(self, position: int) -> int:
-        """End of the segment that holds `position`."""
+        """Return the end of the segment that contains `position`."""
         ...
 
     def read(self, position: int, bytes_max: int) -> bytes:
-        """Up to `bytes_max` bytes; fewer only at the end of the segment."""
+        """Read up to `bytes_max` bytes; fewer only at the end of the segment."""
         ...
 
 
 class LogScan:
-    """Iterates over the good batches from `position` on, until there is none.
+    """Iterates over the batches from `position` on, until one is damaged or the log ends.
 
     Attributes:
-        position: Where the next batch would be.
-        reason: Why the iteration ended there: `end of log`, or what is wrong.
+        position: Position of the next batch.
+        reason: Why the iteration ended there: `end of log`, or the fault of the batch.
     """
 
     def __init__(self, log: ReadableLog, position: int, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -56,7 +56,7 @@ class LogScan:
         self.position, self.reason = position, END_OF_LOG
 
     def __iter__(self) -> Iterator[tuple[Header, memoryview]]:
-        """Headers and batches; a batch is to be used before the next step."""
+        """Yield headers and batches; a batch is valid until the next one is requested."""
         self.reason = END_OF_LOG
         wanted = 0
         while self.position < self._log.next_position:
@@ -66,7 +66,7 @@ class LogScan:
             while self.position < end:
                 room = end - self.position
                 if len(view) < room and len(view) < (wanted := _wanted(view)):
-                    break  # cut by the chunk: read on from here
+                    break  # the chunk ends within the batch: read again from here
                 try:
                     header, length = examine(view, self.position, room)
                 except BatonError as error:
@@ -80,7 +80,7 @@ class LogScan:
                 view = view[length:]
 
     def find_next(self) -> bool:
-        """Go on behind what is wrong: to the next place where a good stamp stands.
+        """Skip a damaged batch: move to the next position with a valid stamp.
 
         Returns:
             False if there is none; `position` is then the end of the last segment.
@@ -97,21 +97,21 @@ class LogScan:
             end = self._log.segment_end(self.position)
             self.position += len(chunk)
             if self.position < end:
-                self.position -= HEADER_BYTES  # the chunk may have cut a head
+                self.position -= HEADER_BYTES  # the chunk may end within a header
         return False
 
 
 def examine(view: memoryview, position: int, room: int) -> tuple[Header | None, int]:
-    """What stands at `position`: the header of a batch, or None for a filler; and the length.
+    """Return header and length of the batch at `position`; the header is None for a filler.
 
-    The length is 0 if nothing was written there.
+    The length is 0 if nothing is written there.
 
     Args:
-        view: The log from `position` on, a batch or the rest of the segment at least.
+        view: The log from `position` on: at least the whole batch, or the rest of the segment.
         room: Bytes to the end of the segment.
 
     Raises:
-        BadBatch, BadChecksum: it is neither.
+        BadBatch, BadChecksum: there is neither a valid batch nor a filler.
     """
     if room < FILLER.size:
         if any(view[:room]):
@@ -124,7 +124,10 @@ def examine(view: memoryview, position: int, room: int) -> tuple[Header | None, 
         return None, room
     header = read_header(view)
     if header.length > room or header.position != position:
-        raise BadBatch(f"a batch of {header.length} bytes that names {header.position}")
+        raise BadBatch(
+            f"header has position {header.position} and {header.length} bytes; expected position "
+            f"{position} and at most {room} bytes"
+        )
     batch = view[: header.length]
     check_stamp(batch)
     check_body(batch)
@@ -132,7 +135,7 @@ def examine(view: memoryview, position: int, room: int) -> tuple[Header | None, 
 
 
 def _wanted(view: memoryview) -> int:
-    """How many bytes `examine` needs of what stands at the beginning of `view`."""
+    """Return how many bytes `examine` needs for the batch at the begin of `view`."""
     if len(view) < HEAD_BYTES_MAX:
         return HEAD_BYTES_MAX
     if view[:4] != _MAGIC:
@@ -141,7 +144,7 @@ def _wanted(view: memoryview) -> int:
 
 
 def _is_stamped(head: bytes, position: int) -> bool:
-    """Whether `head` could be the head of the batch at `position`."""
+    """Return whether `head` is a stamped header for `position`."""
     try:
         if len(head) < HEADER_BYTES or int.from_bytes(head[16:24], "big") != position:
             return False

@@ -1,10 +1,10 @@
-"""Batches for later as they stand in the log, and which of them wait: a pure function of the log.
+"""Scheduled batches in the log, and which of them are not delivered yet.
 
-A batch for later lies in the log inside of a batch of a system topic. Its delivery is a batch of
-its own queue whose producer fields say which one it is; that it is cancelled, or can't be
-delivered, is a batch of the system topic too. So whatever was written before a crash decides what
-still waits: there is no state beside the log that could lag behind. docs/reference/format.md has
-the bytes.
+A scheduled batch is stored in the log inside a batch of a system topic. Its delivery is a batch of
+its own queue, whose producer fields identify the scheduled batch. A withdrawal (cancelled, or not
+deliverable) is a batch of the system topic too. So the log alone decides which batches still wait:
+there is no other state that a crash could leave behind. docs/reference/format.md describes the
+bytes.
 """
 
 from __future__ import annotations
@@ -44,17 +44,19 @@ WITHDRAWAL = struct.Struct(">qq")
 DELIVERED = struct.Struct(">qQ")
 DELIVERED_FROM, QUEUE_FROM = BODY_FROM, 80
 SCHEDULED_BYTES_MAX = BATCH_BYTES_MAX - 512
-"""A batch for later is shorter than others, so that it fits into a batch itself."""
+"""Maximum length of a scheduled batch: it must fit into another batch."""
 READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """A batch for later.
+    """A scheduled batch.
 
     Attributes:
-        schedule_id: Position at which it was stored first; `FIRST` if this is the first time.
-        batch: As the producer made it.
+        deliver_unix_ms: Delivery time, Unix milliseconds.
+        topic_id: Id of its topic.
+        schedule_id: Position at which it was stored first; `FIRST` if it is stored the first time.
+        batch: The batch as the producer sent it.
     """
 
     deliver_unix_ms: int
@@ -63,21 +65,20 @@ class ScheduledBatch:
     batch: bytes
 
     def key(self, position: int) -> DelayKey:
-        """What names it, if it stands at `position`."""
+        """Return the key of this batch if it is stored at `position`."""
         first = self.schedule_id == FIRST
         return self.deliver_unix_ms, position if first else self.schedule_id
 
 
 def encode_scheduled(scheduled: ScheduledBatch) -> bytes:
-    """The batch of the system topic that holds it, unstamped.
+    """Return the unstamped batch of the system topic that contains a scheduled batch.
 
     Raises:
         LimitExceeded: the batch is too long.
     """
     if len(scheduled.batch) > SCHEDULED_BYTES_MAX:
         raise LimitExceeded(
-            f"a batch for later has {len(scheduled.batch)} bytes; "
-            f"the limit is {SCHEDULED_BYTES_MAX}",
+            f"scheduled batch has {len(scheduled.batch)} bytes; the limit is {SCHEDULED_BYTES_MAX}",
             facts={
                 "field": "batch",
                 "limit": SCHEDULED_BYTES_MAX,
@@ -94,7 +95,7 @@ def decode_scheduled(header: Header, batch: bytes) -> ScheduledBatch:
     """Inverse of `encode_scheduled`.
 
     Raises:
-        BadBatch: nobody has encoded it.
+        BadBatch: it is not such a batch.
     """
     records = decode_records(batch, header, range(header.count))
     content = b"".join(record.body for record in records)
@@ -103,14 +104,15 @@ def decode_scheduled(header: Header, batch: bytes) -> ScheduledBatch:
 
 
 def encode_withdrawn(keys: Sequence[DelayKey]) -> bytes:
-    """The batch of the system topic that says that these are not to be delivered, unstamped."""
+    """Return the unstamped batch of the system topic that withdraws scheduled batches."""
     return _encode([WITHDRAWAL.pack(*key) for key in keys], WITHDRAWN)
 
 
 def delivery(key: DelayKey, batch: bytes, queue_id: int) -> bytes:
-    """The batch, unstamped, that delivers `batch` to a queue and says what it delivers.
+    """Return the unstamped batch that delivers `batch` to a queue.
 
-    It differs from `batch` in the producer's id, epoch and sequence, the queue and the checksum.
+    It differs from `batch` in the producer's id, epoch and sequence, which hold the key, in the
+    queue, and in the checksum.
     """
     deliver_unix_ms, schedule_id = key
     head = bytearray(batch[:HEADER_BYTES])
@@ -122,23 +124,23 @@ def delivery(key: DelayKey, batch: bytes, queue_id: int) -> bytes:
 
 
 def delivered_key(header: Header) -> DelayKey | None:
-    """What a batch of any queue delivers; None if it came from a producer."""
+    """Return the key of the scheduled batch that a batch delivers; None if a producer sent it."""
     if header.producer_id >= 0:
         return None
     return -header.producer_id, header.producer_epoch << 32 | header.sequence
 
 
 def sequence_key(queue: QueueKey) -> QueueKey:
-    """Under which producers' sequences of batches for later count: apart from those for at once."""
+    """Return the key for producer sequences of scheduled batches, which are counted separately."""
     topic_id, queue_id = queue
     return -1 - topic_id, queue_id
 
 
 class Schedule:
-    """Which batches wait, as the log has it.
+    """The scheduled batches that are not delivered yet, derived from the log.
 
     Args:
-        producers: Remembers their sequences, under `sequence_key`.
+        producers: Keeps the sequences of scheduled batches, under `sequence_key`.
     """
 
     def __init__(self, producers: ProducerTable) -> None:
@@ -147,14 +149,14 @@ class Schedule:
 
     @staticmethod
     def concerns(header: Header, queue: QueueKey) -> bool:
-        """Whether a batch has a say in what waits."""
+        """Return whether a batch schedules, delivers or withdraws a scheduled batch."""
         return queue[0] == TOPIC_ID or header.producer_id < 0
 
     def take(self, header: Header, receipt: StoreReceipt, batch: bytes | memoryview) -> None:
-        """Follow the log: a batch that `concerns` the schedule has been written, or found.
+        """Apply a batch of the log for which `concerns` is True.
 
         Args:
-            header: Need not be stamped.
+            header: Header of the batch; it need not be stamped.
         """
         if (key := delivered_key(header)) is not None:
             self.waiting.remove(key)
@@ -166,10 +168,10 @@ class Schedule:
                 self.waiting.remove((deliver_unix_ms, schedule_id))
 
     def earlier(self, header: Header, queue: QueueKey) -> StoreReceipt | None:
-        """The receipt of an earlier try to schedule this batch; None if it is new.
+        """Return the receipt of an earlier attempt to schedule this batch; None if it is new.
 
         Raises:
-            ProducerFenced, SequenceGap, DuplicateSequence: as for a batch for at once.
+            ProducerFenced, SequenceGap, DuplicateSequence: as `ProducerTable.check`.
         """
         return self._producers.check(header, sequence_key(queue))
 
@@ -183,10 +185,10 @@ class Schedule:
 
 
 def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[ScheduledBatch | DataLoss]:
-    """What was scheduled at ascending positions of the log, read in as few reads as is sensible.
+    """Read the scheduled batches at ascending positions of the log, with few reads.
 
     Yields:
-        One for each position; the error if the log is damaged there.
+        One result for each position: the batch, or the error if the log is damaged there.
     """
     begin, chunk = 0, b""
     for position in positions:
@@ -201,7 +203,7 @@ def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[Schedul
             view = memoryview(chunk)[at:]
             header, length = examine(view, position, len(view))
             if header is None or (header.topic_id, header.queue_id) != (TOPIC_ID, SCHEDULED):
-                raise DataLoss(f"at {position} is no batch for later")
+                raise DataLoss(f"there is no scheduled batch at position {position}")
             yield decode_scheduled(header, bytes(view[:length]))
         except BatonError as error:
             yield DataLoss(

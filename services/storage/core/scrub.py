@@ -1,6 +1,6 @@
-"""Goes round and round the log and checks what is safe on disk, range_ by range_.
+"""Checks the synced part of the log, range by range, in rounds.
 
-Each range_ is read through a file of its own, so that another thread can do it.
+Each range is read through a file of its own, so that another thread can read it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ RANGE_BYTES = 256 * 1024
 
 @dataclass(slots=True)
 class ScrubRange:
-    """A part of one segment to check, and what came of it.
+    """A part of one segment to check, and the result.
 
     Attributes:
-        position: Where it begins; once it is checked, where the next one begins.
-        next_position: Where it ends, if no batch begins before and ends behind it.
-        end_position: End of the segment, or of what is safe on disk.
-        damaged: Positions of damaged batches, and what is wrong with them.
+        position: Begin of this range; after the check, begin of the next range.
+        next_position: End of this range; a batch that begins before it is checked as a whole.
+        end_position: End of the segment, or of its synced part.
+        damaged: Positions of damaged batches, and the fault of each.
     """
 
     path: str
@@ -35,10 +35,10 @@ class ScrubRange:
 
 
 class LogScrub:
-    """One owner; `check` may run in another thread.
+    """Rounds of checks over one log. Only `check` may run in another thread.
 
     Attributes:
-        position: How far the present round has come.
+        position: Position that the current round has reached.
     """
 
     def __init__(self, disk: Disk, log: CommitLog) -> None:
@@ -46,7 +46,7 @@ class LogScrub:
         self.position = log.first_position
 
     def next_range(self) -> ScrubRange | None:
-        """What is to be checked next; None at the end of a round."""
+        """Return the range to check next; None at the end of a round."""
         log = self._log
         self.position = max(self.position, log.first_position)
         if self.position >= log.synced_position:
@@ -58,7 +58,7 @@ class LogScrub:
         return ScrubRange(path, begin, end, self.position, next_position, end_position)
 
     def check(self, range_: ScrubRange) -> None:
-        """Check a range_.
+        """Check a range.
 
         Raises:
             FileNotFoundError: its segment is no longer there.
@@ -75,7 +75,7 @@ class LogScrub:
                     if scan.position >= range_.next_position:
                         break
                     range_.damaged[scan.position] = (
-                        "nothing is there" if scan.reason == END_OF_LOG else scan.reason
+                        "no batch is written here" if scan.reason == END_OF_LOG else scan.reason
                     )
                     scan.find_next()
             range_.position = min(scan.position, range_.end_position)
@@ -83,12 +83,12 @@ class LogScrub:
             file.close()
 
     def checked(self, range_: ScrubRange) -> None:
-        """Go on behind a range_."""
+        """Continue after a range."""
         self.position = range_.position
 
 
 class _Segment:
-    """One segment, as far as it is safe, as a scan wants it."""
+    """The synced part of one segment, as a log that a scan can read."""
 
     def __init__(self, file: File, range_: ScrubRange) -> None:
         self._file, self._range = file, range_
@@ -98,7 +98,7 @@ class _Segment:
         return self._range.segment_end_position
 
     def read(self, position: int, bytes_max: int) -> bytes:
-        """What a file that was cut short has lost reads as zeros, and so does a bad sector."""
+        """See ReadableLog. Bytes missing from a short file, or unreadable, are zeros."""
         at = position - self._range.segment_position
         wanted = min(bytes_max, self._range.segment_end_position - position)
         try:

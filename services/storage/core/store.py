@@ -1,7 +1,8 @@
-"""The state of a storage node, and its only owner: log, consume queues, key index, producers.
+"""The state of a storage node: log, consume queues, key index, producers and schedule.
 
-Everything here happens at once; time comes in as an argument. A caller appends, syncs what
-`log.unsynced()` names, tells `synced`, and only then lets readers and producers know.
+The store is their only owner. Nothing here waits, and the caller passes the time. The caller
+appends, syncs the files of `log.unsynced()`, calls `synced`, and only then answers producers and
+wakes readers.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ from batonmq_server.storage.core.schedule import Schedule
 from batonmq_server.storage.core.tag_filter import HashFilter, batch_starts, select
 
 SCANNED_MAX = 16_384
-"""Entries one read looks at, unless the caller wants more messages than that."""
+"""Maximum number of entries that one read scans, unless the caller asks for more messages."""
 GAP_BYTES_MAX = 64 * 1024
-"""Bytes of other queues between two batches that are read along rather than jumped over."""
+"""Two batches with at most this many bytes of other queues between them are read with one read."""
 READ_BYTES_MAX = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TopicQueues:
-    """What storage needs to know of a topic.
+    """The queues of a topic on this broker.
 
     Attributes:
-        queue_count: Queues on this node; 0 if the topic has none here.
-        write_queue_count: Those with an index below take messages; None means all.
-        readable: Whether the topic gives messages.
-        writable: Whether the topic takes messages.
+        queue_count: Number of queues on this broker; 0 if there are none.
+        write_queue_count: Queues with an id below this accept messages; None means all.
+        readable: Whether consumers may read the topic.
+        writable: Whether producers may write to the topic.
     """
 
     topic_id: int
@@ -77,14 +78,14 @@ class TopicQueues:
     writable: bool = True
 
     def takes(self, queue_id: int) -> bool:
-        """Whether that queue takes messages."""
+        """Return whether the queue accepts messages."""
         count = self.queue_count if self.write_queue_count is None else self.write_queue_count
         return self.writable and queue_id < count
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedBatch:
-    """A batch that passed every check that needs no state."""
+    """A batch that has passed all checks that need no state of the store."""
 
     header: Header
     batch: bytes
@@ -92,12 +93,12 @@ class CheckedBatch:
 
 @dataclass(frozen=True, slots=True)
 class ReadSpec:
-    """What a pull asks for.
+    """What to read from a queue.
 
     Attributes:
-        offset: First offset spec.
-        bytes_max: Stop at about this many bytes; the first batch always fits.
-        messages_max: Stop at this many messages that pass the filter.
+        offset: First offset to read.
+        bytes_max: Approximate maximum of bytes; the first batch always fits.
+        messages_max: Maximum number of messages that pass the filter.
     """
 
     offset: int
@@ -108,15 +109,15 @@ class ReadSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """What a pull may deliver.
+    """The result of a read.
 
     Attributes:
-        batches: Stored bytes of the batches that hold a message to deliver.
-        next_offset: One past the last offset scanned.
+        batches: Stored batches with at least one message to deliver.
+        next_offset: Offset after the last scanned one.
         message_count: Messages in [offset, next_offset) that pass the filter.
-        filtered_count: Messages in [offset, next_offset) that do not.
-        lost_count: Messages in [offset, next_offset) that are no longer kept.
-        kept: Which of those behind the lost ones pass, as indexes; None if all do.
+        filtered_count: Messages in [offset, next_offset) that do not pass it.
+        lost_count: Messages in [offset, next_offset) that retention has removed.
+        kept: Messages that pass, as indexes from the first one not lost; None if all pass.
     """
 
     batches: list[bytes]
@@ -136,25 +137,26 @@ class VisibleRange:
 
 
 def check(batch: bytes) -> CheckedBatch:
-    """Check a batch as it came from a producer.
+    """Check a batch that a producer has sent.
 
     Raises:
-        BadBatch, BadChecksum, LimitExceeded, InvalidName: it is refused.
+        BadBatch, BadChecksum, LimitExceeded, InvalidName: the batch is rejected.
     """
     header = check_batch(batch, stamped=False)
     check_topic(header.topic)
     if header.producer_id < 0:
         raise BadBatch(
-            f"producer id {header.producer_id} is negative", facts={"field": "producer_id"}
+            f"producer_id must not be negative, got {header.producer_id}",
+            facts={"field": "producer_id"},
         )
     return CheckedBatch(header, batch)
 
 
 def check_queue(topic: str, queues: TopicQueues, queue_id: int) -> QueueKey:
-    """The key of a queue.
+    """Return the key of a queue.
 
     Raises:
-        QueueNotFound: the topic has no such queue on this node.
+        QueueNotFound: the topic has no such queue on this broker.
     """
     if queue_id >= queues.queue_count:
         raise QueueNotFound(
@@ -165,21 +167,21 @@ def check_queue(topic: str, queues: TopicQueues, queue_id: int) -> QueueKey:
 
 
 def check_readable(topic: str, queues: TopicQueues) -> None:
-    """Check that messages may be read.
+    """Check that consumers may read a topic.
 
     Raises:
-        NotReadable: the topic gives none.
+        NotReadable: the topic is write-only.
     """
     if not queues.readable:
         raise NotReadable(
-            f"topic {topic} gives no messages by its permission",
+            f"topic {topic} is write-only: its messages can't be read",
             retry_after_ms=2_000,
             facts={"topic": topic},
         )
 
 
 def check_takes(header: Header, queues: TopicQueues) -> None:
-    """Check that the queue of a batch takes messages.
+    """Check that the queue of a batch accepts messages.
 
     Raises:
         NotWritable: it does not.
@@ -187,17 +189,17 @@ def check_takes(header: Header, queues: TopicQueues) -> None:
     if not queues.takes(header.queue_id):
         which = f"queue {header.queue_id} of " if queues.writable else ""
         raise NotWritable(
-            f"{which}topic {header.topic} takes no messages",
+            f"{which}topic {header.topic} accepts no messages",
             facts={"topic": header.topic, "queue_id": header.queue_id},
         )
 
 
 class Store:
-    """See the module.
+    """The state of a storage node; see the module.
 
     Args:
         cache: Open files of the consume queues.
-        epoch: Epoch of the leader, stamped on every batch; another one from its election on.
+        epoch: Epoch that is stamped on every batch; a new leader sets its own.
     """
 
     def __init__(
@@ -219,18 +221,18 @@ class Store:
 
     @property
     def readable_position(self) -> int:
-        """Everything below is safe: readers may see it, and no failover takes it back."""
+        """End of the safe part of the log: consumers may read it, and no failover loses it."""
         synced = self.log.synced_position
         return synced if self._confirmed is None else min(synced, self._confirmed)
 
     @property
     def queues(self) -> Mapping[QueueKey, ConsumeQueue]:
-        """Queues that have, or had, a message."""
+        """The queues that have, or had, a message."""
         return self._queues
 
     @property
     def queue_count(self) -> int:
-        """How many `queues` there are."""
+        """Number of `queues`."""
         return len(self._queues)
 
     def append(
@@ -240,13 +242,13 @@ class Store:
         now_unix_ms: int,
         refusal: BatonError | None = None,
     ) -> list[StoreReceipt | BatonError]:
-        """Write `batches`; one outcome each, in order. Nothing is safe until a sync.
+        """Write `batches` and return one outcome each, in order. Nothing is safe until a sync.
 
-        A batch that was stored by an earlier try has its receipt whatever speaks against writing.
+        A batch that an earlier attempt has stored gets its receipt even if nothing may be written.
 
         Args:
-            topics: Every topic of `batches`, or why it can't be used.
-            refusal: Why nothing may be written.
+            topics: Every topic of `batches`, or the error that makes it unusable.
+            refusal: Why new batches are rejected; None if they are accepted.
         """
         self.store_unix_ms = max(self.store_unix_ms, now_unix_ms)
         outcomes: dict[int, StoreReceipt | BatonError] = {}
@@ -257,7 +259,7 @@ class Store:
                 if isinstance(topic, BatonError):
                     raise topic
                 key = check_queue(header.topic, topic, header.queue_id)
-                if run.decides(header, key):
+                if run.affects(header, key):
                     outcomes |= self._write(run)
                     run = _WriteRun()
                 receipt = self.producers.check(header, key)
@@ -275,12 +277,12 @@ class Store:
         return [outcomes[index] for index in range(len(batches))]
 
     def read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
-        """What is to be delivered from `spec.offset` on; None if nothing is there yet.
+        """Read messages from `spec.offset` on; None if there is no message yet.
 
         Raises:
             OffsetAheadOfLog: the offset is beyond the end of the queue.
-            OffsetOutOfRange: the offset is before the first that is kept.
-            DataLoss: a stored batch fails its checksum.
+            OffsetOutOfRange: the offset is before the first offset of the queue.
+            DataLoss: a stored batch is damaged.
         """
         queue = self._queues.get(key)
         _check_offset(queue, spec.offset)
@@ -304,7 +306,7 @@ class Store:
         )
 
     def pull(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
-        """As `read`, but what is no longer kept counts as scanned, and as lost.
+        """As `read`, but messages that retention has removed count as scanned and as lost.
 
         Raises:
             OffsetAheadOfLog, DataLoss: as `read`.
@@ -318,21 +320,24 @@ class Store:
         return replace(reading or ReadResult([], kept_from, 0, 0), lost_count=lost_count)
 
     def offsets(self, key: QueueKey) -> VisibleRange:
-        """What consumers can read; nothing of a queue without messages."""
+        """Return the offsets that consumers can read; [0, 0) for a queue without messages."""
         queue = self._queues.get(key)
         return (
             VisibleRange(queue.first_offset, queue.visible_offset) if queue else VisibleRange(0, 0)
         )
 
     def synced(self, position: int) -> frozenset[QueueKey]:
-        """Everything below `position` is on disk; the queues in which readers see more now."""
+        """Record that the log is on disk below `position`; return the queues that have grown.
+
+        A queue has grown if new messages became visible to consumers.
+        """
         self.log.synced(position)
         return self._make_visible()
 
     def confirmed(self, position: int) -> frozenset[QueueKey]:
-        """As `synced`: the replicas that have to have it have everything below `position`.
+        """Record that the in-sync set has the log below `position`; returns as `synced`.
 
-        Of a node that is never told everything counts as confirmed.
+        On a node without replicas this is never called, and everything counts as confirmed.
         """
         self._confirmed = max(position, self._confirmed or 0)
         return self._make_visible()
@@ -348,19 +353,19 @@ class Store:
         return frozenset(grown)
 
     def restore(self, header: Header, batch: bytes | memoryview) -> None:
-        """Take a batch that recovery has found; batches come in the order of the log.
+        """Index a batch that recovery has read; batches are passed in log order.
 
-        A queue that nobody added begins at offset 0.
+        A queue that was not added before begins at offset 0.
 
         Raises:
-            DataLoss: it does not follow the last batch of its queue.
+            DataLoss: the batch does not follow the last batch of its queue.
         """
         key = (header.topic_id, header.queue_id)
         queue = self._queues.get(key) or self.add_queue(key, header.topic)
         if header.first_offset != queue.next_offset:
             raise DataLoss(
                 f"the batch at {header.position} starts at offset {header.first_offset}; queue "
-                f"{header.queue_id} of {header.topic} goes on at {queue.next_offset}",
+                f"{header.queue_id} of {header.topic} continues at {queue.next_offset}",
                 detail=DataLossDetail(position=header.position),
             )
         self.store_unix_ms = max(self.store_unix_ms, header.store_unix_ms)
@@ -373,21 +378,21 @@ class Store:
         self._take(key, queue, receipt, header, batch)
 
     def add_queue(self, key: QueueKey, topic: str, first_offset: int = 0) -> ConsumeQueue:
-        """A queue without messages whose next one gets `first_offset`."""
+        """Add a queue without messages, whose next message gets `first_offset`."""
         queue = self._queues[key] = self.new_queue(key, topic, first_offset)
         return queue
 
     def new_queue(self, key: QueueKey, topic: str, first_offset: int) -> ConsumeQueue:
-        """As `add_queue`, but it is not added."""
+        """Return a queue as `add_queue` adds it, without adding it."""
         return ConsumeQueue(self.cache, folder_of(topic, *key), first_offset=first_offset)
 
     def resume(self, store_unix_ms: int, queues: Iterable[tuple[QueueKey, ConsumeQueue]]) -> None:
-        """Take over what a checkpoint vouches for; nothing is there yet."""
+        """Load the queues of a checkpoint into the empty store."""
         self.store_unix_ms = store_unix_ms
         self._queues.update(queues)
 
     def floors(self) -> list[QueueFloor]:
-        """Where the queues go on whose first messages are gone, if nothing but that were known."""
+        """Return the first offset of each queue that has lost messages to retention."""
         return [
             QueueFloor(topic_of(queue.folder), *key, queue.first_offset)
             for key, queue in self._queues.items()
@@ -395,12 +400,12 @@ class Store:
         ]
 
     def forget_queue(self, key: QueueKey) -> None:
-        """Forget a queue without messages, of a topic that does not exist any more."""
+        """Remove a queue without messages, of a deleted topic."""
         queue = self._queues.pop(key)
         assert queue.first_offset == queue.next_offset, (key, queue.first_offset)
 
     def flush(self) -> None:
-        """Move what the consume queues have in memory to their files."""
+        """Move the entries that consume queues have only in memory to their files."""
         for queue in self._queues.values():
             queue.flush()
 
@@ -409,7 +414,7 @@ class Store:
         return queue.next_offset if queue else 0
 
     def _write(self, run: _WriteRun) -> dict[int, StoreReceipt | BatonError]:
-        """Write a run, then take it into queues and producers; outcomes by index."""
+        """Write a run of batches, then index them; return the outcomes by index."""
         admitted = run.admitted
         if not admitted:
             return {}
@@ -452,7 +457,7 @@ class Store:
         header: Header,
         batch: bytes | memoryview,
     ) -> None:
-        """Let everything that is derived from the log follow it."""
+        """Update everything that is derived from the log with one batch."""
         queue.append(receipt.position, header.length, tag_hashes(batch, header))
         span = receipt.position, receipt.next_position
         self.keys.append(span, key[0], key_hashes(batch, header), receipt.store_unix_ms)
@@ -464,7 +469,7 @@ class Store:
     def _find(
         self, key: QueueKey, entries: Entries, spec: ReadSpec, condition: SqlFilter
     ) -> ReadResult:
-        """As `read`; batches have to be read to see what passes."""
+        """As `read`, with a condition on properties: batches must be read to test it."""
         starts = batch_starts(entries.positions)
         places = entries.positions[starts].tolist(), entries.sizes[starts].tolist()
         found = find_passing(
@@ -487,7 +492,7 @@ class Store:
     def _read_batches(
         self, key: QueueKey, positions: Sequence[int], sizes: Sequence[int]
     ) -> Iterator[bytes]:
-        """Batches of a queue at ascending positions, in as few reads as is sensible."""
+        """Read the batches of a queue at ascending positions, with few reads."""
         begin = 0
         while begin < len(positions):
             first = positions[begin]
@@ -517,14 +522,14 @@ def _check_offset(queue: ConsumeQueue | None, offset: int) -> None:
         )
     if offset < first_offset:
         raise OffsetOutOfRange(
-            f"offset {offset} is no longer kept; the queue holds [{first_offset}, {next_offset})",
+            f"offset {offset} is no longer kept; the queue has [{first_offset}, {next_offset})",
             facts={"next_offset": next_offset},
             detail=OffsetOutOfRangeDetail(offset=offset, first_offset=first_offset),
         )
 
 
 def verified(batch: bytes, position: int, key: QueueKey) -> bytes:
-    """`batch`, if it is what was written at `position`, for the queue `key`.
+    """Return `batch` if it is the undamaged batch at `position` of the queue `key`.
 
     Raises:
         DataLoss: it is not.
@@ -532,9 +537,9 @@ def verified(batch: bytes, position: int, key: QueueKey) -> bytes:
     try:
         header = read_header(batch)
         if (header.position, header.length) != (position, len(batch)):
-            raise BadBatch("it names another position or length")
+            raise BadBatch("its header has another position or length")
         if (header.topic_id, header.queue_id) != key:
-            raise BadBatch("it belongs to another queue")
+            raise BadBatch("its header has another queue")
         check_stamp(batch)
         check_body(batch)
     except BatonError as error:
@@ -553,7 +558,7 @@ class _Admitted:
 
 
 class _WriteRun:
-    """Batches that are written together: none of them decides about a later one."""
+    """Batches that are written together: the check of none depends on another one of them."""
 
     def __init__(self) -> None:
         self.admitted: list[_Admitted] = []
@@ -561,14 +566,14 @@ class _WriteRun:
         self._writers: set[tuple[int, QueueKey]] = set()
         self._epochs: dict[int, int] = {}
 
-    def decides(self, header: Header, key: QueueKey) -> bool:
-        """Whether the check of this batch's producer needs what the run writes."""
+    def affects(self, header: Header, key: QueueKey) -> bool:
+        """Return whether the producer check of this batch depends on a batch of the run."""
         return (header.producer_id, key) in self._writers or (
             self._epochs.get(header.producer_id, header.producer_epoch) != header.producer_epoch
         )
 
     def add(self, index: int, checked: CheckedBatch, key: QueueKey, next_offset: int) -> None:
-        """Add a batch; `next_offset` is where its queue ended before the run."""
+        """Add a batch; `next_offset` is the next offset of its queue before the run."""
         header = checked.header
         first_offset = self._next_offsets.get(key, next_offset)
         self._next_offsets[key] = first_offset + header.count

@@ -1,6 +1,6 @@
-"""Which of the scanned entries go out: tag filter, message limit, byte limit.
+"""Selects which of the scanned entries a pull delivers: tag filter, message limit, byte limit.
 
-Everything works on whole columns; there is no loop over messages.
+The selection works on numpy columns; there is no loop over messages.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from batonmq_server.storage.core.consumequeue import Entries, Int64Array
 
 
 class HashFilter:
-    """Keeps entries whose tag hash is wanted. Colliding hashes pass; the client knows the tags.
+    """Keeps entries with one of the given tag hashes.
+
+    A tag with a colliding hash passes too; the client compares the tags themselves.
 
     Args:
-        hashes: Wanted hashes, signed 32 bit; None keeps everything.
+        hashes: Hashes to keep, signed 32 bit; None keeps everything.
     """
 
     __slots__ = ("_wanted",)
@@ -27,11 +29,11 @@ class HashFilter:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is filtered."""
+        """Whether the filter keeps everything."""
         return self._wanted is None
 
     def kept(self, tags: Int64Array) -> npt.NDArray[np.int64]:
-        """Indexes of the entries to keep, ascending."""
+        """Return the indexes of the entries to keep, ascending."""
         if self._wanted is None:
             return np.arange(len(tags))
         return np.flatnonzero(np.isin(tags, self._wanted))
@@ -39,14 +41,14 @@ class HashFilter:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What one pull delivers of the scanned entries.
+    """The part of the scanned entries that one pull delivers.
 
     Attributes:
         positions: Positions of the batches to send, ascending.
-        sizes: Their sizes.
-        scanned_count: Entries, from the first on, that the pull covers.
-        kept_count: How many of them pass the filter.
-        kept: Indexes of those; None if all do.
+        sizes: Sizes of these batches, in bytes.
+        scanned_count: Number of entries, from the first one, that the pull covers.
+        kept_count: Number of covered entries that pass the filter.
+        kept: Indexes of the entries that pass; None if all pass.
     """
 
     positions: list[int]
@@ -56,20 +58,22 @@ class Selection:
     kept: Int64Array | None = field(default=None, compare=False)
 
 
-def select(entries: Entries, wanted: HashFilter, *, bytes_max: int, messages_max: int) -> Selection:
-    """The longest run from the first entry on that keeps both limits.
+def select(
+    entries: Entries, filter_: HashFilter, *, bytes_max: int, messages_max: int
+) -> Selection:
+    """Select the longest run of entries, from the first one, within both limits.
 
     Args:
-        bytes_max: Bytes of all batches together; the first batch always fits.
-        messages_max: Entries that pass the filter.
+        bytes_max: Maximum size of all batches together; the first batch always fits.
+        messages_max: Maximum number of entries that pass the filter.
     """
     scanned_count = len(entries)
-    kept = wanted.kept(entries.tags)
+    kept = filter_.kept(entries.tags)
     if len(kept) > messages_max:
         scanned_count = int(kept[messages_max])
         kept = kept[:messages_max]
     if not len(kept):
-        return Selection([], [], scanned_count, 0, None if wanted.keeps_all else kept)
+        return Selection([], [], scanned_count, 0, None if filter_.keeps_all else kept)
     positions = entries.positions[kept]
     starts = batch_starts(positions)
     sizes = entries.sizes[kept[starts]]
@@ -84,10 +88,10 @@ def select(entries: Entries, wanted: HashFilter, *, bytes_max: int, messages_max
         sizes.tolist(),
         scanned_count,
         kept_count,
-        None if wanted.keeps_all else kept[:kept_count],
+        None if filter_.keeps_all else kept[:kept_count],
     )
 
 
 def batch_starts(positions: Int64Array) -> Int64Array:
-    """Indexes of the entries with which a batch begins; `positions` are not empty, ascending."""
+    """Return the indexes at which a new batch begins; `positions` ascend and are not empty."""
     return np.concatenate(([0], np.flatnonzero(np.diff(positions)) + 1))

@@ -10,23 +10,24 @@ from shutil import disk_usage
 
 from batonmq_server.offsets.app import served
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.disk import Disk, Entry, set_aside_damage
+from batonmq_server.offsets.core.change_log import Entry
+from batonmq_server.offsets.disk import LmdbDisk, set_aside_damage
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.process import run
 from batonmq_server.runtime.service_runtime import Runtime
 from tools.faults.upsets import UpsetClock, Upsets
 
 
-class UpsetDisk(Disk):
+class UpsetDisk(LmdbDisk):
     """A disk with what is wrong with it."""
 
     def __init__(self, folder: Path, upsets: Upsets, free_bytes_min: int) -> None:
         self._upsets = upsets
         super().__init__(folder, free_bytes_min=free_bytes_min, free_bytes=self._free)
 
-    def write_blocking(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
+    def write_blocking(self, entries: Sequence[Entry], *, replace: bool = False) -> None:
         self._upsets.sync()
-        super().write_blocking(entries, anew=anew)
+        super().write_blocking(entries, replace=replace)
 
     def _free(self, folder: Path) -> int:
         return 0 if self._upsets.now().full else disk_usage(folder).free

@@ -1,0 +1,110 @@
+"""Commits the acks of all queues of a consumer with one call, or to the file of a member."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from batonmq._common.aio import wait_until
+from batonmq._common.rpc import answered, error_from_pb
+from batonmq._connection.directory import CALL_TIMEOUT_S
+from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.local_offsets import LocalOffsets, LocalProgress
+from batonmq._consumer.moved_group import GROUP_MOVED
+from batonmq._consumer.queue_puller import OWNERSHIP_LOST
+from batonmq._consumer.session import Session, ranges_to_pb
+from batonmq._core.queue_progress import Acks, QueueProgress
+from batonmq._core.queues import QueueRef
+from batonmq.errors import BatonError
+
+log = logging.getLogger(__name__)
+
+COMMIT_ITEMS_MAX = 1_024
+COMMIT_GATHER_MS = 10
+"""Acks that arrive within this time travel in the same commit."""
+
+
+class AckCommitter:
+    """Commits the acks of `queues`, which change as the group's record does."""
+
+    def __init__(self, session: Session, queues: Mapping[QueueRef, AssignedQueue]) -> None:
+        self._session, self._queues = session, queues
+
+    async def run(self) -> None:
+        """Commit until cancelled: every `commit_interval_ms`, and when many acks wait."""
+        session, failures = self._session, 0
+        while True:
+            if await wait_until(session.commit_soon, session.settings.commit_interval_ms):
+                await asyncio.sleep(COMMIT_GATHER_MS / 1000)
+            session.commit_soon.clear()
+            try:
+                await self.commit()
+                failures = 0
+            except BatonError as error:
+                log.debug("commit failed error=%s", error)
+                await session.directory.pause(error, failures)
+                failures += 1
+
+    async def commit(self) -> None:
+        """Commit everything that is handled by now; of a broadcasting member, to its file.
+
+        Raises:
+            BatonError: the call failed; its effect is unknown, and the next commit repeats it.
+        """
+        now_ms = self._session.clock.monotonic_ms()
+        due = [
+            (queue, queue.progress, acks)
+            for queue in list(self._queues.values())
+            if queue.progress is not None and (acks := queue.acks_due(now_ms)) is not None
+        ]
+        if self._session.local is not None:
+            await self._save(self._session.local, due)
+            return
+        for start in range(0, len(due), COMMIT_ITEMS_MAX):
+            await self._commit(due[start : start + COMMIT_ITEMS_MAX])
+
+    async def _save(
+        self, local: LocalOffsets, due: Sequence[tuple[AssignedQueue, QueueProgress, Acks]]
+    ) -> None:
+        for queue, _, acks in due:
+            local.put(queue.ref, LocalProgress(acks.committed, acks.ranges))
+        if await local.save():
+            for queue, progress, acks in due:
+                queue.committed(progress, acks, self._session.clock.monotonic_ms())
+
+    async def _commit(self, due: Sequence[tuple[AssignedQueue, QueueProgress, Acks]]) -> None:
+        session = self._session
+        keeper = await session.keeper()
+        request = offsets_pb.CommitRequest(
+            offsets_epoch=session.epochs.of(keeper.offsets_set),
+            items=[
+                offsets_pb.CommitItem(
+                    queue=queue.key,
+                    token=progress.token,
+                    reset_epoch=progress.reset_epoch,
+                    committed_offset=acks.committed,
+                    acked=ranges_to_pb(acks.ranges),
+                )
+                for queue, progress, acks in due
+            ],
+        )
+        sent_ms = session.clock.monotonic_ms()
+        answer = await answered(keeper.stub.Commit(request, timeout=CALL_TIMEOUT_S))
+        if not session.epochs.observe(keeper.offsets_set, answer.offsets_epoch):
+            return
+        moved: BatonError | None = None
+        for (queue, progress, acks), outcome in zip(due, answer.outcomes, strict=True):
+            if not outcome.HasField("error"):
+                queue.committed(progress, acks, sent_ms)
+                continue
+            refusal = error_from_pb(outcome.error)
+            if isinstance(refusal, GROUP_MOVED):
+                moved = refusal
+                continue
+            log.info("commit refused queue=%s error=%s", queue.ref, refusal)
+            if queue.progress is progress and isinstance(refusal, OWNERSHIP_LOST):
+                queue.refuse(refusal)
+        if moved is not None:
+            raise moved

@@ -1,0 +1,181 @@
+"""The transition table of a queue's ownership.
+
+Goal: every state and input is a stated transition or a stated refusal, and what must hold of every
+way through the table holds.
+Method: the expected table is written down as one row per state; walks follow all transitions.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from batonmq._core.ownership import (
+    TABLE,
+    InvalidInput,
+    OwnershipEffect,
+    OwnershipInput,
+    OwnershipState,
+    QueueOwnership,
+    mermaid_diagram,
+)
+
+INPUTS = (
+    "GRANTED", "WITHDRAWN", "REVOKED", "FENCED", "RESET", "DEADLINE_PASSED", "MODE_CHANGED",
+    "STOPPED", "DRAINED", "RELEASED",
+)  # fmt: skip
+# `-` is a refusal, `=` stays in the state; in the order of INPUTS.
+EXPECTED = {
+    "ACQUIRING": "OWNED - WITHDRAWING = = - WITHDRAWING - - -",
+    "WITHDRAWING": "DRAINING RELEASED = = = - = - - -",
+    "OWNED": "- - DRAINING FENCED FENCED FENCED LOST - - -",
+    "DRAINING": "- - = LOST LOST - LOST - CLOSING -",
+    "CLOSING": "- - = = = - = - - RELEASED",
+    "FENCED": "- - LOST = = - LOST ACQUIRING - -",
+    "LOST": "- - = = = - = RELEASED - -",
+    "RELEASED": "- - = = = - = - - -",
+}
+CELLS = [
+    (state, happened, target)
+    for state, row in EXPECTED.items()
+    for happened, target in zip(INPUTS, row.split(), strict=True)
+]
+
+
+def in_state(state: OwnershipState) -> QueueOwnership:
+    ownership = QueueOwnership()
+    ownership.state = state
+    return ownership
+
+
+def test_expected_table_names_every_state_and_every_input() -> None:
+    assert [state.name for state in OwnershipState] == list(EXPECTED)
+    assert [happened.name for happened in OwnershipInput] == list(INPUTS)
+    assert list(TABLE) == list(OwnershipState)
+
+
+@pytest.mark.parametrize(("state", "happened", "target"), CELLS)
+def test_input_leads_to_the_stated_state_or_is_refused(
+    state: str, happened: str, target: str
+) -> None:
+    ownership = in_state(OwnershipState[state])
+    if target == "-":
+        with pytest.raises(InvalidInput, match=f"^{happened} is not possible in state {state}$"):
+            ownership.receive(OwnershipInput[happened])
+        assert ownership.state is OwnershipState[state]
+    else:
+        ownership.receive(OwnershipInput[happened])
+        assert ownership.state is (
+            OwnershipState[state] if target == "=" else OwnershipState[target]
+        )
+
+
+def test_new_queue_is_being_acquired() -> None:
+    assert QueueOwnership().state is OwnershipState.ACQUIRING
+
+
+def test_only_acquiring_owned_and_fenced_queues_are_assigned() -> None:
+    assert {state for state in OwnershipState if in_state(state).assigned} == {
+        OwnershipState.ACQUIRING,
+        OwnershipState.OWNED,
+        OwnershipState.FENCED,
+    }
+
+
+def test_only_owned_and_draining_queues_are_held() -> None:
+    assert {state for state in OwnershipState if in_state(state).held} == {
+        OwnershipState.OWNED,
+        OwnershipState.DRAINING,
+    }
+
+
+def test_revoked_queue_is_never_assigned_again() -> None:
+    """The next assignment begins with a new object, after the hand-over."""
+    for state in OwnershipState:
+        for happened, (target, _) in TABLE[state].items():
+            if not in_state(state).assigned:
+                assert not in_state(target).assigned, (state, happened)
+
+
+def test_owned_and_draining_are_entered_by_a_grant_only() -> None:
+    for state in OwnershipState:
+        for happened, (target, _) in TABLE[state].items():
+            if in_state(target).held and not in_state(state).held:
+                assert happened is OwnershipInput.GRANTED
+
+
+def test_released_queue_was_closed_or_lost_its_token_or_was_never_granted() -> None:
+    before = {
+        state
+        for state in OwnershipState
+        for target, _ in TABLE[state].values()
+        if target is OwnershipState.RELEASED
+    }
+    assert before - {OwnershipState.RELEASED} == {
+        OwnershipState.CLOSING,
+        OwnershipState.LOST,
+        OwnershipState.WITHDRAWING,
+    }
+
+
+def test_grant_is_reported_once_and_its_end_once() -> None:
+    for state in OwnershipState:
+        for happened, (target, effects) in TABLE[state].items():
+            gained = in_state(target).held and not in_state(state).held
+            assert (OwnershipEffect.REPORT_GRANTED in effects) == gained, (state, happened)
+            lost = in_state(state).held and target in (OwnershipState.FENCED, OwnershipState.LOST)
+            assert (OwnershipEffect.REPORT_FENCED in effects) == lost, (state, happened)
+            assert (OwnershipEffect.REPORT_RELEASED in effects) == (
+                happened is OwnershipInput.RELEASED
+            )
+            assert (OwnershipEffect.REPORT_DRAINING in effects) == (
+                state is OwnershipState.OWNED and target is OwnershipState.DRAINING
+            )
+
+
+def test_reset_and_mode_change_forget_all_work_unless_it_is_closed() -> None:
+    for state in OwnershipState:
+        for happened in (OwnershipInput.RESET, OwnershipInput.MODE_CHANGED):
+            forgets = OwnershipEffect.FORGET_WORK in TABLE[state][happened].effects
+            assert forgets == (state not in (OwnershipState.CLOSING, OwnershipState.RELEASED)), (
+                state,
+                happened,
+            )
+
+
+def test_fence_keeps_the_work_in_flight() -> None:
+    """The next request claims it (protocol section 11)."""
+    for state in OwnershipState:
+        assert OwnershipEffect.FORGET_WORK not in TABLE[state][OwnershipInput.FENCED].effects
+
+
+def test_fence_and_revocation_are_possible_in_every_state() -> None:
+    """The group's record and late refusals arrive at any time."""
+    for state in OwnershipState:
+        assert {
+            OwnershipInput.REVOKED,
+            OwnershipInput.FENCED,
+            OwnershipInput.RESET,
+            OwnershipInput.MODE_CHANGED,
+        } <= TABLE[state].keys()
+
+
+def test_every_state_leads_to_released() -> None:
+    ends = {OwnershipState.RELEASED}
+    for _ in OwnershipState:
+        ends |= {
+            state
+            for state in OwnershipState
+            if ends & {target for target, _ in TABLE[state].values()}
+        }
+    assert ends == set(OwnershipState)
+
+
+def test_module_prints_its_diagram() -> None:
+    command = [sys.executable, "-m", "batonmq._core.ownership"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed == mermaid_diagram() + "\n"
+    assert "    OWNED --> DRAINING: revoked\n" in printed
+    assert "    OWNED --> FENCED: fenced, deadline_passed, reset\n" in printed
