@@ -15,7 +15,7 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.locks import Locks
 from batonmq.admin.operation import Operation
 from batonmq.errors import UnknownQueue
-from tests.client.group import noting, scene
+from tests.client.group import handle_all, scene
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +27,7 @@ async def test_lock_of_an_owner_tells_its_lease_and_token(nameserver: str) -> No
         queue = QueueRef(at.topic, "broker-0", 0)
         never = await Locks(admin).describe(at.group, queue)
         assert (never.lock.state, never.lock.token, never.lock.client_id) == ("free", 0, None)
-        async with noting(at, "c1"):
+        async with handle_all(at, "c1"):
 
             async def owned() -> bool:
                 return (await Locks(admin).describe(at.group, queue)).lock.client_id == "c1"
@@ -84,7 +84,7 @@ async def test_force_on_a_queue_that_nobody_ever_owned_is_refused(nameserver: st
 
 
 async def test_release_all_takes_nothing_from_a_client_at_work(nameserver: str) -> None:
-    async with scene(nameserver, 2) as at, Admin(nameserver) as admin, noting(at, "c1-release"):
+    async with scene(nameserver, 2) as at, Admin(nameserver) as admin, handle_all(at, "c1-release"):
 
         async def owned() -> bool:
             locks = await admin.list_locks(at.group)
