@@ -1,6 +1,6 @@
 """Finds messages by time, key or position. Only safe messages are found.
 
-MessageStore times never decrease on one node, so positions, offsets and times have the same order.
+Store times never decrease on one node, so positions, offsets and times have the same order.
 """
 
 from __future__ import annotations
