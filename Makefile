@@ -75,8 +75,10 @@ breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 test: $(SETUP)  ## every test that CI runs, on two cores
 	pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
 
+# Nothing that waits for another process: under three minutes on two cores.
+QUICK := not sim and not e2e and not spark and not etcd
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
-	pytest -q -m "not sim and not e2e and not spark"
+	pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "$(QUICK)"
 
 pythons: $(SETUP) ## the tests of the client library on every supported Python of this machine
 	python -m tools.pythons
@@ -98,7 +100,7 @@ faults: $(SETUP) ## faults of every kind, drawn from BATON_FAULT_SEED, for BATON
 
 coverage: $(SETUP) ## lines and branches that the fast tests reach, per folder
 	coverage erase
-	pytest -q -n 2 -m "not e2e and not sim and not spark" --cov --cov-report= tests
+	pytest -q -n 3 -m "$(QUICK)" --cov --cov-report= tests
 	python -m tools.coverage_by_folder
 
 audit: $(SETUP) ## known vulnerabilities of the locked dependencies

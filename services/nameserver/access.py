@@ -1,4 +1,7 @@
-"""Who may make the calls of the nameserver. Lists have what the caller may use."""
+"""Permissions that the calls of the nameserver need.
+
+List calls need no permission: they return the entries that the caller may use.
+"""
 
 from __future__ import annotations
 

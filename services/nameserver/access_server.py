@@ -1,4 +1,4 @@
-"""The servicer of access: checks requests, asks the store, answers."""
+"""The servicer of AccessService: grants of roles, and tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 _TOKEN_PREFIX = "baton_"
-"""Lets tools that look for secrets in files know one."""
+"""Lets secret scanners recognize a token."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -80,7 +80,7 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
         return pb.ListAccessResponse(identities=page.entries, next_page_token=page.next_page_token)
 
     async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckResponse:
-        """See the proto. Decided as services do, by what etcd has now."""
+        """See the proto. Decided as the services decide, from the present grants in etcd."""
         need = permission_to_ask_about(_grant(request.wanted))
         identity = check_identity(request.identity or self._guard.caller_identity(context))
         access = Authorizer(self._guard.admins)
@@ -108,7 +108,7 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
     ) -> pb.RevokeTokenResponse:
         """See the proto."""
         if not request.token_id or "/" in request.token_id:
-            raise InvalidArgument("no token is named", facts={"field": "token_id"})
+            raise InvalidArgument("token_id is required", facts={"field": "token_id"})
         identity = await self._store.revoke_token(request.token_id)
         if identity is not None:
             log.info(
@@ -129,11 +129,15 @@ def _listed(identity: str, held: IdentityAccess) -> pb.IdentityAccess:
 
 
 def _grantee(identity: str) -> str:
-    """`identity`, if something may be granted to it."""
+    """Return `identity` if roles can be granted to it.
+
+    Raises:
+        InvalidArgument: it is malformed, or a service.
+    """
     if identity.startswith(SERVICE_PREFIX):
         raise InvalidArgument(
-            f"{identity} is a service: what it may do is not granted",
-            remedy="Use another identity for programs of your own.",
+            f"{identity} is a service: the permissions of services are fixed",
+            remedy="Use another identity for your own programs.",
             facts={"field": "identity"},
         )
     return check_identity(identity)
@@ -143,5 +147,5 @@ def _grant(grant: stored_access_pb2.AccessGrant) -> Grant:
     try:
         role, resource = grant_from_pb(grant)
     except KeyError as error:
-        raise InvalidArgument("no role is named", facts={"field": "role"}) from error
+        raise InvalidArgument("role is required", facts={"field": "role"}) from error
     return check_grant(role, resource)

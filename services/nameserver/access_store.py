@@ -1,4 +1,4 @@
-"""Grants and tokens in etcd: read, decide, write if nothing changed meanwhile."""
+"""Grants and tokens in etcd."""
 
 from __future__ import annotations
 
@@ -30,43 +30,46 @@ _TOKEN_ID_CHARACTERS = 16
 
 @dataclass(slots=True)
 class IdentityAccess:
-    """What an identity has; tokens oldest first."""
+    """Grants and tokens of an identity; tokens oldest first."""
 
     grants: frozenset[Grant] = frozenset()
     tokens: list[pb.StoredToken] = field(default_factory=list)
 
 
 class AccessStore:
-    """All methods raise `NoQuorum` if etcd does not answer."""
+    """Reads and compare-and-swap writes of grants and tokens.
+
+    All methods raise `NoQuorum` if etcd does not answer.
+    """
 
     def __init__(self, etcd: EtcdSession, swap: CompareAndSwap) -> None:
         self._etcd, self._swap = etcd, swap
 
     async def grants_of(self, identity: str) -> frozenset[Grant]:
-        """What is granted to an identity now."""
+        """Return the present grants of an identity."""
         return _grants(await self._etcd.get(grants_key(identity)))
 
     async def grant(self, identity: str, grant: Grant) -> bool:
-        """Add a grant; False if it was there.
+        """Add a grant; return False if the identity has it already.
 
         Raises:
-            LimitExceeded: the identity has too many already.
-            Overloaded: every try lost against another change.
+            LimitExceeded: the identity has the maximum number of grants.
+            Overloaded: every attempt was overtaken by another writer.
         """
         return bool(await self._change(identity, lambda grants: grants | {grant}))
 
     async def revoke(self, identity: str, grant: Grant | None) -> int:
-        """Take a grant away, or all; how many there were.
+        """Revoke a grant, or all if it is None; return the number of revoked grants.
 
         Raises:
-            Overloaded: every try lost against another change.
+            Overloaded: every attempt was overtaken by another writer.
         """
         return await self._change(
             identity, lambda grants: grants - {grant} if grant is not None else frozenset()
         )
 
     async def add_token(self, digest: str, identity: str, by: str) -> str:
-        """Note what a new token stands for; its id."""
+        """Store a new token of `identity`; return its id."""
         token = pb.StoredToken(
             identity=identity,
             token_id=digest[:_TOKEN_ID_CHARACTERS],
@@ -77,7 +80,7 @@ class AccessStore:
         return token.token_id
 
     async def revoke_token(self, token_id: str) -> str | None:
-        """Forget a token; whom it stood for, None if there is none."""
+        """Delete a token; return its identity, or None if there is no such token."""
         found, _ = await self._etcd.get_prefix(token_key(token_id))
         for stored in found:
             token = pb.StoredToken.FromString(stored.value)
@@ -87,23 +90,23 @@ class AccessStore:
         return None
 
     async def all(self) -> Mapping[str, IdentityAccess]:
-        """Everybody who has something, ascending."""
+        """Return all identities with a grant or a token, ascending."""
         found, _ = await self._etcd.get_prefix(PREFIX)
-        everybody: dict[str, IdentityAccess] = {}
+        by_identity: dict[str, IdentityAccess] = {}
         for stored in found:
             if identity := identity_of(stored.key.removeprefix(PREFIX)):
-                everybody.setdefault(identity, IdentityAccess()).grants = _grants(stored)
+                by_identity.setdefault(identity, IdentityAccess()).grants = _grants(stored)
             else:
                 token = pb.StoredToken.FromString(stored.value)
-                everybody.setdefault(token.identity, IdentityAccess()).tokens.append(token)
-        for held in everybody.values():
+                by_identity.setdefault(token.identity, IdentityAccess()).tokens.append(token)
+        for held in by_identity.values():
             held.tokens.sort(key=lambda token: (token.create_unix_ms, token.token_id))
-        return dict(sorted(everybody.items()))
+        return dict(sorted(by_identity.items()))
 
     async def _change(
         self, identity: str, change: Callable[[frozenset[Grant]], frozenset[Grant]]
     ) -> int:
-        """By how many grants it differs afterwards."""
+        """Change the grants of an identity; return the number of grants added and removed."""
         key = grants_key(identity)
 
         async def attempt() -> int | None:
@@ -114,8 +117,8 @@ class AccessStore:
                 return 0
             if len(after) > GRANTS_MAX:
                 raise LimitExceeded(
-                    f"{identity} has {len(before)} grants",
-                    remedy="Grant on names that end in *.",
+                    f"{identity} would have {len(after)} grants; the limit is {GRANTS_MAX}",
+                    remedy="Grant roles on resources that end in *.",
                     facts={"field": "grants", "limit": GRANTS_MAX, "actual": len(after)},
                 )
             revision = await self._etcd.txn(
@@ -129,7 +132,7 @@ class AccessStore:
 
 
 def _grants(stored: KeyValue | None) -> frozenset[Grant]:
-    """Those that can be read: services look at no others."""
+    """Return the grants; none if they are unreadable, as the services treat them."""
     try:
         return grants_from_bytes(stored.value) if stored is not None else frozenset()
     except (DecodeError, KeyError):

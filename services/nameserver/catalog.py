@@ -1,7 +1,7 @@
-"""What this replica knows: live, decoded copies of what etcd has, and who waits for changes.
+"""Live, decoded copies of what etcd has: topics, groups, members, nodes; and watches of them.
 
-Only reads. A copy may lag behind etcd, by milliseconds as a rule; it never goes back. Whoever is
-about to write reads etcd itself (`store`).
+The catalog only reads. A copy may lag behind etcd, usually by milliseconds; it never goes back. A
+decision that is to be written needs etcd's own state (`topic_store`, `group_store`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Catalog:
     """Topics, groups, live members and nodes as this replica sees them.
 
     Args:
-        nodes: Mirror of `nodes/`; somebody else runs it.
-        watchers_max: More than so many watches at a time are refused.
+        nodes: Mirror of `nodes/`; the runtime runs it.
+        watchers_max: Limit of open watches; more are refused.
 
     Attributes:
         mirrors: To be run, each as one task.
-        owned: Keys of the queues that have an owner, by group. Nothing waits for it to be read.
+        owned: Keys of the queues that have an owner, by group. The catalog is ready without it.
     """
 
     def __init__(self, etcd: EtcdSession, nodes: EtcdMirror, *, watchers_max: int) -> None:
@@ -66,7 +66,7 @@ class Catalog:
         self.groups: dict[str, Group] = {}
         self.owned: dict[str, set[str]] = {}
         self.watcher_count = 0
-        self._pushes: dict[str, _Pushed] = {}
+        self._groups: dict[str, _CatalogGroup] = {}
         self._addresses: dict[str, str] = {}
         self._rooms: dict[str, str] = {}
         self._route_generation = 0
@@ -78,26 +78,26 @@ class Catalog:
         self._nodes_changed(frozenset())
 
     def check_ready(self) -> None:
-        """Refuse to answer from copies that are not complete yet.
+        """Return if the copies are complete.
 
         Raises:
-            NotServing: etcd has not been read once.
+            NotServing: etcd has not been read completely yet.
         """
         if not all(mirror.revision for mirror in (*self._needed, self._nodes)):
             raise NotServing("the nameserver has not read etcd yet", retry_after_ms=200)
 
     async def ready(self) -> None:
-        """Until every copy is complete."""
+        """Wait until every copy is complete."""
         for mirror in (*self._needed, self._nodes):
             await mirror.ready()
 
     async def caught_up(
         self, *, topics: int = 0, groups: int = 0, live: int = 0, places: int = 0
     ) -> None:
-        """Until the copies hold what was written at these revisions.
+        """Wait until the copies have what was written at these revisions.
 
         Raises:
-            NotServing: they don't within 5 s. What was written stands.
+            NotServing: they do not have it within 5 s. The write stays in force.
         """
         try:
             async with asyncio.timeout(CATCH_UP_MS_MAX / 1000):
@@ -107,35 +107,36 @@ class Catalog:
                 await self.places.reached(places)
         except TimeoutError as error:
             raise NotServing(
-                "the change is stored, but this replica does not see it yet", retry_after_ms=500
+                "the change is stored, but this replica has not received it from etcd yet",
+                retry_after_ms=500,
             ) from error
 
     @property
     def addresses(self) -> dict[str, str]:
-        """host:port of every broker that is alive."""
+        """host:port of every live broker."""
         return self._addresses
 
     @property
     def rooms(self) -> dict[str, str]:
-        """Machine room, perhaps empty, of every broker that is alive."""
+        """Machine room of every live broker; empty for none."""
         return self._rooms
 
     def message(self, name: str) -> pb.Group | None:
-        """The group as it stands in etcd; shared, so not to be changed."""
-        pushed = self._pushes.get(name)
-        return pushed.message.group if pushed is not None else None
+        """Return the group as a message; shared, so not to be changed."""
+        entry = self._groups.get(name)
+        return entry.message.group if entry is not None else None
 
-    def push(self, name: str) -> pb.WatchGroupResponse | None:
-        """The same as it is pushed: one message for all who watch, since it may be large."""
-        pushed = self._pushes.get(name)
-        return pushed.message if pushed is not None else None
+    def watch_message(self, name: str) -> pb.WatchGroupResponse | None:
+        """Return the message for watchers; one for all, as it may be large."""
+        entry = self._groups.get(name)
+        return entry.message if entry is not None else None
 
     def route(self, topic: Topic) -> Route:
-        """The present route of a topic. Its generation rises with any topic's, any broker's."""
+        """Return the route of a topic; its generation rises with topics and brokers."""
         return build_route(topic, self._addresses, self._route_generation)
 
     def nodes(self) -> tuple[list[pb.Node], int]:
-        """Live nodes by service and node id, and their generation."""
+        """Return the live nodes by service and node id, and their generation."""
         decoded = (
             _decoded(key, stored.value, pb.Node.FromString)
             for key, stored in list(self._nodes.values.items())
@@ -145,13 +146,13 @@ class Catalog:
 
     @contextmanager
     def watching_topic(self, name: str) -> Iterator[asyncio.Event]:
-        """An event that is set at each change of the topic or of any broker."""
+        """Yield an event that is set at each change of the topic or of any broker."""
         with self._watching(f"topics/{name}") as changed:
             yield changed
 
     @contextmanager
     def watching_group(self, name: str) -> Iterator[asyncio.Event]:
-        """An event that is set at each change of the group."""
+        """Yield an event that is set at each change of the group."""
         with self._watching(f"groups/{name}") as changed:
             yield changed
 
@@ -159,8 +160,8 @@ class Catalog:
     def _watching(self, key: str) -> Iterator[asyncio.Event]:
         if self.watcher_count >= self._watchers_max:
             raise Overloaded(
-                f"{self._watchers_max} watches are open already",
-                remedy="Ask another nameserver.",
+                f"{self._watchers_max} watches are open; the limit is {self._watchers_max}",
+                remedy="Call another nameserver.",
                 retry_after_ms=5_000,
                 facts={"limit": self._watchers_max},
             )
@@ -176,18 +177,18 @@ class Catalog:
                 del self._waiting[key]
 
     def _topics_changed(self, names: frozenset[str]) -> None:
-        _follow(self.topic_mirror, names, self.topics, topic_from_bytes)
+        _update_copies(self.topic_mirror, names, self.topics, topic_from_bytes)
         self._routes_changed()
         self._wake(f"topics/{name}" for name in names)
 
     def _groups_changed(self, names: frozenset[str]) -> None:
-        _follow(self.group_mirror, names, self._pushes, _pushed)
+        _update_copies(self.group_mirror, names, self._groups, _decode_group)
         for name in names:
-            pushed = self._pushes.get(name)
-            if pushed is None:
+            entry = self._groups.get(name)
+            if entry is None:
                 self.groups.pop(name, None)
             else:
-                self.groups[name] = pushed.group
+                self.groups[name] = entry.group
         self._wake(f"groups/{name}" for name in names)
 
     def _locks_changed(self, keys: frozenset[str]) -> None:
@@ -202,7 +203,7 @@ class Catalog:
                     del self.owned[group]
 
     def _nodes_changed(self, _: frozenset[str]) -> None:
-        brokers = _present(self.nodes()[0])
+        brokers = _broker_nodes(self.nodes()[0])
         self._rooms = {name: node.room for name, node in brokers.items()}
         addresses = {name: node.address for name, node in brokers.items()}
         if addresses == self._addresses:
@@ -212,10 +213,10 @@ class Catalog:
         self._wake(key for key in self._waiting if key.startswith("topics/"))
 
     def _routes_changed(self) -> None:
-        """Raise the generation: to the revision of the change, and past the last one.
+        """Raise the generation to the revision of the change, or by one if that is higher.
 
-        Topics and nodes arrive by two streams, so a change may come after one with a higher
-        revision; replicas then differ by the one that is added, until the next change.
+        Topics and nodes arrive in two streams, so a change may arrive after one with a higher
+        revision. The generations of two replicas then differ by one until the next change.
         """
         revision = max(self.topic_mirror.revision, self._nodes.revision)
         self._route_generation = max(self._route_generation + 1, revision)
@@ -226,10 +227,10 @@ class Catalog:
                 changed.set()
 
 
-def _present(nodes: list[pb.Node]) -> dict[str, pb.Node]:
-    """The node of every broker that is alive: its leader, or while there is none a follower.
+def _broker_nodes(nodes: list[pb.Node]) -> dict[str, pb.Node]:
+    """Return a node of every live broker: its leader, or a follower while there is no leader.
 
-    So a route keeps a broker whose next leader is about to be elected.
+    So a route keeps a broker whose next leader is not elected yet.
     """
     found: dict[str, pb.Node] = {}
     for node in nodes:
@@ -240,14 +241,14 @@ def _present(nodes: list[pb.Node]) -> dict[str, pb.Node]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pushed:
-    """A group, and the message that tells of it."""
+class _CatalogGroup:
+    """A group, and its message for watchers."""
 
     message: pb.WatchGroupResponse
     group: Group
 
 
-def _follow(
+def _update_copies(
     mirror: EtcdMirror,
     keys: frozenset[str],
     decoded: dict[str, Value],
@@ -263,13 +264,15 @@ def _follow(
             decoded[key] = value
 
 
-def _pushed(value: bytes) -> _Pushed:
+def _decode_group(value: bytes) -> _CatalogGroup:
     stored = StoredGroup.FromString(value)
-    return _Pushed(pb.WatchGroupResponse(group=group_to_pb(stored)), group_from_stored(stored))
+    return _CatalogGroup(
+        pb.WatchGroupResponse(group=group_to_pb(stored)), group_from_stored(stored)
+    )
 
 
 def _decoded(key: str, value: bytes, decode: Callable[[bytes], Value]) -> Value | None:
-    """The value; None, and an error in the log, if the bytes in etcd are not ours."""
+    """Return the decoded value; None, with an error in the log, if it is unreadable."""
     try:
         return decode(value)
     except (DecodeError, KeyError):

@@ -1,4 +1,4 @@
-"""The call that asks why queues do not move: check, inspect, answer."""
+"""The call WhyStuck."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batonmq_server.nameserver.topic_calls import TopicCalls
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisCalls:
-    """Each method is the call of that name; see the proto."""
+    """Diagnoses the queues that a request names."""
 
     groups: GroupCalls
     topics: TopicCalls
@@ -27,11 +27,11 @@ class DiagnosisCalls:
             queues = tuple(self.inspector.queues_of_topic(topic.name))
         else:
             queues = self.inspector.queues_of(group)
-        wanted = tuple(
+        selected = tuple(
             queue
             for queue in queues
             if request.broker in ("", queue.broker)
             and (not request.HasField("queue_id") or request.queue_id == queue.queue_id)
         )
-        found = await self.inspector.inspect([GroupQueues(group, wanted)], patient=True)
+        found = await self.inspector.inspect([GroupQueues(group, selected)], patient=True)
         return pb.WhyStuckResponse(queues=[diagnosis_to_pb(d.evidence, d.finding) for d in found])

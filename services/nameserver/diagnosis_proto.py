@@ -1,4 +1,4 @@
-"""Diagnoses to protobuf, and refused clients from it."""
+"""Protobuf messages of diagnoses, and of refused clients as evidence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batonmq_server.nameserver.core.evidence import (
 
 
 def diagnosis_to_pb(e: QueueEvidence, finding: Finding) -> pb.Diagnosis:
-    """As sent."""
+    """Return a diagnosis as the message of the contract."""
     return pb.Diagnosis(
         queue=queue_pb2.GroupQueue(
             group=e.group.name,
@@ -34,8 +34,8 @@ def diagnosis_to_pb(e: QueueEvidence, finding: Finding) -> pb.Diagnosis:
     )
 
 
-def refused_from_pb(clients: Iterable[pb.RefusedClient]) -> list[ExcludedClient]:
-    """Those that are refused for their subscription."""
+def excluded_from_pb(clients: Iterable[pb.RefusedClient]) -> list[ExcludedClient]:
+    """Return the clients that are refused for their subscription."""
     return [
         ExcludedClient(
             client.incarnation.client_id,

@@ -11,15 +11,15 @@ Value = TypeVar("Value")
 
 
 def enum_value(field: str, number: int, values: Mapping[int, Value]) -> Value:
-    """What `number` stands for.
+    """Return the value that an enum number of a request stands for.
 
     Raises:
-        InvalidArgument: nothing.
+        InvalidArgument: the number is unknown.
     """
     if number not in values:
         raise InvalidArgument(
-            f"{field} {number} is not known",
-            remedy="Use a value of the contract.",
+            f"{field} {number} is unknown",
+            remedy="Use a value of the enum in the contract.",
             facts={"field": field},
         )
     return values[number]

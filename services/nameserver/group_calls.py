@@ -1,4 +1,4 @@
-"""The calls about groups: check, ask catalog and store, answer. No rules live here."""
+"""The calls about groups. The rules are in the core; here requests are checked and answered."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCalls:
-    """Each method is the call of that name; see the proto."""
+    """Carries out the calls about groups; each method is the call of that name in the proto."""
 
     settings: NameserverSettings
     clock: Clock
@@ -55,13 +55,13 @@ class GroupCalls:
         try:
             heartbeat = heartbeat_from_pb(request)
             self.catalog.check_ready()
-            verdict = await self._stay(heartbeat)
+            verdict = await self._renew(heartbeat)
             if verdict is None:
                 verdict = await self._join(heartbeat)
         except BatonError as error:
             self.events.heartbeat_refused(error)
             raise
-        self.sessions.heard(_session(heartbeat))
+        self.sessions.heartbeat_received(_session(heartbeat))
         group = self.catalog.message(heartbeat.group)
         self.events.heartbeat_accepted(heartbeat, group.generation if group else 0)
         kind, differences = verdict_to_pb(verdict)
@@ -97,7 +97,7 @@ class GroupCalls:
                 stack.enter_context(self.sessions.open(session))
             while True:
                 changed.clear()
-                present = self.catalog.push(name)
+                present = self.catalog.watch_message(name)
                 if present is None:
                     raise group_not_found(name)
                 if present.group.generation > generation:
@@ -106,16 +106,16 @@ class GroupCalls:
                 await changed.wait()
 
     async def list(
-        self, request: pb.ListGroupsRequest, seen: Callable[[str], bool]
+        self, request: pb.ListGroupsRequest, visible: Callable[[str], bool]
     ) -> pb.ListGroupsResponse:
         """See the proto.
 
         Args:
-            seen: Whether the caller may know of a group.
+            visible: Whether the caller may see a group.
         """
         after = key_of_token(request.page_token)
         self.catalog.check_ready()
-        names = filter(seen, sorted(name for name in self.catalog.groups if name > after))
+        names = filter(visible, sorted(name for name in self.catalog.groups if name > after))
         groups = ((name, self.catalog.message(name)) for name in names)
         page = page_of(((name, group) for name, group in groups if group), request.page_size)
         return pb.ListGroupsResponse(groups=page.entries, next_page_token=page.next_page_token)
@@ -158,13 +158,13 @@ class GroupCalls:
         log.info("group deleted group=%s queues=%d", name, queue_count)
         return pb.DeleteGroupResponse(queue_count=queue_count)
 
-    async def group(self, asked: str) -> Group:
-        """The group, from etcd if the catalog does not have it.
+    async def group(self, name: str) -> Group:
+        """Return the group, from etcd if the catalog does not have it.
 
         Raises:
-            InvalidName, NotServing, GroupNotFound: as the proto says.
+            InvalidName, NotServing, GroupNotFound: see the proto.
         """
-        name = check_group(asked)
+        check_group(name)
         self.catalog.check_ready()
         if (group := self.catalog.groups.get(name)) is not None:
             return group
@@ -174,23 +174,23 @@ class GroupCalls:
         await self.catalog.caught_up(groups=found[1])
         return found[0]
 
-    async def _stay(self, heartbeat: Heartbeat) -> SubscriptionVerdict | None:
-        """The verdict, if the sender is a member on the group's terms and its lease was renewed.
+    async def _renew(self, heartbeat: Heartbeat) -> SubscriptionVerdict | None:
+        """Renew the lease if the sender is a member on the group's terms; None if it is not.
 
-        Nothing is written, so this is all that most heartbeats cost.
+        No record is written, so this is the whole cost of most heartbeats.
         """
         group = self.catalog.groups.get(heartbeat.group)
         live = self.catalog.live.values.get(f"{heartbeat.group}/{heartbeat.client_id}")
         member = group.member(heartbeat.client_id) if group is not None else None
         if group is None or live is None or member is None or group.draining or member.differs:
             return None
-        shown = (member.incarnation_id, member.host, member.room, member.subscription_hash)
-        asked = hash_of(heartbeat.terms.subscriptions)
-        if shown != (heartbeat.incarnation_id, heartbeat.host, heartbeat.room, asked):
+        recorded = (member.incarnation_id, member.host, member.room, member.subscription_hash)
+        requested = hash_of(heartbeat.terms.subscriptions)
+        if recorded != (heartbeat.incarnation_id, heartbeat.host, heartbeat.room, requested):
             return None
         if not heartbeat.terms.settings_agree(group.terms):
             return None
-        return ACCEPTED if await self.store.refresh(live) else None
+        return ACCEPTED if await self.store.renew(live) else None
 
     async def _join(self, heartbeat: Heartbeat) -> SubscriptionVerdict:
         await self._check_topics_exist(heartbeat)
@@ -200,7 +200,7 @@ class GroupCalls:
         except (SubscriptionConflict, ClientIdInUse) as error:
             if isinstance(error, SubscriptionConflict):
                 self.events.subscription_refused(heartbeat, error)
-            log.warning("member refused group=%s error=%s", heartbeat.group, error)
+            log.warning("heartbeat refused group=%s error=%s", heartbeat.group, error)
             await self.refused.record(heartbeat, error)
             raise
         await self.catalog.caught_up(groups=outcome.group_revision, live=outcome.live_revision)
@@ -208,13 +208,16 @@ class GroupCalls:
         return outcome.verdict
 
     async def _check_topics_exist(self, heartbeat: Heartbeat) -> None:
-        """Of members topics are not looked at: one that is deleted takes no other with it."""
+        """Check the topics of a new member or subscription.
+
+        Not those of a present member: it stays when one of its topics is deleted.
+        """
         group = self.catalog.groups.get(heartbeat.group)
         member = group.member(heartbeat.client_id) if group is not None else None
-        asked = heartbeat.terms.subscriptions
-        if member is not None and member.subscription_hash == hash_of(asked):
+        requested = heartbeat.terms.subscriptions
+        if member is not None and member.subscription_hash == hash_of(requested):
             return
-        for subscription in asked:
+        for subscription in requested:
             await self.topics.topic(subscription.topic)
 
 

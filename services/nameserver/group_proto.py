@@ -303,25 +303,25 @@ def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> tuple[str, int]:
     return client_id, incarnation.incarnation_id
 
 
-def _checked_subscriptions(asked: Sequence[pb.Subscription]) -> Subscriptions:
-    if not asked:
+def _checked_subscriptions(requested: Sequence[pb.Subscription]) -> Subscriptions:
+    if not requested:
         raise InvalidArgument(
             "subscriptions is required",
             remedy=f"Subscribe to 1 to {SUBSCRIPTIONS_MAX} topics.",
             facts={"field": "subscriptions"},
         )
-    if len(asked) > SUBSCRIPTIONS_MAX:
+    if len(requested) > SUBSCRIPTIONS_MAX:
         raise LimitExceeded(
-            f"{len(asked)} subscriptions; the limit is {SUBSCRIPTIONS_MAX}",
-            remedy="Use another group for the rest.",
+            f"subscriptions has {len(requested)} topics; the limit is {SUBSCRIPTIONS_MAX}",
+            remedy="Use another group for the other topics.",
             facts={
                 "field": "subscriptions",
                 "limit": SUBSCRIPTIONS_MAX,
-                "actual": len(asked),
+                "actual": len(requested),
             },
         )
     by_topic: dict[str, str] = {}
-    for subscription in asked:
+    for subscription in requested:
         topic = check_topic(subscription.topic)
         if topic in by_topic:
             raise InvalidArgument(
@@ -380,5 +380,7 @@ def _text(field: str, text: str, characters_max: int) -> str:
             facts={"field": field, "limit": characters_max, "actual": len(text)},
         )
     if not text.isprintable():
-        raise InvalidArgument(f"{field} is not printable", facts={"field": field})
+        raise InvalidArgument(
+            f"{field} has characters that are not printable", facts={"field": field}
+        )
     return text

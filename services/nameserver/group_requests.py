@@ -1,4 +1,4 @@
-"""One call about a group on its way: what it asks, and what becomes of it."""
+"""Requests about one group, and what was written for them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from batonmq_server.nameserver.core.groups import Group, Heartbeat, Member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupChange:
-    """A record that was written.
+    """A group record that was written.
 
     Attributes:
-        before: The record before; None if it is new.
-        expired: Members that were taken out because they had died.
-        joined: Client ids of members that came or came back.
-        left: Client ids of members that were taken out by a call.
-        replaced: Differences, by client id, of who replaced the subscription of others.
+        before: The record before; None if the group is new.
+        expired: Members that were removed because they were dead.
+        joined: Client ids of members that joined or came back.
+        left: Client ids of members that a request removed.
+        replaced: Differences, by client id, of members whose subscription replaced that of others.
     """
 
     before: Group | None
@@ -33,14 +33,14 @@ class GroupChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """What became of a call.
+    """The outcome of a request.
 
     Attributes:
-        group: The record now; None if there is none.
-        group_revision: At which it was written.
-        live_revision: At which live keys were written or deleted; 0 if none were.
-        change: What was written for this call and perhaps others; None if nothing was.
-        verdict: On a heartbeat.
+        group: The record after it; None if there is none.
+        group_revision: Revision of that record in etcd.
+        live_revision: Revision at which live keys were written or deleted; 0 if none were.
+        change: What was written for this request and perhaps others; None if nothing was.
+        verdict: On the subscription of a heartbeat.
         left: Whether the process that leaves was a member.
     """
 
@@ -54,7 +54,7 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True)
 class GroupWrite:
-    """The record after a batch of calls; revision 0 if the race was lost."""
+    """The record after a batch of requests; revision 0 if another writer was faster."""
 
     group: Group | None
     revision: int
@@ -64,40 +64,40 @@ class GroupWrite:
 
 @dataclass(eq=False, slots=True)
 class GroupRequest:
-    """One call about a group; settled once it has an outcome or an error.
+    """A request about a group; done once it has an outcome or an error.
 
     Attributes:
-        decide: Puts the call to the ledger; returns True for a member that leaves.
-        heartbeat: If that is what the call is.
-        tends: Whether what is due is to be done.
+        apply: Applies the request to a transaction; returns True for a member that leaves.
+        heartbeat: The heartbeat, if the request is one.
+        maintains: Whether a finished drain is to be ended, and queues are to be assigned anew.
     """
 
-    decide: Callable[[GroupTransaction], bool | None]
+    apply: Callable[[GroupTransaction], bool | None]
     heartbeat: Heartbeat | None = None
-    tends: bool = False
+    maintains: bool = False
     left: bool = False
     error: BatonError | None = None
     outcome: GroupOutcome | None = None
 
     @property
-    def is_settled(self) -> bool:
-        """Whether it is known what became of it."""
+    def is_done(self) -> bool:
+        """Whether there is an outcome or an error."""
         return self.error is not None or self.outcome is not None
 
-    def put_to(self, ledger: GroupTransaction) -> None:
-        """Let the ledger decide; a refusal is kept."""
+    def apply_to(self, transaction: GroupTransaction) -> None:
+        """Apply the request to the transaction; keep the error if it is refused."""
         try:
-            self.left = bool(self.decide(ledger))
+            self.left = bool(self.apply(transaction))
         except BatonError as error:
             self.error = error
 
-    def settle(self, ledger: GroupTransaction, written: GroupWrite) -> None:
-        """Take what was written as the outcome, unless it was refused."""
+    def finish(self, transaction: GroupTransaction, written: GroupWrite) -> None:
+        """Take what was written as the outcome, unless the request was refused."""
         if self.error is not None:
             return
         verdict = None
         if self.heartbeat is not None and written.group is not None:
-            verdict = ledger.verdict(self.heartbeat, written.group)
+            verdict = transaction.verdict(self.heartbeat, written.group)
         self.outcome = GroupOutcome(
             group=written.group,
             group_revision=written.revision,

@@ -1,11 +1,11 @@
-"""Finds out of many queues at a time why they are not moving, with few questions.
+"""Inspection of queues: collects the evidence about many queues with few calls, and diagnoses them.
 
-One question to the lock manager, one per group to offsets, then one per broker for the ends of
-all its queues; single queues are asked about only where they lag. Progress is read before the
-ends, so no queue ends below its progress for being asked about later.
+One call goes to the lock manager, one per group to offsets, then one per broker for the ends of all
+its queues. Single queues are queried only if they lag. Progress is read before the ends, so a queue
+never seems to end below its progress.
 
-Remembers of each queue when its committed offset was seen to move, and what its oldest message
-is: a message that is stuck is read once.
+The inspector remembers when the committed offset of each queue was seen to change, and which its
+oldest message is: the message of a stuck queue is read once.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from batonmq_server.nameserver.core.evidence import (
     SubscriptionMismatch,
 )
 from batonmq_server.nameserver.core.groups import Group, assigned_members
-from batonmq_server.nameserver.diagnosis_proto import refused_from_pb
+from batonmq_server.nameserver.diagnosis_proto import excluded_from_pb
 from batonmq_server.nameserver.queue_queries import MessageStamp, QueryResult, QueueQueries
 
-LOOK_AGAIN_MS = 1_000
-"""Time between two looks at queues that were never looked at: do they move?"""
+RECHECK_MS = 1_000
+"""Time until the second look at queues that were not seen before, to find out whether they move."""
 FRESH_MS = 60_000
-"""If the last look is longer ago, a queue that has moved since may have done so long ago."""
+"""If the last look was longer ago, a changed committed offset does not prove that a queue moves."""
 FORGET_MS = 600_000
-"""A queue that nobody has asked about for so long is forgotten."""
+"""The history of a queue is dropped after this time without a look."""
 DETAILS_MAX = 2_000
-"""Queues that are asked about one by one in one look; those that lag most come first."""
+"""Queues that are queried one by one in one inspection; those with the largest lag first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupQueues:
-    """Queues of one group."""
+    """A group, and the queues of it that are to be inspected."""
 
     group: Group
     queues: tuple[QueueRef, ...]
 
 
 @dataclass(slots=True)
-class _Seen:
-    """One queue at earlier looks.
+class _QueueHistory:
+    """History of one queue.
 
     Attributes:
-        since_ms: When the committed offset was first seen as it is.
-        looked_ms: The last look.
-        moved: Whether the committed offset was another one before.
-        head: Its oldest message at some look, first read at `head_ms`.
+        since_ms: When the present committed offset was first seen.
+        looked_ms: When the queue was last seen.
+        moved: Whether the committed offset was different before.
+        head: The oldest message, first read at `head_ms`.
     """
 
     topic_id: int
@@ -79,7 +79,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What a few questions tell of all queues."""
+    """The results of the calls about all queues."""
 
     locks: QueryResult[dict[GroupQueue, LockEvidence]]
     progress: Mapping[str, QueryResult[dict[QueueRef, ProgressEvidence]]]
@@ -87,31 +87,31 @@ class _Survey:
 
 
 class QueueInspector:
-    """Looks at queues.
+    """Inspects queues.
 
     Args:
-        refused: Clients that a group refuses at this time.
+        refused: Returns the clients that a group is refusing.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         refused: Callable[[str], Iterable[pb.RefusedClient]],
-        questions: QueueQueries,
+        queries: QueueQueries,
         clock: Clock,
     ) -> None:
         self._catalog, self._refused = catalog, refused
-        self._questions, self._clock = questions, clock
-        self._seen: dict[GroupQueue, _Seen] = {}
+        self._queries, self._clock = queries, clock
+        self._histories: dict[GroupQueue, _QueueHistory] = {}
 
     def queues_of(self, group: Group) -> tuple[QueueRef, ...]:
-        """All queues of the topics that the group subscribes to, ascending."""
+        """Return all queues of the topics that the group subscribes to, ascending."""
         return tuple(
             queue for s in group.terms.subscriptions for queue in self.queues_of_topic(s.topic)
         )
 
     def queues_of_topic(self, name: str) -> Iterator[QueueRef]:
-        """The queues of a topic, ascending; none if it does not exist."""
+        """Yield the queues of a topic, ascending; none if it does not exist."""
         topic = self._catalog.topics.get(name)
         for part in topic.spread if topic else ():
             for queue_id in range(part.queue_count):
@@ -120,30 +120,30 @@ class QueueInspector:
     async def inspect(
         self, targets: Sequence[GroupQueues], *, patient: bool
     ) -> list[QueueDiagnosis]:
-        """Why each queue does not move, in the order of the targets.
+        """Return the diagnosis of each queue, in the order of the targets.
 
         Args:
-            patient: Look twice if a queue that lags was not looked at lately.
+            patient: Look twice if a lagging queue has no recent history.
         """
         if not any(target.queues for target in targets):
             return []
-        self._forget()
+        self._drop_old_histories()
         fresh_ms = self._clock.monotonic_ms() - FRESH_MS
-        known = {key for key, seen in self._seen.items() if seen.looked_ms >= fresh_ms}
+        known = {key for key, seen in self._histories.items() if seen.looked_ms >= fresh_ms}
         found = await self._look(targets)
         if patient and any(e.lag_count > 0 and e.owner and e.key not in known for e in found):
-            await asyncio.sleep(LOOK_AGAIN_MS / 1000)
+            await asyncio.sleep(RECHECK_MS / 1000)
             found = await self._look(targets)
         detailed = await self._details(found)
         return [QueueDiagnosis(evidence, diagnose(evidence)) for evidence in detailed]
 
     async def _look(self, targets: Sequence[GroupQueues]) -> list[QueueEvidence]:
-        """What a few questions tell of all queues."""
+        """Return the evidence from the calls about all queues."""
         one = targets[0].group.name if len(targets) == 1 else ""
         counted = [t.group.name for t in targets if not t.group.terms.broadcasting]
         async with asyncio.TaskGroup() as tasks:
-            listing = tasks.create_task(self._questions.locks(one))
-            counting = {name: tasks.create_task(self._questions.progress(name)) for name in counted}
+            listing = tasks.create_task(self._queries.locks(one))
+            counting = {name: tasks.create_task(self._queries.progress(name)) for name in counted}
         survey = _Survey(
             listing.result(),
             {name: task.result() for name, task in counting.items()},
@@ -152,7 +152,7 @@ class QueueInspector:
         found: list[QueueEvidence] = []
         for target in targets:
             found += self._evidence(target, survey)
-            await asyncio.sleep(0)  # heartbeats do not wait for all groups
+            await asyncio.sleep(0)  # Let heartbeats run between two groups.
         return found
 
     async def _logs(self, queues: Iterable[QueueRef]) -> dict[QueueRef, QueryResult[LogExtent]]:
@@ -161,21 +161,21 @@ class QueueInspector:
             by_broker[queue.broker].append(queue)
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(self._questions.logs(broker, part))
+                tasks.create_task(self._queries.logs(broker, part))
                 for broker, part in by_broker.items()
             ]
         return {queue: answer for task in asked for queue, answer in task.result().items()}
 
     def _evidence(self, target: GroupQueues, survey: _Survey) -> Iterator[QueueEvidence]:
-        """The evidence of one group's queues, but for what has to be asked one by one."""
+        """Yield the evidence of one group's queues, without what is queried one by one."""
         group, owned = target.group, is_owned(target.group)
-        state = state_of(
+        group_evidence = evidence_of_group(
             group,
-            refused_from_pb(self._refused(group.name)),
+            excluded_from_pb(self._refused(group.name)),
             len(self._catalog.owned.get(group.name, ())),
             self._clock.unix_ms(),
         )
-        dealt = assigned_members(group)
+        assigned = assigned_members(group)
         filters = {s.topic: s.expression for s in group.terms.subscriptions}
         locks = survey.locks.value or {}
         counted = survey.progress.get(group.name, QueryResult({}))
@@ -183,15 +183,19 @@ class QueueInspector:
             topic = self._catalog.topics.get(queue.topic)
             progress = (counted.value or {}).get(queue)
             topic_id = topic.topic_id if topic else 0
-            seen = self._saw(_key(group.name, queue), topic_id, progress) if progress else None
+            seen = None
+            if progress is not None:
+                seen = self._update_history(_key(group.name, queue), topic_id, progress)
             yield QueueEvidence(
-                group=state,
+                group=group_evidence,
                 topic=queue.topic,
                 broker=queue.broker,
                 queue_id=queue.queue_id,
                 permission=topic.permission if topic else "READ_WRITE",
                 expression=filters.get(queue.topic),
-                assigned=dealt.get(AssignableQueue(queue.topic, queue.broker, queue.queue_id), ""),
+                assigned=assigned.get(
+                    AssignableQueue(queue.topic, queue.broker, queue.queue_id), ""
+                ),
                 lock=locks.get(_key(group.name, queue)) if owned else None,
                 lock_error=survey.locks.error if owned else "",
                 progress=progress,
@@ -202,24 +206,26 @@ class QueueInspector:
                 moved=seen.moved if seen else False,
             )
 
-    def _saw(self, key: GroupQueue, topic_id: int, progress: ProgressEvidence) -> _Seen:
-        """Remember the progress of a queue, and say how it went on."""
+    def _update_history(
+        self, key: GroupQueue, topic_id: int, progress: ProgressEvidence
+    ) -> _QueueHistory:
+        """Update the history of a queue with its progress, and return it."""
         now_ms, committed_offset = self._clock.monotonic_ms(), progress.committed_offset
-        seen = self._seen.get(key)
+        seen = self._histories.get(key)
         if seen is None or seen.topic_id != topic_id:
-            seen = self._seen[key] = _Seen(topic_id, committed_offset, now_ms, now_ms)
+            seen = self._histories[key] = _QueueHistory(topic_id, committed_offset, now_ms, now_ms)
         if seen.committed_offset != committed_offset:
             seen.moved = now_ms - seen.looked_ms <= FRESH_MS
             seen.committed_offset, seen.since_ms = committed_offset, now_ms
         seen.looked_ms = now_ms
         return seen
 
-    def _forget(self) -> None:
+    def _drop_old_histories(self) -> None:
         oldest_ms = self._clock.monotonic_ms() - FORGET_MS
-        self._seen = {key: s for key, s in self._seen.items() if s.looked_ms >= oldest_ms}
+        self._histories = {key: s for key, s in self._histories.items() if s.looked_ms >= oldest_ms}
 
     async def _details(self, found: list[QueueEvidence]) -> list[QueueEvidence]:
-        """`found` with what has to be asked queue by queue."""
+        """Return `found`, completed by what is queried queue by queue."""
         lagging = [i for i, e in enumerate(found) if e.lag_count > 0 and "READ" in e.permission]
         lagging.sort(key=lambda i: -found[i].lag_count)
         async with asyncio.TaskGroup() as tasks:
@@ -229,24 +235,24 @@ class QueueInspector:
     async def _detailed(self, e: QueueEvidence) -> QueueEvidence:
         queue = e.queue
         e = await self._with_head(e, queue)
-        if _lock_matters(e):
-            described = await self._questions.lock(e.group.name, queue)
+        if _needs_lock_details(e):
+            described = await self._queries.lock(e.group.name, queue)
             e = replace(e, lock=described.value or e.lock, lock_error=described.error)
         filters = e.expression not in (None, "", "*")
         if filters and e.owner and e.progress and not e.progress.unacked_count:
-            scan = await self._questions.unwanted(queue, e.head_offset, e.expression or "")
+            scan = await self._queries.filtered(queue, e.head_offset, e.expression or "")
             e = replace(e, filtered=scan)
         return e
 
     async def _with_head(self, e: QueueEvidence, queue: QueueRef) -> QueueEvidence:
-        """With the oldest message that is not handled.
+        """Return the evidence with the oldest message that is not handled.
 
-        It is at least as old as our knowledge of it, whatever the wall clock of its broker says.
+        Its age is at least the time since it was first read, whatever the broker's clock says.
         """
-        seen = self._seen.get(e.key)
+        seen = self._histories.get(e.key)
         stamp = seen.head if seen is not None else None
         if stamp is None or stamp.offset != e.head_offset:
-            answer = await self._questions.message_at(queue, e.head_offset)
+            answer = await self._queries.message_at(queue, e.head_offset)
             if isinstance(answer.failure, DataLoss):
                 at = answer.failure.detail.position
                 position = "unknown" if at is None else str(at)
@@ -262,18 +268,18 @@ class QueueInspector:
 
 
 def is_owned(group: Group) -> bool:
-    """Whether one member at a time owns a queue of the group."""
+    """Return whether one member at a time owns a queue of the group."""
     return group.owned and not group.terms.broadcasting
 
 
-def state_of(
+def evidence_of_group(
     group: Group, refused: Iterable[ExcludedClient], open_grants: int, now_unix_ms: int
 ) -> GroupEvidence:
-    """What a diagnosis has to know of a group.
+    """Return the evidence about a group.
 
     Args:
-        refused: Clients that are refused for their subscription at this time.
-        open_grants: Queues that have an owner.
+        refused: Clients that are being refused for their subscription.
+        open_grants: Number of queues that have an owner.
     """
     pause, staged = group.pause, group.staged
     return GroupEvidence(
@@ -289,15 +295,15 @@ def state_of(
         change=SubscriptionChangeEvidence(max(0, now_unix_ms - staged.since_unix_ms), open_grants)
         if staged and staged.draining
         else None,
-        refused=(*refused, *_waiting(group)),
+        excluded=(*refused, *_differing_members(group)),
     )
 
 
-def _waiting(group: Group) -> Iterator[ExcludedClient]:
-    """Members that ask for another subscription than the group has."""
+def _differing_members(group: Group) -> Iterator[ExcludedClient]:
+    """Yield the members whose subscription differs from the group's."""
     wants = {s.topic: s.expression for s in group.staged.subscriptions} if group.staged else {}
     has = {s.topic: s.expression for s in group.terms.subscriptions}
-    unlike = tuple(
+    mismatches = tuple(
         SubscriptionMismatch(topic, wants.get(topic, ""), has.get(topic, ""))
         for topic in sorted(wants.keys() | has.keys())
         if wants and wants.get(topic) != has.get(topic)
@@ -306,11 +312,11 @@ def _waiting(group: Group) -> Iterator[ExcludedClient]:
     agrees = next(agreeing, "")
     for member in group.members:
         if member.differs:
-            yield ExcludedClient(member.client_id, agrees, unlike, waits=True)
+            yield ExcludedClient(member.client_id, agrees, mismatches, staged=True)
 
 
-def _lock_matters(e: QueueEvidence) -> bool:
-    """Whether more has to be known of the lock."""
+def _needs_lock_details(e: QueueEvidence) -> bool:
+    """Return whether the diagnosis needs the details of the lock."""
     if not e.group.owned or e.lock_error or not e.assigned:
         return False
     if e.lock is None or not e.lock.owner or e.lock.step:

@@ -1,10 +1,10 @@
-"""Which offsets replica set keeps which group: chosen once, written to etcd, moved by an operator.
+"""Placement of groups: which offsets replica set keeps which group.
 
     places/<group>      nameserver.v1.StoredPlacement
 
-A new group goes to the set with the highest score of a hash of both (rendezvous hashing). What
-was chosen stands in etcd, so nobody computes it again: a set that is added gets new groups, and old
-ones only by a move.
+A new group goes to the set with the highest hash of group and set (rendezvous hashing). The choice
+is written to etcd and never computed again, so an added set gets only new groups. An operator moves
+the others.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class PlacementCalls:
-    """Gives groups a place, and moves them.
+    """Carries out LocateGroup and MoveGroup, and places new groups.
 
     Args:
-        store: Of the groups, to see whether there is one.
+        store: Tells whether a group exists.
     """
 
     def __init__(
@@ -41,46 +41,46 @@ class PlacementCalls:
         etcd: EtcdSession,
         swap: CompareAndSwap,
         catalog: Catalog,
-        places: GroupPlacements,
+        placements: GroupPlacements,
         store: GroupStore,
     ) -> None:
         self._etcd, self._swap, self._catalog = etcd, swap, catalog
-        self._places, self._store = places, store
+        self._placements, self._store = placements, store
 
     async def locate(self, request: pb.LocateGroupRequest) -> pb.LocateGroupResponse:
         """See the proto."""
         group = check_group(request.group)
         self._catalog.check_ready()
-        return pb.LocateGroupResponse(placement=_place_pb(await self.place(group)))
+        return pb.LocateGroupResponse(placement=_placement_to_pb(await self.place(group)))
 
     async def place(self, group: str) -> GroupPlacement:
-        """The place of a group; one that has none gets it.
+        """Return the placement of a group; a group without placement gets one.
 
         Raises:
-            OffsetsUnreachable: it has none, and there is no set.
-            NoQuorum: not known.
+            OffsetsUnreachable: it has none, and no offsets node is registered.
+            NoQuorum: etcd does not answer.
         """
-        known = self._places.get(group)
-        return known if known is not None else (await self._given(group))[0]
+        known = self._placements.get(group)
+        return known if known is not None else (await self._placed(group))[0]
 
     async def place_if_possible(self, group: str) -> None:
-        """As `place`, of a group that is about to be created; without a set it waits."""
+        """Place a group that is to be created; it stays without placement if there is no set."""
         try:
             await self.place(group)
         except OffsetsUnreachable as error:
-            log.info("group has no place yet group=%s why=%s", group, error)
+            log.info("group not placed yet group=%s error=%s", group, error)
 
     async def move(self, request: pb.MoveGroupRequest) -> pb.MoveGroupResponse:
         """See the proto."""
         group = check_group(request.group)
-        wanted = check_offsets_set(request.to_set) if request.to_set else ""
+        to_set = check_offsets_set(request.to_set) if request.to_set else ""
         self._catalog.check_ready()
-        if self._places.get(group) is None and await self._store.read(group) is None:
+        if self._placements.get(group) is None and await self._store.read(group) is None:
             raise group_not_found(group)
 
         async def attempt() -> tuple[GroupPlacement, GroupPlacement, int] | None:
-            before, stored = await self._given(group)
-            after = self._after(group, before, wanted)
+            before, stored = await self._placed(group)
+            after = self._after(group, before, to_set)
             if after == before or request.dry_run:
                 return before, after, 0
             key = PLACEMENTS_PREFIX + group
@@ -93,33 +93,35 @@ class PlacementCalls:
         if revision:
             await self._catalog.caught_up(places=revision)
             log.info(
-                "group moves group=%s move=%d from=%s to=%s",
+                "group is moved group=%s move=%d from=%s to=%s",
                 group,
                 after.move,
                 after.from_set,
                 after.offsets_set,
             )
-        return pb.MoveGroupResponse(before=_place_pb(before), placement=_place_pb(after))
+        return pb.MoveGroupResponse(
+            before=_placement_to_pb(before), placement=_placement_to_pb(after)
+        )
 
-    def _after(self, group: str, before: GroupPlacement, wanted: str) -> GroupPlacement:
-        """Where a group is after a move to `wanted`, or to where a new one would be.
+    def _after(self, group: str, before: GroupPlacement, to_set: str) -> GroupPlacement:
+        """Return the placement after a move to `to_set`; if empty, to the set for a new group.
 
         Raises:
-            SetNotFound: there is no such set.
-            GroupMoving: the last move is not finished.
+            SetNotFound: no node of the set is registered.
+            GroupMoving: the previous move is not finished.
         """
-        known = sorted(self._places.registered())
-        if wanted and wanted not in known:
+        known = sorted(self._placements.registered())
+        if to_set and to_set not in known:
             raise SetNotFound(
-                f"no node of the offsets set {wanted} is registered",
-                facts={"offsets_set": wanted, "known": ", ".join(known)},
+                f"no node of the offsets set {to_set} is registered",
+                facts={"offsets_set": to_set, "known": ", ".join(known)},
             )
-        to_set = wanted or self._chosen(group)
+        to_set = to_set or self._chosen_set(group)
         if to_set == before.offsets_set:
             return before
         if before.from_set:
             raise GroupMoving(
-                f"group {group} is on its way from {before.from_set} to {before.offsets_set}",
+                f"group {group} is still moving from {before.from_set} to {before.offsets_set}",
                 retry_after_ms=200,
                 facts={
                     "group": group,
@@ -130,30 +132,32 @@ class PlacementCalls:
             )
         return GroupPlacement(to_set, before.move + 1, before.offsets_set)
 
-    async def _given(self, group: str) -> tuple[GroupPlacement, KeyValue]:
-        """The place as etcd has it now; one is chosen if there is none."""
+    async def _placed(self, group: str) -> tuple[GroupPlacement, KeyValue]:
+        """Return the present placement in etcd; choose and write one if there is none."""
         key = PLACEMENTS_PREFIX + group
         while True:
             stored = await self._etcd.get(key)
             if stored is not None:
                 return decode_placement(stored), stored
-            chosen = GroupPlacement(self._chosen(group))
+            chosen = GroupPlacement(self._chosen_set(group))
             if await self._etcd.txn(
                 compare=[unchanged(key, None)], put=[Put(key, chosen.encode())]
             ):
                 log.info("group placed group=%s offsets_set=%s", group, chosen.offsets_set)
 
-    def _chosen(self, group: str) -> str:
-        """The set that a new group is given.
+    def _chosen_set(self, group: str) -> str:
+        """Return the set for a new group.
 
         Raises:
-            OffsetsUnreachable: there is none.
+            OffsetsUnreachable: no offsets node is registered.
         """
-        known = sorted(self._places.registered())
+        known = sorted(self._placements.registered())
         if not known:
-            raise OffsetsUnreachable("no node of offsets is registered", retry_after_ms=500)
+            raise OffsetsUnreachable("no offsets node is registered", retry_after_ms=500)
         return known[index_of_highest(group, known)]
 
 
-def _place_pb(place: GroupPlacement) -> pb.Placement:
-    return pb.Placement(offsets_set=place.offsets_set, move=place.move, from_set=place.from_set)
+def _placement_to_pb(placement: GroupPlacement) -> pb.Placement:
+    return pb.Placement(
+        offsets_set=placement.offsets_set, move=placement.move, from_set=placement.from_set
+    )

@@ -1,4 +1,4 @@
-"""What the nameserver has offsets forget: topics at every set, a group at the one that keeps it."""
+"""Deletion of progress at the offsets service: of topics at every set, of a group at its set."""
 
 from __future__ import annotations
 
@@ -24,50 +24,49 @@ Answer = TypeVar("Answer", pb.DeleteTopicResponse, pb.DeleteGroupResponse)
 
 
 class ProgressDeleter:
-    """The groups' progress at offsets.
+    """Deletes progress of topics and groups.
+
+    Repeated and late calls do no harm: offsets compares topic ids, and checks whether the group
+    exists.
 
     Args:
-        offsets: A stub for the leader of a set; raises `Unreachable` if there is none.
+        offsets: Returns a stub for the leader of a set; raises `Unreachable` if there is none.
     """
 
     def __init__(
-        self, offsets: Callable[[str], pb_grpc.OffsetsServiceAsyncStub], places: GroupPlacements
+        self, offsets: Callable[[str], pb_grpc.OffsetsServiceAsyncStub], placements: GroupPlacements
     ) -> None:
-        self._offsets, self._places = offsets, places
+        self._offsets, self._placements = offsets, placements
         self._epochs: dict[str, int] = defaultdict(int)
 
     async def delete_topic(self, topic: str, topic_id: int) -> None:
-        """End the progress on earlier topics of a name, before one is created as `topic_id`.
-
-        Repeating it, early or late, does no harm.
+        """Delete the progress on earlier topics of a name, before one is created as `topic_id`.
 
         Raises:
-            OffsetsUnreachable: not known whether it has ended.
+            OffsetsUnreachable: it is unknown whether the progress is deleted.
         """
-        sets = sorted(self._places.sets()) or [self._places.set_of("")]
+        sets = sorted(self._placements.sets()) or [self._placements.set_of("")]
         counts = await run_concurrently(
-            [partial(self._forget, name, topic, topic_id) for name in sets]
+            [partial(self._delete_topic_at, name, topic, topic_id) for name in sets]
         )
         if sum(counts):
-            log.info("progress forgotten topic=%s queues=%d", topic, sum(counts))
+            log.info("progress deleted topic=%s queues=%d", topic, sum(counts))
 
     async def delete_group(self, group: str) -> int:
-        """End the progress of a deleted group; the number of queues that had some.
-
-        Repeating it, early or late, does no harm: offsets looks whether the group exists.
+        """Delete the progress of a deleted group; return the number of queues that had progress.
 
         Raises:
-            GroupInUse: it does, as it was created again.
-            OffsetsUnreachable: not known whether the progress has ended.
+            GroupInUse: the group was created again.
+            OffsetsUnreachable: it is unknown whether the progress is deleted.
         """
-        name = self._places.set_of(group)
+        name = self._placements.set_of(group)
         request = pb.DeleteGroupRequest(group=group, offsets_epoch=self._epochs[name])
         answer = await self._call(
             name, lambda stub: stub.DeleteGroup(request, timeout=CALL_TIMEOUT_S)
         )
         return answer.queue_count
 
-    async def _forget(self, name: str, topic: str, topic_id: int) -> int:
+    async def _delete_topic_at(self, name: str, topic: str, topic_id: int) -> int:
         request = pb.DeleteTopicRequest(
             topic=topic, offsets_epoch=self._epochs[name], topic_id=topic_id
         )
@@ -88,7 +87,8 @@ class ProgressDeleter:
             raise _unreachable(error) from error
         if answer.offsets_epoch < self._epochs[name]:
             raise OffsetsUnreachable(
-                f"offsets answered with epoch {answer.offsets_epoch} after {self._epochs[name]}",
+                f"offsets set {name} answered with epoch {answer.offsets_epoch}, older than "
+                f"{self._epochs[name]}",
                 retry_after_ms=500,
             )
         self._epochs[name] = answer.offsets_epoch
@@ -97,7 +97,7 @@ class ProgressDeleter:
 
 def _unreachable(error: BatonError) -> OffsetsUnreachable:
     return OffsetsUnreachable(
-        f"offsets did not say that it has forgotten: {error.message}",
+        f"unknown whether the progress was deleted: {error.message}",
         remedy="Try again: it is safe to repeat.",
         retry_after_ms=500,
     )

@@ -1,8 +1,8 @@
-"""Looks at all groups at intervals: lag and stuck queues as metrics, changes as events.
+"""Inspection of all groups at intervals: lag and stuck queues as metrics, changes as events.
 
-One replica does it: of the nameservers that are registered, the one whose node id comes first.
-While a replica goes or comes it may be two or none for a moment, which does no harm: they look at
-the same thing, and what is stuck is still so at the next look.
+One replica inspects: of the registered nameservers, the one with the lowest node id. While a
+replica starts or stops, two or none may inspect for a moment, which does no harm: all replicas see
+the same state, and a stuck queue is still stuck at the next inspection.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from batonmq_server.nameserver.metrics import LagMetrics
 log = logging.getLogger(__name__)
 
 LAG_EVENTS_PER_S_MAX = 2_000
-"""Queues whose lag is told at once; the others wait for the next second."""
+"""Lag events that are published per second."""
 
 
 class QueueMonitor:
-    """Does the looking.
+    """Inspects all groups, shows metrics and publishes events.
 
     Args:
         node_id: Of this replica.
@@ -46,20 +46,20 @@ class QueueMonitor:
     ) -> None:
         self._catalog, self._inspector, self._metrics = catalog, inspector, metrics
         self._hub, self._node_id, self._interval_ms = hub, node_id, interval_ms
-        self._told: dict[GroupQueue, QueueDiagnosis] = {}
+        self._stuck: dict[GroupQueue, QueueDiagnosis] = {}
 
     async def run(self) -> None:
-        """Look for ever; to be run as one task."""
+        """Inspect until cancelled; to be run as one task."""
         await self._catalog.ready()
         while True:
-            await self.look()
+            await self.inspect()
             await asyncio.sleep(self._interval_ms / 1000)
 
-    async def look(self) -> None:
-        """Look once, if it is this replica's turn; else show nothing."""
-        if not self._on_duty():
+    async def inspect(self) -> None:
+        """Inspect once if this is the inspecting replica; otherwise show no metrics."""
+        if not self._is_inspecting():
             self._metrics.show((), {})
-            self._told = {}
+            self._stuck = {}
             return
         groups = self._catalog.groups
         targets = [
@@ -70,10 +70,10 @@ class QueueMonitor:
         found = await self._inspector.inspect(targets, patient=True)
         self._metrics.show(found, {name: len(each.members) for name, each in groups.items()})
         self._metrics.count_inspection()
-        self._tell(found)
-        await self._tell_lag([d for d in found if _has_lag_to_tell(d)])
+        self._publish_changes(found)
+        await self._publish_lag([d for d in found if _has_known_lag(d)])
 
-    def _on_duty(self) -> bool:
+    def _is_inspecting(self) -> bool:
         nameservers = [
             node.node_id
             for node in self._catalog.nodes()[0]
@@ -81,37 +81,39 @@ class QueueMonitor:
         ]
         return min(nameservers, default="") == self._node_id
 
-    def _tell(self, found: list[QueueDiagnosis]) -> None:
-        """Publish what has changed since the last look."""
+    def _publish_changes(self, found: list[QueueDiagnosis]) -> None:
+        """Publish queues that got stuck, changed their reason or recovered since the last time."""
         stuck = {d.evidence.key: d for d in found if d.finding.reason.stuck}
         changed = [
             d
             for d in found
-            if (d.evidence.key in stuck or d.evidence.key in self._told)
-            and self._was(d.evidence.key) != d.finding.reason
+            if (d.evidence.key in stuck or d.evidence.key in self._stuck)
+            and self._reason_before(d.evidence.key) != d.finding.reason
         ]
-        self._told = stuck
+        self._stuck = stuck
         for diagnosis in changed:
-            self._hub.publish(_event(diagnosis))
+            self._hub.publish(_stuck_event(diagnosis))
         counts = Counter((d.evidence.group.name, d.finding.reason) for d in changed)
         for (group, reason), count in counts.items():
             level = logging.WARNING if reason.stuck else logging.INFO
-            log.log(level, "queues changed group=%s reason=%s queues=%d", group, reason, count)
+            log.log(
+                level, "queue diagnosis changed group=%s reason=%s queues=%d", group, reason, count
+            )
 
-    async def _tell_lag(self, found: list[QueueDiagnosis]) -> None:
+    async def _publish_lag(self, found: list[QueueDiagnosis]) -> None:
         for index, diagnosis in enumerate(found):
             if not self._hub.watched:
                 return
             if index % LAG_EVENTS_PER_S_MAX == LAG_EVENTS_PER_S_MAX - 1:
                 await asyncio.sleep(1)
-            self._hub.publish(_lag(diagnosis))
+            self._hub.publish(_lag_event(diagnosis))
 
-    def _was(self, key: GroupQueue) -> str:
-        before = self._told.get(key)
+    def _reason_before(self, key: GroupQueue) -> str:
+        before = self._stuck.get(key)
         return before.finding.reason if before else ""
 
 
-def _event(diagnosis: QueueDiagnosis) -> metrics_pb.MetricEvent:
+def _stuck_event(diagnosis: QueueDiagnosis) -> metrics_pb.MetricEvent:
     finding = diagnosis.finding
     return metrics_pb.MetricEvent(
         queue=_queue(diagnosis),
@@ -119,14 +121,14 @@ def _event(diagnosis: QueueDiagnosis) -> metrics_pb.MetricEvent:
     )
 
 
-def _has_lag_to_tell(diagnosis: QueueDiagnosis) -> bool:
+def _has_known_lag(diagnosis: QueueDiagnosis) -> bool:
     e = diagnosis.evidence
     return (
         e.progress is not None and e.log is not None and (e.group.member_count or e.lag_count) > 0
     )
 
 
-def _lag(diagnosis: QueueDiagnosis) -> metrics_pb.MetricEvent:
+def _lag_event(diagnosis: QueueDiagnosis) -> metrics_pb.MetricEvent:
     e = diagnosis.evidence
     assert e.progress is not None and e.log is not None
     return metrics_pb.MetricEvent(

@@ -1,6 +1,6 @@
-"""What the nameserver asks the other services about queues.
+"""Queries of the nameserver to the other services about queues.
 
-A service that does not answer, or refuses, is an answer too: nothing here fails.
+A service that does not answer, or rejects the call, is a result too: no query raises.
 """
 
 from __future__ import annotations
@@ -34,31 +34,34 @@ from batonmq_server.nameserver.core.evidence import (
 
 CALL_TIMEOUT_S = 4.0
 CALLS_MAX = 32
-"""Calls under way at a time."""
+"""Concurrent calls."""
 QUEUES_MAX = 10_000
-"""Queues in one question to a broker."""
+"""Queues in one call to a broker."""
 FILTER_READS_MAX = 4
-"""Reads of one queue to find a message that passes a filter; each covers thousands of messages."""
+"""Reads of one queue to find a message that passes a filter; each covers thousands of them."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class QueryResult(Generic[Value]):
-    """What a service said, or why it said nothing."""
+    """The answer of a service, or the error instead of one.
+
+    Both are None if the service answered that there is no such thing.
+    """
 
     value: Value | None = None
     failure: BatonError | None = None
 
     @property
     def error(self) -> str:
-        """The failure for people; empty if there is none."""
+        """The error as text; empty if there is none."""
         return f"{self.failure.reason}: {self.failure.message}" if self.failure else ""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageStamp:
-    """A stored message, without what is in it."""
+    """Offset, id and store time of a stored message."""
 
     offset: int
     message_id: str
@@ -66,11 +69,11 @@ class MessageStamp:
 
 
 class BrokerChannels:
-    """Channels to the storage nodes, made when needed.
+    """Channels to the storage nodes, opened when needed.
 
     Args:
-        addresses: host:port by name, of those that are alive.
-        connect: Makes a channel to `host:port`.
+        addresses: Returns host:port by name of the live brokers.
+        connect: Opens a channel to `host:port`.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class BrokerChannels:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def storage(self, broker: str) -> storage_grpc.StorageServiceAsyncStub:
-        """A stub for the offsets of queues.
+        """Return a stub of StorageService.
 
         Raises:
             Unreachable: the broker is not registered.
@@ -90,11 +93,11 @@ class BrokerChannels:
         return storage_grpc.StorageServiceStub(self._channel(broker))
 
     def query(self, broker: str) -> query_grpc.QueryServiceAsyncStub:
-        """A stub for single messages; raises as `storage`."""
+        """Return a stub of QueryService; raises as `storage`."""
         return query_grpc.QueryServiceStub(self._channel(broker))
 
     async def close(self) -> None:
-        """Close the channels; calls under way are cancelled."""
+        """Close the channels; calls in progress are cancelled."""
         for channel in self._channels.values():
             await channel.close()
         self._channels = {}
@@ -109,12 +112,13 @@ class BrokerChannels:
 
 
 class QueueQueries:
-    """Asks with a deadline, and not too much at a time.
+    """Queries with a deadline and bounded concurrency.
 
     Args:
-        lockmgr: A stub for the leader; raises `Unreachable` if there is none.
-        offsets: The same, of the set that keeps a group.
-        timeout_s: Deadline of each question.
+        lockmgr: Returns a stub for the leading lock manager; raises `Unreachable` if there is none.
+        offsets: Returns a stub for the leader of the set that keeps a group; raises likewise.
+        brokers: Channels to the storage nodes.
+        timeout_s: Deadline of each call.
     """
 
     def __init__(
@@ -130,11 +134,13 @@ class QueueQueries:
         self._slots = asyncio.Semaphore(CALLS_MAX)
 
     async def locks(self, group: str) -> QueryResult[dict[GroupQueue, LockEvidence]]:
-        """The lock entries of a group; of all groups if it is empty."""
+        """Return the lock entries of a group; of all groups if `group` is empty."""
         request = lockmgr_pb.ListRequest(group=group)
         locks: dict[GroupQueue, LockEvidence] = {}
         while True:
-            answer = await self._ask(lambda: self._lockmgr().List(request, timeout=self._timeout_s))
+            answer = await self._query(
+                lambda: self._lockmgr().List(request, timeout=self._timeout_s)
+            )
             if answer.value is None:
                 return QueryResult(failure=answer.failure)
             locks.update((_key(entry.queue), _lock(entry)) for entry in answer.value.entries)
@@ -143,19 +149,21 @@ class QueueQueries:
                 return QueryResult(locks)
 
     async def lock(self, group: str, queue: QueueRef) -> QueryResult[LockEvidence]:
-        """One lock entry with everything known about it."""
+        """Return one lock entry with all details."""
         request = lockmgr_pb.DescribeRequest(queue=_group_queue(group, queue))
-        answer = await self._ask(lambda: self._lockmgr().Describe(request, timeout=self._timeout_s))
+        answer = await self._query(
+            lambda: self._lockmgr().Describe(request, timeout=self._timeout_s)
+        )
         if answer.value is None:
             return QueryResult(failure=answer.failure)
         return QueryResult(_described(answer.value))
 
     async def progress(self, group: str) -> QueryResult[dict[QueueRef, ProgressEvidence]]:
-        """The progress of a group, by queue."""
+        """Return the progress of a group, by queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
         progress: dict[QueueRef, ProgressEvidence] = {}
         while True:
-            answer = await self._ask(
+            answer = await self._query(
                 lambda: self._offsets(group).QueryGroup(request, timeout=self._timeout_s)
             )
             if answer.value is None:
@@ -171,14 +179,14 @@ class QueueQueries:
     async def logs(
         self, broker: str, queues: Sequence[QueueRef]
     ) -> dict[QueueRef, QueryResult[LogExtent]]:
-        """What queues of a broker hold, each with an answer of its own."""
+        """Return the offsets that queues of a broker have, each with its own result."""
         found: dict[QueueRef, QueryResult[LogExtent]] = {}
         for first in range(0, len(queues), QUEUES_MAX):
             found |= await self._logs(broker, queues[first : first + QUEUES_MAX])
         return found
 
     async def message_at(self, queue: QueueRef, offset: int) -> QueryResult[MessageStamp]:
-        """The message at an offset; neither value nor failure if there is none any more."""
+        """Return the message at an offset; neither value nor failure if it no longer exists."""
         answer = await self._read(queue, offset, "")
         if answer.value is None or not answer.value.batches:
             return QueryResult(failure=answer.failure)
@@ -189,10 +197,10 @@ class QueueQueries:
         message_id = f"{queue.broker}-{header.position:x}-{index:x}"
         return QueryResult(MessageStamp(offset, message_id, header.store_unix_ms))
 
-    async def unwanted(self, queue: QueueRef, offset: int, expression: str) -> FilterScan | None:
-        """How many messages there are from `offset` to the end, if none passes the filter.
+    async def filtered(self, queue: QueueRef, offset: int, expression: str) -> FilterScan | None:
+        """Return the number of messages from `offset` on, if none passes the filter.
 
-        None if one does, or there are too many to tell.
+        None if one passes, or if there are too many messages to read.
         """
         at = offset
         for _ in range(FILTER_READS_MAX):
@@ -208,7 +216,7 @@ class QueueQueries:
         self, broker: str, queues: Sequence[QueueRef]
     ) -> dict[QueueRef, QueryResult[LogExtent]]:
         request = storage_pb.QueryOffsetsRequest(queues=map(_queue, queues))
-        answer = await self._ask(
+        answer = await self._query(
             lambda: self._brokers.storage(broker).QueryOffsets(request, timeout=self._timeout_s)
         )
         if answer.value is None:
@@ -218,21 +226,21 @@ class QueueQueries:
     async def _read(
         self, queue: QueueRef, offset: int, expression: str
     ) -> QueryResult[query_pb.ReadResponse]:
-        """The first batch from `offset` on that has a message that passes."""
+        """Read the first batch from `offset` on with a message that passes the filter."""
         request = query_pb.ReadRequest(
             queue=_queue(queue), offset=offset, expression=expression, bytes_max=1, messages_max=1
         )
-        return await self._ask(
+        return await self._query(
             lambda: self._brokers.query(queue.broker).Read(request, timeout=self._timeout_s)
         )
 
-    async def _ask(self, call: Callable[[], Awaitable[Value]]) -> QueryResult[Value]:
+    async def _query(self, call: Callable[[], Awaitable[Value]]) -> QueryResult[Value]:
         async with self._slots:
             try:
                 return QueryResult(await call())
             except grpc.aio.AioRpcError as error:
                 return QueryResult(failure=from_rpc_error(error))
-            except BatonError as error:  # nobody to ask
+            except BatonError as error:  # No node to call.
                 return QueryResult(failure=error)
 
 
@@ -272,7 +280,7 @@ def _described(answer: lockmgr_pb.DescribeResponse) -> LockEvidence:
         lease_left_ms=answer.lease_left_ms,
         step=answer.pending_step or lock.step,
         attempt=answer.pending_attempt,
-        refusal=f"{last.reason}: {last.message}" if last else "",
+        denial=f"{last.reason}: {last.message}" if last else "",
     )
 
 

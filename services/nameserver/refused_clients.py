@@ -1,4 +1,4 @@
-"""Who is refused at this time, for people: `refused/<group>/<client_id>` in etcd, under a lease."""
+"""Clients whose heartbeats are refused: `refused/<group>/<client_id>` in etcd, with a lease."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 log = logging.getLogger(__name__)
 
 REFUSED_MAX = 100
-"""Refused clients that are remembered per group."""
+"""Refused clients that are recorded per group."""
 
 
 class RefusedClients:
-    """Notes refusals, and forgets those that are not repeated.
+    """Records refused clients; a record expires if the refusal is not repeated.
 
     Args:
-        lease_ms: A refusal is forgotten after so long.
+        lease_ms: Lifetime of a record.
     """
 
     def __init__(self, etcd: EtcdSession, catalog: Catalog, *, lease_ms: int) -> None:
         self._etcd, self._mirror, self._lease_ms = etcd, catalog.refused, lease_ms
 
     def of_group(self, group: str) -> list[pb.RefusedClient]:
-        """Clients of the group that are refused, by client id."""
+        """Return the refused clients of the group, by client id."""
         values, prefix = self._mirror.values, f"{group}/"
         return [
             refused_to_pb(StoredRefusedClient.FromString(values[key].value))
@@ -38,11 +38,11 @@ class RefusedClients:
         ]
 
     async def record(self, heartbeat: Heartbeat, error: BatonError) -> None:
-        """Remember a refusal; one that repeats writes nothing. Without etcd nothing is noted."""
+        """Record a refusal; a repeated one only renews the lease. Without etcd, only log it."""
         try:
             await self._record(heartbeat, error)
         except NoQuorum as failure:
-            log.warning("refusal not noted group=%s error=%s", heartbeat.group, failure)
+            log.warning("refusal not recorded group=%s error=%s", heartbeat.group, failure)
 
     async def _record(self, heartbeat: Heartbeat, error: BatonError) -> None:
         known = self._mirror.values.get(f"{heartbeat.group}/{heartbeat.client_id}")

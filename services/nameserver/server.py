@@ -1,4 +1,4 @@
-"""The servicer: every call of the contract, and who carries it out."""
+"""The servicer of NameserverService: passes each call to the object that carries it out."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class NameserverServicer(pb_grpc.NameserverServiceServicer):
     """Answers from the catalog, once that is complete; writes through the stores.
 
-    Lists have what the caller may use, which `may` tells.
+    A call that wrote answers after the catalog shows the write, so a caller reads its own writes at
+    this replica. A name that the catalog does not have is looked up in etcd before the call answers
+    NOT_FOUND, so a caller also reads writes that it made at another replica.
 
-    A call that wrote answers when the catalog shows it, so the caller reads its own writes here.
-    What the catalog does not know is looked up in etcd before it is said not to exist, so the
-    caller reads writes it made at another replica too.
+    Args:
+        may: Returns whether the caller has a permission: lists have only what the caller may use.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     async def WatchRoute(
         self, request: pb.WatchRouteRequest, context: Context
     ) -> AsyncIterator[pb.WatchRouteResponse]:
-        """See the proto. What changes while an element is on its way is joined in the next."""
+        """See the proto. Changes while an element is being sent are joined in the next one."""
         async with aclosing(self._topics.watch_route(request)) as answers:
             async for answer in answers:
                 yield answer
@@ -116,7 +117,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     async def WatchGroup(
         self, request: pb.WatchGroupRequest, context: Context
     ) -> AsyncIterator[pb.WatchGroupResponse]:
-        """See the proto. What changes while an element is on its way is joined in the next."""
+        """See the proto. Changes while an element is being sent are joined in the next one."""
         async with aclosing(self._groups.watch(request)) as answers:
             async for answer in answers:
                 yield answer

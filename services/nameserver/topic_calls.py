@@ -1,4 +1,4 @@
-"""The calls about topics and routes: check, ask catalog and store, answer. No rules live here."""
+"""The calls about topics and routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class TopicCalls:
-    """Each method is the call of that name; see the proto."""
+    """Carries out the calls about topics; each method is the call of that name in the proto."""
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class TopicCalls:
         return pb.UpdateTopicResponse(topic=topic_to_pb(topic))
 
     async def list(
-        self, request: pb.ListTopicsRequest, seen: Callable[[str], bool]
+        self, request: pb.ListTopicsRequest, visible: Callable[[str], bool]
     ) -> pb.ListTopicsResponse:
         """See the proto.
 
         Args:
-            seen: Whether the caller may know of a topic.
+            visible: Whether the caller may see a topic.
         """
         after, topics = key_of_token(request.page_token), self._catalog.topics
         self._catalog.check_ready()
-        names = filter(seen, sorted(name for name in topics if name > after))
+        names = filter(visible, sorted(name for name in topics if name > after))
         page = page_of(((name, topic_to_pb(topics[name])) for name in names), request.page_size)
         return pb.ListTopicsResponse(topics=page.entries, next_page_token=page.next_page_token)
 
@@ -111,7 +111,7 @@ class TopicCalls:
         except TopicNotFound:
             if not self._settings.auto_create_topics:
                 raise
-            topic = await self._auto_create(request.topic)
+            topic = await self._create_on_demand(request.topic)
         return pb.QueryRouteResponse(route=route_to_pb(self._catalog.route(topic)))
 
     async def watch_route(
@@ -127,7 +127,7 @@ class TopicCalls:
                 if present is None or present.topic_id != topic.topic_id:
                     raise topic_not_found(topic.name)
                 route = self._catalog.route(present)
-                if not route.same_way(sent):
+                if not route.same_targets(sent):
                     sent = route
                     yield pb.WatchRouteResponse(route=route_to_pb(route))
                 await changed.wait()
@@ -145,28 +145,29 @@ class TopicCalls:
             log.info("topic created topic=%s topic_id=%d", name, done.topic.topic_id)
         return done
 
-    async def _auto_create(self, asked: str) -> Topic:
-        """The topic, created because a producer wants to send to it.
+    async def _create_on_demand(self, name: str) -> Topic:
+        """Create the topic because a client has requested its route; return it.
 
-        Source: RocketMQ's inherit bit of its default topic, TBW102.
+        Source: the inherit bit of RocketMQ's default topic, TBW102.
         """
-        name, settings = check_user_topic(asked), self._settings
+        settings = self._settings
+        check_user_topic(name)
         template = self._catalog.topics.get(settings.auto_create_template)
         queue_count, permission = settings.auto_create_queue_count, "READ_WRITE"
         if template is not None and template.inherited:
             queue_count, permission = template.queue_count, template.permission
         try:
             return (await self._create(name, queue_count, permission)).topic
-        except TopicExists:  # with another number of queues, by somebody who was faster
+        except TopicExists:  # Another client created it first, with another number of queues.
             return await self.topic(name)
 
-    async def topic(self, asked: str) -> Topic:
-        """The topic, from etcd if the catalog does not have it.
+    async def topic(self, name: str) -> Topic:
+        """Return the topic, from etcd if the catalog does not have it.
 
         Raises:
-            InvalidName, NotServing, TopicNotFound: as the proto says.
+            InvalidName, NotServing, TopicNotFound: see the proto.
         """
-        name = check_topic(asked)
+        check_topic(name)
         self._catalog.check_ready()
         if (topic := self._catalog.topics.get(name)) is not None:
             return topic
@@ -180,7 +181,7 @@ class TopicCalls:
 def _check_queue_count(queue_count: int) -> None:
     if queue_count > QUEUES_MAX:
         raise LimitExceeded(
-            f"{queue_count} queues; the limit is {QUEUES_MAX}",
+            f"queue_count is {queue_count}; the limit is {QUEUES_MAX}",
             remedy=f"Use 1 to {QUEUES_MAX} queues.",
             facts={"field": "queue_count", "limit": QUEUES_MAX, "actual": queue_count},
         )

@@ -1,7 +1,7 @@
-"""Removes the queues that a topic gives up, once everybody has read them.
+"""Removal of retiring queues, once every group has read them.
 
-Every replica does it, at intervals. A topic is written only if it is still the one the question
-was asked about, so growing in between wins, and doing it twice does nothing.
+Every replica checks at intervals. A topic is written only if it is unchanged since it was read: if
+queues were added in between, the addition wins, and a repeated removal does nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ CALL_TIMEOUT_S = 5
 
 
 class TopicShrinker:
-    """Looks after the topics that give up queues.
+    """Removes the retiring queues of topics.
 
     Args:
-        offsets: A stub for the leader of the set that keeps a group; raises `Unreachable` if there
-            is none.
-        connect: Makes a channel to `host:port`.
+        offsets: Returns a stub for the leader of the set that keeps a group; raises `Unreachable`
+            if
+            there is none.
+        connect: Opens a channel to `host:port`.
     """
 
     def __init__(
@@ -54,57 +55,59 @@ class TopicShrinker:
     ) -> None:
         self._catalog, self._store, self._offsets = catalog, store, offsets
         self._connect, self._interval_ms = connect, interval_ms
-        self._told: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Look for ever; to be run as one task."""
+        """Check until cancelled; to be run as one task."""
         await self._catalog.ready()
         while True:
             shrinking = [topic.name for topic in self._catalog.topics.values() if topic.shrinking]
-            self._told = {name: why for name, why in self._told.items() if name in shrinking}
+            self._logged = {
+                name: reason for name, reason in self._logged.items() if name in shrinking
+            }
             for name in shrinking:
                 try:
                     await self._finish(name)
                 except BatonError as error:
-                    self._tell(name, f"{error.reason}: {error.message}")
+                    self._log_reason(name, f"{error.reason}: {error.message}")
             await asyncio.sleep(self._interval_ms / 1000)
 
     async def _finish(self, name: str) -> None:
-        """Remove the topic's queues that are given up, if they are read to the end.
+        """Remove the topic's retiring queues if they are read to the end.
 
         Raises:
-            BatonError: somebody who has to be asked does not answer.
+            BatonError: a service does not answer.
         """
         found = await self._store.read(name)
         if found is None or not found[0].shrinking:
             return
         topic, revision = found
-        ends = [
-            end
+        retiring = [
+            queue
             for part in topic.spread
             if part.writable_count < part.queue_count
-            for end in await self._ends(topic, part, revision)
+            for queue in await self._retiring_queues(topic, part, revision)
         ]
-        waiting = await self._waiting(topic, ends)
-        if waiting:
-            self._tell(name, waiting)
+        reader = await self._reader_left(topic, retiring)
+        if reader:
+            self._log_reason(name, reader)
         elif await self._store.replace(without_retiring_queues(topic), revision):
-            log.info("topic has shrunk topic=%s queues=%d", name, topic.queue_count)
+            log.info("retiring queues removed topic=%s queues=%d", name, topic.queue_count)
 
-    async def _waiting(self, topic: Topic, ends: Sequence[RetiringQueue]) -> str:
-        """Who has to read what before the queues may go; empty if nobody."""
+    async def _reader_left(self, topic: Topic, retiring: Sequence[RetiringQueue]) -> str:
+        """Return which group still has messages to read, as text; empty if none."""
         for name in sorted(self._catalog.groups):
             committed = await self._committed(name, topic.name)
             group = self._catalog.groups.get(name)
-            for end in ends:
-                known = committed.get((end.broker, end.queue_id))
-                if unread_count(end, group, topic.name, known):
-                    where = f"queue {end.queue_id} of {end.broker}"
+            for queue in retiring:
+                known = committed.get((queue.broker, queue.queue_id))
+                if unread_count(queue, group, topic.name, known):
+                    where = f"queue {queue.queue_id} of {queue.broker}"
                     return f"group {name} has messages to read in {where}"
         return ""
 
     async def _committed(self, group: str, topic: str) -> dict[tuple[str, int], int]:
-        """The group's committed offsets on the topic, by broker and queue."""
+        """Return the group's committed offsets on the topic, by broker and queue id."""
         request = offsets_pb.QueryGroupRequest(group=group)
         committed: dict[tuple[str, int], int] = {}
         while True:
@@ -118,16 +121,18 @@ class TopicShrinker:
             if not request.page_token:
                 return committed
 
-    async def _ends(self, topic: Topic, part: QueueSpread, revision: int) -> list[RetiringQueue]:
-        """What the queues that `part` gives up hold, finally.
+    async def _retiring_queues(
+        self, topic: Topic, part: QueueSpread, revision: int
+    ) -> list[RetiringQueue]:
+        """Return the retiring queues of `part` with their final offsets.
 
         Raises:
-            Unreachable: the broker is away.
-            NotServing: it does not know yet that they take no more messages.
+            Unreachable: the broker is not registered.
+            NotServing: the broker does not know yet that the queues are retiring.
         """
         address = self._catalog.addresses.get(part.broker)
         if address is None:
-            raise Unreachable(f"broker {part.broker} is away")
+            raise Unreachable(f"broker {part.broker} is not registered")
         queue_ids = range(part.writable_count, part.queue_count)
         request = storage_pb.QueryOffsetsRequest(
             queues=[
@@ -154,8 +159,8 @@ class TopicShrinker:
             for queue_id, o in zip(queue_ids, answer.outcomes, strict=True)
         ]
 
-    def _tell(self, name: str, why: str) -> None:
-        """Log why a topic does not shrink yet, each time that changes."""
-        if self._told.get(name) != why:
-            self._told[name] = why
-            log.info("topic does not shrink yet topic=%s why=%r", name, why)
+    def _log_reason(self, name: str, reason: str) -> None:
+        """Log why retiring queues are not removed yet, each time the reason changes."""
+        if self._logged.get(name) != reason:
+            self._logged[name] = reason
+            log.info("retiring queues not removed yet topic=%s reason=%r", name, reason)

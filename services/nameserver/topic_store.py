@@ -1,7 +1,7 @@
-"""Topics in etcd: read, decide, write if nothing changed meanwhile.
+"""Topics in etcd.
 
 topics/<name>        nameserver.v1.StoredTopic
-counters/topic_id    the last topic id given away, decimal
+counters/topic_id    the newest topic id, decimal
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_byt
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 
 _TOPIC_ID = "counters/topic_id"
-Forget = Callable[[str, int], Awaitable[object]]
+DeleteProgress = Callable[[str, int], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedTopic:
-    """A topic, the revision at which it was written, and whether that was now."""
+    """A topic, its revision in etcd, and whether this call created it."""
 
     topic: Topic
     revision: int
@@ -29,16 +29,17 @@ class CreatedTopic:
 
 
 class TopicStore:
-    """Reads and compare-and-swap writes; a lost race is tried again, a bounded number of times.
+    """Reads and compare-and-swap writes of topics.
 
-    All methods raise `NoQuorum` if etcd does not answer, and `Overloaded` if every try lost.
+    All methods raise `NoQuorum` if etcd does not answer, and `Overloaded` if every attempt was
+    overtaken by another writer.
     """
 
     def __init__(self, etcd: EtcdSession, swap: CompareAndSwap) -> None:
         self._etcd, self._swap = etcd, swap
 
     async def read(self, name: str) -> tuple[Topic, int] | None:
-        """The topic as etcd has it now, and its revision."""
+        """Return the present topic in etcd and its revision; None if there is none."""
         stored = await self._etcd.get(self._etcd.key("topics", name))
         return (topic_from_bytes(stored.value), stored.mod_revision) if stored else None
 
@@ -47,25 +48,25 @@ class TopicStore:
         name: str,
         queue_count: int,
         brokers: Mapping[str, str],
-        forget: Forget,
+        delete_progress: DeleteProgress,
         *,
         permission: str = "READ_WRITE",
     ) -> CreatedTopic:
-        """Create the topic, or find it as it should be.
+        """Create the topic, or return the existing one if it has the same number of queues.
 
         Args:
-            brokers: Machine room, perhaps empty, of each one that may take queues.
-            forget: Called with the new topic's name and id before anything is written, to end
-                what is left of earlier topics of the name; if it raises, nothing is written.
+            brokers: Machine room, empty for none, of each broker that may get queues.
+            delete_progress: Called with the new topic's name and id before anything is written, to
+                delete the progress on earlier topics of the name; if it raises, nothing is written.
 
         Raises:
-            TopicExists: it has another number of queues.
+            TopicExists: the topic has another number of queues.
             NoBroker: `brokers` is empty.
         """
 
         async def attempt() -> CreatedTopic | None:
-            # The counter first: a topic of this name that is created from here on has an id that
-            # is not smaller than ours, so that what we have forgotten can't be its progress.
+            # Read the counter first: a topic of this name that is created from here on has an id
+            # of at least ours, so the progress that is deleted can't be that topic's.
             counter = await self._etcd.get(_TOPIC_ID)
             if found := await self.read(name):
                 return _found(*found, queue_count)
@@ -77,7 +78,7 @@ class TopicStore:
                 create_unix_ms=self._etcd.clock.unix_ms(),
                 permission=permission,
             )
-            await forget(name, topic_id)
+            await delete_progress(name, topic_id)
             key = self._etcd.key("topics", name)
             revision = await self._etcd.txn(
                 compare=[Compare(key, mod_revision=0), unchanged(_TOPIC_ID, counter)],
@@ -91,13 +92,13 @@ class TopicStore:
         return await self._swap.run(_TOPIC_ID, attempt)
 
     async def update(self, name: str, change: Callable[[Topic], Topic]) -> tuple[Topic, int]:
-        """Change the topic; it and its revision. Nothing is written if it stays the same.
+        """Change the topic; return it and its revision. An unchanged topic is not written.
 
         Args:
-            change: Called again, with the newest topic, after each lost race; may raise.
+            change: Called with the present topic, again after each overtaken attempt; may raise.
 
         Raises:
-            TopicNotFound: there is none.
+            TopicNotFound: the topic does not exist.
         """
         key = self._etcd.key("topics", name)
 
@@ -118,7 +119,7 @@ class TopicStore:
         return await self._swap.run(key, attempt)
 
     async def replace(self, topic: Topic, revision: int) -> bool:
-        """Write `topic` if it has not changed since `revision`; False if it has."""
+        """Write `topic` if it has not changed since `revision`; return False if it has."""
         key = self._etcd.key("topics", topic.name)
         written = await self._etcd.txn(
             compare=[Compare(key, mod_revision=revision)],
@@ -127,10 +128,10 @@ class TopicStore:
         return written is not None
 
     async def delete(self, name: str) -> int:
-        """Delete the topic; the revision of the deletion.
+        """Delete the topic; return the revision of the deletion.
 
         Raises:
-            TopicNotFound: there is none.
+            TopicNotFound: the topic does not exist.
         """
         key = self._etcd.key("topics", name)
 
@@ -144,7 +145,7 @@ class TopicStore:
 
 
 def topic_not_found(name: str) -> TopicNotFound:
-    """The error for a topic that does not exist."""
+    """Return the error for a topic that does not exist."""
     return TopicNotFound(f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name))
 
 

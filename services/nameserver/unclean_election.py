@@ -1,4 +1,7 @@
-"""An operator lets a node be elected that is not in sync: all that were are lost for good."""
+"""Unclean election: an operator allows a node outside the in-sync set to be elected.
+
+It is for a replica set whose in-sync nodes are all lost; changes that only they have are discarded.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ _SERVICES = {pb.SERVICE_KIND_STORAGE: "storage", pb.SERVICE_KIND_OFFSETS: "offse
 
 
 class UncleanElection:
-    """Reads etcd itself: nothing here may be older than the set."""
+    """Carries out ElectReplica, from etcd's own state: a copy might be older than the set."""
 
     def __init__(self, etcd: EtcdSession) -> None:
         self._etcd = etcd
 
     async def elect(self, request: pb.ElectReplicaRequest) -> pb.ElectReplicaResponse:
-        """The call of that name; see the proto."""
+        """Carry out the call; see the proto."""
         service = _checked(request)
         key = self._etcd.key("replicas", service, request.replica_set)
         standing = decode_record(await self._etcd.get(key))
@@ -42,7 +45,7 @@ class UncleanElection:
     async def _write(
         self, service: str, request: pb.ElectReplicaRequest, standing: ReplicaSetRecord
     ) -> None:
-        """Write, if nobody leads and nobody who is in sync has come back meanwhile."""
+        """Write the accepted loss, if the set still has no leader and no in-sync node is up."""
         etcd, lost = self._etcd, sorted(standing.in_sync)
         loss = replicas_pb2.AcceptedLoss(
             node_id=request.node_id,
@@ -65,8 +68,8 @@ class UncleanElection:
         )
         if revision is None:
             raise StillInSync(
-                f"somebody leads {request.replica_set}, or has come back meanwhile",
-                remedy="Look at the replica set again.",
+                f"{request.replica_set} has a leader, or a node of its in-sync set is up again",
+                remedy="Check the replica set again: `baton cluster replication`.",
             )
         log.warning(
             "loss accepted service=%s replica_set=%s node_id=%s lost=%s epoch=%d by=%s",
@@ -80,16 +83,25 @@ class UncleanElection:
 
 
 def _checked(request: pb.ElectReplicaRequest) -> str:
-    """The name of the service, after a look at the request alone."""
+    """Return the name of the service if the request is well-formed.
+
+    Raises:
+        InvalidArgument, LimitExceeded: a field is missing or malformed.
+    """
     service = _SERVICES.get(request.service)
     if service is None:
-        raise InvalidArgument("only storage and offsets elect", facts={"field": "service"})
+        raise InvalidArgument(
+            "service must be SERVICE_KIND_STORAGE or SERVICE_KIND_OFFSETS",
+            facts={"field": "service"},
+        )
     for field in ("replica_set", "node_id"):
         value = getattr(request, field)
         if not value or "/" in value:
-            raise InvalidArgument(f"{field} is {value!r}", facts={"field": field})
+            raise InvalidArgument(
+                f"{field} must be a name without '/', got {value!r}", facts={"field": field}
+            )
     if request.execute and not request.by:
-        raise InvalidArgument("somebody has to do it", facts={"field": "by"})
+        raise InvalidArgument("by is required with execute", facts={"field": "by"})
     if len(request.by) > BY_CHARS_MAX:
         raise LimitExceeded(
             f"by has {len(request.by)} characters; the limit is {BY_CHARS_MAX}",
@@ -101,22 +113,23 @@ def _checked(request: pb.ElectReplicaRequest) -> str:
 def _check(
     request: pb.ElectReplicaRequest, standing: ReplicaSetRecord, up: dict[str, pb.Node]
 ) -> None:
-    """Refuse what would not help, or give up something for nothing.
+    """Return if the election is possible and necessary.
 
     Raises:
-        InvalidArgument, StillInSync: so it is.
+        InvalidArgument: the set does not exist, or the node is not up.
+        StillInSync: a node of the in-sync set is up.
     """
     if not standing.mod_revision:
         raise InvalidArgument(
-            f"there is no replica set {request.replica_set}",
-            remedy="Name one of several nodes that `baton cluster replication` shows.",
+            f"replica set {request.replica_set} does not exist",
+            remedy="Use a replica set that `baton cluster replication` shows.",
             facts={"field": "replica_set"},
         )
     if request.node_id not in up:
         raise InvalidArgument(
-            f"{request.node_id} is no node of {request.replica_set} that is up",
-            remedy="Start it as a member of the set first.",
+            f"{request.node_id} is not a live node of {request.replica_set}",
+            remedy="Start the node as a member of the set first.",
             facts={"field": "node_id"},
         )
     for name in sorted(standing.in_sync & up.keys()):
-        raise StillInSync(f"{name} is in sync, and up", facts={"node_id": name})
+        raise StillInSync(f"node {name} of the in-sync set is up", facts={"node_id": name})

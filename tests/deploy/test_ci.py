@@ -27,7 +27,8 @@ PACKAGES = {
     "initdb": "postgresql",
 }
 NEW, OLD = "Client Version: v1.31.0", 'version.Info{Major:"1", Minor:"20", GitVersion:"v1.20.2"}'
-RUN = [f"make {verb} CI=true" for verb in ("lint", "k8s", "test")]
+VERBS = ("quick", "lint", "k8s", "test", "coverage", "pythons")
+RUN = [f"make {verb} CI=true" for verb in VERBS]
 
 
 class Machine:

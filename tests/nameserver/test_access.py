@@ -99,7 +99,7 @@ async def test_a_grant_without_a_role_is_refused(nameserver: Replica) -> None:
         for number in (0, 17):
             grant = stored_access_pb2.AccessGrant(resource="cluster")
             grant.role = number  # type: ignore[assignment]
-            with pytest.raises(Exception, match="no role") as refused:
+            with pytest.raises(Exception, match="role is required") as refused:
                 await stub.Grant(pb.GrantRequest(identity="app", grant=grant), timeout=10)
             assert type(from_rpc_error(refused.value)) is InvalidArgument  # type: ignore[arg-type]
 

@@ -66,6 +66,6 @@ def test_route_leaves_out_brokers_that_are_away() -> None:
     route = build_route(topic, {"b": "host:1", "c": "host:2"}, 7)
     assert [(b.name, b.address) for b in route.brokers] == [("b", "host:1")]
     assert route.generation == 7
-    assert route.same_way(build_route(topic, {"b": "host:1"}, 8))
-    assert not route.same_way(build_route(topic, {"b": "host:3"}, 8))
-    assert not route.same_way(None)
+    assert route.same_targets(build_route(topic, {"b": "host:1"}, 8))
+    assert not route.same_targets(build_route(topic, {"b": "host:3"}, 8))
+    assert not route.same_targets(None)

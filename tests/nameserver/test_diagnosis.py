@@ -66,7 +66,7 @@ REFUSED = ExcludedClient(
     (SubscriptionMismatch("flights", "EWR", "JFK||LGA"), SubscriptionMismatch("orderly", "1", "0")),
 )
 DEALT_TO_NOBODY = replace(STUCK, assigned="", lock=None)
-FREE = LockEvidence(token=5, refusal="UNACKED: 1 message is not acked")
+FREE = LockEvidence(token=5, denial="UNACKED: 1 message is not acked")
 OF_SILENT_OWNER = replace(LOCK, lease_age_ms=SILENT_MS, lease_left_ms=18_000)
 
 ROWS: dict[StuckReason, QueueEvidence] = {
@@ -82,10 +82,10 @@ ROWS: dict[StuckReason, QueueEvidence] = {
     ),
     StuckReason.SUBSCRIPTION_DRAINING: replace(
         DEALT_TO_NOBODY,
-        group=replace(GROUP, change=SubscriptionChangeEvidence(4_000, 3), refused=(REFUSED,)),
+        group=replace(GROUP, change=SubscriptionChangeEvidence(4_000, 3), excluded=(REFUSED,)),
     ),
     StuckReason.REFUSED_SUBSCRIPTION: replace(
-        DEALT_TO_NOBODY, group=replace(GROUP, refused=(REFUSED,))
+        DEALT_TO_NOBODY, group=replace(GROUP, excluded=(REFUSED,))
     ),
     StuckReason.NO_MEMBER: replace(DEALT_TO_NOBODY, group=replace(GROUP, member_count=0)),
     StuckReason.NOT_ASSIGNED: DEALT_TO_NOBODY,
@@ -191,10 +191,10 @@ def test_the_values_are_those_of_the_evidence(
     assert diagnose(ROWS[reason]).values == values
 
 
-def test_a_sentence_names_the_owner_the_message_and_its_age() -> None:
+def test_message_names_the_owner_the_message_and_its_age() -> None:
     assert diagnose(STUCK).message == (
-        "c1 has 1 message in hand and does not finish offset 2101 (message broker-a-1f40-3, "
-        "83 s old); 99 after it are done"
+        "c1 has 1 message in flight and does not acknowledge offset 2101 "
+        "(message broker-a-1f40-3, 83 s old); 99 after it are acknowledged"
     )
 
 
@@ -219,7 +219,7 @@ TWO_AT_ONCE: list[tuple[StuckReason, QueueEvidence]] = [
     ),
     (
         StuckReason.REFUSED_SUBSCRIPTION,
-        replace(DEALT_TO_NOBODY, group=replace(GROUP, member_count=0, refused=(REFUSED,))),
+        replace(DEALT_TO_NOBODY, group=replace(GROUP, member_count=0, excluded=(REFUSED,))),
     ),
     (StuckReason.NOT_ASSIGNED, replace(ROWS[StuckReason.DATA_LOSS], assigned="")),
     (StuckReason.DATA_LOSS, replace(ROWS[StuckReason.DATA_LOSS], moved=True, unmoved_ms=0)),
@@ -295,21 +295,21 @@ def test_messages_that_no_filter_passes_do_not_excuse_an_owner_that_is_idle() ->
     )
 
 
-def test_a_member_that_waits_for_its_subscription_is_told_as_such() -> None:
-    waits = replace(GROUP, refused=(replace(REFUSED, waits=True),))
-    finding = diagnose(replace(DEALT_TO_NOBODY, group=waits))
+def test_message_says_that_the_subscription_of_a_member_is_staged() -> None:
+    staged = replace(GROUP, excluded=(replace(REFUSED, staged=True),))
+    finding = diagnose(replace(DEALT_TO_NOBODY, group=staged))
     assert finding.reason is StuckReason.REFUSED_SUBSCRIPTION
-    assert "waits for its subscription" in finding.message
+    assert "has a staged subscription" in finding.message
 
 
 def test_a_refused_client_is_not_the_reason_while_somebody_has_the_queue() -> None:
-    refused = replace(STUCK, group=replace(GROUP, refused=(REFUSED,)))
+    refused = replace(STUCK, group=replace(GROUP, excluded=(REFUSED,)))
     assert diagnose(refused).reason is StuckReason.HEAD_OF_LINE
 
 
 def test_of_several_refused_clients_the_one_that_wants_the_topic_is_told() -> None:
     other = ExcludedClient("c2", "c1", (SubscriptionMismatch("orders", "*", ""),))
-    evidence = replace(DEALT_TO_NOBODY, group=replace(GROUP, refused=(other, REFUSED)))
+    evidence = replace(DEALT_TO_NOBODY, group=replace(GROUP, excluded=(other, REFUSED)))
     assert diagnose(evidence).values["client_id"] == "c3"
     assert diagnose(replace(evidence, topic="orders")).values["client_id"] == "c2"
     nobody_wants = replace(evidence, topic="payments", expression=None)

@@ -31,7 +31,7 @@ from batonmq_server.nameserver.core.groups import (
     hash_of,
     is_fully_assigned,
 )
-from batonmq_server.nameserver.core.member_silence import Silence, next_look_ms, silence_of
+from batonmq_server.nameserver.core.member_silence import Silence, next_check_ms, silence_of
 from batonmq_server.nameserver.core.topics import QUEUES_MAX, QueueSpread, Topic
 from batonmq_server.nameserver.group_proto import gate_of, group_from_stored, group_to_stored
 from batonmq_server.nameserver.group_store import RECORD_BYTES_MAX
@@ -212,7 +212,7 @@ def test_silence_is_told_from_whole_seconds_of_the_lease(
 
 
 def test_the_look_comes_after_the_grace_just_before_a_full_second() -> None:
-    assert next_look_ms(0, 5_000) == 4_900
-    assert next_look_ms(0, 1_200) == 1_900
-    assert next_look_ms(4_903, 5_000) == 5_900
-    assert next_look_ms(5_200, 5_000) == 5_900
+    assert next_check_ms(0, 5_000) == 4_900
+    assert next_check_ms(0, 1_200) == 1_900
+    assert next_check_ms(4_903, 5_000) == 5_900
+    assert next_check_ms(5_200, 5_000) == 5_900

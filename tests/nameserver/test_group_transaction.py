@@ -1,4 +1,4 @@
-"""The ledger of a group as a plain function of plain values (protocol section 14).
+"""The transaction of a group as a plain function of plain values (protocol section 14).
 
 Goal: a group is served under one subscription at a time, and only the living have a say.
 Method: stories for each policy, then properties over arbitrary histories of a group.
@@ -313,9 +313,9 @@ def test_warn_goes_back_to_the_old_when_who_replaced_it_has_left() -> None:
 def test_of_two_who_replace_at_once_the_first_is_overruled() -> None:
     group = scene(SubscriptionPolicy.WARN, "c0")
     first, second = beat("c1", "x"), beat("c2", "y")
-    ledger = group.ask(lambda it: it.join(first), lambda it: it.join(second))
-    assert ledger.verdict(first, group.record).kind is OVERRULED
-    assert ledger.verdict(second, group.record).kind is REPLACED
+    transaction = group.ask(lambda it: it.join(first), lambda it: it.join(second))
+    assert transaction.verdict(first, group.record).kind is OVERRULED
+    assert transaction.verdict(second, group.record).kind is REPLACED
 
 
 def test_broadcasting_members_filter_for_themselves() -> None:
@@ -388,8 +388,8 @@ def test_leave_of_another_incarnation_changes_nothing() -> None:
 
 def test_a_refused_newcomer_founds_no_group() -> None:
     group = Scene()
-    ledger = group.ask(lambda it: it.leave("c1", 1))
-    assert (group.group, ledger.joined, ledger.is_unchanged()) == (None, {}, True)
+    transaction = group.ask(lambda it: it.leave("c1", 1))
+    assert (group.group, transaction.joined, transaction.is_unchanged()) == (None, {}, True)
 
 
 def test_group_takes_no_more_members_than_its_limit() -> None:

@@ -26,9 +26,9 @@ from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis, StuckReason
 from batonmq_server.nameserver.core.groups import Group, Pause, StagedSubscription, Subscription
 from batonmq_server.nameserver.inspector import (
     FRESH_MS,
-    LOOK_AGAIN_MS,
+    RECHECK_MS,
     GroupQueues,
-    state_of,
+    evidence_of_group,
 )
 from batonmq_server.nameserver.metrics import LagMetrics
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
@@ -134,7 +134,7 @@ async def test_one_message_that_passes_is_enough_not_to_be_filtered(asked: Scene
     assert found == [StuckReason.NOT_PULLING, *[StuckReason.FILTERED] * 3]
 
 
-async def test_a_queue_that_nobody_acquired_tells_the_last_refusal(asked: Scene) -> None:
+async def test_queue_that_was_not_acquired_shows_the_last_denial(asked: Scene) -> None:
     group = asked.group("g", "c1", consume_from="FIRST")
     for queue in asked.inspector.queues_of(group):
         refusal = error_to_pb(Held("c0 owns it", facts={}))
@@ -144,7 +144,7 @@ async def test_a_queue_that_nobody_acquired_tells_the_last_refusal(asked: Scene)
         )
     finding = (await why(asked, group))[0].finding
     assert finding.reason is StuckReason.NOT_ACQUIRED
-    assert finding.message.endswith("the last refusal: HELD: c0 owns it")
+    assert finding.message.endswith("last denial: HELD: c0 owns it")
 
 
 async def test_a_silent_owner_is_told_with_the_rest_of_its_lease(asked: Scene) -> None:
@@ -324,7 +324,7 @@ async def test_a_queue_that_was_looked_at_is_not_waited_for_again(asked: Scene) 
     found = await why(asked, group, patient=True)
     assert asked.calls()["QueryGroup"] == before + 1, "who waits asks again"
     assert reasons(found) == [StuckReason.HEAD_OF_LINE] * 4
-    assert found[0].evidence.unmoved_ms >= LOOK_AGAIN_MS
+    assert found[0].evidence.unmoved_ms >= RECHECK_MS
 
 
 async def test_a_queue_that_moved_at_some_time_since_an_old_look_is_not_moving_now(
@@ -361,28 +361,28 @@ async def test_a_message_from_a_clock_that_is_ahead_does_not_stay_new(
 
 def test_a_paused_group_is_told_with_who_and_since_when() -> None:
     group = Group(name="g", pause=Pause("ops", "deploy", 1_000))
-    state = state_of(group, (), 0, 5_000)
+    state = evidence_of_group(group, (), 0, 5_000)
     assert state.paused is not None
     assert (state.paused.by, state.paused.reason, state.paused.since_ms) == ("ops", "deploy", 4_000)
 
 
 def test_a_draining_group_is_told_with_its_open_grants() -> None:
     staged = StagedSubscription((Subscription("t", "b"),), draining=True, since_unix_ms=1_000)
-    change = state_of(Group(name="g", staged=staged), (), 3, 5_000).change
+    change = evidence_of_group(Group(name="g", staged=staged), (), 3, 5_000).change
     assert change is not None
     assert (change.open_grants, change.since_ms) == (3, 4_000)
     waits = replace(staged, draining=False)
-    assert state_of(Group(name="g", staged=waits), (), 3, 5_000).change is None
+    assert evidence_of_group(Group(name="g", staged=waits), (), 3, 5_000).change is None
 
 
-async def test_a_member_that_differs_waits_with_what_it_wants(asked: Scene) -> None:
+async def test_member_with_another_subscription_is_excluded_with_the_mismatch(asked: Scene) -> None:
     group = asked.group("g", "c1", "c2")
     differing = replace(group.members[1], differs=True)
     staged = StagedSubscription((Subscription("t", "b"),), draining=False, since_unix_ms=0)
     group = replace(group, members=(group.members[0], differing), staged=staged)
-    (refused,) = state_of(group, (), 0, 0).refused
-    assert (refused.client_id, refused.member_client_id, refused.waits) == ("c2", "c1", True)
-    assert [(u.topic, u.wants, u.has) for u in refused.unlike] == [("t", "b", "*")]
+    (excluded,) = evidence_of_group(group, (), 0, 0).excluded
+    assert (excluded.client_id, excluded.member_client_id, excluded.staged) == ("c2", "c1", True)
+    assert [(m.topic, m.wants, m.has) for m in excluded.mismatches] == [("t", "b", "*")]
 
 
 # ---- metrics and events
@@ -436,7 +436,7 @@ async def test_a_look_shows_lag_by_topic_and_each_stuck_queue(asked: Scene) -> N
     asked.own(group, "c1")
     asked.progress(group, 13, unacked_count=1)
     watch = Watch(asked)
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     assert watch.shown("baton_group_lag_messages") == {("g", "t"): 28}
     assert 60 <= watch.shown("baton_group_lag_seconds")["g", "t"] < 120
     stuck = watch.shown("baton_queue_stuck")
@@ -450,12 +450,12 @@ async def test_a_queue_that_moves_again_loses_its_series_and_is_told_once(asked:
     asked.own(group, "c1")
     asked.progress(group, 13, unacked_count=1)
     watch = Watch(asked)
-    await watch.lookout.look()
-    await watch.lookout.look()
+    await watch.lookout.inspect()
+    await watch.lookout.inspect()
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4}
     asked.progress(group, 20)
-    await watch.lookout.look()
-    await watch.lookout.look()
+    await watch.lookout.inspect()
+    await watch.lookout.inspect()
     assert watch.shown("baton_queue_stuck") == {}
     assert watch.shown("baton_group_lag_messages") == {("g", "t"): 0}
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4, "IDLE": 4}
@@ -464,12 +464,12 @@ async def test_a_queue_that_moves_again_loses_its_series_and_is_told_once(asked:
 async def test_a_group_that_is_gone_has_no_series(asked: Scene) -> None:
     asked.progress(asked.group("g"), 13)
     watch = Watch(asked)
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     names = {sample.name for m in watch.registry.collect() for sample in m.samples}
     by_group = {name for name in names if "nameserver" not in name}
     assert len(by_group) > 8
     asked.catalog.groups.clear()
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     assert {name: watch.shown(name) for name in by_group if watch.shown(name)} == {}
 
 
@@ -477,7 +477,7 @@ async def test_a_look_shows_what_is_ready_and_in_flight_as_rocketmq_does(asked: 
     group = asked.group("g", "c1", "c2")
     asked.progress(group, 13, delivered_offset=18, unacked_count=4, acked_count=1)
     watch = Watch(asked)
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     assert watch.shown("rocketmq_consumer_ready_messages") == {("g", "t"): 4 * 2}
     assert watch.shown("rocketmq_consumer_inflight_messages") == {("g", "t"): 4 * 4}
     assert watch.shown("rocketmq_consumer_lag_messages") == {("g", "t"): 4 * 6}
@@ -493,7 +493,7 @@ async def test_progress_that_goes_back_is_counted_by_whether_somebody_wanted_it(
     watch = Watch(asked)
     for committed_offset, reset_epoch in ((13, 0), (15, 0), (9, 1), (9, 1), (7, 1)):
         asked.progress(group, committed_offset, reset_epoch=reset_epoch)
-        await watch.lookout.look()
+        await watch.lookout.inspect()
     rewinds = watch.shown("baton_group_offset_rewinds_total")
     assert rewinds == {("g", "t", "reset"): 4, ("g", "t", "unasked"): 4}
 
@@ -503,28 +503,28 @@ async def test_progress_that_could_not_be_read_for_a_while_is_compared_afterward
 ) -> None:
     asked.progress(asked.group("g", "c1"), 13)
     watch = Watch(asked)
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     asked.offsets.refusal = NotLeader("not now")
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     asked.offsets.refusal = None
     asked.progress(asked.catalog.groups["g"], 12)
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     assert watch.shown("baton_group_offset_rewinds_total")["g", "t", "unasked"] == 4
 
 
 async def test_a_broadcasting_group_has_no_lag(asked: Scene) -> None:
     asked.group("g", "c1", model="BROADCASTING")
     watch = Watch(asked)
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     assert watch.shown("baton_group_lag_messages") == {}
 
 
 async def test_only_the_first_of_the_registered_replicas_looks(asked: Scene) -> None:
     asked.progress(asked.group("g"), 13)
     watch = Watch(asked)
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     watch.register("n0")
-    await watch.lookout.look()
+    await watch.lookout.inspect()
     assert watch.shown("baton_queue_stuck") == watch.shown("baton_group_lag_messages") == {}
     assert watch.shown("baton_nameserver_inspections_total") == {(): 1}
 

@@ -200,7 +200,7 @@ async def test_member_that_changes_what_it_asks_for_keeps_its_lease(race: Race) 
     await race.other.join(beat("c1", "x"))
     assert await race.etcd.get(race.etcd.key("live", "g", "c1")) == first
     assert first is not None
-    assert await race.other.refresh(first)
+    assert await race.other.renew(first)
 
 
 async def test_two_replicas_expire_a_member_once(race: Race) -> None:

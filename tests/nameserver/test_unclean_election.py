@@ -200,4 +200,4 @@ async def test_command_tells_and_does_it_only_if_the_loss_is_accepted(
     now = await standing(etcd)
     assert (now.in_sync, now.accepted[0].by) == (frozenset({"a-2"}), "ops")
     code, _, err = await command(nameserver, "--accept-loss", "--yes")
-    assert (code, "STILL_IN_SYNC: a-2 is in sync, and up" in err) == (1, True)
+    assert (code, "STILL_IN_SYNC: node a-2 of the in-sync set is up" in err) == (1, True)

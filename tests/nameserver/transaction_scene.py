@@ -1,4 +1,4 @@
-"""A group of the ledger's tests: heartbeats, deaths and what the record becomes, without etcd."""
+"""A group for the tests of `GroupTransaction`: heartbeats, deaths and the record, without etcd."""
 
 from __future__ import annotations
 
@@ -67,41 +67,44 @@ class Scene:
 
     def update(self, **settings: object) -> None:
         change = GroupSettings(**settings)  # type: ignore[arg-type]
-        self.ask(lambda ledger: ledger.update(change))
+        self.ask(lambda transaction: transaction.update(change))
 
     def beat(
         self, client_id: str, asked: Terms | str = "*", incarnation_id: int = 1, room: str = ""
     ) -> SubscriptionVerdict:
         heartbeat = beat(client_id, asked, incarnation_id, room)
-        ledger = self.ask(lambda ledger: ledger.join(heartbeat))
-        return ledger.verdict(heartbeat, self.record)
+        transaction = self.ask(lambda transaction: transaction.join(heartbeat))
+        return transaction.verdict(heartbeat, self.record)
 
     def leave(self, client_id: str, incarnation_id: int = 1) -> None:
-        self.ask(lambda ledger: ledger.leave(client_id, incarnation_id))
+        self.ask(lambda transaction: transaction.leave(client_id, incarnation_id))
 
     def die(self, *client_ids: str) -> None:
         for client_id in client_ids:
             self.live.pop(client_id, None)
 
     def tend(self, *, drained: bool = False) -> None:
-        self.ask(lambda ledger: ledger.finish_draining() if drained else None)
+        self.ask(lambda transaction: transaction.finish_draining() if drained else None)
 
     def ask(self, *calls: Callable[[GroupTransaction], object]) -> GroupTransaction:
-        """Put calls to the ledger in turn; what raises changes nothing."""
+        """Put calls to the transaction in turn; what raises changes nothing."""
         self.now_unix_ms += 1
-        ledger = GroupTransaction(
+        transaction = GroupTransaction(
             "g", self.group, self.live, now_unix_ms=self.now_unix_ms, lease_ms=LEASE_MS
         )
         for call in calls:
-            call(ledger)
-        wanted = {s.topic for s in ledger.settled().terms.subscriptions}
-        before, self.group = self.group, ledger.dealt([t for t in self.topics if t.name in wanted])
+            call(transaction)
+        wanted = {s.topic for s in transaction.settled().terms.subscriptions}
+        before, self.group = (
+            self.group,
+            transaction.assigned([t for t in self.topics if t.name in wanted]),
+        )
         if self.group is before:
-            assert ledger.is_unchanged() or before is None
-        self.live |= ledger.joined
-        for client_id in ledger.left:
+            assert transaction.is_unchanged() or before is None
+        self.live |= transaction.joined
+        for client_id in transaction.left:
             self.live.pop(client_id, None)
-        return ledger
+        return transaction
 
     @property
     def ids(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Why a queue is not moving: one reason from all that is known of it, and what to do about it.
+"""Diagnosis of a queue: the one reason why it is stuck, found from the evidence, and the remedy.
 
-Several things may be wrong at once; the reason that is told is the one to be mended first. What
-is not known here is told as it is: a service that does not answer is a reason too.
+Several causes may exist at once; the reason that is returned is the one to fix first. A service
+that does not answer is a reason, too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from enum import StrEnum
 from batonmq_server.nameserver.core.evidence import QueueEvidence
 
 LATELY_MS = 5_000
-"""A queue that was seen to move since, or whose oldest message has waited no longer, moves."""
+"""A queue is moving if its committed offset has changed within this time, or if its oldest message
+is younger."""
 SILENT_MS = 12_000
-"""An owner that lives renews its lease, and has its parked pull renewed, every 5 s."""
+"""An owner that has not renewed its lease for this time is silent. A live owner renews its lease
+and its long poll every 5 s."""
 
 
 class StuckReason(StrEnum):
-    """Names of `StuckReason` without the prefix; the contract says what each means."""
+    """The values of the contract's `StuckReason`, which explains them, without their prefix."""
 
     MOVING = "MOVING"
     IDLE = "IDLE"
@@ -46,18 +48,18 @@ class StuckReason(StrEnum):
 
     @property
     def stuck(self) -> bool:
-        """Whether something has to be mended."""
+        """Whether the queue is stuck, so that something has to be fixed."""
         return self not in (StuckReason.MOVING, StuckReason.IDLE, StuckReason.FILTERED)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why the queue does not move, or that it does.
+    """The reason why a queue is stuck, or that it is not.
 
     Attributes:
-        message: In a sentence, with the values.
-        remedy: What to do; empty where nothing has to be done.
-        values: Behind it, by name, as the contract lists them for the reason.
+        message: The reason as a sentence, with its values.
+        remedy: What the operator has to do; empty if nothing.
+        values: Values of the reason by name, as the contract lists them.
     """
 
     reason: StuckReason
@@ -75,13 +77,13 @@ class QueueDiagnosis:
 
 
 def diagnose(evidence: QueueEvidence) -> Finding:
-    """The reason that is to be mended first."""
+    """Return the reason to fix first."""
     found = (rule(evidence) for rule in _RULES)
     return next((finding for finding in found if finding is not None), _not_pulling(evidence))
 
 
 def span(ms: int) -> str:
-    """A length of time for people."""
+    """Return a time span for display, such as `3.2 s` or `4 min`."""
     if ms < 10_000:
         return f"{ms / 1000:.1f} s"
     seconds = ms // 1000
@@ -96,8 +98,8 @@ def _offsets_unreachable(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.OFFSETS_UNREACHABLE,
-        f"offsets does not answer, so nothing is delivered: {e.progress_error}",
-        "Bring offsets back: see its log and `baton cluster status`.",
+        f"the offsets service does not answer, so nothing is delivered: {e.progress_error}",
+        "Restore the offsets service: see its log and `baton cluster status`.",
         {"error": e.progress_error},
     )
 
@@ -108,7 +110,7 @@ def _storage_unreachable(e: QueueEvidence) -> Finding | None:
     return Finding(
         StuckReason.STORAGE_UNREACHABLE,
         f"broker {e.broker} does not answer for {e.name}: {e.log_error}",
-        f"Bring {e.broker} back: see its log and `baton cluster status`.",
+        f"Restore {e.broker}: see its log and `baton cluster status`.",
         {"broker": e.broker, "error": e.log_error},
     )
 
@@ -118,10 +120,10 @@ def _offset_ahead_of_log(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.OFFSET_AHEAD_OF_LOG,
-        f"the group has committed offset {e.committed_offset} of {e.name}, which ends at "
+        f"the group has committed offset {e.committed_offset} of {e.name}, but the log ends at "
         f"{e.log.next_offset}: the broker has lost messages that were handled",
-        "Find out what the broker lost; then `baton group reset-offsets` to an offset that the "
-        "queue has.",
+        "Find out which messages the broker lost; then run `baton group reset-offsets` to an "
+        "offset that the queue has.",
         {"committed_offset": e.committed_offset, "next_offset": e.log.next_offset},
     )
 
@@ -131,7 +133,7 @@ def _idle(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.IDLE,
-        f"everything up to offset {e.log.next_offset} is handled",
+        f"all messages up to offset {e.log.next_offset} are handled",
         values={"next_offset": e.log.next_offset},
     )
 
@@ -141,8 +143,8 @@ def _not_readable(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.NOT_READABLE,
-        f"topic {e.topic} gives no messages: its permission is {e.permission}",
-        "Give the topic the permission to be read.",
+        f"topic {e.topic} can't be read: its permission is {e.permission}",
+        "Change the permission of the topic to one that allows reading.",
         {"permission": e.permission},
     )
 
@@ -155,7 +157,7 @@ def _paused(e: QueueEvidence) -> Finding | None:
         StuckReason.PAUSED,
         f"{pause.by} paused the group {span(pause.since_ms)} ago"
         + (f": {pause.reason}" if pause.reason else ""),
-        f"`baton group resume {e.group.name}` lets deliveries go on.",
+        f"`baton group resume {e.group.name}` resumes deliveries.",
         {"by": pause.by, "reason": pause.reason, "since_ms": pause.since_ms},
     )
 
@@ -166,9 +168,9 @@ def _subscription_draining(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.SUBSCRIPTION_DRAINING,
-        f"the subscription of the group is being changed, first asked for {span(change.since_ms)} "
-        f"ago; queues that have yet to be given back: {change.open_grants}",
-        "Wait; if it lasts, see which owners do not give back what they have (`baton lock list`).",
+        "the subscription of the group is being changed, requested "
+        f"{span(change.since_ms)} ago; queues not released yet: {change.open_grants}",
+        "Wait; if it lasts, find the owners that do not release their queues (`baton lock list`).",
         {"since_ms": change.since_ms, "open_grants": change.open_grants},
     )
 
@@ -176,33 +178,33 @@ def _subscription_draining(e: QueueEvidence) -> Finding | None:
 def _refused_subscription(e: QueueEvidence) -> Finding | None:
     if e.assigned or (e.group.broadcasting and e.group.member_count):
         return None
-    about = [r for r in e.group.refused if any(u.topic == e.topic for u in r.unlike)]
-    others = e.group.refused if e.expression is not None else ()
-    refused = next(iter((*about, *others)), None)
-    if refused is None:
+    of_topic = [c for c in e.group.excluded if any(m.topic == e.topic for m in c.mismatches)]
+    others = e.group.excluded if e.expression is not None else ()
+    excluded = next(iter((*of_topic, *others)), None)
+    if excluded is None:
         return None
     values: dict[str, object] = {
-        "client_id": refused.client_id,
-        "member_client_id": refused.member_client_id,
+        "client_id": excluded.client_id,
+        "member_client_id": excluded.member_client_id,
     }
-    for number, unlike in enumerate(refused.unlike, 1):
+    for number, mismatch in enumerate(excluded.mismatches, 1):
         suffix = f"_{number}" if number > 1 else ""
         values |= {
-            f"topic{suffix}": unlike.topic,
-            f"wants{suffix}": unlike.wants,
-            f"has{suffix}": unlike.has,
+            f"topic{suffix}": mismatch.topic,
+            f"wants{suffix}": mismatch.wants,
+            f"has{suffix}": mismatch.has,
         }
     points = "; ".join(
-        f"{u.topic}: it wants {u.wants or 'nothing'}, the group has {u.has or 'nothing'}"
-        for u in refused.unlike
+        f"{m.topic}: it wants {m.wants or 'nothing'}, the group has {m.has or 'nothing'}"
+        for m in excluded.mismatches
     )
-    verb = "waits for its subscription" if refused.waits else "is refused for its subscription"
+    state = "has a staged subscription" if excluded.staged else "is refused for its subscription"
     return Finding(
         StuckReason.REFUSED_SUBSCRIPTION,
-        f"{e.name} is dealt to nobody, and {refused.client_id} {verb}"
+        f"{e.name} is not assigned, and {excluded.client_id} {state}"
         + (f": {points}" if points else ""),
-        f"Give {refused.client_id} the subscription of {refused.member_client_id or 'the group'}, "
-        "or a group of its own.",
+        f"Give {excluded.client_id} the subscription of "
+        f"{excluded.member_client_id or 'the group'}, or its own group.",
         values,
     )
 
@@ -226,15 +228,14 @@ def _not_assigned(e: QueueEvidence) -> Finding | None:
         return Finding(
             StuckReason.NOT_ASSIGNED,
             f"group {e.group.name} does not subscribe to {e.topic}",
-            f"Have its members subscribe to {e.topic}, if it should read it.",
+            f"If the group should read {e.topic}, let its members subscribe to it.",
             values,
         )
     return Finding(
         StuckReason.NOT_ASSIGNED,
-        f"{e.name} is dealt to none of the {e.group.member_count} members of the group "
+        f"{e.name} is assigned to none of the {e.group.member_count} members of the group "
         f"(generation {e.group.generation})",
-        "Wait a second: queues that are new are dealt at once. If it lasts, see the nameserver's "
-        "log.",
+        "Wait a second: new queues are assigned at once. If it lasts, see the nameserver's log.",
         values,
     )
 
@@ -245,8 +246,8 @@ def _data_loss(e: QueueEvidence) -> Finding | None:
     return Finding(
         StuckReason.DATA_LOSS,
         f"the next message of {e.name} can't be read: {e.damage.error}",
-        f"Run `baton fsck` on {e.broker}; then `baton group reset-offsets` to an offset past what "
-        "is lost.",
+        f"Run `baton fsck` on {e.broker}; then `baton group reset-offsets` to an offset after the "
+        "damaged messages.",
         {"position": e.damage.position, "error": e.damage.error},
     )
 
@@ -255,19 +256,19 @@ def _moving(e: QueueEvidence) -> Finding | None:
     if e.group.broadcasting:
         return Finding(
             StuckReason.MOVING,
-            f"group {e.group.name} is broadcasting: each member keeps its progress itself, and "
-            "nothing here keeps it from reading",
+            f"group {e.group.name} is broadcasting: each member keeps its own progress, and the "
+            "cluster does not stop it from reading",
         )
     if e.moved and 0 <= e.unmoved_ms <= LATELY_MS:
         return Finding(
             StuckReason.MOVING,
-            f"committed offset {e.committed_offset} was reached within {span(e.unmoved_ms)}; "
-            f"{_messages(e.lag_count)} waiting",
+            f"committed offset {e.committed_offset} was reached within the last "
+            f"{span(e.unmoved_ms)}; {_messages(e.lag_count)} waiting",
         )
     if 0 <= e.lag_ms < LATELY_MS:
         return Finding(
             StuckReason.MOVING,
-            f"the oldest of {_messages(e.lag_count)} that wait is only {span(e.lag_ms)} old",
+            f"{_messages(e.lag_count)} waiting, of which the oldest is only {span(e.lag_ms)} old",
         )
     return None
 
@@ -277,8 +278,8 @@ def _lockmgr_unreachable(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.LOCKMGR_UNREACHABLE,
-        f"the lock manager does not answer, so no queue can change hands: {e.lock_error}",
-        "Bring the lock manager back: see its log and `baton cluster status`.",
+        f"the lock manager does not answer, so no queue can get an owner: {e.lock_error}",
+        "Restore the lock manager: see its log and `baton cluster status`.",
         {"error": e.lock_error},
     )
 
@@ -288,8 +289,9 @@ def _handover_pending(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.HANDOVER_PENDING,
-        f"{e.name} is changing hands; step: {e.lock.step}",
-        "Wait a second. If it lasts, the lock manager can't reach offsets or etcd: see its log.",
+        f"a hand-over of {e.name} is pending; step: {e.lock.step}",
+        "Wait a second. If it lasts, the lock manager can't reach the offsets service or etcd: see "
+        "its log.",
         {"step": e.lock.step, "attempt": e.lock.attempt},
     )
 
@@ -297,11 +299,11 @@ def _handover_pending(e: QueueEvidence) -> Finding | None:
 def _not_acquired(e: QueueEvidence) -> Finding | None:
     if not e.group.owned or e.owner:
         return None
-    why = f"; the last refusal: {e.lock.refusal}" if e.lock and e.lock.refusal else ""
+    denial = f"; last denial: {e.lock.denial}" if e.lock and e.lock.denial else ""
     return Finding(
         StuckReason.NOT_ACQUIRED,
-        f"{e.assigned} should have {e.name} and has not acquired it{why}",
-        f"See the log of {e.assigned}; if it does not run, it is removed when its session ends.",
+        f"{e.name} is assigned to {e.assigned}, which has not acquired it{denial}",
+        f"See the log of {e.assigned}. If it does not run, it is removed when its lease expires.",
         {"assigned": e.assigned},
     )
 
@@ -310,14 +312,16 @@ def _owner_silent(e: QueueEvidence) -> Finding | None:
     if e.lock is None or e.lock.lease_age_ms < SILENT_MS:
         return None
     if e.progress is not None and e.progress.idle_ms < SILENT_MS:
-        return None  # it pulls or commits: only the lock manager does not hear it
+        return None  # It pulls or commits: only its calls to the lock manager are missing.
     left = e.lock.lease_left_ms
-    end = f"its lease ends in {span(left)}" if left > 0 else "its lease is over"
+    expiry = f"its lease expires in {span(left)}" if left > 0 else "its lease has expired"
     return Finding(
         StuckReason.OWNER_SILENT,
-        f"{e.owner}, which owns {e.name}, was last heard of {span(e.lock.lease_age_ms)} ago; {end}"
+        f"{e.owner}, which owns {e.name}, last renewed its lease "
+        f"{span(e.lock.lease_age_ms)} ago; {expiry}"
         + (f"; waiting: {', '.join(e.lock.waiters)}" if e.lock.waiters else ""),
-        f"See whether {e.owner} lives. When its lease is over, another member takes the queue.",
+        f"Check whether {e.owner} runs. When its lease has expired, another member acquires the "
+        "queue.",
         {"owner": e.owner, "lease_left_ms": max(0, left)},
     )
 
@@ -327,9 +331,9 @@ def _phantom_token(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.PHANTOM_TOKEN,
-        f"offsets has token {e.progress.token} for {e.name} and the lock manager "
-        f"{e.lock.token}: {e.owner} has to acquire it again",
-        f"Wait: {e.owner} does so by itself, and if it is dead its lease ends. If it lasts, "
+        f"the offsets service has token {e.progress.token} for {e.name}, the lock manager has "
+        f"{e.lock.token}: {e.owner} has to acquire the queue again",
+        f"Wait: {e.owner} acquires it again, or if it is dead, its lease expires. If it lasts, "
         "`baton lock release --force` takes the queue away.",
         {"lock_token": e.lock.token, "offsets_token": e.progress.token},
     )
@@ -342,10 +346,10 @@ def _held(e: QueueEvidence) -> Finding | None:
     unacked = e.progress.unacked_count if e.progress else 0
     return Finding(
         StuckReason.HELD,
-        f"{e.owner} has owned {e.name} for {span(e.lock.held_ms)} and has not given it back, with "
-        f"{_messages(unacked)} in hand; it is dealt to {e.assigned}",
-        f"Wait until {e.owner} has finished what it has in hand, or stop it. `baton lock "
-        "release --force` takes the queue away, and what is in hand comes again, flagged.",
+        f"{e.owner} has owned {e.name} for {span(e.lock.held_ms)} and has not released it, with "
+        f"{_messages(unacked)} in flight; the queue is assigned to {e.assigned}",
+        f"Wait until {e.owner} has handled its messages in flight, or stop it. `baton lock release "
+        "--force` takes the queue away; messages in flight are then delivered again, flagged.",
         {
             "owner": e.owner,
             "held_ms": e.lock.held_ms,
@@ -360,10 +364,10 @@ def _ack_cap(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.ACK_CAP,
-        f"{e.progress.acked_range_count} ranges are acked after offset {e.head_offset}, which is "
-        f"not: nothing more is delivered until {e.owner} finishes {_head(e)}",
-        f"Finish or skip that message: see the log of {e.owner}.",
-        _in_hand(e) | {"ranges": e.progress.acked_range_count},
+        f"{e.progress.acked_range_count} ranges are acknowledged after offset {e.head_offset}, "
+        f"which is not: deliveries stop until {e.owner} acknowledges {_head(e)}",
+        f"Handle or skip that message: see the log of {e.owner}.",
+        _in_flight(e) | {"ranges": e.progress.acked_range_count},
     )
 
 
@@ -375,10 +379,10 @@ def _head_of_line(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.HEAD_OF_LINE,
-        f"{e.owner} has {_messages(progress.unacked_count)} in hand and does not finish "
-        f"{_head(e)}; {progress.acked_count} after it are done",
-        f"See what the handler of {e.owner} does with that message.",
-        _in_hand(e),
+        f"{e.owner} has {_messages(progress.unacked_count)} in flight and does not acknowledge "
+        f"{_head(e)}; {progress.acked_count} after it are acknowledged",
+        f"Find out what the handler of {e.owner} does with that message.",
+        _in_flight(e),
     )
 
 
@@ -387,8 +391,8 @@ def _filtered(e: QueueEvidence) -> Finding | None:
         return None
     return Finding(
         StuckReason.FILTERED,
-        f"{_messages(e.filtered.scanned_count)} waiting, and none passes the filter "
-        f"{e.expression!r}; {e.owner} skips them with its next pull",
+        f"{_messages(e.filtered.scanned_count)} waiting, of which none passes the filter "
+        f"{e.expression!r}; the next pull of {e.owner} skips them",
         values={"expression": e.expression, "scanned": e.filtered.scanned_count},
     )
 
@@ -398,9 +402,9 @@ def _not_pulling(e: QueueEvidence) -> Finding:
     since = f" for {span(idle_ms)}" if idle_ms >= 0 else ""
     return Finding(
         StuckReason.NOT_PULLING,
-        f"{e.owner} has nothing in hand and has not pulled {e.name}{since}; "
+        f"{e.owner} has no message in flight and has not pulled {e.name}{since}; "
         f"{_messages(e.lag_count)} waiting",
-        f"See the log of {e.owner}: it may be busy with other queues, stopped, or cut off from "
+        f"See the log of {e.owner}: it may be busy with other queues, stalled, or unable to reach "
         f"{e.broker}.",
         {"owner": e.owner, "idle_ms": idle_ms},
     )
@@ -416,7 +420,7 @@ def _head(e: QueueEvidence) -> str:
     return f"offset {e.head.offset} (message {e.head.message_id}, {span(e.head.age_ms)} old)"
 
 
-def _in_hand(e: QueueEvidence) -> dict[str, object]:
+def _in_flight(e: QueueEvidence) -> dict[str, object]:
     values: dict[str, object] = {
         "owner": e.owner,
         "unacked": e.progress.unacked_count if e.progress else 0,
@@ -451,4 +455,4 @@ _RULES: tuple[Callable[[QueueEvidence], Finding | None], ...] = (
     _filtered,
     _not_pulling,
 )
-"""What has to be mended first comes first."""
+"""In the order in which causes have to be fixed."""

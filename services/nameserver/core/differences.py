@@ -1,4 +1,4 @@
-"""On what a client and its group disagree."""
+"""Differences between a heartbeat and its group: in the subscription and in the settings."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from collections.abc import Sequence
 from batonmq.errors import Difference, SubscriptionConflict
 from batonmq_server.nameserver.core.groups import Heartbeat, Member, Terms
 
+_VALUE_CHARACTERS_MAX = 140
+_DIFFERENCES_SHOWN_MAX = 3
+
 
 def differences(heartbeat: Heartbeat, terms: Terms, client_id: str) -> tuple[Difference, ...]:
-    """Every point on which the sender disagrees with the group: topics by name, then settings.
+    """Return every difference between the heartbeat and `terms`: topics by name, then settings.
 
     Args:
-        terms: The group's.
-        client_id: Whom to name as the one who has them.
+        terms: Of the group.
+        client_id: A member with these terms, to be named in the differences.
     """
 
-    def difference(topic: str, setting: str, asked: str, present: str) -> Difference:
-        return Difference(topic, setting, heartbeat.client_id, asked, client_id, present)
+    def difference(topic: str, setting: str, requested: str, present: str) -> Difference:
+        return Difference(topic, setting, heartbeat.client_id, requested, client_id, present)
 
-    asked = {s.topic: s.expression for s in heartbeat.terms.subscriptions}
+    requested = {s.topic: s.expression for s in heartbeat.terms.subscriptions}
     present = {s.topic: s.expression for s in terms.subscriptions}
-    topics = sorted(asked.keys() | present.keys()) if not terms.broadcasting else []
+    topics = sorted(requested.keys() | present.keys()) if not terms.broadcasting else []
     by_topic = [
-        difference(topic, "expression", asked.get(topic, ""), present.get(topic, ""))
+        difference(topic, "expression", requested.get(topic, ""), present.get(topic, ""))
         for topic in topics
-        if asked.get(topic) != present.get(topic)
+        if requested.get(topic) != present.get(topic)
     ]
     settings = [
         ("model", heartbeat.terms.model, terms.model),
@@ -38,28 +41,34 @@ def differences(heartbeat: Heartbeat, terms: Terms, client_id: str) -> tuple[Dif
 def conflict_error(
     heartbeat: Heartbeat, terms: Terms, client_id: str, *, retry_after_ms: int = 0
 ) -> SubscriptionConflict:
-    """The refusal of a heartbeat that disagrees with `terms`, which `client_id` has."""
+    """Return the error for a heartbeat that differs from `terms`, those of member `client_id`."""
     found = differences(heartbeat, terms, client_id)
-    where = [
+    shown = [
         f"{d.topic or d.setting}: {d.newcomer_client_id} wants {_shown(d.newcomer_value)}, "
         f"{d.member_client_id} has {_shown(d.member_value)}"
-        for d in found
+        for d in found[:_DIFFERENCES_SHOWN_MAX]
     ]
-    more = f"; and {len(where) - 3} more" if len(where) > 3 else ""
+    hidden_count = len(found) - len(shown)
+    more = f"; and {hidden_count} more" if hidden_count else ""
     return SubscriptionConflict(
-        f"group {heartbeat.group} has another subscription ({'; '.join(where[:3])}{more})",
+        f"group {heartbeat.group} has another subscription ({'; '.join(shown)}{more})",
         retry_after_ms=retry_after_ms,
         differences=found,
     )
 
 
 def longest_member(members: Sequence[Member], subscription_hash: int) -> str:
-    """Client id of who has been a member longest: if possible of one who asks for that."""
-    asking = [m for m in members if m.subscription_hash == subscription_hash] or members
-    return min(asking, key=lambda m: m.join_unix_ms).client_id if asking else ""
+    """Return the client id of the longest member with that subscription.
+
+    If no member has it, of the longest member; empty if there is no member.
+    """
+    agreeing = [m for m in members if m.subscription_hash == subscription_hash] or members
+    return min(agreeing, key=lambda m: m.join_unix_ms).client_id if agreeing else ""
 
 
 def _shown(value: str) -> str:
     if not value:
         return "nothing"
-    return repr(value if len(value) <= 140 else f"{value[:140]}...")
+    if len(value) > _VALUE_CHARACTERS_MAX:
+        value = f"{value[:_VALUE_CHARACTERS_MAX]}..."
+    return repr(value)

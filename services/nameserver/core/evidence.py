@@ -1,7 +1,7 @@
-"""What is known of a queue and of its group: the values that a diagnosis is made of.
+"""Evidence about a queue and its group: the values from which a diagnosis is made.
 
-They come from several services at about the same time. What is not known is None, empty or -1,
-and beside it stands why.
+They are read from several services at about the same time. A value that is unknown is None, empty
+or -1, with an error beside it that says why.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from batonmq._core.queues import GroupQueue, QueueRef
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionMismatch:
-    """One point on which a client's subscription differs from the group's.
+    """One difference between a client's subscription and the group's.
 
     Attributes:
-        topic: The topic, or the setting.
+        topic: The topic, or the name of the setting.
     """
 
     topic: str
@@ -29,19 +29,19 @@ class ExcludedClient:
     """A client that gets no queue because of its subscription.
 
     Attributes:
-        member_client_id: A member that has the group's.
-        waits: Whether it is to become the group's; else it is refused.
+        member_client_id: A member with the group's subscription.
+        staged: Whether the subscription is staged as the group's next one; else it is refused.
     """
 
     client_id: str
     member_client_id: str
-    unlike: tuple[SubscriptionMismatch, ...]
-    waits: bool = False
+    mismatches: tuple[SubscriptionMismatch, ...]
+    staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PauseEvidence:
-    """An operator has stopped the group."""
+    """A pause of the group by an operator."""
 
     by: str
     reason: str
@@ -50,11 +50,11 @@ class PauseEvidence:
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionChangeEvidence:
-    """The subscription is being changed.
+    """A change of the group's subscription that is decided and not finished.
 
     Attributes:
-        since_ms: Since the first member asked for it.
-        open_grants: Queues of the group that still have an owner.
+        since_ms: Time since the first heartbeat with the new subscription.
+        open_grants: Number of queues of the group that still have an owner.
     """
 
     since_ms: int
@@ -63,12 +63,13 @@ class SubscriptionChangeEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEvidence:
-    """The group, the same for all its queues.
+    """Evidence about the group, the same for all its queues.
 
     Attributes:
-        from_first: Where a queue without progress starts: at its first message, or after the last.
+        from_first: Whether a queue without progress starts at its first message; else after its
+            last.
         owned: Whether one member at a time owns a queue.
-        refused: Clients that get no queue because of their subscription.
+        excluded: Clients that get no queue because of their subscription.
     """
 
     name: str
@@ -79,7 +80,7 @@ class GroupEvidence:
     broadcasting: bool = False
     paused: PauseEvidence | None = None
     change: SubscriptionChangeEvidence | None = None
-    refused: tuple[ExcludedClient, ...] = ()
+    excluded: tuple[ExcludedClient, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +88,10 @@ class LockEvidence:
     """The queue's entry at the lock manager.
 
     Attributes:
-        owner: Empty if nobody has the queue.
-        lease_left_ms: Until the lease ends; -1 if not asked for.
-        step: How far a hand-over that is under way is; empty if none is.
-        refusal: Why somebody was refused the queue last; empty if not known.
+        owner: Client id of the owner; empty if the queue has none.
+        lease_left_ms: Time until the lease expires; -1 if not queried.
+        step: Step of the pending hand-over; empty if none is pending.
+        denial: Why the last request for the queue was denied; empty if unknown.
     """
 
     owner: str = ""
@@ -101,15 +102,15 @@ class LockEvidence:
     waiters: tuple[str, ...] = ()
     step: str = ""
     attempt: str = ""
-    refusal: str = ""
+    denial: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressEvidence:
-    """The queue at offsets.
+    """The queue's progress at the offsets service.
 
     Attributes:
-        idle_ms: Since the last access under the token.
+        idle_ms: Time since the last call with the token.
         reset_epoch: Rises with every reset, undo and clone.
     """
 
@@ -126,7 +127,7 @@ class ProgressEvidence:
 
 @dataclass(frozen=True, slots=True)
 class LogExtent:
-    """What the queue holds: offsets [first_offset, next_offset)."""
+    """The offsets that the queue has: [first_offset, next_offset)."""
 
     first_offset: int
     next_offset: int
@@ -143,7 +144,7 @@ class OldestMessage:
 
 @dataclass(frozen=True, slots=True)
 class DamagedMessage:
-    """The oldest message that is not handled can't be read."""
+    """The oldest message that is not handled, if it can't be read."""
 
     position: str
     error: str
@@ -151,25 +152,26 @@ class DamagedMessage:
 
 @dataclass(frozen=True, slots=True)
 class FilterScan:
-    """How many of the messages that wait were looked at, and none passes the filter."""
+    """The number of waiting messages that were read, of which none passes the filter."""
 
     scanned_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueEvidence:
-    """All that is known of one queue.
+    """All evidence about one queue.
 
     Attributes:
         permission: Of the topic; name of a `TopicPermission` without its prefix.
-        expression: By which the group filters the topic; None if it does not subscribe to it.
-        assigned: Member the queue is dealt to; empty if nobody.
-        lock: None if nobody has ever owned the queue, or it is not known.
-        lock_error: Why the lock manager did not answer; empty if it did. The others likewise.
-        progress: None if the group has none on the queue, or it is not known.
-        head: None if nothing waits, or it was not read.
-        unmoved_ms: Since the committed offset was first seen as it is; -1 if it is not known.
-        moved: Whether it was seen to become so.
+        expression: The group's filter of the topic; None if it does not subscribe to the topic.
+        assigned: Client id of the member that the queue is assigned to; empty if none.
+        lock: None if the queue never had an owner, or if unknown.
+        lock_error: Why the lock manager did not answer; empty if it did. Likewise `progress_error`
+            and `log_error`.
+        progress: None if the group has no progress on the queue, or if unknown.
+        head: The oldest message that is not handled; None if no message waits, or if not read.
+        unmoved_ms: Time since the present committed offset was first seen; -1 if unknown.
+        moved: Whether another committed offset was seen before.
     """
 
     group: GroupEvidence
@@ -203,31 +205,31 @@ class QueueEvidence:
 
     @property
     def name(self) -> str:
-        """The queue, for people."""
+        """The queue, for messages."""
         return f"queue {self.queue_id} of {self.topic} on {self.broker}"
 
     @property
     def owner(self) -> str:
-        """Who has the queue; empty if nobody, or not known."""
+        """Client id of the owner, or without ownership of the assigned member; empty if unknown."""
         if not self.group.owned:
             return self.assigned
         return self.lock.owner if self.lock else ""
 
     @property
     def committed_offset(self) -> int:
-        """-1 without progress, or if it is not known."""
+        """Committed offset; -1 without progress, or if unknown."""
         return self.progress.committed_offset if self.progress else -1
 
     @property
     def head_offset(self) -> int:
-        """The lowest offset that is kept and not handled; -1 if nothing waits, or not known."""
+        """The lowest offset that is not handled; -1 if no message waits, or if unknown."""
         if self.log is None or self.lag_count <= 0:
             return -1
         return max(self.committed_offset, self.log.first_offset)
 
     @property
     def lag_count(self) -> int:
-        """Messages that are kept and not handled, filtered ones included; -1 if not known."""
+        """Number of messages that are not handled, filtered ones included; -1 if unknown."""
         if self.log is None or self.progress_error:
             return -1
         kept = self.log.next_offset - self.log.first_offset
@@ -238,7 +240,7 @@ class QueueEvidence:
 
     @property
     def lag_ms(self) -> int:
-        """Age of the oldest message that is not handled; 0 without lag, -1 if not known."""
+        """Age of the oldest message that is not handled; 0 without lag, -1 if unknown."""
         if self.head is not None:
             return self.head.age_ms
         return 0 if self.lag_count == 0 else -1

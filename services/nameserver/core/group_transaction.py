@@ -1,9 +1,9 @@
-"""Decides over one group: what its record becomes when somebody comes, goes or disagrees.
+"""The changes that requests make to one group's record, decided one after the other.
 
-The rule behind all policies but WARN (protocol section 14): two subscriptions never serve a group
-at one time. A subscription is changed in two steps. First the change is decided: the record says
-"draining", nobody gets a queue any more, and every owner gives back what it has. Once no queue has
-an owner, the new subscription counts and the queues are dealt out anew.
+The rule behind all policies except WARN (protocol section 14): a group never has two subscriptions
+in force at one time. A subscription is changed in two steps. First the change is decided: the
+record says "draining", no queue is assigned, and every owner releases its queues. Once no queue has
+an owner, the new subscription is in force and the queues are assigned anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DRAIN_RETRY_MS = 1_000
 
 
 class SubscriptionVerdictKind(Enum):
-    """What became of the subscription of a heartbeat that was accepted."""
+    """What the policy decided about the subscription of an accepted heartbeat."""
 
     ACCEPTED = "ACCEPTED"
     STAGED = "STAGED"
@@ -45,7 +45,7 @@ class SubscriptionVerdictKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionVerdict:
-    """What became of a subscription, and on what it differs from the group's."""
+    """The verdict on a subscription, and its differences to the group's."""
 
     kind: SubscriptionVerdictKind
     differences: tuple[Difference, ...] = ()
@@ -56,10 +56,10 @@ ACCEPTED = SubscriptionVerdict(SubscriptionVerdictKind.ACCEPTED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """Settings to change; None leaves them as they are.
+    """Settings to change; None leaves a setting unchanged.
 
     Attributes:
-        paused: Whether an operator stops the deliveries; then `pause` says who and why.
+        paused: Whether the deliveries are to be paused; if so, `pause` has operator and reason.
     """
 
     policy: SubscriptionPolicy | None = None
@@ -70,21 +70,22 @@ class GroupSettings:
 
 
 class GroupTransaction:
-    """One group's record, and what is asked of it in turn; `settled` is what it becomes.
+    """One group's record, with requests applied to it one after the other.
 
-    What raises has changed nothing.
+    `settled` and `assigned` return the record that the requests result in. A request that raises
+    has changed nothing.
 
     Args:
-        group: The record as it stands; None if the group is new.
-        live: Incarnation ids of the processes whose member lease is alive, by client id. It is
-            at least as new as `group`. A recorded member that is not here has died.
+        group: The record in etcd; None if the group is new.
+        live: Incarnation ids of the processes whose member lease has not expired, by client id. At
+            least as new as `group`. A recorded member that is missing here is dead.
         lease_ms: Length of a member lease.
-        first_generation: Of the record if it is new.
+        first_generation: Generation of a new record.
 
     Attributes:
         joined: Incarnation ids, by client id, of members that need a live key.
-        left: Client ids of members that gave theirs up.
-        replaced: Differences by client id, of those who replaced the subscription of others.
+        left: Client ids of members whose live key is to be deleted.
+        replaced: Differences, by client id, of members whose subscription replaced that of others.
     """
 
     def __init__(
@@ -104,30 +105,30 @@ class GroupTransaction:
         self._live = dict(live)
         self._now_unix_ms, self._lease_ms = now_unix_ms, lease_ms
         self._settled: Group | None = None
-        self._wanted = False
+        self._updated = False
         self.joined: dict[str, int] = {}
         self.left: set[str] = set()
         self.replaced: dict[str, tuple[Difference, ...]] = {}
 
     def join(self, heartbeat: Heartbeat) -> None:
-        """Make the sender a member, or let it stay one, on its terms.
+        """Make the sender a member, or keep it as one, on its terms.
 
-        A member that comes back before it was taken out stays one, even if its lease has ended.
+        A member that is still recorded stays a member, even if its lease has expired.
 
         Raises:
-            ClientIdInUse: another living process has the client id.
+            ClientIdInUse: another live process has the client id.
             SubscriptionConflict: the policy refuses its terms.
-            Overloaded: the group is full.
+            Overloaded: the group has the maximum number of members.
         """
         self._check_client_id(heartbeat)
         member = self._members.get(heartbeat.client_id)
         if member is not None and not heartbeat.is_from(member):
             member = None
-        others = [m for m in self._living() if not heartbeat.is_from(m)]
+        others = [m for m in self._live_members() if not heartbeat.is_from(m)]
         if member is None and len(others) >= MEMBERS_MAX:
             raise Overloaded(
-                f"the group has {MEMBERS_MAX} members, the most it may have",
-                remedy="Use more than one group, or fewer processes.",
+                f"group {heartbeat.group} has {MEMBERS_MAX} members; the limit is {MEMBERS_MAX}",
+                remedy="Use several groups, or fewer processes.",
                 retry_after_ms=10_000,
                 facts={"limit": MEMBERS_MAX},
             )
@@ -135,7 +136,7 @@ class GroupTransaction:
         self._admit(heartbeat, member)
 
     def leave(self, client_id: str, incarnation_id: int) -> bool:
-        """Take this process out; False if it is no member."""
+        """Remove this process; return False if it is not a member."""
         member = self._members.get(client_id)
         if member is None or member.incarnation_id != incarnation_id:
             return False
@@ -147,15 +148,15 @@ class GroupTransaction:
         return True
 
     def update(self, settings: GroupSettings) -> None:
-        """Change settings; a group that does not exist comes into being.
+        """Change settings; create the group if it does not exist.
 
         Raises:
-            GroupInUse: ownership can't change while a member lives.
+            GroupInUse: ownership is to change while a member is live.
         """
         group = self._group
         if settings.owned not in (None, group.owned):
-            self.check_unused("its ownership can't be changed")
-        self._settled, self._wanted = None, True
+            self.check_unused("ownership can only be changed without live members")
+        self._settled, self._updated = None, True
         self._group = replace(
             group,
             policy=settings.policy or group.policy,
@@ -164,31 +165,34 @@ class GroupTransaction:
             pause=_paused(group.pause, settings),
         )
 
-    def check_unused(self, why: str) -> None:
-        """Refuse what needs a group without members.
+    def check_unused(self, rule: str) -> None:
+        """Raise GroupInUse if a member is live.
 
-        Raises:
-            GroupInUse: one lives.
+        Args:
+            rule: Why there must be none, for the message.
         """
-        count = len(self._living())
+        count = len(self._live_members())
         if count:
             raise GroupInUse(
-                f"group {self._group.name} has {count} live members: {why}",
+                f"group {self._group.name} has {count} live members: {rule}",
                 facts={"group": self._group.name, "members": count},
             )
 
     def finish_draining(self) -> None:
-        """Let the staged subscription count. Only when no queue of the group has an owner."""
+        """Put the staged subscription in force; only to be called while no queue has an owner."""
         staged = self._group.staged
         if staged is not None and staged.draining:
             self._settled = None
             self._subscribe(staged.subscriptions)
 
     def settled(self) -> Group:
-        """The record without the dead, with what follows from who asks for what; not yet dealt."""
+        """Return the record without dead members, its staged subscription up to date.
+
+        The queues are not assigned yet.
+        """
         if self._settled is not None:
             return self._settled
-        members = tuple(sorted(self._living(), key=lambda member: member.client_id))
+        members = tuple(sorted(self._live_members(), key=lambda member: member.client_id))
         staged = _still_staged(self._group, members)
         mine = hash_of(self._group.terms.subscriptions)
         broadcasting = self._group.terms.broadcasting
@@ -201,36 +205,36 @@ class GroupTransaction:
         return self._settled
 
     def is_unchanged(self) -> bool:
-        """Whether the record stays as it is, unless queues have to be dealt anew."""
-        return self.settled() == self._before and not (self._wanted and self._stored is None)
+        """Return whether the record stays the same, if no queue has to be assigned anew."""
+        return self.settled() == self._before and not (self._updated and self._stored is None)
 
-    def dealt(self, topics: Iterable[Topic]) -> Group | None:
-        """The record with its queues dealt out; the very record that stands if nothing changes.
+    def assigned(self, topics: Iterable[Topic]) -> Group | None:
+        """Return the record with its queues assigned; the record in etcd itself if nothing changes.
 
         Args:
-            topics: What the settled group subscribes to, as far as it exists.
+            topics: The existing topics that the settled group subscribes to.
         """
         after = self.settled()
         topics = list(topics)
-        dealt = assign_topics(after, topics, self._before)
-        after = replace(after, assignments=dealt, beginnings=beginnings_of(after, topics))
-        if after == self._before and not (self._wanted and self._stored is None):
+        assignments = assign_topics(after, topics, self._before)
+        after = replace(after, assignments=assignments, beginnings=beginnings_of(after, topics))
+        if after == self._before and not (self._updated and self._stored is None):
             return self._stored
         return replace(after, generation=self._before.generation + 1)
 
     def expired(self) -> tuple[Member, ...]:
-        """Recorded members that have died and did not come back, ascending by client id."""
-        dead = self._members.keys() - {member.client_id for member in self._living()}
+        """Return the recorded members that are dead, ascending by client id."""
+        dead = self._members.keys() - {member.client_id for member in self._live_members()}
         return tuple(self._members[client_id] for client_id in sorted(dead))
 
     def verdict(self, heartbeat: Heartbeat, after: Group) -> SubscriptionVerdict:
-        """What became of a heartbeat that was accepted here; `after` is the record now."""
+        """Return the verdict on a heartbeat that was accepted; `after` is the written record."""
         replaced = self.replaced.get(heartbeat.client_id)
         if replaced and heartbeat.terms.subscriptions == target_of(after):
             return SubscriptionVerdict(SubscriptionVerdictKind.REPLACED, replaced)
         return verdict_of(after, heartbeat)
 
-    def _living(self) -> list[Member]:
+    def _live_members(self) -> list[Member]:
         live = self._live
         return [m for m in self._members.values() if live.get(m.client_id) == m.incarnation_id]
 
@@ -244,7 +248,7 @@ class GroupTransaction:
                 f"live process on host {member.host or 'unknown'!r}",
                 remedy=(
                     "Give each process a client id of its own. If this process replaces one "
-                    f"that crashed, try again until the old session has expired, "
+                    f"that crashed, try again until the old lease has expired, "
                     f"{self._lease_ms} ms after its last heartbeat."
                 ),
                 retry_after_ms=self._lease_ms,
@@ -252,7 +256,7 @@ class GroupTransaction:
             )
 
     def _admit(self, heartbeat: Heartbeat, member: Member | None) -> None:
-        """Write the sender into the record."""
+        """Add the sender to the members, or update its entry."""
         self._settled = None
         client_id, incarnation_id = heartbeat.client_id, heartbeat.incarnation_id
         self._members[client_id] = Member(
@@ -269,73 +273,77 @@ class GroupTransaction:
             self._live[client_id] = self.joined[client_id] = incarnation_id
 
     def _agree(self, heartbeat: Heartbeat, member: Member | None, others: list[Member]) -> None:
-        """Make the terms of the group and those of the sender agree, as the policy says.
+        """Apply the policy to the sender's terms.
 
         Args:
-            member: The sender, if it is one already.
-            others: Living members apart from the sender.
+            member: The sender, if it is a member already.
+            others: Live members except the sender.
 
         Raises:
-            SubscriptionConflict: the policy does not let them.
+            SubscriptionConflict: the policy refuses the terms.
         """
-        asked = heartbeat.terms
-        if not asked.settings_agree(self._group.terms):
+        requested = heartbeat.terms
+        if not requested.settings_agree(self._group.terms):
             if others:
                 raise self._conflict(heartbeat, others, self._group.terms)
             kept = self._group.terms.subscriptions
-            self._group = replace(self._group, terms=replace(asked, subscriptions=kept))
+            self._group = replace(self._group, terms=replace(requested, subscriptions=kept))
         target = target_of(self._group)
-        if asked.subscriptions == target:
+        if requested.subscriptions == target:
             return
-        if asked.broadcasting or not target:
+        if requested.broadcasting or not target:
             if not others:
-                self._subscribe(asked.subscriptions)
+                self._subscribe(requested.subscriptions)
             return
-        # Who just repeats what it asked for before does not win by that.
-        is_new = member is None or member.subscription_hash != hash_of(asked.subscriptions)
+        # A member that repeats its subscription must not win against a newer one by repetition.
+        is_new = member is None or member.subscription_hash != hash_of(requested.subscriptions)
         is_backed = any(m.subscription_hash == hash_of(target) for m in others)
-        self._disagree(heartbeat, others, is_new=is_new, counts=is_new or not is_backed)
+        self._apply_policy(heartbeat, others, is_new=is_new, may_replace=is_new or not is_backed)
 
-    def _disagree(
-        self, heartbeat: Heartbeat, others: list[Member], *, is_new: bool, counts: bool
+    def _apply_policy(
+        self, heartbeat: Heartbeat, others: list[Member], *, is_new: bool, may_replace: bool
     ) -> None:
-        """Do what the policy says of another subscription than the group has, or is to get.
+        """Apply the policy to a subscription that differs from the present or the next one.
 
         Args:
-            is_new: The sender asks for it for the first time.
-            counts: Also true if nobody else alive asks for what the group has.
+            is_new: The sender has this subscription for the first time.
+            may_replace: `is_new`, or no other live member has the group's subscription.
         """
-        asked, policy = heartbeat.terms.subscriptions, self._group.policy
+        requested, policy = heartbeat.terms.subscriptions, self._group.policy
         if policy is SubscriptionPolicy.WARN:
-            if counts:
+            if may_replace:
                 self._replace(heartbeat, others)
         elif not others:
-            self._stage(asked, draining=True)
+            self._stage(requested, draining=True)
         elif policy is SubscriptionPolicy.REJECT:
             raise self._conflict(heartbeat, others, self._group.terms)
         elif self._group.draining:
-            if is_new and asked != self._group.terms.subscriptions:
+            if is_new and requested != self._group.terms.subscriptions:
                 raise self._conflict(heartbeat, others, self._group.terms)
         elif policy is SubscriptionPolicy.STAGED_LATEST:
-            if counts:
-                self._stage(asked, draining=True)
+            if may_replace:
+                self._stage(requested, draining=True)
         else:
-            self._wait(heartbeat, others)
+            self._stage_until_agreed(heartbeat, others)
 
-    def _wait(self, heartbeat: Heartbeat, others: list[Member]) -> None:
-        """Stage the sender's subscription, unless others wait for another one already."""
-        staged, asked = self._group.staged, heartbeat.terms.subscriptions
-        if staged is not None and staged.subscriptions != asked:
+    def _stage_until_agreed(self, heartbeat: Heartbeat, others: list[Member]) -> None:
+        """Stage the sender's subscription until all members have it.
+
+        Raises:
+            SubscriptionConflict: another member has a third subscription staged.
+        """
+        staged, requested = self._group.staged, heartbeat.terms.subscriptions
+        if staged is not None and staged.subscriptions != requested:
             waiting = hash_of(staged.subscriptions)
             if any(m.subscription_hash == waiting for m in others):
                 terms = replace(self._group.terms, subscriptions=staged.subscriptions)
                 raise self._conflict(heartbeat, others, terms)
             staged = None
         if staged is None:
-            self._stage(asked, draining=False)
+            self._stage(requested, draining=False)
 
     def _conflict(self, heartbeat: Heartbeat, others: list[Member], terms: Terms) -> Exception:
-        """The refusal, with the differences to `terms`; while draining, to those that come."""
+        """Return the error with the differences to `terms`; while draining, to the next terms."""
         if self._group.draining:
             terms = replace(terms, subscriptions=target_of(self._group))
         named = longest_member(others, hash_of(terms.subscriptions))
@@ -343,7 +351,7 @@ class GroupTransaction:
         return conflict_error(heartbeat, terms, named, retry_after_ms=retry_after_ms)
 
     def _replace(self, heartbeat: Heartbeat, others: list[Member]) -> None:
-        """Let the sender's subscription count at once, whatever the others want."""
+        """Put the sender's subscription in force at once, whatever the other members have."""
         previous = replace(self._group.terms, subscriptions=target_of(self._group))
         if self._group.draining:
             self._stage(heartbeat.terms.subscriptions, draining=True)
@@ -371,19 +379,19 @@ class GroupTransaction:
 
 
 def target_of(group: Group) -> Subscriptions:
-    """What counts, or what is sure to count next."""
+    """Return the subscription in force; while draining, the decided next one."""
     if group.staged is not None and group.staged.draining:
         return group.staged.subscriptions
     return group.terms.subscriptions
 
 
 def verdict_of(group: Group, heartbeat: Heartbeat) -> SubscriptionVerdict:
-    """What a member's subscription is in this record."""
-    asked = heartbeat.terms.subscriptions
-    if group.terms.broadcasting or (asked == group.terms.subscriptions and not group.draining):
+    """Return the verdict on the subscription of a member of this record."""
+    requested = heartbeat.terms.subscriptions
+    if group.terms.broadcasting or (requested == group.terms.subscriptions and not group.draining):
         return ACCEPTED
     terms = group.terms
-    if group.staged is not None and group.staged.subscriptions == asked:
+    if group.staged is not None and group.staged.subscriptions == requested:
         kind = SubscriptionVerdictKind.STAGED
     else:
         kind = SubscriptionVerdictKind.OVERRULED
@@ -394,7 +402,7 @@ def verdict_of(group: Group, heartbeat: Heartbeat) -> SubscriptionVerdict:
 
 
 def _paused(pause: Pause | None, settings: GroupSettings) -> Pause | None:
-    """The pause after the change; one that is repeated goes on."""
+    """Return the pause after the change; a repeated pause keeps its start."""
     if settings.paused is None:
         return pause
     if not settings.paused or settings.pause is None:
@@ -407,17 +415,17 @@ def _paused(pause: Pause | None, settings: GroupSettings) -> Pause | None:
 
 
 def _still_staged(group: Group, members: tuple[Member, ...]) -> StagedSubscription | None:
-    """What is staged, now that these are the members."""
+    """Return what stays staged with these members."""
     staged = group.staged
     if staged is None or group.terms.broadcasting:
         return None
     if staged.draining:
         return staged
     waiting = hash_of(staged.subscriptions)
-    asking = [member.subscription_hash == waiting for member in members]
+    agreeing = [member.subscription_hash == waiting for member in members]
     if group.policy not in (SubscriptionPolicy.STAGED, SubscriptionPolicy.STAGED_LATEST) or not any(
-        asking
+        agreeing
     ):
         return None
-    decided = all(asking) or group.policy is SubscriptionPolicy.STAGED_LATEST
+    decided = all(agreeing) or group.policy is SubscriptionPolicy.STAGED_LATEST
     return replace(staged, draining=decided)

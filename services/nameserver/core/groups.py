@@ -1,4 +1,4 @@
-"""Groups: who is a member, on which terms, and which queues are dealt to whom."""
+"""Consumer groups: members, terms, and the assignment of queues to members."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MEMBERS_MAX = 1_000
 
 
 class SubscriptionPolicy(Enum):
-    """What happens to another subscription than the group's (protocol section 14)."""
+    """What happens to a heartbeat whose subscription differs (protocol section 14)."""
 
     REJECT = "REJECT"
-    """It is refused."""
+    """The heartbeat is refused."""
     STAGED = "STAGED"
-    """It waits until every live member asks for it."""
+    """The subscription is staged until every live member has it."""
     STAGED_LATEST = "STAGED_LATEST"
-    """It waits for nobody but the owners, who give back their queues."""
+    """The subscription is staged only until the owners have released their queues."""
     WARN = "WARN"
-    """The last one asked for counts at once."""
+    """The newest subscription replaces the group's at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ Subscriptions = tuple[Subscription, ...]
 
 
 def hash_of(subscriptions: Subscriptions) -> int:
-    """64 bits by which two subscriptions are told apart."""
+    """Return a hash of 64 bits; different subscriptions have different hashes."""
     text = "\n".join(f"{s.topic} {s.expression}" for s in subscriptions)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What all members of a group must agree on.
+    """The terms that all members of a group must agree on.
 
     Attributes:
         model: Name of a `MessageModel` without its prefix.
@@ -71,7 +71,7 @@ class Terms:
         return self.model == "BROADCASTING"
 
     def settings_agree(self, other: Terms) -> bool:
-        """Whether all but the subscriptions is the same."""
+        """Return whether all terms but the subscriptions are the same."""
         mine = (self.model, self.consume_from, self.orderly)
         return mine == (other.model, other.consume_from, other.orderly)
 
@@ -82,8 +82,8 @@ class Member:
 
     Attributes:
         room: Machine room; empty for none.
-        subscription_hash: Of what it asks for.
-        differs: Whether that is another subscription than the group has.
+        subscription_hash: Of the member's subscription.
+        differs: Whether that differs from the group's subscription.
     """
 
     client_id: str
@@ -97,11 +97,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class StagedSubscription:
-    """The subscription that a group is about to get.
+    """The next subscription of a group.
 
     Attributes:
-        draining: It is decided: all queues are being given back.
-        since_unix_ms: When the first member asked for it.
+        draining: Whether the change is decided: the owners are releasing all queues.
+        since_unix_ms: Wall clock of the first heartbeat with it.
     """
 
     subscriptions: Subscriptions
@@ -111,7 +111,7 @@ class StagedSubscription:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """An operator has stopped the deliveries."""
+    """A pause: an operator has stopped the deliveries of the group."""
 
     by: str
     reason: str
@@ -120,10 +120,11 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class BrokerAssignment:
-    """Whose the queues of one topic on one broker are.
+    """The assignment of the queues of one topic on one broker.
 
     Attributes:
-        owners: By queue id: place of the member among the group's, from 1; 0 for nobody.
+        member_numbers: By queue id: position of the member in the group's `members`, from 1; 0 if
+            the queue is not assigned.
     """
 
     broker: str
@@ -132,7 +133,7 @@ class BrokerAssignment:
 
 @dataclass(frozen=True, slots=True)
 class TopicAssignment:
-    """Whose the queues of one topic are; brokers ascend."""
+    """The assignment of the queues of one topic; brokers ascend."""
 
     topic: str
     brokers: tuple[BrokerAssignment, ...]
@@ -140,7 +141,7 @@ class TopicAssignment:
 
 @dataclass(frozen=True, slots=True)
 class TopicBeginning:
-    """What a topic was when a group began with it.
+    """A topic as it was when a group subscribed to it.
 
     Attributes:
         queue_counts: By broker, ascending.
@@ -155,14 +156,13 @@ class TopicBeginning:
 class Group:
     """A consumer group; `members` ascend by client id, which is unique among them.
 
-    A group that everybody has left stays, with its generation, its terms and its settings.
+    A group without members keeps its generation, its terms and its settings.
 
     Attributes:
         generation: Rises with every change, and is above that of earlier groups of the name.
-        owned: Whether an operator wants queues to be owned; those of a broadcasting group never
-            are.
-        assignments: By topic, ascending; none without members and for a broadcasting group.
-        beginnings: By topic, ascending: a queue that is not there came later.
+        owned: Whether queues are to be owned; the queues of a broadcasting group never are.
+        assignments: By topic, ascending; empty without members and for a broadcasting group.
+        beginnings: By topic, ascending: a queue that is missing there was added later.
     """
 
     name: str
@@ -179,18 +179,18 @@ class Group:
     beginnings: tuple[TopicBeginning, ...] = ()
 
     def member(self, client_id: str) -> Member | None:
-        """The member with that client id."""
+        """Return the member with that client id; None if there is none."""
         return next((m for m in self.members if m.client_id == client_id), None)
 
     @property
     def draining(self) -> bool:
-        """Whether the subscription is being changed: nobody gets a queue."""
+        """Whether the subscription is being changed: no queue is assigned."""
         return self.staged is not None and self.staged.draining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """What one process asks for: to be, or stay, a member on these terms."""
+    """A heartbeat: the process joins the group, or stays a member, on these terms."""
 
     group: str
     client_id: str
@@ -200,21 +200,21 @@ class Heartbeat:
     room: str = ""
 
     def is_from(self, member: Member) -> bool:
-        """Whether `member` is this very process."""
+        """Return whether this process is `member`, the same incarnation."""
         return (member.client_id, member.incarnation_id) == (self.client_id, self.incarnation_id)
 
 
 def assign_topics(
     group: Group, topics: Iterable[Topic], before: Group
 ) -> tuple[TopicAssignment, ...]:
-    """Whose the queues of `topics` are, by the members and the strategy of `group`.
+    """Return the assignment of the queues of `topics`, by the members and strategy of `group`.
 
-    Nobody gets a queue while the subscription is being changed, and no member that asks for
-    another one, unless the policy is WARN.
+    No queue is assigned while the subscription is being changed. A member with another subscription
+    than the group's gets no queue, unless the policy is WARN.
 
     Args:
-        topics: What the group subscribes to, as far as it exists.
-        before: The record that has the present owners.
+        topics: The existing topics that the group subscribes to.
+        before: The record with the present assignment.
     """
     if group.terms.broadcasting or not group.members:
         return ()
@@ -231,13 +231,13 @@ def assign_topics(
         for part in topic.spread
         for queue_id in range(part.queue_count)
     ]
-    dealt = (
+    assigned = (
         assign_queues(group.strategy, candidates, queues, assigned_members(before))
         if candidates
         else {}
     )
-    place = {member.client_id: index for index, member in enumerate(group.members, 1)}
-    numbers = iter([place[dealt[queue]] if queue in dealt else 0 for queue in queues])
+    number_of = {member.client_id: number for number, member in enumerate(group.members, 1)}
+    numbers = iter([number_of[assigned[queue]] if queue in assigned else 0 for queue in queues])
     return tuple(
         TopicAssignment(
             topic.name,
@@ -251,10 +251,10 @@ def assign_topics(
 
 
 def beginnings_of(group: Group, topics: Iterable[Topic]) -> tuple[TopicBeginning, ...]:
-    """The beginnings of all topics that `group` subscribes to; of a new one it is now.
+    """Return the beginnings of all topics that `group` subscribes to; a new topic begins now.
 
     Args:
-        topics: What it subscribes to, as far as it exists.
+        topics: The existing topics that the group subscribes to.
     """
     if group.terms.broadcasting:
         return ()
@@ -272,7 +272,7 @@ def beginnings_of(group: Group, topics: Iterable[Topic]) -> tuple[TopicBeginning
 
 
 def assigned_members(group: Group) -> dict[AssignableQueue, str]:
-    """Client ids by queue, of those queues that are dealt to somebody."""
+    """Return the client id of each assigned queue's member."""
     return {
         AssignableQueue(topic.topic, part.broker, queue_id): group.members[number - 1].client_id
         for topic in group.assignments
@@ -283,7 +283,7 @@ def assigned_members(group: Group) -> dict[AssignableQueue, str]:
 
 
 def is_fully_assigned(group: Group, topics: Mapping[str, Topic]) -> bool:
-    """Whether the assignments have exactly the queues that there are.
+    """Return whether the assignments have exactly the queues that exist.
 
     Args:
         topics: All topics by name.

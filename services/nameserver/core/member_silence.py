@@ -1,7 +1,8 @@
-"""Whether a member has been silent since its session broke, by the lease its heartbeats renew.
+"""Whether a member has sent a heartbeat since its session broke, found from its lease.
 
-etcd tells how much of a lease is left in whole seconds, rounded down. So it is asked just before
-a second since the break is full: then one second less means that no heartbeat has come.
+Every heartbeat renews the lease. etcd reports the rest of a lease in whole seconds, rounded down.
+So the lease is checked shortly before a full second since the break has passed: then a rest that is
+one second shorter means that no heartbeat has arrived.
 """
 
 from __future__ import annotations
@@ -12,18 +13,25 @@ MARGIN_MS = 100
 
 
 class Silence(Enum):
-    """What the lease tells."""
+    """Whether a member has been silent since its session broke."""
 
     SURE = "SURE"
-    """No heartbeat has come since the break."""
+    """No heartbeat has arrived since the break."""
     OVER = "OVER"
-    """One has come, or the lease has ended, or the member had turned elsewhere before."""
+    """A heartbeat has arrived, or the lease has expired, or the member had used another replica
+    before the break was noticed."""
     UNKNOWN = "UNKNOWN"
-    """The look came at the wrong part of a second."""
+    """The check came at the wrong part of a second: check again."""
 
 
-def next_look_ms(silent_ms: int, grace_ms: int) -> int:
-    """Time from the break to the next look: after the grace, just before a full second."""
+def next_check_ms(silent_ms: int, grace_ms: int) -> int:
+    """Return the time from the break to the next check.
+
+    The check comes after the grace period, shortly before a full second.
+
+    Args:
+        silent_ms: Time since the break.
+    """
     seconds = max(-(-grace_ms // 1000), (silent_ms + MARGIN_MS) // 1000 + 1)
     return seconds * 1000 - MARGIN_MS
 
@@ -31,17 +39,18 @@ def next_look_ms(silent_ms: int, grace_ms: int) -> int:
 def silence_of(
     left_s: int, granted_s: int, heard_ms: int, before_ms: int, after_ms: int
 ) -> Silence:
-    """What a look at the lease says.
+    """Return what a check of the lease shows.
 
-    A replica that was frozen, or cut off, may notice a break long after the member did. That one
-    has gone on elsewhere then: its last heartbeat is younger than the last that came here.
+    A replica that was frozen or cut off may notice the break long after the member did. In the
+    meantime the member uses another replica, so its last heartbeat is younger than the last one
+    that this replica has received.
 
     Args:
-        left_s: Whole seconds that are left; negative if the lease has ended.
-        granted_s: Its full length.
-        heard_ms: Time since the member was heard of at this replica, when etcd was asked.
-        before_ms: Time since the break when etcd was asked.
-        after_ms: The same when it had answered.
+        left_s: Rest of the lease in whole seconds; negative if it has expired.
+        granted_s: Full length of the lease.
+        heard_ms: Time from the last heartbeat at this replica to the request to etcd.
+        before_ms: Time from the break to the request to etcd.
+        after_ms: Time from the break to the answer of etcd.
     """
     if heard_ms > (granted_s - left_s) * 1000:
         return Silence.OVER

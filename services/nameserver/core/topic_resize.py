@@ -1,9 +1,9 @@
-"""How a topic grows and shrinks: which broker gets a queue, which one gives one up.
+"""Adding queues to a topic and removing queues from it.
 
-The queues of a broker have the indexes [0, queue_count), so a broker gains and loses at the end.
-Growing is done at once. Shrinking takes two steps: first the last queues take no more messages,
-then, once they have been read, they are gone (`without_retiring_queues`). Growing in between takes
-queues back.
+The queues of a broker have the ids [0, queue_count), so a broker gains and loses queues at the end.
+Queues are added at once. They are removed in two steps: first the last queues become retiring,
+which means that they take no more messages; once they are read, they are removed
+(`without_retiring_queues`). If queues are added in between, retiring queues take messages again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 
 @dataclass(frozen=True, slots=True)
 class RetiringQueue:
-    """A queue that takes no more messages, and holds the offsets [first_offset, next_offset)."""
+    """A queue that takes no more messages, and has the offsets [first_offset, next_offset)."""
 
     broker: str
     queue_id: int
@@ -29,17 +29,17 @@ class RetiringQueue:
 def resized_spread(
     topic: Topic, queue_count: int, brokers: Collection[str]
 ) -> tuple[QueueSpread, ...]:
-    """The spread of `topic` with so many queues that take messages, as even as it can be.
+    """Return the spread of `topic` with `queue_count` writable queues, as even as possible.
 
     Args:
-        brokers: Names of those that are registered: only they gain queues.
+        brokers: Names of the registered brokers: only they gain queues.
 
     Returns:
-        Brokers ascending; no queue that is there, or is being given up, has moved.
+        Brokers ascending; present queues, retiring ones included, stay on their brokers.
 
     Raises:
-        LimitExceeded: fewer queues than brokers that have some; each keeps one.
-        NoBroker: there is nobody to gain a queue.
+        LimitExceeded: `queue_count` is below the number of brokers with queues; each keeps one.
+        NoBroker: queues are to be added, and no broker is registered.
     """
     counts = {part.broker: part.writable_count for part in topic.spread}
     missing = queue_count - sum(counts.values())
@@ -53,28 +53,30 @@ def resized_spread(
     )
 
 
-def unread_count(end: RetiringQueue, group: Group | None, topic: str, committed: int | None) -> int:
-    """Messages of the queue that the group still has to read before the queue may go.
+def unread_count(
+    queue: RetiringQueue, group: Group | None, topic: str, committed: int | None
+) -> int:
+    """Return the number of messages that the group has to read before the queue can be removed.
 
-    A group without progress on the queue is waited for if it may yet want the messages: it
-    subscribes to the topic, and has members, or would not start with what comes next. The progress
-    of a broadcasting group is known to its members only, so it is not waited for.
+    A group without progress on the queue counts if it may still read the messages: it subscribes to
+    the topic, and has members or does not start at the end. A broadcasting group does not count, as
+    only its members know its progress.
 
     Args:
-        group: The record; None if there is none any more.
-        committed: The group's committed offset on the queue; None if it never had the queue.
+        group: The record; None if the group no longer exists.
+        committed: Committed offset of the group on the queue; None if it has no progress there.
     """
     if committed is not None:
-        return max(0, end.next_offset - max(committed, end.first_offset))
+        return max(0, queue.next_offset - max(committed, queue.first_offset))
     subscribes = group is not None and any(s.topic == topic for s in group.terms.subscriptions)
     if group is None or not subscribes or group.terms.broadcasting:
         return 0
-    wants = bool(group.members) or group.terms.consume_from != "LAST"
-    return end.next_offset - end.first_offset if wants else 0
+    may_read = bool(group.members) or group.terms.consume_from != "LAST"
+    return queue.next_offset - queue.first_offset if may_read else 0
 
 
 def without_retiring_queues(topic: Topic) -> Topic:
-    """`topic` without the queues that are being given up."""
+    """Return `topic` without its retiring queues."""
     return replace(
         topic,
         spread=tuple(
@@ -91,18 +93,18 @@ def _spread(present: QueueSpread, writable_count: int) -> QueueSpread:
 
 
 def _grow(counts: dict[str, int], missing: int, brokers: Collection[str], first: int) -> None:
-    """Give queues to those who have fewest; ties as in a new topic, from index `first` on."""
+    """Add queues to the brokers with fewest; between equals as in a new topic, from `first` on."""
     if not brokers:
         raise NoBroker("no storage node is registered", retry_after_ms=500)
     names = sorted(brokers)
-    turn = {name: (index - first) % len(names) for index, name in enumerate(names)}
+    rank = {name: (index - first) % len(names) for index, name in enumerate(names)}
     for _ in range(missing):
-        name = min(names, key=lambda name: (counts.get(name, 0), turn[name]))
+        name = min(names, key=lambda name: (counts.get(name, 0), rank[name]))
         counts[name] = counts.get(name, 0) + 1
 
 
 def _shrink(counts: dict[str, int], surplus: int, topic: str) -> None:
-    """Take queues from those who have most; ties from the last name on."""
+    """Remove queues from the brokers with most; between equals from the last name on."""
     if sum(counts.values()) - surplus < len(counts):
         raise LimitExceeded(
             f"topic {topic} is on {len(counts)} brokers, and each keeps a queue",

@@ -1,4 +1,4 @@
-"""Topics: where their queues go, and what a route is."""
+"""Topics: the spread of their queues over brokers, and their routes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ QUEUES_DEFAULT = 8
 
 @dataclass(frozen=True, slots=True)
 class QueueSpread:
-    """How many queues of a topic one broker has; their indexes are [0, queue_count).
+    """Number of queues of a topic on one broker; their ids are [0, queue_count).
 
     Attributes:
-        write_queue_count: Those with an index below take messages; 0 means all.
-        room: Machine room of the broker when the queues were put there; empty for none.
+        write_queue_count: Queues with a lower id take messages, the others are retiring; 0 means
+            that all queues take messages.
+        room: Machine room of the broker when the queues were assigned to it; empty for none.
     """
 
     broker: str
@@ -27,7 +28,7 @@ class QueueSpread:
 
     @property
     def writable_count(self) -> int:
-        """Queues that take messages."""
+        """Number of queues that take messages."""
         return self.write_queue_count or self.queue_count
 
 
@@ -49,53 +50,53 @@ class Topic:
 
     @property
     def queue_count(self) -> int:
-        """Queues on all brokers together, as asked for: without those that are being given up."""
+        """Number of queues on all brokers, without retiring ones."""
         return sum(part.writable_count for part in self.spread)
 
     @property
     def shrinking(self) -> bool:
-        """Whether there are queues that take no more messages and are gone once they are read."""
+        """Whether there are retiring queues: they take no messages and are removed once read."""
         return any(part.writable_count < part.queue_count for part in self.spread)
 
 
 def spread_queues(
     queue_count: int, brokers: Collection[str], *, first: int = 0
 ) -> tuple[QueueSpread, ...]:
-    """Where the queues of a new topic go: counts differ by one at most.
+    """Return the spread of a new topic; the counts of two brokers differ by at most one.
 
     Args:
         brokers: Names in any order, each once.
-        first: The odd queues go to this broker, by index in the sorted names, and the ones after
-            it, modulo their number; so topics of few queues need not all meet on one broker.
+        first: Index, modulo the number of brokers, into the sorted names: this broker and those
+            after it get the odd queues. So topics with few queues are not all on one broker.
 
     Returns:
-        Brokers that got a queue, ascending.
+        Brokers with queues, ascending.
 
     Raises:
-        NoBroker: there is none.
+        NoBroker: `brokers` is empty.
     """
     if not brokers:
         raise NoBroker("no storage node is registered", retry_after_ms=500)
     names = sorted(brokers)
     each, odd = divmod(queue_count, len(names))
-    lucky = {names[(first + index) % len(names)] for index in range(odd)}
+    with_odd_queue = {names[(first + index) % len(names)] for index in range(odd)}
     return tuple(
-        QueueSpread(name, count) for name in names if (count := each + (name in lucky)) > 0
+        QueueSpread(name, count) for name in names if (count := each + (name in with_odd_queue)) > 0
     )
 
 
 def with_rooms(spread: Iterable[QueueSpread], rooms: Mapping[str, str]) -> tuple[QueueSpread, ...]:
-    """`spread` with the rooms where the brokers are now; those that are away stay where they were.
+    """Return `spread` with the present rooms of the brokers; brokers that are down keep theirs.
 
     Args:
-        rooms: Machine room, perhaps empty, of each broker that is alive.
+        rooms: Machine room of each live broker; empty for none.
     """
     return tuple(replace(part, room=rooms.get(part.broker, part.room)) for part in spread)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveBroker:
-    """A broker that is alive, and the host:port of its server."""
+    """A live broker, and the host:port of its server."""
 
     name: str
     address: str
@@ -103,22 +104,22 @@ class LiveBroker:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the queues of a topic are. A broker of the topic that is not listed is away."""
+    """The brokers of a topic and their addresses. A broker of the topic that is missing is down."""
 
     topic: Topic
     brokers: tuple[LiveBroker, ...]
     generation: int
 
-    def same_way(self, other: Route | None) -> bool:
-        """Whether both lead to the same places, whatever their generations."""
+    def same_targets(self, other: Route | None) -> bool:
+        """Return whether topic and brokers are the same, whatever the generations."""
         return other is not None and (self.topic, self.brokers) == (other.topic, other.brokers)
 
 
 def build_route(topic: Topic, addresses: Mapping[str, str], generation: int) -> Route:
-    """The route of `topic`.
+    """Return the route of `topic`.
 
     Args:
-        addresses: host:port of each broker that is alive.
+        addresses: host:port of each live broker.
         generation: Of topics and brokers together.
     """
     brokers = tuple(
