@@ -32,29 +32,29 @@ class _HoldStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HoldState.V
     HOLD_STATE_OK: _HoldState.ValueType  # 1
     """Renewed."""
     HOLD_STATE_WANTED: _HoldState.ValueType  # 2
-    """Renewed; somebody waits for the queue, see `wanted_by`."""
+    """Renewed, and the owner should release the queue; see `wanted_reason`."""
     HOLD_STATE_NOT_OWNER: _HoldState.ValueType  # 3
-    """Not renewed: the token is not the entry's."""
+    """Not renewed: the incarnation does not own the queue by this token."""
     HOLD_STATE_PENDING: _HoldState.ValueType  # 4
-    """Not renewed: the queue is being taken at this moment. Ask again."""
+    """Not renewed: a hand-over of the queue is in progress. Send the next keep-alive as usual."""
     HOLD_STATE_ORPHAN: _HoldState.ValueType  # 5
-    """An entry the owner did not list. It releases the token or acquires again."""
+    """An entry that the owner did not list. The owner releases the token or acquires the queue again."""
 
 class HoldState(_HoldState, metaclass=_HoldStateEnumTypeWrapper):
-    """What a keep-alive did to one entry."""
+    """Result of a keep-alive for one entry."""
 
 HOLD_STATE_UNSPECIFIED: HoldState.ValueType  # 0
 """Not set; never sent."""
 HOLD_STATE_OK: HoldState.ValueType  # 1
 """Renewed."""
 HOLD_STATE_WANTED: HoldState.ValueType  # 2
-"""Renewed; somebody waits for the queue, see `wanted_by`."""
+"""Renewed, and the owner should release the queue; see `wanted_reason`."""
 HOLD_STATE_NOT_OWNER: HoldState.ValueType  # 3
-"""Not renewed: the token is not the entry's."""
+"""Not renewed: the incarnation does not own the queue by this token."""
 HOLD_STATE_PENDING: HoldState.ValueType  # 4
-"""Not renewed: the queue is being taken at this moment. Ask again."""
+"""Not renewed: a hand-over of the queue is in progress. Send the next keep-alive as usual."""
 HOLD_STATE_ORPHAN: HoldState.ValueType  # 5
-"""An entry the owner did not list. It releases the token or acquires again."""
+"""An entry that the owner did not list. The owner releases the token or acquires the queue again."""
 Global___HoldState: _TypeAlias = HoldState  # noqa: Y015
 
 class _WantedReason:
@@ -66,23 +66,23 @@ class _WantedReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WantedRe
     WANTED_REASON_UNSPECIFIED: _WantedReason.ValueType  # 0
     """Not set; never sent with HOLD_STATE_WANTED."""
     WANTED_REASON_WAITER: _WantedReason.ValueType  # 1
-    """Another member waits for it: the owner looks whether it is still assigned."""
+    """Another member waits for it: the owner checks whether the queue is still assigned to it."""
     WANTED_REASON_NOT_MEMBER: _WantedReason.ValueType  # 2
-    """The owner is no member any more; it is renewed for 60 s, no longer."""
+    """The owner is not a member of the group any more; it is renewed for 60 s at most."""
     WANTED_REASON_SUBSCRIPTION: _WantedReason.ValueType  # 3
-    """The subscription of the group is being changed: every queue is to be given back."""
+    """The subscription of the group is being changed: every queue has to be released."""
 
 class WantedReason(_WantedReason, metaclass=_WantedReasonEnumTypeWrapper):
-    """Why an owner should give a queue back."""
+    """Why an owner should release a queue."""
 
 WANTED_REASON_UNSPECIFIED: WantedReason.ValueType  # 0
 """Not set; never sent with HOLD_STATE_WANTED."""
 WANTED_REASON_WAITER: WantedReason.ValueType  # 1
-"""Another member waits for it: the owner looks whether it is still assigned."""
+"""Another member waits for it: the owner checks whether the queue is still assigned to it."""
 WANTED_REASON_NOT_MEMBER: WantedReason.ValueType  # 2
-"""The owner is no member any more; it is renewed for 60 s, no longer."""
+"""The owner is not a member of the group any more; it is renewed for 60 s at most."""
 WANTED_REASON_SUBSCRIPTION: WantedReason.ValueType  # 3
-"""The subscription of the group is being changed: every queue is to be given back."""
+"""The subscription of the group is being changed: every queue has to be released."""
 Global___WantedReason: _TypeAlias = WantedReason  # noqa: Y015
 
 class _LockState:
@@ -94,13 +94,13 @@ class _LockStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LockState.V
     LOCK_STATE_UNSPECIFIED: _LockState.ValueType  # 0
     """Not set; never sent."""
     LOCK_STATE_FREE: _LockState.ValueType  # 1
-    """Nobody owns the queue."""
+    """The queue has no owner."""
     LOCK_STATE_HELD: _LockState.ValueType  # 2
-    """Owned."""
+    """The queue has an owner."""
     LOCK_STATE_PENDING: _LockState.ValueType  # 3
-    """Being handed over: fenced or about to be, not yet persisted."""
+    """A change of the entry is in progress, such as a hand-over."""
     LOCK_STATE_PHANTOM: _LockState.ValueType  # 4
-    """etcd and offsets disagree about the token; the owner has to acquire again."""
+    """offsets has another token than etcd; the owner has to acquire the queue again."""
 
 class LockState(_LockState, metaclass=_LockStateEnumTypeWrapper):
     """State of a lock entry."""
@@ -108,13 +108,13 @@ class LockState(_LockState, metaclass=_LockStateEnumTypeWrapper):
 LOCK_STATE_UNSPECIFIED: LockState.ValueType  # 0
 """Not set; never sent."""
 LOCK_STATE_FREE: LockState.ValueType  # 1
-"""Nobody owns the queue."""
+"""The queue has no owner."""
 LOCK_STATE_HELD: LockState.ValueType  # 2
-"""Owned."""
+"""The queue has an owner."""
 LOCK_STATE_PENDING: LockState.ValueType  # 3
-"""Being handed over: fenced or about to be, not yet persisted."""
+"""A change of the entry is in progress, such as a hand-over."""
 LOCK_STATE_PHANTOM: LockState.ValueType  # 4
-"""etcd and offsets disagree about the token; the owner has to acquire again."""
+"""offsets has another token than etcd; the owner has to acquire the queue again."""
 Global___LockState: _TypeAlias = LockState  # noqa: Y015
 
 @_typing.final
@@ -129,14 +129,14 @@ class AcquireRequest(_message.Message):
     ITEMS_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
     acquire_seq: _builtins.int
-    """Rises with every Acquire of the incarnation; the same when a call is repeated; positive."""
+    """Increases with every Acquire of the incarnation; the same if a call is repeated; positive."""
     generation: _builtins.int
-    """Group generation by which the asker believes the queues to be its own; positive."""
+    """Group generation by which the client believes the queues to be its own; positive."""
     hold_ms: _builtins.int
-    """Hold refused items this long, 0 to 15,000 ms."""
+    """Hold items that can't be granted yet for this long, 0 to 15,000 ms."""
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
-        """The asker. Required."""
+        """The client that requests. Required."""
 
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___AcquireItem]:
@@ -161,7 +161,7 @@ Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
 
 @_typing.final
 class AcquireItem(_message.Message):
-    """One queue asked for."""
+    """One requested queue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -175,14 +175,16 @@ class AcquireItem(_message.Message):
     initial_offset: _builtins.int
     """Where to start if the group has no progress on this queue."""
     topic_id: _builtins.int
-    """Id of the topic in which `initial_offset` was found; 0 if it is of any."""
+    """Id of the topic in which `initial_offset` was found; 0 for any topic."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
 
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """What the asker, as an earlier owner, still has in hand: ascending, disjoint, at most 4,096."""
+        """Offsets in flight at the client since it was the owner before: ascending, disjoint, at most
+        4,096 ranges.
+        """
 
     def __init__(
         self,
@@ -216,11 +218,11 @@ class AcquireResponse(_message.Message):
 
     @_builtins.property
     def grant(self) -> Global___Grant:
-        """The asker owns the queue."""
+        """The client owns the queue."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """It does not."""
+        """The client does not own the queue."""
 
     def __init__(
         self,
@@ -241,7 +243,7 @@ Global___AcquireResponse: _TypeAlias = AcquireResponse  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
-    """Ownership of a queue, and where to go on."""
+    """Ownership of a queue, and where to continue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -256,30 +258,32 @@ class Grant(_message.Message):
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     OFFSETS_SET_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """Fencing token; to be shown with every pull, commit and close."""
+    """Fencing token, required in every pull, commit and close."""
     committed_offset: _builtins.int
-    """Committed offset: everything below is handled."""
+    """Committed offset: all messages below it are acknowledged."""
     reset_epoch: _builtins.int
     """Reset epoch of the queue."""
     lease_ms: _builtins.int
-    """Length of the lease, in milliseconds, counted by the owner from sending its request."""
+    """Length of the lease in milliseconds, which starts when the owner sends its request."""
     newly_acquired: _builtins.bool
-    """False if the asker owned the queue before."""
+    """False if the client owned the queue before."""
     offsets_epoch: _builtins.int
-    """Epoch of offsets that issued the token."""
+    """Epoch of the offsets leader that issued the token."""
     subscription_generation: _builtins.int
-    """Generation of the subscription the queue is granted for; 0 if the group does not bind grants to
-    one. Pulls under the token have to name it.
+    """Generation of the subscription that the grant is for, required in pulls with the token; 0 if the
+    group does not bind grants to one.
     """
     offsets_set: _builtins.str
-    """Replica set of offsets that issued the token; empty if there is but one. `offsets_epoch` is its."""
+    """Replica set of offsets that issued the token, in its epoch `offsets_epoch`; empty if there is
+    only one set.
+    """
     @_builtins.property
     def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Acked offsets at or above `committed_offset`, ascending, disjoint: never handle these."""
+        """Acknowledged offsets at or above `committed_offset`, ascending, disjoint: not delivered again."""
 
     @_builtins.property
     def maybe_seen(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Offsets an earlier holder may have started: mark as redelivered."""
+        """Offsets that an earlier owner may have started: flagged as redelivered."""
 
     def __init__(
         self,
@@ -313,14 +317,14 @@ class KeepAliveRequest(_message.Message):
     ACQUIRE_SEQ_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
     acquire_seq: _builtins.int
-    """Highest `acquire_seq` whose outcomes the owner has seen."""
+    """Highest `acquire_seq` whose outcomes the owner has received."""
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
         """The owner. Required."""
 
     @_builtins.property
     def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hold]:
-        """Everything the incarnation owns, at most 10,000."""
+        """All queues that the incarnation owns, at most 10,000."""
 
     def __init__(
         self,
@@ -377,8 +381,8 @@ class KeepAliveResponse(_message.Message):
     """Length of the renewed leases, in milliseconds."""
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___HoldReport]:
-        """One state per hold in request order, then one HOLD_STATE_ORPHAN per entry that the owner
-        has and did not list.
+        """One report per hold in request order, then one HOLD_STATE_ORPHAN per entry that the incarnation
+        owns and did not list.
         """
 
     def __init__(
@@ -407,13 +411,13 @@ class HoldReport(_message.Message):
     WANTED_BY_FIELD_NUMBER: _builtins.int
     WANTED_REASON_FIELD_NUMBER: _builtins.int
     state: Global___HoldState.ValueType
-    """What happened."""
+    """Result of the keep-alive."""
     token: _builtins.int
     """Token of the entry."""
     wanted_by: _builtins.str
-    """For HOLD_STATE_WANTED: the client that waits; empty if none does."""
+    """For HOLD_STATE_WANTED: the client that waits for the queue; empty if none does."""
     wanted_reason: Global___WantedReason.ValueType
-    """For HOLD_STATE_WANTED: why the queue is wanted."""
+    """For HOLD_STATE_WANTED: why the owner should release the queue."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -449,7 +453,7 @@ class ReleaseRequest(_message.Message):
 
     @_builtins.property
     def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hold]:
-        """Queues to give back, 1 to 1,024. Required."""
+        """Queues to release, 1 to 1,024. Required."""
 
     def __init__(
         self,
@@ -499,8 +503,8 @@ class ReleaseAllRequest(_message.Message):
     group: _builtins.str
     """Only this group; empty for all."""
     drained: _builtins.bool
-    """Give back too what is not closed, but has nothing in hand. For an owner that has ended, and may
-    have been granted what it does not know of.
+    """Also release queues that are not closed, but have no message in flight. For an owner that has
+    ended and may have been granted queues that it does not know of.
     """
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
@@ -533,7 +537,7 @@ class ReleaseAllResponse(_message.Message):
     """Number of entries that were freed."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.GroupQueue]:
-        """Entries that stay: the owner has not closed them, or has messages of them in hand."""
+        """Queues that stay owned: they are not closed, or have messages in flight."""
 
     def __init__(
         self,
@@ -560,11 +564,13 @@ class ForceReleaseRequest(_message.Message):
     BY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     op_id: _builtins.str
-    """Chosen by the caller, the same when repeated; 1 to 58 visible ASCII characters. Required."""
+    """Chosen by the caller, the same if the call is repeated; 1 to 58 visible ASCII characters.
+    Required.
+    """
     by: _builtins.str
-    """Who does it, 1 to 255 characters. Required."""
+    """Name of the operator, 1 to 255 characters. Required."""
     reason: _builtins.str
-    """Why, 1 to 1,024 characters. Required."""
+    """Why the queue is taken, 1 to 1,024 characters. Required."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -587,7 +593,7 @@ Global___ForceReleaseRequest: _TypeAlias = ForceReleaseRequest  # noqa: Y015
 
 @_typing.final
 class ForceReleaseResponse(_message.Message):
-    """Response for ForceRelease. A repetition after a change of leader tells the token only."""
+    """Response for ForceRelease. If the leader changed before a repetition, it has the token only."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -595,12 +601,12 @@ class ForceReleaseResponse(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     MAYBE_SEEN_COUNT_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """Token now."""
+    """Token of the entry now."""
     maybe_seen_count: _builtins.int
-    """Number of messages the owner before had in hand, or may have had."""
+    """Number of messages that were in flight at the previous owner, or may have been."""
     @_builtins.property
     def previous_owner(self) -> _queue_pb2.Incarnation:
-        """Owner before; unset if there was none."""
+        """Previous owner; unset if there was none."""
 
     def __init__(
         self,
@@ -626,7 +632,7 @@ class WatchRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
-        """The client. Required."""
+        """The client that watches. Required."""
 
     def __init__(
         self,
@@ -651,7 +657,7 @@ class WatchResponse(_message.Message):
     FREED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def wanted(self) -> Global___Wanted:
-        """A queue that the client owns is wanted. First come those that are wanted already."""
+        """A queue that the client owns is wanted. The stream begins with those that are wanted already."""
 
     @_builtins.property
     def freed(self) -> Global___Freed:
@@ -675,7 +681,7 @@ Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
 
 @_typing.final
 class Wanted(_message.Message):
-    """A queue is wanted from its owner."""
+    """The owner of a queue should release it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -686,9 +692,9 @@ class Wanted(_message.Message):
     token: _builtins.int
     """Token of the entry."""
     by: _builtins.str
-    """The client that waits; empty if none does."""
+    """The client that waits for the queue; empty if none does."""
     reason: Global___WantedReason.ValueType
-    """Why."""
+    """Why the owner should release the queue."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -711,7 +717,7 @@ Global___Wanted: _TypeAlias = Wanted  # noqa: Y015
 
 @_typing.final
 class Freed(_message.Message):
-    """A queue has no owner."""
+    """A queue that the client waits for has no owner."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -774,22 +780,22 @@ class DescribeResponse(_message.Message):
     term: _builtins.int
     """Term of the leader that answers."""
     lease_left_ms: _builtins.int
-    """Time until the lease of the owner ends, in milliseconds; 0 if there is none, or it is over."""
+    """Time until the lease of the owner expires, in milliseconds; 0 without an owner or a valid lease."""
     pending_step: _builtins.str
-    """For LOCK_STATE_PENDING: how far the hand-over is: `fence`, `persist` or `release`."""
+    """For LOCK_STATE_PENDING: the step in progress: `announce`, `fence`, `persist` or `release`."""
     pending_attempt: _builtins.str
     """For LOCK_STATE_PENDING: id of the fence attempt."""
     offsets_token: _builtins.int
-    """Token at offsets when it was last looked at; 0 if it was not."""
+    """Token at offsets as last observed; 0 if it was not observed."""
     owner_evicted: _builtins.bool
-    """True if the owner is no member of the group any more."""
+    """True if the owner is not a member of the group any more."""
     @_builtins.property
     def entry(self) -> Global___LockEntry:
-        """The entry; state LOCK_STATE_FREE with token 0 if nobody has ever owned the queue."""
+        """The entry; state LOCK_STATE_FREE with token 0 if the queue has never been owned."""
 
     @_builtins.property
     def denials(self) -> _containers.RepeatedCompositeFieldContainer[Global___Denial]:
-        """The last refusals, newest first, at most 16; of the leader's memory."""
+        """The last refusals since the leader's term began, newest first, at most 16."""
 
     def __init__(
         self,
@@ -813,7 +819,7 @@ Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
 
 @_typing.final
 class Denial(_message.Message):
-    """Somebody was refused the queue."""
+    """A refusal of the queue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -821,9 +827,9 @@ class Denial(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
-    """Who asked."""
+    """The client that requested."""
     age_ms: _builtins.int
-    """How long ago, in milliseconds."""
+    """Time since the refusal, in milliseconds."""
     @_builtins.property
     def error(self) -> _error_pb2.Error:
         """Why it was refused."""
@@ -930,12 +936,12 @@ class LockEntry(_message.Message):
     state: Global___LockState.ValueType
     """State."""
     token: _builtins.int
-    """Token of the entry; kept when free."""
+    """Token of the entry; kept if free."""
     lease_age_ms: _builtins.int
     """Time since the owner's lease was last renewed, in milliseconds."""
     held_ms: _builtins.int
-    """Time since the present owner was granted the queue, in milliseconds; of the leader's
-    monotonic clock, so it restarts with a new leader.
+    """Time since the owner was granted the queue, or since the leader's term began if that is later,
+    in milliseconds.
     """
     generation: _builtins.int
     """Group generation of the grant."""
@@ -949,7 +955,7 @@ class LockEntry(_message.Message):
 
     @_builtins.property
     def owner(self) -> _queue_pb2.Incarnation:
-        """Owner; unset when free."""
+        """Owner; unset if free."""
 
     @_builtins.property
     def waiters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class LockmgrServiceStub:
-    """Decides who owns a queue for a group. Only the elected leader answers; others refuse with
-    UNAVAILABLE (NOT_LEADER).
+    """Decides which client owns a queue for a group. Only the elected leader answers; other nodes reject
+    calls with UNAVAILABLE (NOT_LEADER).
     """
 
     def __init__(self, channel):
@@ -79,26 +79,27 @@ class LockmgrServiceStub:
 
 
 class LockmgrServiceServicer:
-    """Decides who owns a queue for a group. Only the elected leader answers; others refuse with
-    UNAVAILABLE (NOT_LEADER).
+    """Decides which client owns a queue for a group. Only the elected leader answers; other nodes reject
+    calls with UNAVAILABLE (NOT_LEADER).
     """
 
     def Acquire(self, request, context):
-        """Asks for queues. Outcomes are streamed as they are decided, one per item: grants at once,
-        and for queues that somebody else still holds up to `hold_ms` later, when they became free
-        or were refused for good. A grant is fenced at offsets and persisted before it is sent.
+        """Requests queues. The answer streams one outcome per item as soon as it is decided: a grant at
+        once if the queue is available, or up to `hold_ms` later if it becomes available by then. A grant
+        is fenced at offsets and persisted before it is sent.
 
         Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED,
-        MODE_CHANGED for a group without ownership, OLD_TOPIC, FENCED if the request was granted before and that
-        token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING, SUBSCRIPTION_DRAINING),
-        UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+        MODE_CHANGED for a group whose queues have no owners, OLD_TOPIC, FENCED if this request was
+        granted before and its token is no longer valid), ABORTED (HELD, DRAINING, UNACKED,
+        HANDOVER_PENDING, SUBSCRIPTION_DRAINING), UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM).
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """Renews the leases of one incarnation. `holds` is the complete list of what it owns.
+        """Renews the leases of one incarnation. `holds` is the complete list of the queues it owns.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
@@ -107,8 +108,8 @@ class LockmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives queues back after they were closed at offsets. Releasing what one does not own has no
-        effect and is no error.
+        """Releases queues that were closed at offsets. Releasing a queue that the caller does not own has
+        no effect and is no error.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
         """
@@ -117,8 +118,8 @@ class LockmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseAll(self, request, context):
-        """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets. The
-        rest stays until it is drained or its lease ends.
+        """Releases all queues that an incarnation owns, in one group or in all, and has closed at offsets.
+        The others stay owned until they are drained or their lease expires.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
         OFFSETS_UNREACHABLE).
@@ -128,10 +129,11 @@ class LockmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ForceRelease(self, request, context):
-        """Takes a queue from its owner, whatever it is doing: what it has in hand comes again, flagged as
-        redelivered, and it is fenced. For operators; recorded at offsets, in the log and as an event.
+        """Takes a queue from its owner, whatever the owner is doing. The owner is fenced, and its messages
+        in flight are delivered again, flagged as redelivered. For operators; recorded at offsets, in the
+        log and as an event.
 
-        Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: nobody has ever owned it), ABORTED
+        Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: the queue has never been owned), ABORTED
         (HANDOVER_PENDING), UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM, OFFSETS_UNREACHABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -139,10 +141,10 @@ class LockmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Tells a client what concerns it, as it happens: that somebody waits for a queue it owns, or that
-        it has to give it back; and that a queue it was refused is free.
+        """Streams notices for one client: that a queue it owns is wanted, and that a queue it was refused
+        is free.
 
-        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers,
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) at the limit of streams,
         UNAVAILABLE (NOT_LEADER, NOT_SERVING); the stream ends when the node stops leading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -150,7 +152,7 @@ class LockmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """One lock entry with everything known about it.
+        """Returns one lock entry with all details.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
@@ -222,8 +224,8 @@ def add_LockmgrServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LockmgrService:
-    """Decides who owns a queue for a group. Only the elected leader answers; others refuse with
-    UNAVAILABLE (NOT_LEADER).
+    """Decides which client owns a queue for a group. Only the elected leader answers; other nodes reject
+    calls with UNAVAILABLE (NOT_LEADER).
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LockmgrServiceStub:
-    """Decides who owns a queue for a group. Only the elected leader answers; others refuse with
-    UNAVAILABLE (NOT_LEADER).
+    """Decides which client owns a queue for a group. Only the elected leader answers; other nodes reject
+    calls with UNAVAILABLE (NOT_LEADER).
     """
 
     @_typing.overload
@@ -36,49 +36,51 @@ class LockmgrServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LockmgrServiceAsyncStub: ...
     Acquire: _grpc.UnaryStreamMultiCallable[_lockmgr_service_pb2.AcquireRequest, _lockmgr_service_pb2.AcquireResponse]
-    """Asks for queues. Outcomes are streamed as they are decided, one per item: grants at once,
-    and for queues that somebody else still holds up to `hold_ms` later, when they became free
-    or were refused for good. A grant is fenced at offsets and persisted before it is sent.
+    """Requests queues. The answer streams one outcome per item as soon as it is decided: a grant at
+    once if the queue is available, or up to `hold_ms` later if it becomes available by then. A grant
+    is fenced at offsets and persisted before it is sent.
 
     Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED,
-    MODE_CHANGED for a group without ownership, OLD_TOPIC, FENCED if the request was granted before and that
-    token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING, SUBSCRIPTION_DRAINING),
-    UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+    MODE_CHANGED for a group whose queues have no owners, OLD_TOPIC, FENCED if this request was
+    granted before and its token is no longer valid), ABORTED (HELD, DRAINING, UNACKED,
+    HANDOVER_PENDING, SUBSCRIPTION_DRAINING), UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM).
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.KeepAliveRequest, _lockmgr_service_pb2.KeepAliveResponse]
-    """Renews the leases of one incarnation. `holds` is the complete list of what it owns.
+    """Renews the leases of one incarnation. `holds` is the complete list of the queues it owns.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     Release: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ReleaseRequest, _lockmgr_service_pb2.ReleaseResponse]
-    """Gives queues back after they were closed at offsets. Releasing what one does not own has no
-    effect and is no error.
+    """Releases queues that were closed at offsets. Releasing a queue that the caller does not own has
+    no effect and is no error.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
     """
     ReleaseAll: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ReleaseAllRequest, _lockmgr_service_pb2.ReleaseAllResponse]
-    """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets. The
-    rest stays until it is drained or its lease ends.
+    """Releases all queues that an incarnation owns, in one group or in all, and has closed at offsets.
+    The others stay owned until they are drained or their lease expires.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
     OFFSETS_UNREACHABLE).
     """
     ForceRelease: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ForceReleaseRequest, _lockmgr_service_pb2.ForceReleaseResponse]
-    """Takes a queue from its owner, whatever it is doing: what it has in hand comes again, flagged as
-    redelivered, and it is fenced. For operators; recorded at offsets, in the log and as an event.
+    """Takes a queue from its owner, whatever the owner is doing. The owner is fenced, and its messages
+    in flight are delivered again, flagged as redelivered. For operators; recorded at offsets, in the
+    log and as an event.
 
-    Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: nobody has ever owned it), ABORTED
+    Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: the queue has never been owned), ABORTED
     (HANDOVER_PENDING), UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM, OFFSETS_UNREACHABLE).
     """
     Watch: _grpc.UnaryStreamMultiCallable[_lockmgr_service_pb2.WatchRequest, _lockmgr_service_pb2.WatchResponse]
-    """Tells a client what concerns it, as it happens: that somebody waits for a queue it owns, or that
-    it has to give it back; and that a queue it was refused is free.
+    """Streams notices for one client: that a queue it owns is wanted, and that a queue it was refused
+    is free.
 
-    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers,
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) at the limit of streams,
     UNAVAILABLE (NOT_LEADER, NOT_SERVING); the stream ends when the node stops leading.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.DescribeRequest, _lockmgr_service_pb2.DescribeResponse]
-    """One lock entry with everything known about it.
+    """Returns one lock entry with all details.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
@@ -93,55 +95,57 @@ class LockmgrServiceStub:
 
 @_typing.type_check_only
 class LockmgrServiceAsyncStub(LockmgrServiceStub):
-    """Decides who owns a queue for a group. Only the elected leader answers; others refuse with
-    UNAVAILABLE (NOT_LEADER).
+    """Decides which client owns a queue for a group. Only the elected leader answers; other nodes reject
+    calls with UNAVAILABLE (NOT_LEADER).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Acquire: _aio.UnaryStreamMultiCallable[_lockmgr_service_pb2.AcquireRequest, _lockmgr_service_pb2.AcquireResponse]  # type: ignore[assignment]
-    """Asks for queues. Outcomes are streamed as they are decided, one per item: grants at once,
-    and for queues that somebody else still holds up to `hold_ms` later, when they became free
-    or were refused for good. A grant is fenced at offsets and persisted before it is sent.
+    """Requests queues. The answer streams one outcome per item as soon as it is decided: a grant at
+    once if the queue is available, or up to `hold_ms` later if it becomes available by then. A grant
+    is fenced at offsets and persisted before it is sent.
 
     Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED,
-    MODE_CHANGED for a group without ownership, OLD_TOPIC, FENCED if the request was granted before and that
-    token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING, SUBSCRIPTION_DRAINING),
-    UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+    MODE_CHANGED for a group whose queues have no owners, OLD_TOPIC, FENCED if this request was
+    granted before and its token is no longer valid), ABORTED (HELD, DRAINING, UNACKED,
+    HANDOVER_PENDING, SUBSCRIPTION_DRAINING), UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM).
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.KeepAliveRequest, _lockmgr_service_pb2.KeepAliveResponse]  # type: ignore[assignment]
-    """Renews the leases of one incarnation. `holds` is the complete list of what it owns.
+    """Renews the leases of one incarnation. `holds` is the complete list of the queues it owns.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     Release: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ReleaseRequest, _lockmgr_service_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Gives queues back after they were closed at offsets. Releasing what one does not own has no
-    effect and is no error.
+    """Releases queues that were closed at offsets. Releasing a queue that the caller does not own has
+    no effect and is no error.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
     """
     ReleaseAll: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ReleaseAllRequest, _lockmgr_service_pb2.ReleaseAllResponse]  # type: ignore[assignment]
-    """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets. The
-    rest stays until it is drained or its lease ends.
+    """Releases all queues that an incarnation owns, in one group or in all, and has closed at offsets.
+    The others stay owned until they are drained or their lease expires.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
     OFFSETS_UNREACHABLE).
     """
     ForceRelease: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ForceReleaseRequest, _lockmgr_service_pb2.ForceReleaseResponse]  # type: ignore[assignment]
-    """Takes a queue from its owner, whatever it is doing: what it has in hand comes again, flagged as
-    redelivered, and it is fenced. For operators; recorded at offsets, in the log and as an event.
+    """Takes a queue from its owner, whatever the owner is doing. The owner is fenced, and its messages
+    in flight are delivered again, flagged as redelivered. For operators; recorded at offsets, in the
+    log and as an event.
 
-    Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: nobody has ever owned it), ABORTED
+    Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: the queue has never been owned), ABORTED
     (HANDOVER_PENDING), UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM, OFFSETS_UNREACHABLE).
     """
     Watch: _aio.UnaryStreamMultiCallable[_lockmgr_service_pb2.WatchRequest, _lockmgr_service_pb2.WatchResponse]  # type: ignore[assignment]
-    """Tells a client what concerns it, as it happens: that somebody waits for a queue it owns, or that
-    it has to give it back; and that a queue it was refused is free.
+    """Streams notices for one client: that a queue it owns is wanted, and that a queue it was refused
+    is free.
 
-    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers,
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) at the limit of streams,
     UNAVAILABLE (NOT_LEADER, NOT_SERVING); the stream ends when the node stops leading.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.DescribeRequest, _lockmgr_service_pb2.DescribeResponse]  # type: ignore[assignment]
-    """One lock entry with everything known about it.
+    """Returns one lock entry with all details.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
@@ -155,8 +159,8 @@ class LockmgrServiceAsyncStub(LockmgrServiceStub):
     """
 
 class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Decides who owns a queue for a group. Only the elected leader answers; others refuse with
-    UNAVAILABLE (NOT_LEADER).
+    """Decides which client owns a queue for a group. Only the elected leader answers; other nodes reject
+    calls with UNAVAILABLE (NOT_LEADER).
     """
 
     @_abc_1.abstractmethod
@@ -165,14 +169,15 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lockmgr_service_pb2.AcquireRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_lockmgr_service_pb2.AcquireResponse], _abc.AsyncIterator[_lockmgr_service_pb2.AcquireResponse]]:
-        """Asks for queues. Outcomes are streamed as they are decided, one per item: grants at once,
-        and for queues that somebody else still holds up to `hold_ms` later, when they became free
-        or were refused for good. A grant is fenced at offsets and persisted before it is sent.
+        """Requests queues. The answer streams one outcome per item as soon as it is decided: a grant at
+        once if the queue is available, or up to `hold_ms` later if it becomes available by then. A grant
+        is fenced at offsets and persisted before it is sent.
 
         Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED,
-        MODE_CHANGED for a group without ownership, OLD_TOPIC, FENCED if the request was granted before and that
-        token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING, SUBSCRIPTION_DRAINING),
-        UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+        MODE_CHANGED for a group whose queues have no owners, OLD_TOPIC, FENCED if this request was
+        granted before and its token is no longer valid), ABORTED (HELD, DRAINING, UNACKED,
+        HANDOVER_PENDING, SUBSCRIPTION_DRAINING), UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM).
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -181,7 +186,7 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lockmgr_service_pb2.KeepAliveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lockmgr_service_pb2.KeepAliveResponse, _abc.Awaitable[_lockmgr_service_pb2.KeepAliveResponse]]:
-        """Renews the leases of one incarnation. `holds` is the complete list of what it owns.
+        """Renews the leases of one incarnation. `holds` is the complete list of the queues it owns.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
@@ -192,8 +197,8 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lockmgr_service_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lockmgr_service_pb2.ReleaseResponse, _abc.Awaitable[_lockmgr_service_pb2.ReleaseResponse]]:
-        """Gives queues back after they were closed at offsets. Releasing what one does not own has no
-        effect and is no error.
+        """Releases queues that were closed at offsets. Releasing a queue that the caller does not own has
+        no effect and is no error.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
         """
@@ -204,8 +209,8 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lockmgr_service_pb2.ReleaseAllRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lockmgr_service_pb2.ReleaseAllResponse, _abc.Awaitable[_lockmgr_service_pb2.ReleaseAllResponse]]:
-        """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets. The
-        rest stays until it is drained or its lease ends.
+        """Releases all queues that an incarnation owns, in one group or in all, and has closed at offsets.
+        The others stay owned until they are drained or their lease expires.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
         OFFSETS_UNREACHABLE).
@@ -217,10 +222,11 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lockmgr_service_pb2.ForceReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lockmgr_service_pb2.ForceReleaseResponse, _abc.Awaitable[_lockmgr_service_pb2.ForceReleaseResponse]]:
-        """Takes a queue from its owner, whatever it is doing: what it has in hand comes again, flagged as
-        redelivered, and it is fenced. For operators; recorded at offsets, in the log and as an event.
+        """Takes a queue from its owner, whatever the owner is doing. The owner is fenced, and its messages
+        in flight are delivered again, flagged as redelivered. For operators; recorded at offsets, in the
+        log and as an event.
 
-        Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: nobody has ever owned it), ABORTED
+        Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: the queue has never been owned), ABORTED
         (HANDOVER_PENDING), UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM, OFFSETS_UNREACHABLE).
         """
 
@@ -230,10 +236,10 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lockmgr_service_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_lockmgr_service_pb2.WatchResponse], _abc.AsyncIterator[_lockmgr_service_pb2.WatchResponse]]:
-        """Tells a client what concerns it, as it happens: that somebody waits for a queue it owns, or that
-        it has to give it back; and that a queue it was refused is free.
+        """Streams notices for one client: that a queue it owns is wanted, and that a queue it was refused
+        is free.
 
-        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers,
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) at the limit of streams,
         UNAVAILABLE (NOT_LEADER, NOT_SERVING); the stream ends when the node stops leading.
         """
 
@@ -243,7 +249,7 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lockmgr_service_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lockmgr_service_pb2.DescribeResponse, _abc.Awaitable[_lockmgr_service_pb2.DescribeResponse]]:
-        """One lock entry with everything known about it.
+        """Returns one lock entry with all details.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """

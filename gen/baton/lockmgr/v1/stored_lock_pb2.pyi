@@ -19,7 +19,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StoredLock(_message.Message):
-    """How a lock entry stands in etcd, under locks/<group>/<topic>/<broker>/<queue>."""
+    """A lock entry as stored in etcd, under locks/<group>/<topic>/<broker>/<queue>."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,7 +32,7 @@ class StoredLock(_message.Message):
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     FORCED_OP_ID_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """Token; kept when free."""
+    """Token; kept if free."""
     acquire_seq: _builtins.int
     """`acquire_seq` of the grant."""
     attempt: _builtins.str
@@ -40,7 +40,7 @@ class StoredLock(_message.Message):
     generation: _builtins.int
     """Group generation of the grant."""
     subscription_generation: _builtins.int
-    """Generation of the subscription the grant is for; 0 if it is not bound to one."""
+    """Generation of the subscription that the grant is for; 0 if it is not bound to one."""
     forced_op_id: _builtins.str
     """Id of the last ForceRelease of the queue; empty if there was none."""
     @_builtins.property
@@ -49,7 +49,7 @@ class StoredLock(_message.Message):
 
     @_builtins.property
     def owner(self) -> _queue_pb2.Incarnation:
-        """Owner; unset when free."""
+        """Owner; unset if free."""
 
     def __init__(
         self,
