@@ -95,7 +95,7 @@ class ProgressStore(Protocol):
     """The disk as the service uses it; see `disk.LmdbDisk`."""
 
     def read(self, skip: bytes = b"") -> Iterator[StoredEntry]:
-        """Yield all entries of one moment by key, ascending, without those that begin with `skip`."""
+        """Yield all entries of one moment, ascending by key; leave out those of `skip`."""
         ...
 
     async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:

@@ -81,7 +81,7 @@ async def test_what_ends_between_two_parts_hides_no_other_queue(
 async def test_a_leader_lets_others_go_on_while_it_reads_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(persistence, "RECOVERED_AT_ONCE", 10)
+    monkeypatch.setattr(persistence, "RECOVERY_STEP", 10)
     turns = 0
 
     async def count() -> None:

@@ -36,7 +36,7 @@ def batch(
     producer: tuple[int, int] = (0, 0),
     sequence: int = 0,
 ) -> bytes:
-    """An unstamped batch of `bodies`."""
+    """Return an unstamped batch of `bodies`."""
     builder = BatchBuilder()
     for body in bodies:
         message = Message(body) if isinstance(body, bytes) else body
@@ -45,13 +45,13 @@ def batch(
 
 
 def tagged(*tags: str, queue_id: int = 0) -> bytes:
-    """A batch of messages that have these tags and, as bodies, their names."""
+    """Return a batch with one message per tag; its body is the tag."""
     return batch(*(Message(tag.encode(), tag=tag) for tag in tags), queue_id=queue_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A store that has come up on a disk."""
+    """A store after recovery, its disk and the report."""
 
     disk: MemoryDisk
     store: Store
@@ -66,7 +66,7 @@ def open_store(
     accept_loss: bool = False,
     run_entries: int = 100,
 ) -> Opened:
-    """What a node does at start, but for the lock and the checkpoint file."""
+    """Recover a store as a node does at start, without the lock and a checkpoint."""
     cache = FileCache(disk)
     log = CommitLog(disk, cache, segment_bytes)
     keys = KeyIndex(disk, cache, log.segment_end, log.first_position, run_entries=run_entries)
@@ -77,7 +77,7 @@ def open_store(
 
 
 def sync(store: Store) -> frozenset[QueueKey]:
-    """What the flusher does."""
+    """Sync the store as the flusher does; return the queues that have grown."""
     unsynced = store.log.unsynced()
     for file in unsynced.files:
         file.sync()
@@ -85,12 +85,12 @@ def sync(store: Store) -> frozenset[QueueKey]:
 
 
 def append(store: Store, *batches: bytes, now: int = NOW) -> list[StoreReceipt | BatonError]:
-    """Outcomes of an append; nothing is synced."""
+    """Append without a sync; return the outcomes."""
     return store.append([check(one) for one in batches], TOPICS, now)
 
 
 def stored(store: Store, *batches: bytes) -> list[StoreReceipt]:
-    """Receipts of an append that has to succeed, and is synced."""
+    """Append and sync; return the receipts. All batches must be stored."""
     outcomes = append(store, *batches)
     sync(store)
     receipts = [one for one in outcomes if isinstance(one, StoreReceipt)]
@@ -109,7 +109,7 @@ def wanted(
 
 
 def bodies(store: Store, queue_id: int = 0) -> list[bytes]:
-    """Bodies of everything visible in a queue, read in several pulls."""
+    """Return all visible bodies of a queue, read with several pulls."""
     found: list[bytes] = []
     offset = store.offsets((TOPIC_ID, queue_id)).first_offset
     while (reading := store.read((TOPIC_ID, queue_id), wanted(offset, messages_max=7))) is not None:
