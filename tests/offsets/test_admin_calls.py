@@ -68,7 +68,7 @@ async def progress(service: Service, group: str = "readers") -> pb.Progress:
     return found
 
 
-async def test_reset_tells_what_it_did_and_so_does_its_repetition(service: Service) -> None:
+async def test_reset_and_its_repetition_return_the_same_steps(service: Service) -> None:
     await worked(service)
     for _ in range(2):
         answer = await call(service, "Reset", reset())
@@ -95,7 +95,7 @@ async def test_reset_and_its_record_are_durable_in_one_write_when_it_is_answered
     assert values("baton_offsets_durable_entries_total") == entries + 7
 
 
-async def test_reset_refuses_item_by_item(service: Service) -> None:
+async def test_reset_rejects_single_items(service: Service) -> None:
     await worked(service)
     await call(service, "Reset", reset())
     answer = await call(service, "Reset", reset(5, 3, 9))
@@ -115,7 +115,7 @@ async def test_dry_run_needs_no_reason_and_writes_nothing(service: Service) -> N
     assert list(listed.resets) == []
 
 
-async def test_undo_brings_back_what_was_acked(service: Service) -> None:
+async def test_undo_restores_acked_offsets(service: Service) -> None:
     await worked(service)
     await call(service, "Reset", reset())
     dry = await call(service, "Reset", undo(dry_run=True))
@@ -137,7 +137,7 @@ async def test_undo_of_a_deleted_queue_is_unknown(service: Service) -> None:
     assert reasons((await call(service, "Reset", undo())).outcomes) == ["REASON_UNKNOWN_QUEUE"]
 
 
-async def test_clone_is_answered_with_its_steps(service: Service) -> None:
+async def test_clone_returns_its_steps(service: Service) -> None:
     await worked(service)
     for _ in range(2):
         answer = await call(service, "Clone", clone())
@@ -156,7 +156,7 @@ async def test_clone_is_answered_with_its_steps(service: Service) -> None:
     assert (code, error.reason) == (grpc.StatusCode.ALREADY_EXISTS, "OPERATION_EXISTS")
 
 
-async def test_list_resets_tells_the_newest_first(service: Service) -> None:
+async def test_list_resets_returns_the_newest_first(service: Service) -> None:
     await worked(service)
     await call(service, "Reset", reset())
     await call(service, "Reset", undo())
@@ -187,7 +187,7 @@ async def test_delete_group_leaves_tombstones(service: Service) -> None:
     assert answer.outcomes[0].error.facts["why"] == "RESET"
 
 
-async def test_a_group_that_exists_keeps_its_progress(service: Service, etcd: EtcdSession) -> None:
+async def test_group_that_exists_keeps_its_progress(service: Service, etcd: EtcdSession) -> None:
     """A deletion that comes late, or twice, meets a group that was created again."""
     await worked(service)
     before = await progress(service)
@@ -203,7 +203,7 @@ async def test_a_group_that_exists_keeps_its_progress(service: Service, etcd: Et
     assert (await call(service, "DeleteGroup", request)).queue_count == 1
 
 
-async def test_a_queue_that_is_granted_while_etcd_is_asked_keeps_its_progress(
+async def test_queue_granted_while_etcd_is_read_keeps_its_progress(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What etcd says is as of some moment before it is heard: somebody may have come since."""
@@ -233,7 +233,7 @@ async def test_a_queue_that_is_granted_while_etcd_is_asked_keeps_its_progress(
     assert (await progress(service)).token == token + 1
 
 
-async def test_moves_are_published_and_counted_and_repetitions_are_not_published(
+async def test_resets_are_published_and_repetitions_only_counted(
     service: Service,
 ) -> None:
     await worked(service)
@@ -266,7 +266,7 @@ async def test_moves_are_published_and_counted_and_repetitions_are_not_published
 
 
 @pytest.mark.parametrize("method", ["Reset", "Clone"])
-async def test_an_owner_is_fenced_by_a_move(service: Service, method: str) -> None:
+async def test_owner_is_fenced_by_a_reset(service: Service, method: str) -> None:
     await worked(service)
     move: Any = reset() if method == "Reset" else clone(from_group="empty", to_group="readers")
     if method == "Clone":

@@ -89,7 +89,7 @@ BAD_QUEUES = {
 
 @pytest.mark.parametrize("method", BATCHED)
 @pytest.mark.parametrize("case", BAD_QUEUES)
-async def test_a_malformed_queue_is_refused(service: Service, method: str, case: str) -> None:
+async def test_malformed_queue_is_rejected(service: Service, method: str, case: str) -> None:
     await service.held()
     bad, reason, field = BAD_QUEUES[case]
     error = await refused_item(service, method, GOOD[method](queue=bad))
@@ -97,7 +97,7 @@ async def test_a_malformed_queue_is_refused(service: Service, method: str, case:
 
 
 @pytest.mark.parametrize("case", BAD_QUEUES)
-async def test_a_malformed_queue_is_refused_by_query(service: Service, case: str) -> None:
+async def test_malformed_queue_is_rejected_by_query(service: Service, case: str) -> None:
     bad, reason, field = BAD_QUEUES[case]
     bad = bad or queue_pb2.GroupQueue()
     code, error = await refusal(service, "Query", pb.QueryRequest(queues=[queue(), bad]))
@@ -106,7 +106,7 @@ async def test_a_malformed_queue_is_refused_by_query(service: Service, case: str
 
 
 @pytest.mark.parametrize("group", ["", "a/b", "a\0", "a\n", "g" * 128, "ü"])
-async def test_a_malformed_group_is_refused_by_query_group(service: Service, group: str) -> None:
+async def test_malformed_group_is_rejected_by_query_group(service: Service, group: str) -> None:
     code, error = await refusal(service, "QueryGroup", pb.QueryGroupRequest(group=group))
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_NAME")
 
@@ -182,7 +182,7 @@ BAD_ITEMS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("method", "fields", "field"), BAD_ITEMS)
-async def test_a_malformed_item_is_refused(
+async def test_malformed_item_is_rejected(
     service: Service, method: str, fields: dict[str, Any], field: str
 ) -> None:
     await service.held()
@@ -191,7 +191,7 @@ async def test_a_malformed_item_is_refused(
 
 
 @pytest.mark.parametrize("method", [*BATCHED, "Query"])
-async def test_a_call_without_items_is_refused(service: Service, method: str) -> None:
+async def test_call_without_items_is_rejected(service: Service, method: str) -> None:
     request = getattr(pb, f"{method}Request")()
     if method == "Fence":
         request.term = TERM
@@ -201,7 +201,7 @@ async def test_a_call_without_items_is_refused(service: Service, method: str) ->
 
 
 @pytest.mark.parametrize("method", [*BATCHED, "Query"])
-async def test_a_call_with_too_many_items_is_refused(service: Service, method: str) -> None:
+async def test_call_with_too_many_items_is_rejected(service: Service, method: str) -> None:
     await service.held()
     if method == "Query":
         request: Any = pb.QueryRequest(queues=[queue()] * (ITEMS_MAX + 1))
@@ -217,7 +217,7 @@ async def test_a_call_with_too_many_items_is_refused(service: Service, method: s
     ("method", "field"),
     [("Commit", "acked"), ("Close", "acked"), ("Close", "unfinished"), ("Fence", "resume")],
 )
-async def test_too_many_ranges_are_refused(service: Service, method: str, field: str) -> None:
+async def test_too_many_ranges_are_rejected(service: Service, method: str, field: str) -> None:
     await service.held()
     runs = [run(at, at + 1) for at in range(0, 2_002, 2)]
     error = await refused_item(service, method, GOOD[method](**{field: runs}))
@@ -226,7 +226,7 @@ async def test_too_many_ranges_are_refused(service: Service, method: str, field:
 
 
 @pytest.mark.parametrize("method", ["Commit", "Close"])
-async def test_two_items_for_one_queue_are_refused(service: Service, method: str) -> None:
+async def test_two_items_for_one_queue_are_rejected(service: Service, method: str) -> None:
     await service.held()
     code, error = await refusal(service, method, ITEMS[method](GOOD[method](queue=queue())))
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
@@ -235,7 +235,7 @@ async def test_two_items_for_one_queue_are_refused(service: Service, method: str
 
 @pytest.mark.parametrize("term", [0, -1, INT64_MAX])
 @pytest.mark.parametrize("method", ["Announce", "Fence"])
-async def test_a_malformed_term_is_refused(service: Service, method: str, term: int) -> None:
+async def test_malformed_term_is_rejected(service: Service, method: str, term: int) -> None:
     items = {"items": [wish()]} if method == "Fence" else {}
     request = getattr(pb, f"{method}Request")(term=term, **items)
     code, error = await refusal(service, method, request)
@@ -245,7 +245,7 @@ async def test_a_malformed_term_is_refused(service: Service, method: str, term: 
 @pytest.mark.parametrize(
     "method", [*BATCHED, "Query", "Announce", "DeleteTopic", "DeleteGroup", "Reset", "Clone"]
 )
-async def test_a_caller_that_has_seen_a_newer_epoch_is_refused(
+async def test_caller_that_has_seen_a_newer_epoch_is_rejected(
     service: Service, method: str
 ) -> None:
     await service.held()
@@ -266,7 +266,7 @@ async def test_a_caller_that_has_seen_a_newer_epoch_is_refused(
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
-async def test_a_stale_token_is_fenced_and_writes_nothing(service: Service, method: str) -> None:
+async def test_stale_token_is_fenced_and_writes_nothing(service: Service, method: str) -> None:
     await service.held()
     before = service.stored()
     request_type = getattr(pb, f"{method}Request")
@@ -277,7 +277,7 @@ async def test_a_stale_token_is_fenced_and_writes_nothing(service: Service, meth
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
-async def test_an_unknown_queue_is_refused_and_stays_unknown(service: Service, method: str) -> None:
+async def test_unknown_queue_is_rejected_and_stays_unknown(service: Service, method: str) -> None:
     await service.held()
     before = service.stored()
     request = getattr(pb, f"{method}Request")(items=[GOOD[method]()])
@@ -317,7 +317,7 @@ BAD_RESETS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_RESETS)
-async def test_a_malformed_reset_is_refused(service: Service, case: str) -> None:
+async def test_malformed_reset_is_rejected(service: Service, case: str) -> None:
     fields, field = BAD_RESETS[case]
     items = [pb.ResetItem(queue=queue(), to_offset=4)]
     good: dict[str, Any] = {"op_id": "op", "by": "admin", "reason": "replay", "items": items}
@@ -335,7 +335,7 @@ async def test_a_malformed_reset_is_refused(service: Service, case: str) -> None
         ({"topic": "a\n"}, "topic"),
     ],
 )
-async def test_a_malformed_clone_is_refused(
+async def test_malformed_clone_is_rejected(
     service: Service, fields: dict[str, str], field: str
 ) -> None:
     good: Any = {
@@ -357,14 +357,14 @@ async def test_a_malformed_clone_is_refused(
         pb.ListResetsRequest(),
     ],
 )
-async def test_a_malformed_group_or_topic_is_refused(service: Service, request_pb: Any) -> None:
+async def test_malformed_group_or_topic_is_rejected(service: Service, request_pb: Any) -> None:
     await service.held()
     name = type(request_pb).__name__.removesuffix("Request")
     code, error = await refusal(service, name, request_pb)
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_NAME")
 
 
-async def test_nobody_resumes_nothing(service: Service) -> None:
+async def test_resume_without_a_holder_is_rejected(service: Service) -> None:
     await service.held()
     item = wish(resume=[run(0, 1)])
     item.ClearField("holder")

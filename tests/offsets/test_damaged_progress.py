@@ -40,21 +40,19 @@ def data(folder: Path) -> Path:
     return folder / "progress" / "data.mdb"
 
 
-def test_progress_that_is_whole_stays(folder: Path) -> None:
+def test_undamaged_progress_stays(folder: Path) -> None:
     before = stored(folder)
     set_aside_damage(folder)
     assert stored(folder) == before
     assert len(before) == COUNT + 1
 
 
-def test_without_progress_there_is_nothing_to_set_aside(tmp_path: Path) -> None:
+def test_empty_folder_stays_empty(tmp_path: Path) -> None:
     set_aside_damage(tmp_path)
     assert stored(tmp_path) == []
 
 
-def test_progress_that_was_cut_short_is_set_aside(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_truncated_progress_is_set_aside(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Reading it would end the process."""
     with data(folder).open("r+b") as file:
         file.truncate(data(folder).stat().st_size // 2)
@@ -69,7 +67,7 @@ def test_progress_that_was_cut_short_is_set_aside(
     assert stored(folder) == [(FORMAT, b"1")]
 
 
-def test_what_is_stored_and_not_what_was_written_is_found(folder: Path) -> None:
+def test_flipped_bits_of_stored_values_are_detected(folder: Path) -> None:
     before, content = stored(folder), data(folder).read_bytes()
     data(folder).write_bytes(content.replace(b"x" * 60, b"y" + b"x" * 59))
     with pytest.raises(Exception, match="checksum"):
@@ -80,7 +78,7 @@ def test_what_is_stored_and_not_what_was_written_is_found(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_after_a_look_there_is_everything_or_nothing(folder: Path, seed: int) -> None:
+def test_check_leaves_either_all_entries_or_none(folder: Path, seed: int) -> None:
     """Eight bits are turned over; the first two pages, which say what counts, are left alone."""
     before, content, random = stored(folder), bytearray(data(folder).read_bytes()), Random(seed)
     for _ in range(8):

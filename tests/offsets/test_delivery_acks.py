@@ -40,7 +40,7 @@ async def progress(service: Service, group: str = "readers") -> pb.Progress:
 # ---- commit-on-pull
 
 
-async def test_s6_6_acks_ride_along_with_a_delivery(service: Service) -> None:
+async def test_s6_6_acks_are_committed_with_a_delivery(service: Service) -> None:
     await service.held()
     request = pull(10, 20, pb.Acks(committed_offset=4, acked=[run(6, 8)]))
     first, second = [await outcome(service, request) for _ in range(2)]
@@ -51,12 +51,12 @@ async def test_s6_6_acks_ride_along_with_a_delivery(service: Service) -> None:
     assert now.source == pb.PROGRESS_SOURCE_PULL
 
 
-async def test_s6_6_a_delivery_without_acks_tells_nothing_of_them(service: Service) -> None:
+async def test_s6_6_delivery_without_acks_has_no_commit_result(service: Service) -> None:
     await service.held()
     assert not (await outcome(service, pull(10, 20))).delivered.HasField("progress")
 
 
-async def test_s6_6_acks_that_rode_along_are_on_the_disk_when_it_is_answered(
+async def test_s6_6_acks_of_a_delivery_are_durable_when_it_is_answered(
     service: Service,
 ) -> None:
     await service.held()
@@ -74,7 +74,7 @@ async def test_s6_6_acks_that_rode_along_are_on_the_disk_when_it_is_answered(
         (pb.Acks(committed_offset=4, reset_epoch=1), "REASON_FENCED"),
     ],
 )
-async def test_s6_6_refused_acks_refuse_the_delivery(
+async def test_s6_6_rejected_acks_reject_their_delivery(
     service: Service, acks: pb.Acks, reason: str
 ) -> None:
     await service.held()
@@ -83,7 +83,7 @@ async def test_s6_6_refused_acks_refuse_the_delivery(
     assert (now.committed_offset, now.delivered_offset) == (0, 10)
 
 
-async def test_s6_6_acks_under_a_stale_token_count_as_little_as_the_delivery(
+async def test_s6_6_acks_and_delivery_under_a_stale_token_are_fenced(
     service: Service,
 ) -> None:
     await service.held()
@@ -110,7 +110,7 @@ async def test_s6_6_acks_open_the_window_that_their_delivery_needs(service: Serv
     assert service.registry.get_sample_value("baton_offsets_capped_queues") == 0
 
 
-async def test_s6_6_acks_that_were_taken_stay_when_the_delivery_is_refused(
+async def test_s6_6_accepted_acks_stay_when_their_delivery_is_rejected(
     service: Service,
 ) -> None:
     await service.held()
@@ -119,7 +119,7 @@ async def test_s6_6_acks_that_were_taken_stay_when_the_delivery_is_refused(
     assert (await progress(service)).committed_offset == 4
 
 
-async def test_s6_6_acks_of_pulls_are_counted_by_themselves(service: Service) -> None:
+async def test_s6_6_acks_of_pulls_are_counted_separately(service: Service) -> None:
     await service.held()
     for acks in (pb.Acks(committed_offset=4), None, pb.Acks(committed_offset=99)):
         await outcome(service, pull(10, 20, acks))
@@ -140,7 +140,7 @@ async def test_s14_delivery_of_another_subscription_is_fenced(service: Service) 
     assert (await progress(service)).subscription_generation == 5
 
 
-async def test_s4_fence_to_nobody_is_answered_and_told_as_closed(service: Service) -> None:
+async def test_s4_fence_without_holder_is_announced_as_closed(service: Service) -> None:
     await service.held()
     item = wish(attempt="b", expected_token=1, condition=pb.FENCE_CONDITION_FORCED)
     item.forced_by, item.forced_reason = "operator", "stuck"
@@ -158,7 +158,7 @@ def commit(group: str, **fields: Any) -> pb.CommitRequest:
     return pb.CommitRequest(items=[pb.CommitItem(queue=queue(group), **fields)])
 
 
-async def test_s15_a_group_without_ownership_commits_without_token(service: Service) -> None:
+async def test_s15_group_without_ownership_commits_without_token(service: Service) -> None:
     service.knows("free", ownership=OFF)
     request = commit("free", committed_offset=40, acked=[run(42, 44)])
     for noop in (False, True):
@@ -169,7 +169,7 @@ async def test_s15_a_group_without_ownership_commits_without_token(service: Serv
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Commit", "Close"])
-async def test_s15_call_under_a_token_is_refused_once_nobody_owns_the_queues(
+async def test_s15_call_under_a_token_is_rejected_for_a_group_without_ownership(
     service: Service, method: str
 ) -> None:
     await service.held()
@@ -190,7 +190,7 @@ async def test_s15_call_under_a_token_is_refused_once_nobody_owns_the_queues(
     ],
     ids=["owned", "broadcasting", "unknown"],
 )
-async def test_s15_commit_without_token_is_refused_for_any_other_group(
+async def test_s15_commit_without_token_is_rejected_for_any_other_group(
     service: Service, gate: dict[str, Any] | None, reason: str
 ) -> None:
     service.knows("another", ownership=OFF)
@@ -207,7 +207,7 @@ async def test_s15_commit_without_token_waits_until_groups_are_known(service: Se
     assert answer.outcomes[0].error.retry_after_ms > 0
 
 
-async def test_s15_unknown_group_is_no_hindrance_under_a_token(service: Service) -> None:
+async def test_s15_call_under_a_token_needs_no_known_group(service: Service) -> None:
     await service.held()
     answer = await call(service, "Commit", commit("readers", token=1, committed_offset=4))
     assert answer.outcomes[0].committed.committed_offset == 4

@@ -46,14 +46,14 @@ async def acked(service: Service, committed_offset: int) -> None:
     await call(service, "Commit", pb.CommitRequest(items=[item]))
 
 
-async def test_a_hand_over_of_a_drained_queue_has_none(service: Service) -> None:
+async def test_hand_over_of_a_drained_queue_has_no_duplicates(service: Service) -> None:
     await service.held()
     await acked(service, 10)
     await fence(service)
     assert counted(service) == {}
 
 
-async def test_a_queue_that_is_closed_in_good_order_has_none(service: Service) -> None:
+async def test_closed_queue_has_no_duplicates(service: Service) -> None:
     await service.held()
     item = pb.CloseItem(queue=queue(), token=1, committed_offset=4)
     await call(service, "Close", pb.CloseRequest(items=[item]))
@@ -61,7 +61,7 @@ async def test_a_queue_that_is_closed_in_good_order_has_none(service: Service) -
     assert counted(service) == {}
 
 
-async def test_what_is_cut_off_comes_again(service: Service) -> None:
+async def test_cut_off_messages_are_duplicates(service: Service) -> None:
     await service.held()
     item = pb.CloseItem(queue=queue(), token=1, committed_offset=4, unfinished=[run(6, 8)])
     for _ in range(2):
@@ -74,7 +74,7 @@ async def test_what_is_cut_off_comes_again(service: Service) -> None:
     ("condition", "fields"),
     [("FORCED", BY), ("IDLE", {"idle_ms": 1})],
 )
-async def test_what_is_in_flight_when_a_queue_is_taken_comes_again(
+async def test_messages_in_flight_at_a_fence_are_duplicates(
     service: Service, condition: str, fields: dict[str, object]
 ) -> None:
     await service.held()
@@ -85,7 +85,7 @@ async def test_what_is_in_flight_when_a_queue_is_taken_comes_again(
     assert counted(service) == {condition: 7}
 
 
-async def test_what_comes_a_third_time_counts_twice(service: Service) -> None:
+async def test_message_delivered_three_times_counts_twice(service: Service) -> None:
     await service.held()
     await fence(service, condition=FORCED, **BY)
     delivery = pb.DeliveryItem(queue=queue(), token=2, next_offset=4)
@@ -95,7 +95,7 @@ async def test_what_comes_a_third_time_counts_twice(service: Service) -> None:
     assert counted(service) == {"FORCED": 14}
 
 
-async def test_what_an_operator_wants_again_counts_as_that(service: Service) -> None:
+async def test_replayed_messages_are_counted_by_operation(service: Service) -> None:
     await service.held()
     await acked(service, 6)
     to = pb.ResetItem(queue=queue(), to_offset=4)

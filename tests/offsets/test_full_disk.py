@@ -87,7 +87,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-async def test_a_full_disk_refuses_changes_until_it_has_room_again(
+async def test_full_disk_rejects_changes_until_it_has_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "RETRY_MS", 10)
@@ -125,7 +125,7 @@ async def refused(service: Service, method: str, request: Any) -> tuple[grpc.Sta
     return raised.value.code(), from_rpc_error(raised.value).reason
 
 
-async def test_what_was_not_durable_on_a_full_disk_is_gone_after_a_restart(
+async def test_changes_that_were_not_durable_on_a_full_disk_are_gone_after_a_restart(
     tmp_path: Path,
 ) -> None:
     room = Room()
@@ -143,7 +143,7 @@ async def test_what_was_not_durable_on_a_full_disk_is_gone_after_a_restart(
         assert found.committed_offset == 0, "and it starts although the disk is full"
 
 
-async def test_a_write_that_leaves_too_little_free_is_refused(tmp_path: Path) -> None:
+async def test_write_that_leaves_too_little_free_is_rejected(tmp_path: Path) -> None:
     room = Room()
     with LmdbDisk(tmp_path, free_bytes=room) as disk:
         room.free_bytes -= 1

@@ -200,7 +200,7 @@ def of_group(node: Replica) -> list[StoredEntry]:
     return [found for found in node.stored() if name in found[0]]
 
 
-async def test_a_moved_group_takes_everything_along(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_moved_group_keeps_all_its_entries(etcd_endpoint: str, tmp_path: Path) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         before = await work(left)
         resets = await ask(left, pb.ListResetsRequest(group=GROUP))
@@ -223,9 +223,7 @@ async def test_a_moved_group_takes_everything_along(etcd_endpoint: str, tmp_path
         assert (await progress(right)).committed_offset == 50
 
 
-async def test_the_old_set_refuses_everything_and_says_where_the_group_is(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_old_set_rejects_calls_with_the_new_set(etcd_endpoint: str, tmp_path: Path) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
         await work(left)
         await scene.place("right", 1, "left")
@@ -254,7 +252,7 @@ async def test_the_old_set_refuses_everything_and_says_where_the_group_is(
         assert not (await ask(left, pb.AnnounceRequest(term=1))).queues
 
 
-async def test_a_group_goes_back_and_forth(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_group_can_move_back_and_forth(etcd_endpoint: str, tmp_path: Path) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await work(left)
         await scene.place("right", 1, "left")
@@ -277,7 +275,7 @@ async def test_a_group_goes_back_and_forth(etcd_endpoint: str, tmp_path: Path) -
         assert of_group(right)
 
 
-async def test_a_set_answers_nothing_before_all_has_arrived(
+async def test_new_set_answers_no_call_before_the_import_is_complete(
     etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In many parts, of which the last one is held up; then lost."""
@@ -319,7 +317,7 @@ POINTS = (
 
 @pytest.mark.parametrize("victim", ["left", "right"])
 @pytest.mark.parametrize("point", POINTS)
-async def test_a_move_goes_on_whoever_dies_on_the_way(
+async def test_move_completes_when_either_leader_dies_at_any_step(
     etcd_endpoint: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -366,7 +364,7 @@ def stop_at(gate: Gate, point: str) -> asyncio.Event:
     return reached
 
 
-async def test_what_a_call_cut_short_did_not_forget_the_next_one_does(
+async def test_repeated_forget_completes_a_cancelled_one(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
@@ -387,7 +385,7 @@ async def test_what_a_call_cut_short_did_not_forget_the_next_one_does(
         assert of_group(left) == []
 
 
-async def test_a_new_leader_of_either_set_goes_on_with_the_move(
+async def test_new_leader_of_either_set_continues_the_move(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """The seal, and what has arrived, are changes like others: the followers have them."""
@@ -422,7 +420,7 @@ async def _all_in_sync(scene: Scene) -> None:
     await until(look, timeout_s=4 * LEASE_MS / 1000)
 
 
-async def test_nothing_is_counted_twice_or_lost_while_acks_go_on(
+async def test_acks_during_a_move_are_neither_lost_nor_counted_twice(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """Acks go to whoever keeps the group, over five moves: what was answered for is never less."""
@@ -457,7 +455,7 @@ async def test_nothing_is_counted_twice_or_lost_while_acks_go_on(
         assert (await progress(right)).committed_offset == answered[-1]
 
 
-async def test_the_same_fence_at_the_new_set_is_the_same_fence(
+async def test_fence_attempt_repeated_at_the_new_set_gets_the_same_answer(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """The lock manager repeats an attempt whose answer was lost, wherever the group is by then."""
@@ -471,7 +469,9 @@ async def test_the_same_fence_at_the_new_set_is_the_same_fence(
         assert (await progress(right)).token == 2
 
 
-async def test_the_term_comes_along(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_term_of_the_lock_manager_moves_with_the_group(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     """An old lock manager finds no set that has not heard of its successor."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await hold(left, 0)
@@ -485,7 +485,7 @@ async def test_the_term_comes_along(etcd_endpoint: str, tmp_path: Path) -> None:
         assert (await ask(right, fence(1, term=9))).outcomes[0].fenced.token == 2
 
 
-async def test_a_topic_that_is_deleted_meanwhile_is_deleted_of_the_group_too(
+async def test_topic_deleted_during_a_move_is_deleted_for_the_group(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """The sets are told one after the other, and each before or after the group."""
@@ -505,7 +505,7 @@ async def test_a_topic_that_is_deleted_meanwhile_is_deleted_of_the_group_too(
         assert again.outcomes[0].fenced.token == 3, "no token is issued twice"
 
 
-async def test_what_the_group_has_begun_since_is_not_deleted_by_a_late_call(
+async def test_late_topic_deletion_does_not_delete_newer_progress_of_a_moved_group(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """The old set has heard of the new topic, the new set hears of it after the group has come."""
@@ -520,7 +520,7 @@ async def test_what_the_group_has_begun_since_is_not_deleted_by_a_late_call(
         assert not (await ask(right, pb.QueryGroupRequest(group=GROUP))).queues
 
 
-async def test_a_group_without_a_place_belongs_to_one_set(
+async def test_group_without_a_placement_belongs_to_one_set(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (_, left, right):
@@ -549,7 +549,7 @@ async def _all_of(*calls: Any) -> list[Any]:
     return results
 
 
-async def test_a_group_that_is_here_gets_its_place_when_its_set_starts(
+async def test_stored_group_gets_its_placement_when_its_set_starts(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """What was kept before there were places, or sets, is given to nobody else."""
@@ -567,7 +567,7 @@ async def test_a_group_that_is_here_gets_its_place_when_its_set_starts(
         assert (await progress(await leader(scene.left))).token == 1
 
 
-def test_a_seal_is_only_lifted_by_a_greater_move() -> None:
+def test_seal_is_lifted_only_by_a_later_move() -> None:
     homes = LocalPlacements()
     assert homes.seal("g", 1, "b", {"t": 5})
     assert not homes.seal("g", 1, "b", {"t": 9}), "a repetition changes nothing"
@@ -596,7 +596,7 @@ def test_a_seal_is_only_lifted_by_a_greater_move() -> None:
         homes.seal("g", 3, "c", {})
 
 
-def test_what_was_not_handed_over_is_not_forgotten() -> None:
+def test_group_that_was_not_handed_over_is_not_forgotten() -> None:
     homes = LocalPlacements()
     with pytest.raises(InvalidArgument):
         homes.forget("g", 1)

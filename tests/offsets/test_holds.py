@@ -66,7 +66,7 @@ class Log:
         return told(self.scene, self.records)
 
 
-def test_each_way_to_end_a_token_is_told_with_what_was_delivered_under_it() -> None:
+def test_hold_has_the_cause_of_its_end_and_its_deliveries() -> None:
     log, scene = Log(), Scene()
     log.scene = scene
     scene.fence(A, 0)
@@ -98,7 +98,7 @@ def test_each_way_to_end_a_token_is_told_with_what_was_delivered_under_it() -> N
     ]
 
 
-def test_a_close_does_not_take_back_what_was_delivered() -> None:
+def test_close_keeps_the_delivered_offset_of_the_hold() -> None:
     log = Log()
     log.scene.fence(A, 0)
     log.note()
@@ -115,7 +115,7 @@ def test_a_close_does_not_take_back_what_was_delivered() -> None:
     ]
 
 
-def test_after_a_restart_what_was_delivered_is_known_only_within_bounds() -> None:
+def test_delivered_offset_of_a_hold_is_bounded_after_a_restart() -> None:
     log = Log()
     log.scene.fence(A, 0)
     log.note()
@@ -127,7 +127,7 @@ def test_after_a_restart_what_was_delivered_is_known_only_within_bounds() -> Non
     assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(12, 2_010))]
 
 
-def test_the_end_of_a_hold_is_the_begin_of_the_next() -> None:
+def test_hold_ends_when_the_next_one_begins() -> None:
     log = Log()
     log.scene.fence(A, 0)
     log.note()
@@ -140,7 +140,7 @@ def test_the_end_of_a_hold_is_the_begin_of_the_next() -> None:
     assert oldest.end_unix_ms == newest.began.unix_ms == oldest.began.unix_ms + 500
 
 
-def test_what_was_acked_before_the_issue_is_told_up_to_a_bound() -> None:
+def test_acked_ranges_of_a_hold_are_bounded() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 300)
@@ -151,7 +151,7 @@ def test_what_was_acked_before_the_issue_is_told_up_to_a_bound() -> None:
     assert scene.queue.token_change.acked.runs == acked.runs[:ACKED_RANGES_MAX]
 
 
-def test_holds_end_where_a_record_is_missing() -> None:
+def test_holds_stop_at_a_missing_record() -> None:
     log = Log()
     for token in range(4):
         log.scene.fence(A, token, FORCED)
@@ -160,7 +160,7 @@ def test_holds_end_where_a_record_is_missing() -> None:
     assert [token for token, _, _ in log.told()] == [4, 3]
 
 
-def test_progress_that_begins_anew_does_not_go_on_from_what_was_deleted() -> None:
+def test_holds_of_deleted_progress_are_not_linked() -> None:
     log = Log()
     log.scene.fence(A, 0)
     log.note()
@@ -170,7 +170,7 @@ def test_progress_that_begins_anew_does_not_go_on_from_what_was_deleted() -> Non
     assert [token for token, _, _ in log.told()] == [3]
 
 
-def test_a_stored_handover_keeps_every_field() -> None:
+def test_stored_token_change_keeps_every_field() -> None:
     ended = EndedToken(8, HoldEnd.TIMED_OUT, DeliveryReach(70, 2_070))
     for holder in (A, None):
         handover = TokenChange(9, holder, 1_700_000_000_000, 50, offsets((52, 60), (62, 63)), ended)
@@ -228,7 +228,7 @@ async def test_holds_are_listed_newest_first(service: Service) -> None:
     )
 
 
-async def test_a_queue_without_progress_has_no_holds(service: Service) -> None:
+async def test_queue_without_progress_has_no_holds(service: Service) -> None:
     assert await listed(service) == []
 
 
@@ -253,7 +253,7 @@ async def test_holds_of_a_deleted_topic_are_deleted(service: Service) -> None:
     assert [hold.token for hold in await listed(service)] == [4]
 
 
-async def test_a_commit_writes_nothing_of_holds(service: Service) -> None:
+async def test_commit_writes_no_hold(service: Service) -> None:
     await service.held()
     entries = "baton_offsets_durable_entries_total"
     before = service.registry.get_sample_value(entries) or 0
@@ -262,7 +262,7 @@ async def test_a_commit_writes_nothing_of_holds(service: Service) -> None:
     assert service.registry.get_sample_value(entries) == before + 1
 
 
-async def test_a_life_begins_without_reading_holds_and_still_has_them(tmp_path: Path) -> None:
+async def test_recovery_does_not_read_holds_and_they_stay_stored(tmp_path: Path) -> None:
     scene = Scene()
     scene.fence(A, 0)
     handover = scene.queue.token_change

@@ -83,7 +83,7 @@ async def next_leader(scene: ReplicaSet, before: Replica) -> Replica:
     return scene.nodes[(await scene.fingerprint()).leader]
 
 
-async def test_who_has_no_room_does_not_keep_another_from_leading(
+async def test_replica_with_a_full_disk_does_not_block_an_election(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
     await scene.start("a", "b", "c")
@@ -102,7 +102,7 @@ async def test_who_has_no_room_does_not_keep_another_from_leading(
     await scene.in_sync(again.name, full.name)
 
 
-async def test_a_leader_whose_disk_fills_gives_way_to_one_that_has_room(
+async def test_leader_with_a_full_disk_resigns_for_a_replica_with_room(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
     await scene.start("a", "b", "c")
@@ -120,7 +120,7 @@ async def test_a_leader_whose_disk_fills_gives_way_to_one_that_has_room(
     await scene.alike("a", "b", "c")
 
 
-async def test_a_leader_without_room_stays_while_nobody_has_any_and_is_read_from(
+async def test_leader_with_a_full_disk_stays_while_all_disks_are_full_and_answers_reads(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
     scene.settings = {

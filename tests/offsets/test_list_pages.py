@@ -88,7 +88,7 @@ async def test_progress_of_a_group_is_paged_in_the_order_of_its_queues(service: 
     assert [each for page in found for each in page] == QUEUES
 
 
-async def test_queues_that_come_and_go_between_pages_cost_no_other_queue(service: Service) -> None:
+async def test_queues_added_and_removed_between_pages_hide_no_other_queue(service: Service) -> None:
     await reset(service, "op", *(ref(*each) for each in QUEUES))
     first, page_token = await queue_page(service, "", 5)
     await reset(service, "more", ref("early", "a", 0), ref("sport", "c", 0))
@@ -127,7 +127,7 @@ async def test_holds_are_paged_newest_first_also_while_the_owner_changes(service
     assert (first, rest, page_token) == ([7, 6, 5], [4, 3, 2, 1], "")
 
 
-async def test_holds_that_are_forgotten_between_pages_are_left_out(service: Service) -> None:
+async def test_holds_dropped_between_pages_are_left_out(service: Service) -> None:
     await service.held(delivered=0)
     for token in range(1, HOLDS_MAX):
         await force(service, token)
@@ -137,7 +137,7 @@ async def test_holds_that_are_forgotten_between_pages_are_left_out(service: Serv
 
 
 @pytest.mark.parametrize("method", REQUESTS)
-async def test_default_page_has_the_whole_of_a_short_list(service: Service, method: str) -> None:
+async def test_default_page_has_all_of_a_short_list(service: Service, method: str) -> None:
     await service.held()
     await reset(service, "op", queue())
     assert not (await call(service, method, REQUESTS[method])).next_page_token

@@ -49,7 +49,7 @@ def told(found: list[pb.AnnounceResponse]) -> list[tuple[tuple[str, int], int]]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 6, 21, 100])
-async def test_parts_of_an_announce_tell_every_queue_once(
+async def test_parts_of_an_announce_have_every_queue_once(
     service: Service, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     tokens = await fenced(service)
@@ -60,7 +60,7 @@ async def test_parts_of_an_announce_tell_every_queue_once(
     assert len(found) == -(-len(GROUPS) // groups_at_once)
 
 
-async def test_what_ends_between_two_parts_hides_no_other_queue(
+async def test_queue_deleted_between_two_parts_hides_no_other_queue(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = await fenced(service)
@@ -78,7 +78,7 @@ async def test_what_ends_between_two_parts_hides_no_other_queue(
     assert {token for _, token in seen[len(first.queues) :]} == {2}
 
 
-async def test_a_leader_lets_others_go_on_while_it_reads_what_it_has(
+async def test_recovery_in_steps_does_not_block_other_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(persistence, "RECOVERY_STEP", 10)

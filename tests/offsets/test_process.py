@@ -157,9 +157,7 @@ async def test_every_answered_commit_survives_kill_9(etcd_endpoint: str, tmp_pat
         assert acked.next_offset <= acker.at + 4, "nothing is acked that was never sent"
 
 
-async def test_a_close_and_a_fence_that_were_answered_survive_kill_9(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_answered_close_and_fence_survive_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
     started, address = program(tmp_path, etcd_endpoint)
     child = ChildProcess(started)
     async with life(child, address) as stub:
@@ -251,7 +249,7 @@ async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
     assert len(recorded) == len(set(recorded))
 
 
-async def test_an_undo_after_kill_9_restores_what_was_acked(
+async def test_undo_after_kill_9_restores_the_acked_offsets(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
@@ -277,9 +275,7 @@ async def test_an_undo_after_kill_9_restores_what_was_acked(
     assert (now.reset_epoch, now.token) == (2, 3)
 
 
-async def test_a_stopped_process_ends_by_itself_and_loses_nothing(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_stopped_process_exits_and_loses_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
     started, address = program(tmp_path, etcd_endpoint)
     child = ChildProcess(started)
     acker = Acker(0)
@@ -296,7 +292,7 @@ async def test_a_stopped_process_ends_by_itself_and_loses_nothing(
     assert not acker.answered.difference(found[0])
 
 
-async def test_a_second_process_on_the_same_folder_ends_at_once(
+async def test_second_process_on_the_same_folder_exits_at_once(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
@@ -321,7 +317,7 @@ async def test_a_second_process_on_the_same_folder_ends_at_once(
         assert child.pid is not None
 
 
-async def test_a_failed_write_ends_the_process_and_answers_nobody(
+async def test_failed_write_ends_the_process_without_an_answer(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)

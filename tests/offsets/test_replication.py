@@ -62,7 +62,7 @@ def others(scene: ReplicaSet, leader: Replica) -> list[str]:
     return sorted(scene.nodes.keys() - {leader.name})
 
 
-async def test_a_set_begins_only_when_all_its_members_are_up(scene: ReplicaSet) -> None:
+async def test_new_set_starts_only_when_all_its_replicas_are_up(scene: ReplicaSet) -> None:
     await scene.start("a", "b")
     registered = [node.session for node in scene.nodes.values()]
 
@@ -77,7 +77,7 @@ async def test_a_set_begins_only_when_all_its_members_are_up(scene: ReplicaSet) 
     assert (await scene.fingerprint()).leader == leader.name
 
 
-async def test_followers_hold_the_same_bytes_as_their_leader(scene: ReplicaSet) -> None:
+async def test_followers_store_the_same_bytes_as_the_leader(scene: ReplicaSet) -> None:
     leader = await three(scene)
     await hold(leader, *range(20))
     for queue_id in range(20):
@@ -86,7 +86,7 @@ async def test_followers_hold_the_same_bytes_as_their_leader(scene: ReplicaSet) 
     assert len(leader.stored()) > 40
 
 
-async def test_what_was_answered_is_there_after_the_leader_died_and_a_follower_was_elected(
+async def test_answered_changes_survive_the_death_of_the_leader(
     scene: ReplicaSet,
 ) -> None:
     first = await three(scene)
@@ -106,7 +106,7 @@ async def test_what_was_answered_is_there_after_the_leader_died_and_a_follower_w
     await scene.alike("a", "b", "c")
 
 
-async def test_an_old_leader_gives_up_what_it_answered_to_nobody(scene: ReplicaSet) -> None:
+async def test_old_leader_drops_its_unanswered_changes(scene: ReplicaSet) -> None:
     first = await three(scene)
     await hold(first, 0)
     await commit(first, 10)
@@ -130,7 +130,7 @@ async def test_an_old_leader_gives_up_what_it_answered_to_nobody(scene: ReplicaS
     assert await committed(second) == 20
 
 
-async def test_a_leader_that_lost_etcd_answers_nobody_although_it_is_asked(
+async def test_leader_cut_off_from_etcd_answers_no_call(
     scene: ReplicaSet,
 ) -> None:
     first = await three(scene)
@@ -160,7 +160,7 @@ async def test_a_leader_that_lost_etcd_answers_nobody_although_it_is_asked(
     assert isinstance(await refusal(first, 30), BatonError)
 
 
-async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refused(
+async def test_change_during_the_expiry_of_the_lease_has_an_unknown_outcome(
     scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await three(scene)
@@ -199,7 +199,7 @@ async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refus
     assert await committed(await scene.leader()) == 20
 
 
-async def test_a_slow_follower_falls_out_of_the_set_before_anything_is_answered_without_it(
+async def test_slow_follower_leaves_the_in_sync_set_before_changes_are_confirmed_without_it(
     scene: ReplicaSet,
 ) -> None:
     leader = await three(scene)
@@ -217,7 +217,7 @@ async def test_a_slow_follower_falls_out_of_the_set_before_anything_is_answered_
     assert await scene.nodes[slow].caught_up()
 
 
-async def test_who_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:
+async def test_replica_that_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:
     leader = await three(scene)
     await hold(leader, 0)
     leader.gate.shut |= {"a", "b", "c"}
@@ -236,7 +236,7 @@ async def test_who_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:
     assert await committed(again) == 10
 
 
-async def test_who_has_lost_its_disk_is_not_elected_and_gets_everything_again(
+async def test_replica_that_lost_its_disk_is_not_elected_and_copies_everything(
     scene: ReplicaSet, tmp_path: Path
 ) -> None:
     leader = await three(scene)
@@ -258,7 +258,7 @@ async def test_who_has_lost_its_disk_is_not_elected_and_gets_everything_again(
     await scene.alike(lost, kept)
 
 
-async def test_the_leader_tells_how_far_everybody_is(scene: ReplicaSet) -> None:
+async def test_leader_describes_the_positions_of_all_replicas(scene: ReplicaSet) -> None:
     leader = await three(scene)
     await hold(leader, 0)
     slow, quick = others(scene, leader)
@@ -276,7 +276,7 @@ async def test_the_leader_tells_how_far_everybody_is(scene: ReplicaSet) -> None:
     assert by_name[slow].lag_ms >= LAG_MS_MAX
 
 
-async def test_too_few_in_sync_refuse_every_change_and_say_so(scene: ReplicaSet) -> None:
+async def test_changes_are_rejected_with_too_few_replicas_in_sync(scene: ReplicaSet) -> None:
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)
     await hold(leader, 0)
@@ -292,7 +292,7 @@ async def test_too_few_in_sync_refuse_every_change_and_say_so(scene: ReplicaSet)
     await until(lambda: _taken(leader, 20))
 
 
-async def test_a_leader_that_begins_with_too_few_in_sync_is_read_from(scene: ReplicaSet) -> None:
+async def test_leader_that_starts_with_too_few_in_sync_answers_reads(scene: ReplicaSet) -> None:
     """Nobody else can be elected: what it has stays."""
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)
@@ -320,7 +320,7 @@ async def _taken(leader: Replica, offset: int) -> bool:
     return True
 
 
-async def test_a_follower_that_holds_something_else_finds_out_and_begins_anew(
+async def test_follower_with_a_different_copy_detects_it_and_copies_everything(
     scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "SYNC_ALL_FIRST_MS", 0)

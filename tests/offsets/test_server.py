@@ -37,7 +37,7 @@ INT64_MAX = (1 << 63) - 1
 # ---- what each call answers
 
 
-async def test_announce_tells_every_queue(service: Service) -> None:
+async def test_announce_returns_every_queue(service: Service) -> None:
     await service.held(queue_id=3)
     answer = await call(service, "Announce", pb.AnnounceRequest(term=8))
     holder = queue_pb2.Incarnation(client_id="client-a", incarnation_id=1)
@@ -52,7 +52,7 @@ async def test_announce_of_an_older_term_is_old_epoch(service: Service) -> None:
     assert error.facts == {"epoch": "7", "current": "8"}
 
 
-async def test_fence_answers_each_item_by_itself(service: Service) -> None:
+async def test_fence_has_an_outcome_for_each_item(service: Service) -> None:
     await service.held()
     items = [
         wish(),
@@ -94,7 +94,7 @@ async def test_fence_of_another_term_is_old_epoch_for_each_item(service: Service
     assert len(service.offsets.table) == 0
 
 
-async def test_record_delivered_answers_maybe_seen(service: Service) -> None:
+async def test_record_delivered_returns_maybe_seen(service: Service) -> None:
     await service.held()
     force = wish(
         attempt="b",
@@ -132,7 +132,7 @@ async def test_record_delivered_answers_maybe_seen(service: Service) -> None:
     }
 
 
-async def test_touch_answers_an_error_or_nothing(service: Service) -> None:
+async def test_touch_returns_an_error_or_an_empty_outcome(service: Service) -> None:
     await service.held()
     items = [
         pb.TouchItem(queue=queue(), token=1),
@@ -144,7 +144,7 @@ async def test_touch_answers_an_error_or_nothing(service: Service) -> None:
     assert reasons(answer.outcomes[1:]) == ["REASON_FENCED", "REASON_UNKNOWN_QUEUE"]
 
 
-async def test_commit_tells_progress_and_repetition(service: Service) -> None:
+async def test_commit_returns_progress_and_noop(service: Service) -> None:
     await service.held()
     item = pb.CommitItem(queue=queue(), token=1, committed_offset=2, acked=[run(4, 6), run(6, 8)])
     request = pb.CommitRequest(items=[item])
@@ -153,7 +153,7 @@ async def test_commit_tells_progress_and_repetition(service: Service) -> None:
     assert second.outcomes[0].committed == pb.Committed(committed_offset=2, noop=True)
 
 
-async def test_commit_refuses_item_by_item(service: Service) -> None:
+async def test_commit_rejects_single_items(service: Service) -> None:
     await service.held(queue_id=1)
     await service.held(queue_id=2)
     await service.held(queue_id=3)
@@ -172,7 +172,7 @@ async def test_commit_refuses_item_by_item(service: Service) -> None:
     ]
 
 
-async def test_close_hands_over_what_was_cut_off(service: Service) -> None:
+async def test_close_makes_unfinished_offsets_maybe_seen(service: Service) -> None:
     await service.held()
     item = pb.CloseItem(
         queue=queue(), token=1, committed_offset=2, acked=[run(4, 5)], unfinished=[run(6, 7)]
@@ -187,7 +187,7 @@ async def test_close_hands_over_what_was_cut_off(service: Service) -> None:
     )
 
 
-async def test_query_tells_everything_or_that_there_is_nothing(service: Service) -> None:
+async def test_query_returns_every_field_or_unknown_queue(service: Service) -> None:
     await service.held()
     commit = pb.CommitItem(queue=queue(), token=1, committed_offset=2, acked=[run(4, 6)])
     await call(service, "Commit", pb.CommitRequest(items=[commit]))
@@ -213,7 +213,7 @@ async def test_query_tells_everything_or_that_there_is_nothing(service: Service)
     )
 
 
-async def test_query_group_tells_its_queues_in_order(service: Service) -> None:
+async def test_query_group_returns_its_queues_in_order(service: Service) -> None:
     for queue_id in (10, 2):
         await service.held(queue_id=queue_id)
     answer = await call(service, "QueryGroup", pb.QueryGroupRequest(group="readers"))
@@ -222,7 +222,7 @@ async def test_query_group_tells_its_queues_in_order(service: Service) -> None:
     assert (nobody.offsets_epoch, len(nobody.queues)) == (1, 0)
 
 
-async def test_delete_topic_leaves_tombstones_that_only_a_fence_sees(service: Service) -> None:
+async def test_delete_topic_leaves_tombstones_only_for_fences(service: Service) -> None:
     for queue_id in (3, 4):
         await service.held(queue_id=queue_id)
     answer = await call(service, "DeleteTopic", deletion())
@@ -249,7 +249,7 @@ async def test_delete_topic_leaves_tombstones_that_only_a_fence_sees(service: Se
     assert passed.outcomes[0].fenced == pb.Fenced(token=3, committed_offset=5, reset_epoch=1)
 
 
-async def test_a_start_offset_of_an_earlier_topic_of_the_name_is_refused(service: Service) -> None:
+async def test_start_offset_of_an_earlier_topic_of_the_name_is_rejected(service: Service) -> None:
     await service.held()
     await call(service, "DeleteTopic", deletion())
     stale = wish(attempt="late", expected_token=2, initial_offset=900, topic_id=1)
@@ -263,7 +263,7 @@ async def test_a_start_offset_of_an_earlier_topic_of_the_name_is_refused(service
     assert passed.outcomes[0].fenced.committed_offset == 5
 
 
-async def test_delete_topic_again_does_nothing_to_the_new_topic(service: Service) -> None:
+async def test_repeated_delete_topic_does_not_change_the_new_topic(service: Service) -> None:
     await service.held()
     await call(service, "DeleteTopic", deletion())
     fence = wish(attempt="anew", expected_token=2)
@@ -285,7 +285,7 @@ async def test_delete_topic_again_does_nothing_to_the_new_topic(service: Service
         ({"topic_id": -1}, "INVALID_ARGUMENT", "topic_id"),
     ],
 )
-async def test_a_malformed_deletion_is_refused(
+async def test_malformed_deletion_is_rejected(
     service: Service, fields: dict[str, Any], reason: str, field: str
 ) -> None:
     await service.held()
@@ -297,7 +297,7 @@ async def test_a_malformed_deletion_is_refused(
 # ---- durability
 
 
-async def test_a_deletion_is_durable_with_all_its_queues_when_it_is_answered(
+async def test_deletion_is_durable_with_all_its_queues_when_it_is_answered(
     service: Service,
 ) -> None:
     for queue_id in range(20):
@@ -332,7 +332,7 @@ async def test_every_answered_change_is_on_the_disk(service: Service) -> None:
     assert len(set(states)) == 4
 
 
-async def test_a_delivery_below_the_reservation_writes_nothing(service: Service) -> None:
+async def test_delivery_below_the_reservation_writes_nothing(service: Service) -> None:
     await service.held(delivered=10)
     before = service.stored()
     item = pb.DeliveryItem(queue=queue(), token=1, first_offset=10, next_offset=2_000)
@@ -340,7 +340,7 @@ async def test_a_delivery_below_the_reservation_writes_nothing(service: Service)
     assert service.stored() == before
 
 
-async def test_many_calls_at_once_share_writes(service: Service) -> None:
+async def test_concurrent_calls_share_writes(service: Service) -> None:
     for queue_id in range(50):
         await service.held(queue_id=queue_id)
 
@@ -360,9 +360,7 @@ async def test_many_calls_at_once_share_writes(service: Service) -> None:
 
 
 @pytest.mark.parametrize("method", ["Commit", "Close"])
-async def test_what_changed_is_published_and_a_repetition_is_not(
-    service: Service, method: str
-) -> None:
+async def test_changes_are_published_and_repetitions_are_not(service: Service, method: str) -> None:
     await service.held(queue_id=1)
     await service.held(queue_id=2)
 

@@ -58,9 +58,7 @@ async def places(etcd: EtcdSession) -> set[str]:
 
 
 @pytest.mark.parametrize("method", ["Fence", "RecordDelivered", "Touch"])
-async def test_malformed_items_leave_the_others_of_the_call_alone(
-    service: Service, method: str
-) -> None:
+async def test_malformed_items_do_not_fail_the_other_items(service: Service, method: str) -> None:
     for queue_id in (3, 4):
         await service.held(queue_id=queue_id)
     bad: dict[str, Any] = {"attempt": ""} if method == "Fence" else {"token": (1 << 62) + 1}
@@ -84,7 +82,7 @@ async def test_malformed_items_leave_the_others_of_the_call_alone(
     assert facts == [{"field": "attempt" if method == "Fence" else "token"}] * 3
 
 
-async def test_acks_that_are_malformed_cost_only_the_delivery_they_ride_with(
+async def test_malformed_acks_fail_only_their_own_delivery(
     service: Service,
 ) -> None:
     await service.held(queue_id=3, delivered=0)
@@ -104,7 +102,7 @@ async def test_acks_that_are_malformed_cost_only_the_delivery_they_ride_with(
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
-async def test_a_made_up_group_under_a_token_is_refused_without_a_question_to_etcd(
+async def test_call_under_a_token_for_an_unknown_group_is_rejected_without_reading_etcd(
     service: Service, etcd: StandingStill, method: str
 ) -> None:
     await service.held()
@@ -118,7 +116,7 @@ async def test_a_made_up_group_under_a_token_is_refused_without_a_question_to_et
     assert etcd.asked == 0
 
 
-async def test_a_made_up_group_that_commits_without_token_gets_no_place(
+async def test_commit_without_token_for_an_unknown_group_creates_no_placement(
     service: Service, etcd: StandingStill
 ) -> None:
     service.knows("readers", ownership="OWNERSHIP_OFF")
@@ -130,7 +128,7 @@ async def test_a_made_up_group_that_commits_without_token_gets_no_place(
     assert await places(etcd) == {"readers"}
 
 
-async def test_groups_of_a_call_are_looked_up_at_the_same_time(
+async def test_groups_of_a_call_are_resolved_concurrently(
     service: Service, etcd: StandingStill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", 10.0)
@@ -142,7 +140,7 @@ async def test_groups_of_a_call_are_looked_up_at_the_same_time(
         asking.cancel()
 
 
-async def test_what_etcd_does_not_tell_costs_only_those_who_need_it(
+async def test_slow_etcd_fails_only_items_of_groups_that_need_it(
     service: Service, etcd: StandingStill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", 0.05)
