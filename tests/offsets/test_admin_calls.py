@@ -1,5 +1,5 @@
-"""Goal: resets, undos, clones and deletions of groups over the wire: what is answered, what stands
-on the disk by then, and who hears of it.
+"""Goal: resets, undos, clones and deletions of groups have the right answers, are durable by then,
+and are published.
 
 Method: the real service behind a real channel, with its real disk.
 """
@@ -22,7 +22,16 @@ from batonmq.errors import BatonError
 from batonmq_server.offsets.codec import encode_key
 from batonmq_server.offsets.persistence import HOLDS, RESET
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
-from tests.offsets.service_calls import TERM, Service, call, queue, reasons, refusal, run, wish
+from tests.offsets.service_calls import (
+    TERM,
+    Service,
+    call,
+    fence_item,
+    queue,
+    reasons,
+    rejection,
+    run,
+)
 from tests.support.waiting import until
 
 
@@ -56,8 +65,8 @@ STEP = pb.ResetStep(
 
 
 async def worked(service: Service) -> None:
-    """client-a has handled [0, 6) and 8 of [0, 10)."""
-    await service.held()
+    """client-a has acked [0, 6) and 8 of the delivered [0, 10)."""
+    await service.start_owner()
     item = pb.CommitItem(queue=queue(), token=1, committed_offset=6, acked=[run(8, 9)])
     await call(service, "Commit", pb.CommitRequest(items=[item]))
 
@@ -82,7 +91,7 @@ async def test_reset_and_its_record_are_durable_in_one_write_when_it_is_answered
     service: Service,
 ) -> None:
     for queue_id in (1, 2, 3):
-        await service.held(queue_id=queue_id)
+        await service.start_owner(queue_id=queue_id)
     before = dict(service.stored())
     entries = service.registry.get_sample_value("baton_offsets_durable_entries_total") or 0
     await call(service, "Reset", reset(4, 1, 2, 3))
@@ -123,7 +132,7 @@ async def test_undo_restores_acked_offsets(service: Service) -> None:
     assert list(dry.outcomes) == list(answer.outcomes)
     now = await progress(service)
     assert (now.committed_offset, list(now.acked)) == (6, [run(8, 9)])
-    code, error = await refusal(
+    code, error = await rejection(
         service, "Reset", reset(op_id="x", items=[], undo_op_id="nothing", undo_group="readers")
     )
     assert (code, error.reason) == (grpc.StatusCode.NOT_FOUND, "OPERATION_NOT_FOUND")
@@ -152,7 +161,7 @@ async def test_clone_returns_its_steps(service: Service) -> None:
         )
     now = await progress(service, "others")
     assert (now.committed_offset, list(now.acked), now.source) == (6, [run(8, 9)], 5)
-    code, error = await refusal(service, "Clone", clone(reason="another"))
+    code, error = await rejection(service, "Clone", clone(reason="another"))
     assert (code, error.reason) == (grpc.StatusCode.ALREADY_EXISTS, "OPERATION_EXISTS")
 
 
@@ -188,13 +197,13 @@ async def test_delete_group_leaves_tombstones(service: Service) -> None:
 
 
 async def test_group_that_exists_keeps_its_progress(service: Service, etcd: EtcdSession) -> None:
-    """A deletion that comes late, or twice, meets a group that was created again."""
+    """A late or repeated deletion finds a group that was created again."""
     await worked(service)
     before = await progress(service)
     await etcd.put(etcd.key("gates", "readers"), b"")
     for topic in ("", "news"):
         request = pb.DeleteGroupRequest(group="readers", topic=topic)
-        code, error = await refusal(service, "DeleteGroup", request)
+        code, error = await rejection(service, "DeleteGroup", request)
         assert (code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "GROUP_IN_USE")
     after = await progress(service)
     assert (after.token, after.committed_offset) == (before.token, before.committed_offset)
@@ -206,7 +215,7 @@ async def test_group_that_exists_keeps_its_progress(service: Service, etcd: Etcd
 async def test_queue_granted_while_etcd_is_read_keeps_its_progress(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What etcd says is as of some moment before it is heard: somebody may have come since."""
+    """etcd's answer is of an earlier moment: a member may have acquired a queue since."""
     await worked(service)
     asked, answer = asyncio.Event(), asyncio.Event()
     read = service.offsets.gates.read
@@ -223,7 +232,7 @@ async def test_queue_granted_while_etcd_is_read_keeps_its_progress(
         request = pb.DeleteGroupRequest(group="readers")
         deleting = tasks.create_task(refused(call(service, "DeleteGroup", request)))
         await asked.wait()
-        again = wish(
+        again = fence_item(
             attempt="second", expected_token=token, condition=pb.FENCE_CONDITION_SAME_HOLDER
         )
         fenced = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[again]))
@@ -270,7 +279,7 @@ async def test_owner_is_fenced_by_a_reset(service: Service, method: str) -> None
     await worked(service)
     move: Any = reset() if method == "Reset" else clone(from_group="empty", to_group="readers")
     if method == "Clone":
-        service.knows("empty", ownership=2)
+        service.add_gate("empty", ownership=2)
         item = pb.CommitItem(queue=queue("empty"), committed_offset=2)
         await call(service, "Commit", pb.CommitRequest(items=[item]))
     await call(service, method, move)

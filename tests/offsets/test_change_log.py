@@ -1,7 +1,7 @@
 """The change log: the epoch of each change, the changes after a position, diverged histories.
 
 Goal: a follower continues only from a position of the leader's own history, and gets every change
-after it once and in order; otherwise it is told to read everything anew.
+after it once and in order; otherwise it must read everything.
 Method: assertions on the change log alone; hypothesis builds histories of several leaders.
 """
 
@@ -41,7 +41,9 @@ def test_empty_node_gets_no_changes_and_must_read_everything() -> None:
     assert log.position == NO_POSITION
     assert log.since(NO_POSITION, BIG) == []
     write(log, 3, 2)
-    assert log.since(NO_POSITION, BIG) is None, "with the first change it would look like a member"
+    assert log.since(NO_POSITION, BIG) is None, (
+        "the first change alone would make it look like a replica"
+    )
 
 
 def test_versions_have_no_gaps_across_epochs() -> None:
@@ -65,8 +67,8 @@ def test_node_with_a_diverged_history_must_read_everything() -> None:
     write(log, 1, 3)
     write(log, 2, 2)
     assert log.contains(ReplicaPosition(1, 3))
-    assert not log.contains(ReplicaPosition(1, 4)), "the old leader wrote on when epoch 2 had begun"
-    assert not log.contains(ReplicaPosition(2, 6)), "nobody has been there"
+    assert not log.contains(ReplicaPosition(1, 4)), "the old leader wrote it after epoch 2 began"
+    assert not log.contains(ReplicaPosition(2, 6)), "no node has had this position"
     assert log.since(ReplicaPosition(1, 4), BIG) is None
 
 

@@ -1,7 +1,7 @@
-"""Goal: a replica of offsets does not live with damaged progress, nor die of it: it begins anew.
+"""Goal: a replica detects damaged progress, sets it aside and starts empty; it does not crash.
 
-Method: a real store with queues; its file is cut short, or has bits turned over, in many places.
-Whatever is left afterwards is either everything, as it was, or nothing, and the damaged file aside.
+Method: a real store with queues; its file is truncated, or bits are flipped, in many places.
+Afterwards the store has either all its entries, or none and the damaged file is set aside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     keys = [b"group\0topic\0broker\0%d" % number for number in range(COUNT)]
     with LmdbDisk(tmp_path) as disk:
         disk.write_blocking([(FORMAT, b"1")])
-        for begin in range(0, COUNT, 50):  # pages are given up and used again
+        for begin in range(0, COUNT, 50):  # pages are freed and reused
             disk.write_blocking([(key, seal(key, b"x" * 60)) for key in keys[: begin + 50]])
     return tmp_path
 
@@ -53,7 +53,7 @@ def test_empty_folder_stays_empty(tmp_path: Path) -> None:
 
 
 def test_truncated_progress_is_set_aside(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Reading it would end the process."""
+    """Reading the file would kill the process."""
     with data(folder).open("r+b") as file:
         file.truncate(data(folder).stat().st_size // 2)
     with caplog.at_level(logging.ERROR):
@@ -79,7 +79,7 @@ def test_flipped_bits_of_stored_values_are_detected(folder: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_check_leaves_either_all_entries_or_none(folder: Path, seed: int) -> None:
-    """Eight bits are turned over; the first two pages, which say what counts, are left alone."""
+    """Eight bits are flipped, outside of the first two pages, which select the valid state."""
     before, content, random = stored(folder), bytearray(data(folder).read_bytes()), Random(seed)
     for _ in range(8):
         at = random.randrange(2 * 4_096, len(content))

@@ -1,6 +1,6 @@
-"""Goal: what was written is there in the next life, or the service refuses to start.
+"""Goal: written entries survive a restart, or the service does not start.
 
-Method: the real disk in a folder of its own; damage is done by hand.
+Method: the real disk in a folder of its own; the test damages its file.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ NOW = Instant(5, 6)
 
 
 def life(folder: Path) -> ProgressTable:
-    """The table of a life that ends at once."""
+    """Return the table of a process that stops at once."""
     with LmdbDisk(folder) as disk:
         return recover_standalone(disk, QueueLimits(), NOW)[1]
 
 
 def busy() -> Scene:
-    """A queue with something in every field."""
+    """Return a queue with a value in every field."""
     scene = Scene()
     scene.fence(A, 0, initial_offset=3)
     scene.record(1, 3, 20)

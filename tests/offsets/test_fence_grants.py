@@ -1,6 +1,5 @@
-"""Goal: what a fence says of the new token holds for as long as it is in force: that nobody has it,
-that it was taken by force, and of which subscription its deliveries have to be; and groups whose
-queues nobody owns commit without one.
+"""Goal: the properties that a fence gives a token last as long as the token: no holder, taken by
+force, subscription of its deliveries. Groups without ownership commit without a token.
 
 Method: one queue, one call at a time. Names follow the protocol: s4 the fence, s14 subscriptions,
 s15 groups without ownership.
@@ -27,7 +26,7 @@ from tests.offsets.rules_scene import FORCED, IDLE, KEY, SAME_HOLDER, A, B, Scen
 
 
 def held(limits: QueueLimits | None = None) -> Scene:
-    """A holds token 1 and has [0, 10) in flight."""
+    """Return a queue with token 1 of A and [0, 10) in flight."""
     scene = Scene(limits)
     scene.fence(A, 0)
     scene.record(1, 0, 10)
@@ -35,7 +34,7 @@ def held(limits: QueueLimits | None = None) -> Scene:
 
 
 def why(scene: Scene, call: str, *args: object) -> str:
-    """Why the call is fenced, after checking that it changed nothing."""
+    """Return why the call is fenced; assert that it changed nothing."""
     before = copy(scene.queue)
     with pytest.raises(Fenced) as raised:
         getattr(scene, call)(*args)
@@ -43,7 +42,7 @@ def why(scene: Scene, call: str, *args: object) -> str:
     return raised.value.facts["why"]
 
 
-# ---- to nobody
+# ---- without a holder
 
 
 @pytest.mark.parametrize("condition", [IDLE, FORCED])
@@ -100,7 +99,7 @@ def test_s4_fence_without_holder_of_a_queue_without_progress_is_rejected() -> No
     scene = Scene()
     with pytest.raises(UnknownQueue):
         scene.fence(None, 0, FORCED)
-    assert KEY not in scene.table, "it would begin at an offset that nobody chose"
+    assert KEY not in scene.table, "no caller chose its start offset"
 
 
 # ---- by force
@@ -195,7 +194,7 @@ def test_s15_first_commit_without_token_creates_progress_without_acks() -> None:
     assert scene.commit_unowned() == (0, True)
     scene.restart()
     assert scene.commit_unowned() == (0, False)
-    assert scene.queue.source is ProgressSource.COMMIT, "where the group begins is decided once"
+    assert scene.queue.source is ProgressSource.COMMIT, "the start of the group is stored"
 
 
 def test_s15_commits_without_token_are_united_and_never_go_back() -> None:
@@ -226,7 +225,7 @@ def test_s15_late_commit_without_token_does_not_revive_a_deleted_queue() -> None
         scene.table.query(KEY)
     epoch = int(raised.value.facts["reset_epoch"])
     assert scene.commit_unowned(2, EMPTY, epoch).committed_offset == 2
-    assert scene.queue.token == 1, "the tombstone's: the next fence goes on from it"
+    assert scene.queue.token == 1, "the token of the tombstone, which the next fence continues"
 
 
 def test_s15_first_owner_starts_at_the_progress_committed_without_token() -> None:

@@ -1,5 +1,6 @@
-"""Goal: nobody is answered before what the answer speaks of is durable. Method: a disk whose
-writes end when the test says so, and callers that wait.
+"""Goal: a call is answered only when the state that the answer is about is durable.
+
+Method: a disk whose writes end when the test decides, and waiting callers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from batonmq_server.offsets.group_commit import GroupCommit
 
 
 class Scene:
-    """Keys are words, their state is a number; `begun` has the writes, `end` lets one end."""
+    """Keys are words, their state is a number; `begun` has the started writes, `end` ends one."""
 
     def __init__(self) -> None:
         self.state = dict.fromkeys("abc", 0)
@@ -156,7 +157,7 @@ async def test_write_rejected_by_a_full_disk_is_retried_unchanged(
         scene.change("a")
         scene.change("b")
         scene.end(DiskFull("full"))
-        assert await scene.begun.get() == [(b"a", b"1")], "what came later goes with what it needs"
+        assert await scene.begun.get() == [(b"a", b"1")], "a later state belongs to the next write"
         with pytest.raises(DiskFull):
             scene.commits.check_room()
         await scene.commits.drain()

@@ -1,6 +1,8 @@
-"""Goal: offsets can say who held a queue under which token, from when to when, and what was
-delivered; and never says more than is known. Method: the rules on a real table, the log over a
-real channel with a real disk, and the disk after restarts and deletions.
+"""Goal: the holds of a queue have its tokens with holder, time span and deliveries, and bounds of
+deliveries that are not known exactly.
+
+Method: the rules on a real table, the list over a real channel with a real disk, and the disk
+after restarts and deletions.
 """
 
 from __future__ import annotations
@@ -39,19 +41,27 @@ from tests.offsets.rules_scene import (
     Scene,
     offsets,
 )
-from tests.offsets.service_calls import TERM, Service, call, deletion, queue, run, wish
+from tests.offsets.service_calls import (
+    TERM,
+    Service,
+    call,
+    delete_topic_request,
+    fence_item,
+    queue,
+    run,
+)
 
 NOW = Instant(1, 1)
 
 
 def told(scene: Scene, records: list[TokenChange]) -> list[tuple[int, HoldEnd, DeliveryReach]]:
-    """Token, end and reach of each hold, newest first."""
+    """Return token, end and reach of each hold, newest first."""
     found = link_holds(records, scene.queue.token, scene.queue.reach)
     return [(hold.began.token, hold.end, hold.reach) for hold in found]
 
 
 class Log:
-    """A scene that notes every handover."""
+    """A scene that records every token change."""
 
     def __init__(self) -> None:
         self.scene = Scene()
@@ -106,7 +116,7 @@ def test_close_keeps_the_delivered_offset_of_the_hold() -> None:
     log.scene.close(1, 4, unfinished=offsets((6, 7)))
     assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))]
     log.scene.restart()
-    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))], "nor does a restart"
+    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))], "a restart keeps it too"
     log.scene.fence(B, 1)
     log.note()
     assert log.told() == [
@@ -181,8 +191,8 @@ def test_stored_token_change_keeps_every_field() -> None:
 
 
 async def fence(service: Service, token: int, client_id: str, **fields: object) -> None:
-    """Take the queue under a token that is expected to be `token + 1`."""
-    item = wish(
+    """Fence the queue with expected token `token`; the new one is `token + 1`."""
+    item = fence_item(
         attempt=f"attempt-{token + 1}",
         expected_token=token,
         condition=pb.FENCE_CONDITION_FORCED,
@@ -202,7 +212,7 @@ async def listed(service: Service) -> list[pb.Hold]:
 
 
 async def test_holds_are_listed_newest_first(service: Service) -> None:
-    await service.held(delivered=10)
+    await service.start_owner(delivered=10)
     acks = pb.CommitItem(queue=queue(), token=1, committed_offset=4, acked=[run(6, 8)])
     await call(service, "Commit", pb.CommitRequest(items=[acks]))
     await fence(service, 1, "client-b")
@@ -233,7 +243,7 @@ async def test_queue_without_progress_has_no_holds(service: Service) -> None:
 
 
 async def test_only_the_newest_holds_are_kept(service: Service) -> None:
-    await service.held(delivered=0)
+    await service.start_owner(delivered=0)
     for token in range(1, HOLDS_MAX + 9):
         await fence(service, token, f"client-{token}")
     found = await listed(service)
@@ -244,9 +254,9 @@ async def test_only_the_newest_holds_are_kept(service: Service) -> None:
 
 
 async def test_holds_of_a_deleted_topic_are_deleted(service: Service) -> None:
-    await service.held()
+    await service.start_owner()
     await fence(service, 1, "client-b")
-    await call(service, "DeleteTopic", deletion())
+    await call(service, "DeleteTopic", delete_topic_request())
     assert await listed(service) == []
     assert not [key for key, _ in service.stored() if key.startswith(HOLDS)]
     await fence(service, 3, "client-c")
@@ -254,7 +264,7 @@ async def test_holds_of_a_deleted_topic_are_deleted(service: Service) -> None:
 
 
 async def test_commit_writes_no_hold(service: Service) -> None:
-    await service.held()
+    await service.start_owner()
     entries = "baton_offsets_durable_entries_total"
     before = service.registry.get_sample_value(entries) or 0
     acks = pb.CommitItem(queue=queue(), token=1, committed_offset=4)

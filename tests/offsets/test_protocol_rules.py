@@ -45,7 +45,7 @@ FIRST = FenceAttempt(attempt="first", expected_token=0, condition=CLOSED_OR_DRAI
 
 
 def held(*, delivered: int = 10, limits: QueueLimits | None = None) -> Scene:
-    """A holds token 1 and has [0, delivered) in flight."""
+    """Return a queue with token 1 of A and [0, delivered) in flight."""
     scene = Scene(limits)
     scene.fence(A, 0)
     if delivered:
@@ -53,8 +53,8 @@ def held(*, delivered: int = 10, limits: QueueLimits | None = None) -> Scene:
     return scene
 
 
-def refused(scene: Scene, kind: type[BatonError], call: str, *args: object) -> dict[str, str]:
-    """The facts of the refusal, after checking that it changed nothing."""
+def rejected(scene: Scene, kind: type[BatonError], call: str, *args: object) -> dict[str, str]:
+    """Return the facts of the error; assert that the call changed nothing."""
     before = encode_progress(scene.table.state(KEY)), copy(scene.table.state(KEY))
     with pytest.raises(kind) as raised:
         getattr(scene, call)(*args)
@@ -143,7 +143,7 @@ def test_s4_token_min_below_the_token_has_no_effect() -> None:
 def test_s4_unexpected_token_is_a_mismatch(expected: int) -> None:
     scene = Scene()
     scene.fence(A, 0, attempt="first")
-    facts = refused(scene, TokenMismatch, "fence", B, expected)
+    facts = rejected(scene, TokenMismatch, "fence", B, expected)
     assert facts == {"expected": str(expected), "token": "1", "attempt": "first"}
 
 
@@ -198,20 +198,20 @@ def test_s4_closed_or_drained_passes_when_closed() -> None:
 def test_s4_closed_or_drained_error_has_the_unacked_offsets() -> None:
     scene = held()
     scene.commit(1, 3, offsets((5, 7)))
-    assert refused(scene, Unacked, "fence", B, 1) == {"unacked": "5", "lowest_offset": "3"}
+    assert rejected(scene, Unacked, "fence", B, 1) == {"unacked": "5", "lowest_offset": "3"}
 
 
 def test_s4_same_holder_passes_for_the_holder_only() -> None:
     scene = held()
-    refused(scene, NotHolder, "fence", B, 1, SAME_HOLDER)
-    refused(scene, NotHolder, "fence", Incarnation(A.client_id, 99), 1, SAME_HOLDER)
+    rejected(scene, NotHolder, "fence", B, 1, SAME_HOLDER)
+    rejected(scene, NotHolder, "fence", Incarnation(A.client_id, 99), 1, SAME_HOLDER)
     assert scene.fence(A, 1, SAME_HOLDER).token == 2
 
 
 def test_s4_same_holder_does_not_pass_once_closed() -> None:
     scene = held()
     scene.close(1)
-    refused(scene, NotHolder, "fence", A, 1, SAME_HOLDER)
+    rejected(scene, NotHolder, "fence", A, 1, SAME_HOLDER)
 
 
 def test_s4_idle_passes_exactly_at_the_bound() -> None:
@@ -232,16 +232,16 @@ def test_s8_every_accepted_call_restarts_the_idle_time(access: str) -> None:
     args: dict[str, tuple[int, ...]] = {"record": (1, 0, 5), "touch": (1,), "commit": (1, 0)}
     getattr(scene, access)(*args[access])
     scene.now_ms += 1_000
-    assert refused(scene, NotIdle, "fence", B, 1, IDLE) == {"idle_ms": "1000"}
+    assert rejected(scene, NotIdle, "fence", B, 1, IDLE) == {"idle_ms": "1000"}
 
 
 def test_s8_rejected_calls_do_not_restart_the_idle_time() -> None:
     scene = held()
     scene.now_ms += 30_000
-    refused(scene, Fenced, "touch", 9)
-    refused(scene, Fenced, "commit", 9)
-    refused(scene, DeliveryGap, "record", 1, 50, 60)
-    refused(scene, BeyondDelivered, "commit", 1, 50)
+    rejected(scene, Fenced, "touch", 9)
+    rejected(scene, Fenced, "commit", 9)
+    rejected(scene, DeliveryGap, "record", 1, 50, 60)
+    rejected(scene, BeyondDelivered, "commit", 1, 50)
     assert scene.fence(B, 1, IDLE).token == 2
 
 
@@ -249,7 +249,7 @@ def test_s8_fence_restarts_the_idle_time() -> None:
     scene = held()
     scene.now_ms += 30_000
     scene.fence(B, 1, IDLE)
-    assert refused(scene, NotIdle, "fence", C, 2, IDLE) == {"idle_ms": "0"}
+    assert rejected(scene, NotIdle, "fence", C, 2, IDLE) == {"idle_ms": "0"}
 
 
 def test_s4_forced_fence_always_passes() -> None:
@@ -345,7 +345,7 @@ def test_s3_delivered_never_goes_back_by_a_repeated_or_late_delivery() -> None:
 
 def test_s3_delivery_that_skips_offsets_is_a_gap() -> None:
     scene = held()
-    assert refused(scene, DeliveryGap, "record", 1, 11, 12) == {
+    assert rejected(scene, DeliveryGap, "record", 1, 11, 12) == {
         "first_offset": "11",
         "expected": "10",
     }
@@ -357,21 +357,21 @@ def test_s3_delivery_may_start_after_acked_offsets() -> None:
     scene.close(1)
     scene.fence(B, 1)
     scene.record(2, 0, 4)
-    refused(scene, DeliveryGap, "record", 2, 11, 12)
+    rejected(scene, DeliveryGap, "record", 2, 11, 12)
     scene.record(2, 10, 12)
     assert scene.queue.delivered_offset == 12
 
 
 @pytest.mark.parametrize("token", [0, 2])
 def test_s3_delivery_under_another_token_is_fenced(token: int) -> None:
-    facts = refused(held(), Fenced, "record", token, 10, 11)
+    facts = rejected(held(), Fenced, "record", token, 10, 11)
     assert facts == {"token": str(token), "current": "1", "reset_epoch": "0", "why": "TAKEN"}
 
 
 def test_s3_delivery_stops_at_the_cap_of_ranges_and_continues_below_it() -> None:
     scene = held(delivered=20, limits=QueueLimits(ack_ranges_max=3))
     scene.commit(1, 0, offsets((1, 2), (3, 4), (5, 6)))
-    assert refused(scene, AckCap, "record", 1, 20, 21) == {"ranges": "3", "limit": "3"}
+    assert rejected(scene, AckCap, "record", 1, 20, 21) == {"ranges": "3", "limit": "3"}
     scene.commit(1, 2)
     scene.record(1, 20, 21)
 
@@ -389,14 +389,14 @@ def test_s16_delivery_stops_at_the_cap_of_bytes() -> None:
     assert len(scene.queue.acked.encoded) == 78
     scene.record(1, 200, 201)
     scene.commit(1, 0, offsets((71, 72)))
-    refused(scene, AckCap, "record", 1, 201, 202)
+    rejected(scene, AckCap, "record", 1, 201, 202)
 
 
 def test_s16_new_holder_can_fill_the_gaps_at_the_cap() -> None:
     scene = held(delivered=6, limits=QueueLimits(ack_ranges_max=3))
     scene.commit(1, 0, offsets((1, 2), (3, 4), (5, 6)))
     scene.fence(B, 1, FORCED)
-    refused(scene, AckCap, "record", 2, 0, 7)
+    rejected(scene, AckCap, "record", 2, 0, 7)
     scene.record(2, 0, 5)
     assert scene.commit(2, 5).committed_offset == 6
 
@@ -464,7 +464,7 @@ def test_s3_commit_removes_offsets_from_maybe_seen() -> None:
 
 @pytest.mark.parametrize(("committed", "acked"), [(11, EMPTY), (0, offsets((3, 4), (9, 12)))])
 def test_s3_commit_of_undelivered_offsets_is_rejected(committed: int, acked: object) -> None:
-    facts = refused(held(), BeyondDelivered, "commit", 1, committed, acked)
+    facts = rejected(held(), BeyondDelivered, "commit", 1, committed, acked)
     assert facts == {"offset": "10", "delivered": "10"}
 
 
@@ -481,26 +481,26 @@ def test_s3_commit_may_repeat_acks_above_delivered() -> None:
 def test_s3_commit_under_another_token_is_fenced() -> None:
     scene = held()
     scene.fence(B, 1, FORCED)
-    facts = refused(scene, Fenced, "commit", 1, 5)
+    facts = rejected(scene, Fenced, "commit", 1, 5)
     assert facts == {"token": "1", "current": "2", "reset_epoch": "0", "why": "FORCED"}
 
 
 def test_s3_commit_of_another_reset_epoch_is_fenced() -> None:
-    assert refused(held(), Fenced, "commit", 1, 5, EMPTY, 1)["why"] == "RESET"
+    assert rejected(held(), Fenced, "commit", 1, 5, EMPTY, 1)["why"] == "RESET"
 
 
 @pytest.mark.parametrize(("call", "args"), [("commit", (1, 5)), ("record", (1, 0, 9))])
 def test_s3_calls_under_a_closed_token_are_fenced(call: str, args: tuple[int, ...]) -> None:
     scene = held()
     scene.close(1)
-    assert refused(scene, Fenced, call, *args)["why"] == "CLOSED"
-    assert refused(scene, Fenced, "touch", 1)["why"] == "CLOSED"
+    assert rejected(scene, Fenced, call, *args)["why"] == "CLOSED"
+    assert rejected(scene, Fenced, "touch", 1)["why"] == "CLOSED"
 
 
 def test_s3_calls_after_a_reset_are_fenced_with_its_cause() -> None:
     scene = held()
     scene.reset(4)
-    assert refused(scene, Fenced, "touch", 1) == {
+    assert rejected(scene, Fenced, "touch", 1) == {
         "token": "1",
         "current": "2",
         "reset_epoch": "1",
@@ -554,7 +554,7 @@ def test_s9_close_under_another_token_is_fenced() -> None:
     scene = held()
     scene.close(1)
     scene.fence(B, 1)
-    assert refused(scene, Fenced, "close", 1)["why"] == "TAKEN"
+    assert rejected(scene, Fenced, "close", 1)["why"] == "TAKEN"
 
 
 @pytest.mark.parametrize(
@@ -564,11 +564,11 @@ def test_s9_close_under_another_token_is_fenced() -> None:
 def test_s9_close_with_undelivered_offsets_is_rejected(
     committed: int, acked: object, unfinished: object
 ) -> None:
-    refused(held(), BeyondDelivered, "close", 1, committed, acked, unfinished)
+    rejected(held(), BeyondDelivered, "close", 1, committed, acked, unfinished)
 
 
 def test_s9_close_of_another_reset_epoch_is_fenced() -> None:
-    assert refused(held(), Fenced, "close", 1, 5, EMPTY, EMPTY, 1)["why"] == "RESET"
+    assert rejected(held(), Fenced, "close", 1, 5, EMPTY, EMPTY, 1)["why"] == "RESET"
 
 
 # ---- restart
@@ -580,8 +580,8 @@ def test_s12_restart_sets_delivered_to_reserved_and_idle_time_to_zero() -> None:
     scene.restart()
     assert scene.table.epoch == 2
     assert scene.queue.delivered_offset == 2_010
-    assert refused(scene, Unacked, "fence", B, 1) == {"unacked": "2010", "lowest_offset": "0"}
-    assert refused(scene, NotIdle, "fence", B, 1, IDLE) == {"idle_ms": "0"}
+    assert rejected(scene, Unacked, "fence", B, 1) == {"unacked": "2010", "lowest_offset": "0"}
+    assert rejected(scene, NotIdle, "fence", B, 1, IDLE) == {"idle_ms": "0"}
 
 
 def test_s12_holder_continues_after_a_restart() -> None:
@@ -633,14 +633,14 @@ def test_s1_deleted_queue_starts_over_and_its_token_continues() -> None:
 def test_s1_fence_on_a_tombstone_expects_its_token(expected: int) -> None:
     scene = held()
     scene.delete(1)
-    assert refused(scene, TokenMismatch, "fence", B, expected)["token"] == "2"
+    assert rejected(scene, TokenMismatch, "fence", B, expected)["token"] == "2"
     assert KEY not in scene.table
 
 
 def test_s1_holder_of_a_deleted_topic_is_not_the_same_holder() -> None:
     scene = held()
     scene.delete(1)
-    refused(scene, NotHolder, "fence", A, 2, SAME_HOLDER)
+    rejected(scene, NotHolder, "fence", A, 2, SAME_HOLDER)
 
 
 def test_s1_attempt_for_a_deleted_topic_is_not_answered_again() -> None:
@@ -667,7 +667,7 @@ def test_s1_calls_for_a_deleted_topic_are_fenced(
 ) -> None:
     scene = held()
     scene.delete(1)
-    assert refused(scene, Fenced, call, token, *args) == {
+    assert rejected(scene, Fenced, call, token, *args) == {
         "token": str(token),
         "current": "2",
         "reset_epoch": "1",
@@ -680,9 +680,9 @@ def test_s1_calls_of_the_deleted_topic_are_fenced_in_the_new_topic() -> None:
     scene.delete(1)
     scene.fence(A, 2)
     for call, args in (("record", (1, 0, 1)), ("commit", (1, 4)), ("close", (1, 4))):
-        refused(scene, Fenced, call, *args)
+        rejected(scene, Fenced, call, *args)
     scene.record(3, 0, 5)
-    assert refused(scene, Fenced, "commit", 3, 5, EMPTY, 0)["why"] == "RESET"
+    assert rejected(scene, Fenced, "commit", 3, 5, EMPTY, 0)["why"] == "RESET"
     assert scene.commit(3, 5, EMPTY, 1).committed_offset == 5
 
 
@@ -723,5 +723,5 @@ def test_s12_tombstone_survives_a_restart() -> None:
     scene.delete(1)
     scene.restart()
     assert KEY not in scene.table
-    assert refused(scene, Fenced, "touch", 1)["why"] == "RESET"
+    assert rejected(scene, Fenced, "touch", 1)["why"] == "RESET"
     assert scene.fence(B, 2).token == 3

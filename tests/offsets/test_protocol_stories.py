@@ -1,6 +1,6 @@
-"""Goal: the stories of the protocol (section 17) that offsets alone decides can't happen again.
+"""Goal: the failures of protocol section 17 that offsets alone prevents can't happen.
 
-Method: each is told with real calls to the end at which the naive version went wrong.
+Method: each story with real calls, up to the point at which the naive version failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_story_1_messages_of_a_silent_holder_are_flagged() -> None:
 def test_story_2_pull_between_drained_check_and_fence_is_noticed() -> None:
     scene = Scene()
     scene.fence(A, 0)
-    assert scene.queue.drained, "what the lock manager saw before it sent the fence"
+    assert scene.queue.drained, "the state that the lock manager saw before the fence"
     scene.record(1, 0, 1)
     with pytest.raises(Unacked):
         scene.fence(B, 1)

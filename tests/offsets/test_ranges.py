@@ -17,7 +17,7 @@ def of(offsets: set[int]) -> RangeSet:
 
 
 def members(ranges: RangeSet) -> set[int]:
-    """The offsets, after checking that the runs ascend and neither touch nor are empty."""
+    """Return the offsets; assert that the runs ascend, do not touch and are not empty."""
     ends = [end for run in ranges.runs for end in run]
     assert ends == sorted(set(ends))
     return {offset for first, next_ in ranges.runs for offset in range(first, next_)}

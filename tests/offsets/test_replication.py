@@ -1,4 +1,4 @@
-"""A replica set of offsets, its leader dead, cut off, slow or back again.
+"""A replica set of offsets whose leader dies, is cut off, slow or comes back.
 
 Goal: answered progress is never lost and never goes back, whichever node is the leader; a node
 whose lease may have expired does not answer; a node that lacks a confirmed change is never elected;
@@ -35,7 +35,7 @@ from tests.offsets.replica_cluster import (
     commit,
     committed,
     hold,
-    refusal,
+    rejection,
     replica_set,
 )
 from tests.support.waiting import until
@@ -51,7 +51,7 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]
 
 
 async def three(scene: ReplicaSet) -> Replica:
-    """All three are in sync; the leader."""
+    """Wait until all three nodes are in sync; return the leader."""
     await scene.start("a", "b", "c")
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
@@ -71,10 +71,10 @@ async def test_new_set_starts_only_when_all_its_replicas_are_up(scene: ReplicaSe
         return len(found) == 2
 
     await until(both_listed)
-    assert (await scene.fingerprint()).epoch == 0
+    assert (await scene.stored_set()).epoch == 0
     await scene.start("c")
     leader = await scene.leader()
-    assert (await scene.fingerprint()).leader == leader.name
+    assert (await scene.stored_set()).leader == leader.name
 
 
 async def test_followers_store_the_same_bytes_as_the_leader(scene: ReplicaSet) -> None:
@@ -92,11 +92,11 @@ async def test_answered_changes_survive_the_death_of_the_leader(
     first = await three(scene)
     await hold(first, 0)
     await commit(first, 42, (60, 70))
-    before = await scene.fingerprint()
+    before = await scene.stored_set()
     await first.crash()
     second = await scene.leader()
     assert second is not first
-    assert (await scene.fingerprint()).epoch == before.epoch + 1
+    assert (await scene.stored_set()).epoch == before.epoch + 1
     answer = await second.stub.QueryGroup(pb.QueryGroupRequest(group="readers"), timeout=20)
     (progress,) = answer.queues
     assert (progress.committed_offset, progress.acked_count, progress.token) == (42, 10, 1)
@@ -112,7 +112,7 @@ async def test_old_leader_drops_its_unanswered_changes(scene: ReplicaSet) -> Non
     await commit(first, 10)
     await scene.alike("a", "b", "c")
     first.gate.shut |= {"a", "b", "c"}
-    first.session.cut = True  # nor can it let its followers out of the set
+    first.session.cut = True  # so it can't remove followers from the in-sync set
     before = first.stored()
 
     async def written() -> bool:
@@ -148,16 +148,16 @@ async def test_leader_cut_off_from_etcd_answers_no_call(
         except grpc.aio.AioRpcError as error:
             refusals.add(from_rpc_error(error).reason)
         else:
-            assert not begun, "it stopped before anybody else could begin"
+            assert not begun, "it stopped before another leader could begin"
             answered += 1
         return begun
 
     await until(another_begins)
-    assert answered, "it answered while its lease was good"
+    assert answered, "it answered while its lease was valid"
     assert "NO_QUORUM" in refusals
     second = await scene.leader()
     await commit(second, 20)
-    assert isinstance(await refusal(first, 30), BatonError)
+    assert isinstance(await rejection(first, 30), BatonError)
 
 
 async def test_change_during_the_expiry_of_the_lease_has_an_unknown_outcome(
@@ -178,7 +178,7 @@ async def test_change_during_the_expiry_of_the_lease_has_an_unknown_outcome(
 
     monkeypatch.setattr(first.disk, "write_blocking", slow)
     async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(refusal(first, 20))
+        waiting = tasks.create_task(rejection(first, 20))
         await until(begun.is_set)
         first.session.silent = True
 
@@ -186,13 +186,13 @@ async def test_change_during_the_expiry_of_the_lease_has_an_unknown_outcome(
             try:
                 await committed(first, queue_id=1)
             except grpc.aio.AioRpcError as error:
-                # UNREACHABLE: this call, too, had begun by then.
+                # UNREACHABLE: this call had begun before the lease expired, too.
                 return from_rpc_error(error).reason in ("NOT_LEADER", "NO_QUORUM")
             return False
 
         await until(lease_over)
         over.set()
-    assert isinstance(waiting.result(), Unreachable), "it is on the disk, and will count"
+    assert isinstance(waiting.result(), Unreachable), "the change is on the disk and stays"
     await until(lambda: first.stored() != before)
     await first.crash()
     await scene.start(first.name)
@@ -207,7 +207,7 @@ async def test_slow_follower_leaves_the_in_sync_set_before_changes_are_confirmed
     slow, quick = others(scene, leader)
     leader.gate.shut.add(slow)
     await commit(leader, 10)
-    assert (await scene.fingerprint()).in_sync == {leader.name, quick}
+    assert (await scene.stored_set()).in_sync == {leader.name, quick}
     ready = [name for name, node in scene.nodes.items() if await node.caught_up()]
     assert sorted(ready) == sorted((leader.name, quick)), "a follower that lags is not ready"
     assert scene.nodes[quick].stored() == leader.stored()
@@ -222,7 +222,7 @@ async def test_replica_that_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> 
     await hold(leader, 0)
     leader.gate.shut |= {"a", "b", "c"}
     await commit(leader, 10)
-    assert (await scene.fingerprint()).in_sync == {leader.name}
+    assert (await scene.stored_set()).in_sync == {leader.name}
     await leader.crash()
     session = scene.nodes[others(scene, leader)[0]].session
 
@@ -245,10 +245,10 @@ async def test_replica_that_lost_its_disk_is_not_elected_and_copies_everything(
     await scene.alike("a", "b", "c")
     lost, kept = others(scene, leader)
     for node in list(scene.nodes.values()):
-        node.session.cut = True  # nobody can let the others out
+        node.session.cut = True  # no leader can remove the others from the in-sync set
     for node in list(scene.nodes.values()):
         await node.crash()
-    assert (await scene.fingerprint()).in_sync == {"a", "b", "c"}
+    assert (await scene.stored_set()).in_sync == {"a", "b", "c"}
     shutil.rmtree(tmp_path / lost)
     await scene.start(lost, kept)
     again = await scene.leader()
@@ -284,7 +284,7 @@ async def test_changes_are_rejected_with_too_few_replicas_in_sync(scene: Replica
     for name in others(scene, leader):
         await scene.nodes[name].stop()
     await scene.in_sync(leader.name)
-    error = await refusal(leader, 20)
+    error = await rejection(leader, 20)
     assert (error.reason, error.retry.name) == ("NOT_ENOUGH_REPLICAS", "SAME_CALL")
     assert error.facts == {"in_sync": "1", "limit": "2"}
     assert await committed(leader) == 10
@@ -293,7 +293,7 @@ async def test_changes_are_rejected_with_too_few_replicas_in_sync(scene: Replica
 
 
 async def test_leader_that_starts_with_too_few_in_sync_answers_reads(scene: ReplicaSet) -> None:
-    """Nobody else can be elected: what it has stays."""
+    """No other node can be elected, so its changes stay."""
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)
     await hold(leader, 0)
@@ -305,7 +305,7 @@ async def test_leader_that_starts_with_too_few_in_sync_answers_reads(scene: Repl
     (again,) = await scene.start(leader.name)
     assert await scene.leader() is again
     assert await committed(again) == 10
-    error = await refusal(again, 20)
+    error = await rejection(again, 20)
     assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
     await scene.start(others(scene, leader)[0])
     await until(lambda: _taken(again, 20))

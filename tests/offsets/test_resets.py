@@ -1,6 +1,6 @@
-"""Goal: resets, undos and clones do what section 13 of the protocol says, and are remembered.
+"""Goal: resets, undos and clones follow section 13 of the protocol, and are recorded.
 
-Method: one queue, one call at a time; a second group where two are needed. Names begin with s13.
+Method: one queue, one call at a time; clones with a second group. Names begin with s13.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHER = "cloners"
 
 
 def held(*, committed: int = 10) -> Scene:
-    """A holds token 1, has handled [0, committed) and 12, and has up to 20 in flight."""
+    """Return a queue with token 1 of A, [0, committed) and 12 acked, others up to 20 in flight."""
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 20)
@@ -41,7 +41,7 @@ def held(*, committed: int = 10) -> Scene:
 
 
 def handled(committed: int) -> Acks:
-    """Everything below `committed`."""
+    """Return acks of every offset below `committed`."""
     return Acks(0, committed, EMPTY)
 
 
@@ -68,7 +68,7 @@ def test_s13_reset_changes_token_epoch_offset_and_holder_in_one_step() -> None:
 def test_s13_offsets_started_before_a_reset_are_maybe_seen_after_it() -> None:
     scene = held()
     scene.reset(4)
-    assert scene.queue.maybe_seen == offsets((4, 20)), "handled, in flight and acked alike"
+    assert scene.queue.maybe_seen == offsets((4, 20)), "committed, in flight and acked offsets"
     assert scene.fence(B, 2).maybe_seen == offsets((4, 20))
 
 
@@ -99,7 +99,7 @@ def test_s13_forward_reset_is_a_recorded_skip() -> None:
     assert recorded.order == ResetOrder("op", ProgressSource.RESET, "admin", "replay")
     assert recorded.steps[0].effect == moved
     scene.reset(0, "back")
-    assert scene.queue.maybe_seen == offsets((0, 50)), "nothing that was started is forgotten"
+    assert scene.queue.maybe_seen == offsets((0, 50)), "no started offset is forgotten"
 
 
 def test_s13_backward_reset_counts_the_replayed_offsets() -> None:
@@ -135,7 +135,7 @@ def test_s13_reset_of_a_queue_without_progress_creates_it() -> None:
     assert scene.fence(A, 1, initial_offset=90).committed_offset == 4
 
 
-# ---- whoever owned it
+# ---- the owner
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_s13_owner_continues_at_the_new_offset_after_a_reset() -> None:
     scene.reset(4)
     grant = scene.fence(A, 2, resume=offsets((13, 20)), reset_epoch=0)
     assert (grant.committed_offset, grant.acked, grant.reset_epoch) == (4, EMPTY, 1)
-    assert scene.queue.delivered_offset == 4, "what it still has in hand is of another epoch"
+    assert scene.queue.delivered_offset == 4, "its messages in flight are of another epoch"
 
 
 def test_s13_attempt_before_a_reset_is_superseded() -> None:
@@ -349,7 +349,7 @@ def test_s13_clone_copies_committed_and_acked() -> None:
     assert (queue.committed_offset, queue.acked) == (10, offsets((12, 13)))
     assert (queue.token, queue.reset_epoch, queue.source) == (1, 1, ProgressSource.CLONE)
     assert (moved.key, moved.to_offset) == (theirs(), 10)
-    assert (scene.queue.token, scene.queue.holder) == (1, A), "the source is left alone"
+    assert (scene.queue.token, scene.queue.holder) == (1, A), "the source is unchanged"
 
 
 def test_s13_clone_flags_offsets_that_the_group_had_started() -> None:
