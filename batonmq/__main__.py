@@ -1,4 +1,4 @@
-"""The `baton` command, from its first moment: an interrupt while it still loads ends it quietly."""
+"""Entry point of the `baton` command."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; status 130 if it is interrupted before the command has begun.
+    """Run the command line; exit with status 130 if it is interrupted before the command runs.
 
-    gRPC would write a line for every handshake that fails, before the one that says what to do. Of
-    services that `baton up` starts, these lines are in their logs: they tell who was not let in.
+    gRPC prints a line for each failed TLS handshake, before the error message of the command.
+    These lines are suppressed, except for `baton up`: its services inherit the setting, and their
+    logs need the lines to tell which clients were rejected.
     """
     if "up" not in sys.argv:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # noqa: TID251  gRPC reads it there
     try:
-        importlib.import_module("batonmq.cli").app(prog_name="baton")
+        importlib.import_module("batonmq.cli.app").baton(prog_name="baton")
     except KeyboardInterrupt:
         sys.exit(130)
 

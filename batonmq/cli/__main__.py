@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from batonmq.cli import app
+from batonmq.cli.app import baton
 
-app(prog_name="baton")
+if __name__ == "__main__":
+    baton(prog_name="baton")

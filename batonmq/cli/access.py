@@ -1,38 +1,42 @@
-"""`baton access`: who may do what, where services ask who calls."""
+"""`baton access …`: grants of roles, and bearer tokens, for clusters that check permissions."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq.admin.access import AccessControl, Answer, Grant, IdentityAccess, Role
+from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item, OutputFormat, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 
-app = typer.Typer(help="Say who may do what, and make tokens.", no_args_is_help=True)
-tokens = typer.Typer(help="Make bearer tokens, and revoke them.", no_args_is_help=True)
-app.add_typer(tokens, name="token")
+commands = LazyGroup("access", help="Grant roles, and create tokens.", no_args_is_help=True)
+tokens = LazyGroup("token", help="Create and revoke bearer tokens.", no_args_is_help=True)
+commands.add_command(tokens)
 
-IdentityArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="IDENTITY",
-        help="First URI of a client certificate, else its first DNS name, else its common name; "
-        "or what a token stands for.",
-    ),
-]
-RoleArgument = Annotated[Role, typer.Argument(metavar="ROLE", help="produce, consume or admin.")]
-ResourceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RESOURCE", help="topic:NAME or group:NAME, also with * at the end; or cluster."
-    ),
-]
+identity_argument = partial(
+    argument,
+    metavar="IDENTITY",
+    help="Identity of a client: the first URI of its certificate, else the first DNS name, else "
+    "the common name; or the identity of a token.",
+)
+role_argument = partial(
+    argument,
+    type=click.Choice([role.value for role in Role]),
+    metavar="ROLE",
+    help="produce, consume or admin.",
+)
+resource_argument = partial(
+    argument,
+    metavar="RESOURCE",
+    help="topic:NAME or group:NAME, where NAME may end with *; or cluster.",
+)
 
 _GRANTS: Columns = {"IDENTITY": "identity", "ROLE": "role", "RESOURCE": "resource"}
 _HELD: Columns = {
@@ -43,46 +47,44 @@ _HELD: Columns = {
 }
 
 
-@app.command()
-def grant(
-    context: typer.Context,
-    identity: IdentityArgument,
-    role: RoleArgument,
-    resource: ResourceArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Give somebody a role on a resource. Granting it again is no error."""
-    session = open_session(context, nameserver, form)
-    session.run(_grant(session, identity, Grant(role, resource)))
+@commands.command()
+@identity_argument("identity")
+@role_argument("role")
+@resource_argument("resource")
+@cluster_session
+def grant(session: CommandSession, identity: str, role: str, resource: str) -> None:
+    """Grant a role on a resource to an identity. Granting it again is not an error."""
+    session.run(_grant(session, identity, Grant(Role(role), resource)))
 
 
 async def _grant(session: CommandSession, identity: str, wanted: Grant) -> None:
     async with session.admin() as admin:
         changed = await AccessControl(admin).grant(identity, wanted)
     if not changed:
-        session.output.note(f"{identity} had it already")
+        session.output.note(f"{identity} has this role already")
     item = {"identity": identity, **asdict(wanted), "changed": changed}
     session.output.detail(item, [item], _GRANTS)
 
 
-@app.command()
+@commands.command()
+@identity_argument("identity")
+@argument(
+    "role",
+    required=False,
+    type=click.Choice(["produce", "consume", "admin"]),
+    metavar="[ROLE]",
+    help="The granted one.",
+)
+@argument("resource", required=False, default="", metavar="[RESOURCE]", help="The granted one.")
+@click.option("--all", "all_", is_flag=True, help="Revoke all grants of the identity.")
+@cluster_session
 def revoke(
-    context: typer.Context,
-    identity: IdentityArgument,
-    role: Annotated[Role | None, typer.Argument(metavar="[ROLE]", help="As granted.")] = None,
-    resource: Annotated[str, typer.Argument(metavar="[RESOURCE]", help="As granted.")] = "",
-    *,
-    all_: Annotated[bool, typer.Option("--all", help="Everything that is granted.")] = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession, identity: str, role: str | None, resource: str, all_: bool
 ) -> None:
-    """Take a grant from somebody, or with --all every one; its tokens stay."""
+    """Revoke a grant of an identity, or with --all every grant. Its tokens stay valid."""
     if all_ == bool(role) or bool(role) != bool(resource):
-        raise typer.BadParameter("give ROLE and RESOURCE, or --all")
-    session = open_session(context, nameserver, form)
-    session.run(_revoke(session, identity, Grant(role, resource) if role else None))
+        raise click.UsageError("ROLE and RESOURCE are required, or else --all")
+    session.run(_revoke(session, identity, Grant(Role(role), resource) if role else None))
 
 
 async def _revoke(session: CommandSession, identity: str, unwanted: Grant | None) -> None:
@@ -93,18 +95,11 @@ async def _revoke(session: CommandSession, identity: str, unwanted: Grant | None
     )
 
 
-@app.command("list")
-def list_(
-    context: typer.Context,
-    identity: Annotated[
-        str, typer.Argument(metavar="[IDENTITY]", help="Only of this one.", show_default=False)
-    ] = "",
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """List what is granted to whom, and whose tokens there are."""
-    session = open_session(context, nameserver, form)
+@commands.command("list")
+@argument("identity", required=False, default="", metavar="[IDENTITY]", help="Only this identity.")
+@cluster_session
+def list_(session: CommandSession, identity: str) -> None:
+    """List the grants and the tokens of all identities, or of one."""
     session.run(_list(session, identity))
 
 
@@ -115,29 +110,25 @@ async def _list(session: CommandSession, identity: str) -> None:
 
 
 def _items(one: IdentityAccess) -> list[Item]:
-    """A line for each grant and for each token."""
+    """Return an item for each grant and for each token."""
     nothing = {"role": None, "resource": None, "token_id": None, "create_unix_ms": None, "by": None}
     held = [*map(asdict, one.grants), *map(asdict, one.tokens)]
     return [{"identity": one.identity, **nothing, **item} for item in held]
 
 
-@app.command()
-def check(
-    context: typer.Context,
-    role: RoleArgument,
-    resource: ResourceArgument,
-    *,
-    identity: Annotated[
-        str, typer.Option(help="About whom; by default whoever asks.", show_default=False)
-    ] = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Tell whether somebody may do something, and by which grant; status 1 if not."""
-    session = open_session(context, nameserver, form)
-    answer = session.run(_check(session, Grant(role, resource), identity))
+@commands.command()
+@role_argument("role")
+@resource_argument("resource")
+@click.option("--identity", default="", help="Identity to check; by default that of the caller.")
+@cluster_session
+def check(session: CommandSession, role: str, resource: str, identity: str) -> None:
+    """Check whether an identity has a role on a resource, and by which grant.
+
+    Exit status 1 if it has not.
+    """
+    answer = session.run(_check(session, Grant(Role(role), resource), identity))
     if answer.access_on and not answer.allowed:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 async def _check(session: CommandSession, wanted: Grant, identity: str) -> Answer:
@@ -147,34 +138,29 @@ async def _check(session: CommandSession, wanted: Grant, identity: str) -> Answe
     by = f": {answer.by.role} on {answer.by.resource}" if answer.by else ""
     session.output.line(asdict(answer), f"{what}: {'yes' if answer.allowed else 'no'}{by}")
     if not answer.access_on:
-        session.output.note("access is off: everybody may do everything")
+        session.output.note("access control is off: every client may do everything")
     return answer
 
 
 @tokens.command()
-def create(
-    context: typer.Context,
-    identity: IdentityArgument,
-    *,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file", metavar="FILE", help="Write it to a new file that only you can read."
-        ),
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Make a bearer token that stands for somebody. It is shown once, and kept nowhere."""
-    session = open_session(context, nameserver, form)
+@identity_argument("identity")
+@click.option(
+    "--file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the token to a new file that only its owner can read.",
+)
+@cluster_session
+def create(session: CommandSession, identity: str, file: Path | None) -> None:
+    """Create a bearer token of an identity. It is shown once and not stored."""
     if file is not None and file.exists():
-        session.output.failure("FILE_EXISTS", f"{file} is there already", "Give another name.")
-        raise typer.Exit(1)
+        session.output.failure("FILE_EXISTS", f"{file} exists already", "Give another name.")
+        raise Exit(1)
     session.run(_create(session, identity, file))
 
 
 async def _create(session: CommandSession, identity: str, file: Path | None) -> None:
-    if file is not None:  # before there is a token that would be lost
+    if file is not None:  # checked first: a token that can't be written would be lost
         await asyncio.to_thread(file.touch, 0o600, exist_ok=False)
     try:
         async with session.admin() as admin:
@@ -189,25 +175,20 @@ async def _create(session: CommandSession, identity: str, file: Path | None) -> 
         session.output.line({**item, "file": str(file)}, f"token {made.token_id} is in {file}")
     else:
         session.output.line({**item, "token": token}, token)
-        if session.output.form is not OutputFormat.JSON:  # beside it: the token may go into a file
+        if session.output.form is not OutputFormat.JSON:  # standard output may go into a file
             print(f"token {made.token_id} of {identity}: it is not shown again", file=sys.stderr)
 
 
 @tokens.command("revoke")
-def revoke_token(
-    context: typer.Context,
-    token_id: Annotated[str, typer.Argument(metavar="TOKEN_ID", help="As `baton access list`.")],
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Let a token stand for nobody any more."""
-    session = open_session(context, nameserver, form)
+@argument("token_id", metavar="TOKEN_ID", help="Id of the token, as baton access list shows it.")
+@cluster_session
+def revoke_token(session: CommandSession, token_id: str) -> None:
+    """Revoke a token."""
     session.run(_revoke_token(session, token_id))
 
 
 async def _revoke_token(session: CommandSession, token_id: str) -> None:
     async with session.admin() as admin:
         revoked = await AccessControl(admin).revoke_token(token_id)
-    text = f"token {token_id} revoked" if revoked else f"there is no token {token_id}"
+    text = f"token {token_id} revoked" if revoked else f"token {token_id} does not exist"
     session.output.line({"token_id": token_id, "revoked": revoked}, text)

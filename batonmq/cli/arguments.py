@@ -1,42 +1,39 @@
-"""Topics, groups and queues as people type them, and the options that narrow a command down."""
+"""Arguments and options that name a topic, a group or a queue."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
 
-import typer
+import click
 
-from batonmq.cli.completion import groups_that_begin, topics_that_begin
+from batonmq.cli.command_classes import argument
+from batonmq.cli.completion import complete_groups, complete_topics
 
-TopicArgument = Annotated[
-    str,
-    typer.Argument(metavar="TOPIC", help="Name of the topic.", autocompletion=topics_that_begin),
-]
-GroupArgument = Annotated[
-    str,
-    typer.Argument(metavar="GROUP", help="Name of the group.", autocompletion=groups_that_begin),
-]
-TopicOption = Annotated[
-    str,
-    typer.Option(help="Only this topic.", show_default=False, autocompletion=topics_that_begin),
-]
-QueueOption = Annotated[
-    str,
-    typer.Option(metavar="BROKER/ID", help="With --topic: only this queue.", show_default=False),
-]
+topic_argument = partial(
+    argument, metavar="TOPIC", shell_complete=complete_topics, help="Name of the topic."
+)
+group_argument = partial(
+    argument, metavar="GROUP", shell_complete=complete_groups, help="Name of the group."
+)
+topic_option = click.option(
+    "--topic", default="", shell_complete=complete_topics, help="Only this topic."
+)
+queue_option = click.option(
+    "--queue", default="", metavar="BROKER/ID", help="Only this queue; needs --topic."
+)
 
 
 def parse_queue(topic: str, text: str) -> tuple[str, int] | None:
-    """Broker and queue id; None for an empty text.
+    """Return broker and queue id of `BROKER/ID`; None for an empty text.
 
     Raises:
-        typer.BadParameter: it names no queue, or the topic is missing.
+        click.UsageError: the text names no queue, or the topic is missing.
     """
     if not text:
         return None
     if not topic:
-        raise typer.BadParameter("--topic is missing")
+        raise click.UsageError("--topic is required with --queue")
     broker, _, queue_id = text.rpartition("/")
     if not broker or not queue_id.isdecimal():
-        raise typer.BadParameter(f"{text!r} is no queue: say BROKER/ID, such as broker-0/3")
+        raise click.UsageError(f"--queue must be BROKER/ID, such as broker-0/3, got {text!r}")
     return broker, int(queue_id)

@@ -1,16 +1,17 @@
-"""How fast a running cluster is: sending, receiving, and the way from one to the other.
+"""Measurements of a running cluster: sending, receiving, and the time from one to the other.
 
-With a rate the load is open: messages have times at which they are to leave, whatever happens to
-those before them, and a latency counts from that time. A cluster that stalls is so charged for
-every message that had to wait, not only for the few that were under way. Without a rate each
-sender sends again when it has its receipt, and a latency counts from the call.
+With a rate the load is open: each message has a time when it is due, whatever happens to the
+messages before it, and its latency counts from that time. So a stall of the cluster counts for
+every message that had to wait, not only for the few that were being sent. Without a rate each
+sender sends its next message after the receipt of the last, and a latency counts from the call.
 
-What is made here, topics and groups, is deleted in the end.
+Topics and groups that a measurement creates are deleted at its end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from array import array
 from collections import Counter
@@ -18,8 +19,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
-
-import numpy as np
 
 from batonmq._connection.security import Security
 from batonmq._consumer.consumer import Consumer
@@ -38,22 +37,23 @@ from batonmq.errors import (
 
 _MARK = struct.Struct(">qd")
 SIZE_BYTES_MIN = _MARK.size
-"""A body has the number of its message and when it was to leave."""
+"""A body begins with the number of its message and the time when it was due."""
 _PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "p99.9": 99.9, "max": 100}
-_SILENCE_S = 30.0
-Told = Callable[[int], None]
+_STALL_S = 30.0
+ReportProgress = Callable[[int], None]
+"""Takes the number of messages so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchLoad:
-    """What is sent.
+    """The messages to send.
 
     Attributes:
-        size_bytes: Of each body.
-        count: So many messages; None: for `seconds`.
-        per_s: Messages a second in all; None for as many as go.
-        producers: Producers in this process.
-        senders: Messages under way at once, of all producers together.
+        size_bytes: Size of each body.
+        count: Number of messages; None to send for `seconds`.
+        per_s: Messages per second in total; None for as many as possible.
+        producers: Number of producers in this process.
+        senders: Most messages without a receipt at a time, of all producers together.
     """
 
     size_bytes: int = 100
@@ -67,15 +67,16 @@ class BenchLoad:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What came out.
+    """The result of a measurement.
 
     Attributes:
         count: Messages that were stored, or received.
-        seconds: From the first to the last.
-        latency_ms: By p50, p95, p99, p99.9 and max; None where there is none to tell.
-        failures: Messages without a receipt, by reason.
-        missing_count: Stored and not received within 30 s after the last one; end to end only.
-        repeated_count: Received more than once; end to end only.
+        seconds: Time from the first message to the last.
+        latency_ms: Latency by p50, p95, p99, p99.9 and max; None if none was measured.
+        failures: Number of messages without a receipt, by reason.
+        missing_count: Messages stored but not received within 30 s after the last received one;
+            end to end only.
+        repeated_count: Deliveries beyond the first of a message; end to end only.
     """
 
     count: int
@@ -88,27 +89,32 @@ class BenchResult:
 
     @property
     def per_s(self) -> float:
-        """Messages a second."""
+        """Messages per second."""
         return self.count / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes of bodies a second."""
+        """Bytes of bodies per second."""
         return self.per_s * self.size_bytes
 
 
 def percentiles_ms(latencies_s: Sequence[float]) -> dict[str, float] | None:
-    """Latencies that so much of all do not exceed: each is one that was measured."""
+    """Return percentiles of the latencies; each is a latency that was measured, rounded up.
+
+    None if there are no latencies.
+    """
     if not len(latencies_s):
         return None
-    found = np.percentile(
-        np.asarray(latencies_s) * 1000, list(_PERCENTILES.values()), method="higher"
-    )
-    return {name: round(float(value), 3) for name, value in zip(_PERCENTILES, found, strict=True)}
+    ordered = sorted(latencies_s)
+    last = len(ordered) - 1
+    return {
+        name: round(ordered[math.ceil(percent / 100 * last)] * 1000, 3)
+        for name, percent in _PERCENTILES.items()
+    }
 
 
-def departures(load: BenchLoad, now_s: Callable[[], float]) -> Iterator[float | None]:
-    """When each message is to leave; None for at once."""
+def due_times(load: BenchLoad, now_s: Callable[[], float]) -> Iterator[float | None]:
+    """Yield the time when each message is due; None for at once."""
     begin_s = now_s()
     if load.per_s is None:
         number = 0
@@ -124,7 +130,7 @@ class Bench:
     """Measures one topic.
 
     Args:
-        told: Called with the number of messages so far.
+        report: Called with the number of messages so far.
         security: How to use TLS; None for none.
     """
 
@@ -133,27 +139,27 @@ class Bench:
         admin: Admin,
         nameserver: str,
         topic: str,
-        told: Told,
+        report: ReportProgress,
         *,
         security: Security | None = None,
     ) -> None:
-        self._admin, self._nameserver, self._topic, self._told = admin, nameserver, topic, told
+        self._admin, self._nameserver, self._topic, self._report = admin, nameserver, topic, report
         self._security = security
 
     async def produce(self, load: BenchLoad) -> BenchResult:
-        """Send, and measure the time until the receipt. One message goes ahead, unmeasured."""
-        sent = _Sent(load.size_bytes)
+        """Send, and measure the time until the receipt. A first message is not measured."""
+        sent = _LoadSender(load.size_bytes)
         async with self._producers(load) as producers:
-            await sent.run(producers, self._topic, load, self._told)
+            await sent.run(producers, self._topic, load, self._report)
         return sent.measured()
 
     async def consume(
-        self, group: str, count: int, size_bytes: int, form: Literal["batch", "single"]
+        self, group: str, count: int, size_bytes: int, handler: Literal["batch", "single"]
     ) -> BenchResult:
-        """Receive `count` messages that are there, with a handler that does nothing.
+        """Receive `count` stored messages, with a handler that does nothing.
 
-        Time runs from the first queue that is granted. What the last call of the handler brings
-        beyond `count` is not counted.
+        The time counts from the grant of the first queue. Messages beyond `count` in the last call
+        of the handler are not counted.
         """
         granted_s: list[float] = []
         got, end_s = 0, 0.0
@@ -163,9 +169,9 @@ class Bench:
             def note(number: int) -> None:
                 nonlocal got, end_s
                 if got == count:
-                    return  # it was under way when the others were enough
+                    return  # it was in flight when the count was reached
                 got, end_s = min(got + number, count), now_s()
-                self._told(got)
+                self._report(got)
                 if got == count:
                     consumer.stop()
 
@@ -175,20 +181,20 @@ class Bench:
             async def several(messages: list[ReceivedMessage]) -> None:
                 note(len(messages))
 
-            await (consumer.run_batches(several) if form == "batch" else consumer.run(one))
+            await (consumer.run_batches(several) if handler == "batch" else consumer.run(one))
         return BenchResult(got, end_s - granted_s[0] if got else 0, size_bytes)
 
     async def end_to_end(self, group: str, load: BenchLoad) -> BenchResult:
-        """Send and receive at once; a latency ends when the handler is called."""
-        sent, received, granted = _Sent(load.size_bytes), _Received(), asyncio.Event()
+        """Send and receive at the same time; a latency ends when the handler is called."""
+        sent, received, granted = _LoadSender(load.size_bytes), _LoadReceiver(), asyncio.Event()
         async with (
             self._consumer(group, granted.set) as consumer,
             self._producers(load) as producers,
         ):
-            await self._dealt(consumer, granted)
+            await self._wait_for_queues(consumer, granted)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(consumer.run_batches(received.take))
-                await sent.run(producers, self._topic, load, self._told)
+                await sent.run(producers, self._topic, load, self._report)
                 await received.all_of(sent.stored)
                 consumer.stop()
         numbers = received.numbers
@@ -202,17 +208,21 @@ class Bench:
             repeated_count=sum(times - 1 for times in numbers.values()),
         )
 
-    async def _dealt(self, consumer: Consumer, granted: asyncio.Event) -> None:
-        """Wait until the consumer has every queue; each one that it gets sets `granted`."""
+    async def _wait_for_queues(self, consumer: Consumer, granted: asyncio.Event) -> None:
+        """Wait until the consumer owns every queue; each grant sets `granted`.
+
+        Raises:
+            Unreachable: it does not own them after 30 s.
+        """
         queues = set((await self._admin.describe_topic(self._topic)).topic.queues)
         try:
-            async with asyncio.timeout(_SILENCE_S):
+            async with asyncio.timeout(_STALL_S):
                 while not queues <= set(consumer.assignment):
                     granted.clear()
                     await granted.wait()
         except TimeoutError:
             raise Unreachable(
-                f"no member was given the queues of {self._topic} in {_SILENCE_S:g} s"
+                f"timed out after {_STALL_S:g} s waiting to own all queues of {self._topic}"
             ) from None
 
     @asynccontextmanager
@@ -226,10 +236,10 @@ class Bench:
 
     @asynccontextmanager
     async def _consumer(self, group: str, changed: Callable[[], None]) -> AsyncIterator[Consumer]:
-        """One member of a group that is deleted in the end.
+        """Yield the only member of a group; the group is deleted at the end.
 
         Args:
-            changed: Called when a queue comes or goes.
+            changed: Called when the ownership of a queue changes.
         """
         settings = ConsumerSettings(consume_from="first", send_back=False, security=self._security)
         member = Consumer(
@@ -243,12 +253,12 @@ class Bench:
             async with member:
                 yield member
         finally:
-            with suppress(GroupNotFound):  # it never came so far
+            with suppress(GroupNotFound):  # the group was never created
                 await self._admin.delete_group(group)
 
 
-class _Sent:
-    """Messages on their way, and how long each took."""
+class _LoadSender:
+    """Sends messages, and measures how long each takes."""
 
     def __init__(self, size_bytes: int) -> None:
         self._filler = bytes(max(size_bytes - SIZE_BYTES_MIN, 0))
@@ -259,29 +269,29 @@ class _Sent:
         self.begin_s = self._end_s = 0.0
 
     async def run(
-        self, producers: Sequence[Producer], topic: str, load: BenchLoad, told: Told
+        self, producers: Sequence[Producer], topic: str, load: BenchLoad, report: ReportProgress
     ) -> None:
-        """Send everything."""
+        """Send all messages."""
         now_s = asyncio.get_running_loop().time
         for producer in producers:
             await producer.send(topic, _MARK.pack(-1, now_s()))
         self.begin_s = now_s()
-        turns = enumerate(departures(load, now_s))
+        due = enumerate(due_times(load, now_s))
         async with asyncio.TaskGroup() as tasks:
             for number in range(load.senders):
                 producer = producers[number % len(producers)]
-                tasks.create_task(self._send(producer, topic, turns, told))
+                tasks.create_task(self._send(producer, topic, due, report))
         self._end_s = now_s()
 
     async def _send(
         self,
         producer: Producer,
         topic: str,
-        turns: Iterator[tuple[int, float | None]],
-        told: Told,
+        due: Iterator[tuple[int, float | None]],
+        report: ReportProgress,
     ) -> None:
         now_s = asyncio.get_running_loop().time
-        for number, planned_s in turns:
+        for number, planned_s in due:
             if planned_s is not None and (early_s := planned_s - now_s()) > 0:
                 await asyncio.sleep(early_s)
             begin_s = now_s() if planned_s is None else planned_s
@@ -292,10 +302,10 @@ class _Sent:
                 continue
             self.latencies_s.append(now_s() - begin_s)
             self.stored.add(number)
-            told(len(self.stored))
+            report(len(self.stored))
 
     def measured(self) -> BenchResult:
-        """The sending as a result."""
+        """Return the result of the sending."""
         return BenchResult(
             count=len(self.stored),
             seconds=self._end_s - self.begin_s,
@@ -305,48 +315,50 @@ class _Sent:
         )
 
 
-class _Received:
-    """Messages that arrived, how often, and how long each was on its way."""
+class _LoadReceiver:
+    """Counts the deliveries of each message, and measures how long each took."""
 
     def __init__(self) -> None:
         self.numbers: Counter[int] = Counter()
         self.latencies_s = array("d")
         self.last_s = 0.0
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
 
     async def take(self, messages: list[ReceivedMessage]) -> None:
-        """Note what arrived."""
+        """Count messages that arrived."""
         self.last_s = asyncio.get_running_loop().time()
         for message in messages:
             number, planned_s = _MARK.unpack_from(message.body)
             if number >= 0:
                 self.numbers[number] += 1
                 self.latencies_s.append(self.last_s - planned_s)
-        self._came.set()
+        self._arrived.set()
 
     async def all_of(self, stored: set[int]) -> None:
-        """Wait until everything stored was received, or nothing has come for a long time."""
+        """Wait until all stored messages are received, or none has arrived for 30 s."""
         try:
             while not stored <= self.numbers.keys():
-                self._came.clear()
-                async with asyncio.timeout(_SILENCE_S):
-                    await self._came.wait()
+                self._arrived.clear()
+                async with asyncio.timeout(_STALL_S):
+                    await self._arrived.wait()
         except TimeoutError:
             return
 
 
 @asynccontextmanager
-async def own_topic(admin: Admin, name: str, queue_count: int, *, keep: bool) -> AsyncIterator[str]:
-    """A topic that is new, and deleted in the end unless it is to be kept.
+async def temporary_topic(
+    admin: Admin, name: str, queue_count: int, *, keep: bool
+) -> AsyncIterator[str]:
+    """Create a topic, and delete it at the end of the block unless `keep` is set.
 
     Raises:
-        TopicExists: somebody has one of this name.
+        TopicExists: there is a topic of this name already.
     """
     try:
         await admin.create_topic(name, queue_count)
     except TopicExists:
         raise
-    except BaseException:  # interrupted, or without an answer: it may be there
+    except BaseException:  # interrupted, or no answer: the topic may exist
         with suppress(TopicNotFound):
             await admin.delete_topic(name)
         raise

@@ -1,4 +1,4 @@
-"""Options of commands that change something, and the confirmation before the change."""
+"""Options and the confirmation of commands that change something."""
 
 from __future__ import annotations
 
@@ -6,78 +6,75 @@ import getpass
 import os
 import socket
 import sys
-from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq.admin.operation import Operation
-from batonmq.cli.session import CommandSession, GlobalOptions
+from batonmq.cli.global_options import GlobalOptions
+from batonmq.cli.session import CommandSession
 
 
 def current_user() -> str:
-    """user@host of this process."""
+    """Return user@host of this process."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # no variable names it, and no entry of the password file
+    except (KeyError, OSError):  # neither a variable nor the password file names the user
         user = f"uid-{os.getuid()}"
     return f"{user}@{socket.gethostname()}"
 
 
-def resolve_by(context: typer.Context, by: str) -> str:
-    """Who does it: as asked for, or as the context says, or user@host."""
+def resolve_by(context: click.Context, by: str) -> str:
+    """Return the name to record: that of the option, else of the context, else user@host."""
     defaults = context.find_object(GlobalOptions)
     return by or (defaults.by if defaults else "") or current_user()
 
 
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask before it is done.")]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Tell what would happen and change nothing.")
-]
-ReasonOption = Annotated[str, typer.Option(help="Why; it is recorded.", show_default=False)]
-ByOption = Annotated[
-    str,
-    typer.Option(
-        envvar="BATON_BY",
-        help="Who does it; by default what the context says, or user@host.",
-        show_default=False,
-        callback=resolve_by,
-    ),
-]
-OpIdOption = Annotated[
-    str,
-    typer.Option(
-        help="Id of the operation, for repeating the command; by default a new one.",
-        show_default=False,
-    ),
-]
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print what would happen, and change nothing."
+)
+reason_option = click.option("--reason", default="", help="Why; it is recorded.")
+by_option = click.option(
+    "--by",
+    default="",
+    envvar="BATON_BY",
+    callback=lambda context, _, by: resolve_by(context, by),
+    help="Name to record with the change; by default that of the context, or user@host.",
+)
+op_id_option = click.option(
+    "--op-id",
+    default="",
+    help="Id of the operation: repeating a command with the same id changes nothing more. By "
+    "default a new id.",
+)
 
 
 def operation(by: str, reason: str, op_id: str) -> Operation:
-    """What is to be recorded, under a new id if there is none."""
+    """Return the operation to record, under a new id if none is given."""
     return Operation(by, reason, op_id) if op_id else Operation(by, reason)
 
 
 def check_can_ask(*, yes: bool) -> None:
-    """Refuse a command line that would have to ask where nobody can answer.
+    """Check that the user can be asked for confirmation, unless --yes is given.
 
     Raises:
-        typer.BadParameter: so it is.
+        click.UsageError: standard input is not a terminal.
     """
     if not yes and not sys.stdin.isatty():
-        raise typer.BadParameter("nobody is there to be asked: give --yes")
+        raise click.UsageError(
+            "standard input is not a terminal, so confirmation can't be asked for: give --yes"
+        )
 
 
 def confirm(session: CommandSession, question: str) -> None:
-    """Ask a person before something is done.
+    """Ask the user for confirmation; return if the answer is yes.
 
     Raises:
-        typer.Exit: the answer is no, or Ctrl-C.
+        Exit: the answer is no.
     """
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    try:
-        answer = sys.stdin.readline()
-    except KeyboardInterrupt as error:
-        raise typer.Exit(130) from error
+    answer = sys.stdin.readline()
     if answer.strip().lower() not in ("y", "yes"):
         session.output.failure("NOT_CONFIRMED", "nothing was changed", "")
-        raise typer.Exit(1)
+        raise Exit(1)

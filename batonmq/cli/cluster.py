@@ -1,14 +1,13 @@
-"""`baton cluster …`."""
+"""`baton cluster …`: processes, brokers and replicas of the cluster."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._common.health import SERVING, ask_health
@@ -17,19 +16,30 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.diagnostics import describe_broker
 from batonmq.admin.replication import ElectionPlan, Replica, elect, replicas
 from batonmq.admin.reports import Node
-from batonmq.cli.change_options import ByOption, YesOption, check_can_ask, confirm
+from batonmq.cli.change_options import by_option, check_can_ask, confirm, yes_option
+from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
 from batonmq.cli.output import Columns, Item, counted, duration, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.errors import BatonError
 
-app = typer.Typer(help="Look at the processes of the cluster.", no_args_is_help=True)
+commands = LazyGroup(
+    "cluster",
+    help="Show the processes of the cluster.",
+    no_args_is_help=True,
+    lazy={
+        "spread-groups": LazyCommand(
+            "batonmq.cli.group_placement:spread_groups",
+            "Move each group to the offsets set that a new group of its name would get.",
+        )
+    },
+)
 
 SERVICES = ("lockmgr", "nameserver", "offsets", "storage")
 _HEALTH_TIMEOUT_S = 2.0
 
 
-def _amount(item: Item) -> str | None:
-    """A lag: in changes at offsets, in bytes of the log at storage."""
+def _lag_text(item: Item) -> str | None:
+    """Return a lag as text: in changes for offsets, in bytes of the log for storage."""
     if item["lag"] is None:
         return None
     return f"{item['lag']}B" if item["service"] == "storage" else str(item["lag"])
@@ -42,7 +52,7 @@ _COLUMNS: Columns = {
     "ROLE": "role",
     "EPOCH": "epoch",
     "IN-SYNC": lambda item: None if item["in_sync"] is None else _yes(item["in_sync"]),
-    "LAG": _amount,
+    "LAG": _lag_text,
     "LAG-TIME": lambda item: None if item["lag_ms"] is None else duration(item["lag_ms"]),
     "HEALTH": "health",
     "UPTIME": lambda item: None if item["uptime_ms"] is None else duration(item["uptime_ms"]),
@@ -93,22 +103,15 @@ _REPLICA_COLUMNS: Columns = {
 }
 
 
-@app.callback()
-def cluster() -> None:
-    """Look at the processes of the cluster."""
+@commands.command()
+@cluster_session
+def status(session: CommandSession) -> None:
+    """Show every registered process, and whether it is healthy.
 
-
-@app.command()
-def status(
-    context: typer.Context, *, nameserver: NameserverOption = None, form: FormatOption = None
-) -> None:
-    """Show every process that is registered, and whether it answers at this moment.
-
-    Of offsets and storage also who is in sync, and how far each copy is behind its leader: LAG is
-    in changes at offsets, in bytes of the log at storage.
-    The exit status is 1 if one does not serve, a service has no leader, or a copy can't follow.
+    For offsets and storage also whether a replica is in sync, and its lag behind the leader: LAG
+    counts changes for offsets, and bytes of the log for storage. Exit status 1 if a process is not
+    healthy, a service has no leader, or a replica can't follow its leader.
     """
-    session = open_session(context, nameserver, form)
     session.run(_status(session))
 
 
@@ -118,7 +121,9 @@ async def _status(session: CommandSession) -> None:
         copies, problems = await replicas(admin, found.nodes)
     connect, now_unix_ms = admin.directory.connect, Clock().unix_ms()
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(_look(node, connect, now_unix_ms)) for node in found.nodes]
+        asked = [
+            tasks.create_task(_check_health(node, connect, now_unix_ms)) for node in found.nodes
+        ]
     nodes = [
         task.result() | _copy_of(node, copies)
         for node, task in zip(found.nodes, asked, strict=True)
@@ -136,7 +141,7 @@ async def _status(session: CommandSession) -> None:
         _MORE_COLUMNS,
     )
     session.output.problems(
-        [f"no {service} node leads" for service in missing]
+        [f"{service} has no leader" for service in missing]
         + [
             f"{node['service']} {node['node_id']} is {node['health']}"
             for node in nodes
@@ -146,7 +151,7 @@ async def _status(session: CommandSession) -> None:
     )
 
 
-async def _look(node: Node, connect: Connect, now_unix_ms: int) -> dict[str, Any]:
+async def _check_health(node: Node, connect: Connect, now_unix_ms: int) -> dict[str, Any]:
     async with connect(node.address) as channel:
         health = await ask_health(channel, timeout_s=_HEALTH_TIMEOUT_S)
     return asdict(node) | {
@@ -156,22 +161,20 @@ async def _look(node: Node, connect: Connect, now_unix_ms: int) -> dict[str, Any
     }
 
 
-@app.command()
-def brokers(
-    context: typer.Context,
-    *,
-    seconds: Annotated[
-        float,
-        typer.Option(min=0, max=3_600, help="Look twice, so far apart, for the rates; 0: once."),
-    ] = 1.0,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Show the storage nodes: disk, log, rates, what waits, what is damaged.
+@commands.command()
+@click.option(
+    "--seconds",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, max=3_600),
+    help="Measure rates over this time; 0: no rates.",
+)
+@cluster_session
+def brokers(session: CommandSession, seconds: float) -> None:
+    """Show the storage nodes: disk, log, rates, waiting pulls, scheduled and damaged batches.
 
-    The exit status is 1 if one does not answer.
+    Exit status 1 if a node does not answer.
     """
-    session = open_session(context, nameserver, form)
     session.run(_brokers(session, seconds))
 
 
@@ -200,16 +203,15 @@ async def _brokers(session: CommandSession, seconds: float) -> None:
     session.output.problems(problems)
 
 
-@app.command()
-def replication(
-    context: typer.Context, *, nameserver: NameserverOption = None, form: FormatOption = None
-) -> None:
-    """Show who leads, in which epoch or term, who stands by, and how far each copy has come.
+@commands.command()
+@cluster_session
+def replication(session: CommandSession) -> None:
+    """Show leaders, followers, epochs or terms, and the position of each replica.
 
-    POSITION and LAG count changes at offsets, and bytes of the log at storage; of a node without
-    followers LAG is what is not synced yet. lockmgr and nameserver keep nothing: etcd has it.
+    POSITION and LAG count changes for offsets, and bytes of the log for storage. LAG of a node
+    without followers is what is not synced to disk yet. lockmgr and nameserver have no position,
+    because their state is in etcd.
     """
-    session = open_session(context, nameserver, form)
     session.run(_replication(session))
 
 
@@ -217,16 +219,16 @@ async def _replication(session: CommandSession) -> None:
     async with session.admin() as admin:
         nodes = (await admin.cluster()).nodes
         brokers, problems = await _described(admin, _leaders(nodes))
-        copies, unheard = await replicas(admin, nodes)
+        copies, unanswered = await replicas(admin, nodes)
     up = {(node.service, node.node_id) for node in nodes}
-    problems += [*unheard, *_stuck(copies)]
+    problems += [*unanswered, *_stuck(copies)]
     problems += [f"{service} {name} is down" for service, name in sorted(copies.keys() - up)]
     session.output.items([_item(node, brokers, copies) for node in nodes], _REPLICA_COLUMNS)
     session.output.problems(problems)
 
 
 def _leaders(nodes: Iterable[Node]) -> list[Node]:
-    """Of each broker the node that answers for it."""
+    """Return the leader of each broker, by the newest epoch."""
     storage = [node for node in nodes if node.service == "storage"]
     newest = {
         node.replica_set: node for node in sorted(storage, key=lambda n: n.epoch) if node.leader
@@ -234,80 +236,85 @@ def _leaders(nodes: Iterable[Node]) -> list[Node]:
     return sorted(newest.values(), key=lambda node: node.replica_set)
 
 
-class WithCopies(StrEnum):
-    """Services that elect one of their copies."""
-
-    STORAGE = "storage"
-    OFFSETS = "offsets"
-
-
-@app.command("elect")
+@commands.command("elect")
+@argument("node_id", metavar="NODE", help="Node to elect.")
+@click.option(
+    "--service",
+    required=True,
+    type=click.Choice(["storage", "offsets"]),
+    help="Service of the replica set.",
+)
+@click.option(
+    "--set",
+    "replica_set",
+    required=True,
+    metavar="NAME",
+    help="Replica set; for storage the name of the broker.",
+)
+@click.option(
+    "--accept-loss", is_flag=True, help="Do it; otherwise only what would be lost is printed."
+)
+@by_option
+@yes_option
+@cluster_session
 def elect_node(
-    context: typer.Context,
-    node_id: Annotated[str, typer.Argument(metavar="NODE", help="Who is to be elected.")],
-    *,
-    service: Annotated[WithCopies, typer.Option(help="Whose copy.")],
-    replica_set: Annotated[
-        str, typer.Option("--set", metavar="NAME", help="The replica set; of storage the broker.")
-    ],
-    accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Do it; else it is only told what is given up.")
-    ] = False,
-    by: ByOption = "",
-    yes: YesOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    node_id: str,
+    service: str,
+    replica_set: str,
+    accept_loss: bool,
+    by: str,
+    yes: bool,
 ) -> None:
-    """Let a node be elected that is not in sync, once all that are in sync are lost for good.
+    """Allow the election of a node that is not in sync, after all in-sync nodes are lost for good.
 
-    What only they had is given up, also if they come back. Refused while one of them is up, or
-    somebody leads. Who did it stands in etcd, with the replica set.
+    Data that only those nodes had is lost, even if they come back. Rejected while one of them is
+    up, or while the replica set has a leader. The name given with --by is recorded in etcd.
     """
-    session = open_session(context, nameserver, form)
     if accept_loss:
         check_can_ask(yes=yes)
-    whom = service.value, replica_set, node_id
+    candidate = service, replica_set, node_id
     done = accept_loss and yes
-    plan = session.run(_elect(session, whom, by if done else ""))
+    plan = session.run(_elect(session, candidate, by if done else ""))
     items = [asdict(one) | {"would_lead": one.node_id == node_id} for one in plan.up]
     session.output.detail(asdict(plan) | {"done": done}, items, _ELECTION_COLUMNS)
-    session.output.note(_told(plan))
+    session.output.note(_describe_loss(plan))
     if not accept_loss:
         session.output.note("nothing was changed; do it with --accept-loss")
         return
     if not done:
-        confirm(session, f"Give that up, and let {node_id} be elected?")
-        session.run(_elect(session, whom, by))
-    session.output.note(f"{node_id} may be elected, by {by}")
+        confirm(session, f"Accept this loss, and allow the election of {node_id}?")
+        session.run(_elect(session, candidate, by))
+    session.output.note(f"{node_id} may be elected; recorded for {by}")
 
 
-async def _elect(session: CommandSession, whom: tuple[str, str, str], by: str) -> ElectionPlan:
+async def _elect(session: CommandSession, candidate: tuple[str, str, str], by: str) -> ElectionPlan:
     async with session.admin() as admin:
-        return await elect(admin, *whom, by=by)
+        return await elect(admin, *candidate, by=by)
 
 
-def _told(plan: ElectionPlan) -> str:
-    """What may be lost, as far as anybody knows."""
+def _describe_loss(plan: ElectionPlan) -> str:
+    """Return what may be lost, as far as the registered nodes show."""
     (chosen,) = [one for one in plan.up if one.node_id == plan.node_id]
     lines = [
-        f"{', '.join(plan.lost)} had all that {plan.replica_set} has answered for, up to epoch "
+        f"{', '.join(plan.lost)} had everything that {plan.replica_set} acknowledged up to epoch "
         f"{plan.served_epoch}; what {plan.node_id} lacks of it is lost"
     ]
     if chosen.epoch < plan.served_epoch:
         missing = plan.served_epoch - chosen.epoch
-        lines.append(f"it has nothing of the last {counted(missing, 'epoch')}")
+        lines.append(f"{plan.node_id} has nothing of the last {counted(missing, 'epoch')}")
     further = [
         one.node_id
         for one in plan.up
         if (one.epoch, one.position) > (chosen.epoch, chosen.position)
     ]
     if further:
-        lines.append(f"{', '.join(further)} had come further when it registered")
+        lines.append(f"{', '.join(further)} had more data when it registered")
     return "\n".join(lines)
 
 
 def _copy_of(node: Node, copies: Mapping[tuple[str, str], Replica]) -> dict[str, Any]:
-    """What is known of a node's copy; of one that has none, nothing."""
+    """Return the replication state of a node; None for each value if it has none."""
     copy = copies.get((node.service, node.node_id))
     if copy is None:
         return {"in_sync": None, "position": None, "lag": None, "lag_ms": None, "problem": ""}
@@ -355,7 +362,7 @@ def _yes(value: bool) -> str:
 async def _described(
     admin: Admin, nodes: list[Node]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """What each storage node says of itself, by name, and who says nothing."""
+    """Return the reports of the storage nodes by name, and which do not answer as problems."""
     found: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
 
@@ -381,7 +388,7 @@ def _rate(
     if before is after or broker not in before or span_s <= 0:
         return None
     growth = int(after[broker][key]) - int(before[broker][key])
-    return max(growth, 0) / span_s  # less after a restart in between
+    return max(growth, 0) / span_s  # it is negative if the node was restarted in between
 
 
 def _extent(item: Item, first: str, end: str) -> int:

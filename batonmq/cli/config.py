@@ -1,58 +1,43 @@
-"""`baton config …`: the settings of the services, what they are here, and what is wrong."""
+"""`baton config …`: the settings of the services on this machine, and what is wrong with them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
+from click.exceptions import Exit
 
+from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item
 from batonmq.cli.service_settings import SERVICES, settings_of
-from batonmq.cli.session import CommandSession, FormatOption, open_session
+from batonmq.cli.session import CommandSession, local_session
 from batonmq.errors import InvalidArgument
 
-app = typer.Typer(
-    help="Look at the settings of the services, and check them.", no_args_is_help=True
+commands = LazyGroup(
+    "config", help="Show and check settings of the services.", no_args_is_help=True
 )
 
-
-class Service(StrEnum):
-    """A service, as people type it."""
-
-    STORAGE = "storage"
-    OFFSETS = "offsets"
-    LOCKMGR = "lockmgr"
-    NAMESERVER = "nameserver"
-
-
-ServiceArgument = Annotated[
-    Service | None,
-    typer.Argument(metavar="[SERVICE]", help=f"One of {', '.join(SERVICES)}; by default all."),
-]
-EnvFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        exists=True,
-        dir_okay=False,
-        help="Lines of NAME=VALUE, such as of a container, in place of the environment of this "
-        "command.",
-        show_default=False,
-    ),
-]
-FileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--file",
-        exists=True,
-        dir_okay=False,
-        help="The service's TOML file, as if BATON_<SERVICE>_CONFIG_FILE named it.",
-        show_default=False,
-    ),
-]
+service_argument = partial(
+    argument,
+    required=False,
+    type=click.Choice(SERVICES),
+    metavar="[SERVICE]",
+    help=f"One of {', '.join(SERVICES)}; by default all.",
+)
+env_file_option = click.option(
+    "--env-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File of lines NAME=VALUE, such as of a container, that replaces this environment.",
+)
+file_option = click.option(
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="TOML file of the service, as if BATON_<SERVICE>_CONFIG_FILE named it.",
+)
 _COLUMNS: Columns = {
     "VARIABLE": "variable",
     "VALUE": "value",
@@ -67,72 +52,61 @@ _MORE_COLUMNS: Columns = {
 _EXPLAIN_COLUMNS: Columns = {**_COLUMNS, **_MORE_COLUMNS}
 
 
-@app.command("print")
+@commands.command("print")
+@service_argument("service")
+@file_option
+@env_file_option
+@local_session
 def print_(
-    context: typer.Context,
-    service: ServiceArgument = None,
-    *,
-    file: FileOption = None,
-    env_file: EnvFileOption = None,
-    form: FormatOption = None,
+    session: CommandSession, service: str | None, file: Path | None, env_file: Path | None
 ) -> None:
-    """Print every setting of a service, its value, and where that comes from."""
-    session = open_session(context, None, form)
-    found = _found(session, service, file, env_file)
+    """Print every setting of a service, its value, and the source of the value."""
+    found = _read_settings(session, service, file, env_file)
     settings = [setting for one in found.values() for setting in one["settings"]]
     session.output.items(settings, _COLUMNS, _MORE_COLUMNS)
 
 
-@app.command()
+@commands.command()
+@service_argument("service")
+@file_option
+@env_file_option
+@local_session
 def check(
-    context: typer.Context,
-    service: ServiceArgument = None,
-    *,
-    file: FileOption = None,
-    env_file: EnvFileOption = None,
-    form: FormatOption = None,
+    session: CommandSession, service: str | None, file: Path | None, env_file: Path | None
 ) -> None:
-    """Check the settings that a service would start with; the exit status is 1 if one is wrong."""
-    session = open_session(context, None, form)
-    found = _found(session, service, file, env_file)
+    """Check the settings that a service would start with.
+
+    Exit status 1 if a setting is wrong.
+    """
+    found = _read_settings(session, service, file, env_file)
     problems = [
         {"service": name} | problem for name, one in found.items() for problem in one["problems"]
     ]
-    columns: Columns = {"SERVICE": "service", "PLACE": "place", "PROBLEM": "text"}
+    columns: Columns = {"SERVICE": "service", "SOURCE": "source", "PROBLEM": "text"}
     item = {"services": list(found), "problems": problems}
     if problems:
         session.output.detail(item, problems, columns)
-        raise typer.Exit(1)
-    session.output.line(item, f"{', '.join(found)}: nothing is wrong")
+        raise Exit(1)
+    session.output.line(item, f"{', '.join(found)}: no problems")
 
 
-@app.command()
-def explain(
-    context: typer.Context,
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="Such as flush, storage.flush or BATON_STORAGE_FLUSH.",
-        ),
-    ],
-    *,
-    form: FormatOption = None,
-) -> None:
-    """Say what a setting means, what it may be, and what it is here."""
-    session = open_session(context, None, form)
-    found = _found(session, None, None, None)
-    settings = list(_named(name, found))
+@commands.command()
+@argument("name", metavar="NAME", help="Such as flush, storage.flush or BATON_STORAGE_FLUSH.")
+@local_session
+def explain(session: CommandSession, name: str) -> None:
+    """Print what a setting means, its allowed values, and its value here."""
+    found = _read_settings(session, None, None, None)
+    settings = list(_matching_settings(name, found))
     if not settings:
         session.output.failure(
             "UNKNOWN_SETTING", f"no service has a setting {name!r}", "See: baton config print."
         )
-        raise typer.Exit(1)
+        raise Exit(1)
     session.output.items(settings, _EXPLAIN_COLUMNS)
 
 
-def _named(name: str, found: dict[str, dict[str, Any]]) -> Iterator[Item]:
-    """The settings that people may mean."""
+def _matching_settings(name: str, found: dict[str, dict[str, Any]]) -> Iterator[Item]:
+    """Yield the settings that `name` may stand for."""
     for service, one in found.items():
         for setting in one["settings"]:
             if name.lower() in (
@@ -143,13 +117,18 @@ def _named(name: str, found: dict[str, dict[str, Any]]) -> Iterator[Item]:
                 yield setting
 
 
-def _found(
-    session: CommandSession, service: Service | None, file: Path | None, env_file: Path | None
+def _read_settings(
+    session: CommandSession, service: str | None, file: Path | None, env_file: Path | None
 ) -> dict[str, dict[str, Any]]:
-    """What the services say, by service."""
+    """Return the settings and problems of one service, or of all, by the name of the service.
+
+    Raises:
+        click.UsageError: there is a file but no service.
+        Exit: the settings can't be read.
+    """
     if file is not None and service is None:
-        raise typer.BadParameter("--file belongs to one service: name it")
-    names = SERVICES if service is None else (service.value,)
+        raise click.UsageError("--file is the file of one service: SERVICE is required")
+    names = SERVICES if service is None else (service,)
     try:
         given = None if env_file is None else parse_env(env_file.read_text().splitlines())
         if file is not None:
@@ -160,14 +139,14 @@ def _found(
         session.output.failure("BAD_ENV_FILE", f"{env_file}: {error.message}", error.remedy)
     except (OSError, ValueError) as error:
         session.output.failure("SYSTEM_ERROR", str(error), "")
-    raise typer.Exit(1)
+    raise Exit(1)
 
 
 def parse_env(lines: Iterable[str]) -> dict[str, str]:
-    """Variables from lines of NAME=VALUE, as docker and systemd read them; `#` begins a comment.
+    """Return variables from lines NAME=VALUE, as docker and systemd read them; `#` is a comment.
 
     Raises:
-        InvalidArgument: a line is something else; it is named.
+        InvalidArgument: a line has another form; the message has its number.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
@@ -177,7 +156,7 @@ def parse_env(lines: Iterable[str]) -> dict[str, str]:
         pair = re.fullmatch(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", text)
         if pair is None:
             raise InvalidArgument(
-                f"line {number}: {text!r} is no NAME=VALUE", facts={"line": number}
+                f"line {number}: must be NAME=VALUE, got {text!r}", facts={"line": number}
             )
         value = pair[2]
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":

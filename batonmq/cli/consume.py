@@ -1,4 +1,4 @@
-"""`baton consume`: messages become lines."""
+"""`baton consume`: print messages as lines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import base64
 import contextlib
 from dataclasses import dataclass, replace
-from typing import Annotated, cast
+from typing import cast
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
@@ -20,22 +20,23 @@ from batonmq._core.retries import retry_topic
 from batonmq._core.start_offset import ConsumeFrom
 from batonmq._core.subscription import parse_filter
 from batonmq.admin.admin import Admin
-from batonmq.cli.arguments import TopicArgument
-from batonmq.cli.completion import groups_that_begin
+from batonmq.cli.arguments import topic_argument
+from batonmq.cli.command_classes import command
+from batonmq.cli.completion import complete_groups
 from batonmq.cli.output import Item, printable, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import GroupNotFound, InvalidArgument, Unreachable
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class StartPosition:
-    """Where a group without progress starts.
+    """The first message of a group without progress.
 
     Attributes:
-        unix_ms: For timestamp; 0 for half an hour ago.
+        unix_ms: Time for `timestamp`, in Unix milliseconds; 0 for half an hour ago.
     """
 
     place: ConsumeFrom
@@ -46,10 +47,10 @@ FIRST = StartPosition("first")
 
 
 def parse_start(text: str, now_unix_ms: int) -> StartPosition:
-    """A start as people type it: first, last, timestamp, a time, or a span before now.
+    """Return the start of a text: first, last, timestamp, a time, or a duration before now.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: the text is none of these.
     """
     if text == "first":
         return FIRST
@@ -62,59 +63,60 @@ def parse_start(text: str, now_unix_ms: int) -> StartPosition:
     return StartPosition("timestamp", parse_unix_ms(text))
 
 
+@command("consume")
+@topic_argument("topic")
+@click.option(
+    "--group",
+    required=True,
+    shell_complete=complete_groups,
+    help="Consumer group; its progress is stored.",
+)
+@click.option(
+    "--from",
+    "start",
+    default="",
+    metavar="first|last|TIME|SPAN",
+    help="Where the group starts on a queue without progress; by default as its members, and first "
+    "for a new group. TIME is such as 2026-01-31T08:00:00Z or Unix milliseconds, SPAN a duration "
+    "before now such as 2h.",
+)
+@click.option(
+    "--filter",
+    "expression",
+    default="*",
+    show_default=True,
+    help="* for all, tags joined by ||, or a condition such as: sql: a > 5 AND b = 'x'",
+)
+@click.option("--count", type=click.IntRange(min=1), help="Stop after this number of messages.")
+@click.option(
+    "--follow", is_flag=True, help="Wait for new messages at the end of the queues, until Ctrl-C."
+)
+@cluster_session
 def consume(
-    context: typer.Context,
-    topic: TopicArgument,
-    *,
-    group: Annotated[
-        str,
-        typer.Option(
-            help="Consumer group; its progress is kept.", autocompletion=groups_that_begin
-        ),
-    ],
-    start: Annotated[
-        str,
-        typer.Option(
-            "--from",
-            metavar="first|last|TIME|SPAN",
-            help="Where the group starts on a queue without progress; by default where its "
-            "members do, and first for a new group. A time such as 2026-01-31T08:00:00Z or Unix "
-            "milliseconds, a span before now such as 2h; timestamp is half an hour ago.",
-            show_default=False,
-        ),
-    ] = "",
-    expression: Annotated[
-        str,
-        typer.Option(
-            "--filter", help="* for all, tags joined by ||, or a condition: sql: a > 5 AND b = 'x'"
-        ),
-    ] = "*",
-    count: Annotated[
-        int | None, typer.Option(min=1, help="End after so many messages.", show_default=False)
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Go on at the end of the queues, until Ctrl-C.")
-    ] = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    topic: str,
+    group: str,
+    start: str,
+    expression: str,
+    count: int | None,
+    follow: bool,
 ) -> None:
-    """Print messages as a member of a group, and acknowledge each once it is printed.
+    """Print messages as a member of a group, and acknowledge each after it is printed.
 
-    Ends when the group has handled what was in the queues at the start; with --count earlier;
-    with --follow never by itself. Leaves the group in good order, also on Ctrl-C and SIGTERM: its
-    queues pass to other members at once, and nothing that was printed comes again.
+    Stops when the group has handled the messages that were stored at the start, or after --count;
+    with --follow it does not stop by itself. It leaves the group gracefully, also on Ctrl-C and
+    SIGTERM: its queues are released at once, and printed messages are not delivered again.
     """
     try:
         begin = parse_start(start, Clock().unix_ms()) if start else None
     except InvalidArgument as error:
-        raise typer.BadParameter(f"{error.message}. {error.remedy}") from error
-    session = open_session(context, nameserver, form)
-    reading = _Reading(session, group, topic, expression, begin, count)
+        raise click.UsageError(f"{error.message}. {error.remedy}") from error
+    reading = _TopicReader(session, group, topic, expression, begin, count)
     session.run(reading.run(follow=follow), endless=follow)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _TopicReader:
     session: CommandSession
     group: str
     topic: str
@@ -123,8 +125,10 @@ class _Reading:
     count: int | None
 
     async def run(self, *, follow: bool) -> None:
-        """Print until the count, the end or a signal."""
-        wanted = {self.topic: parse_filter(self.expression).canonical()}  # before anybody is asked
+        """Print until the count, the end of the queues, or a signal."""
+        wanted = {
+            self.topic: parse_filter(self.expression).canonical()
+        }  # checked before the first request
         async with self.session.admin() as admin:
             settings = await self._settings(admin)
             consumer = Consumer(self.session.nameserver, self.group, wanted, settings)
@@ -145,9 +149,9 @@ class _Reading:
                 consumer.stop()
 
     async def _settings(self, admin: Admin) -> ConsumerSettings:
-        """What all members have to agree on as the group has it, if there is one.
+        """Return the settings that all members share, as the group has them if it exists.
 
-        A new group gets no retry topic only because somebody looks at messages.
+        A new group gets no retry topic just because a user looks at messages.
         """
         start = self.start or FIRST
         settings = ConsumerSettings(
@@ -170,16 +174,16 @@ class _Reading:
         return replace(settings, orderly=group.orderly, send_back=sends_back)
 
     async def _ends(self, admin: Admin) -> dict[QueueRef, int]:
-        """The next offset of every queue of the topic."""
+        """Return the next offset of every queue of the topic."""
         detail = await admin.describe_topic(self.topic)
         for problem in detail.problems:
             raise Unreachable(problem)
         return {extent.queue: extent.next_offset or 0 for extent in detail.queues}
 
     async def _stop_at(self, ends: dict[QueueRef, int], admin: Admin, consumer: Consumer) -> None:
-        """Stop the consumer once its group has handled everything below `ends`."""
+        """Stop the consumer when its group has committed all offsets below `ends`."""
         while True:
-            with contextlib.suppress(Unreachable):  # looked at again
+            with contextlib.suppress(Unreachable):  # tried again
                 progress = await admin.group_progress(self.group)
                 offsets = {
                     QueueRef(q.topic, q.broker, q.queue_id): q.committed_offset
@@ -187,11 +191,11 @@ class _Reading:
                 }
                 if all((offsets.get(queue) or 0) >= end for queue, end in ends.items()):
                     return consumer.stop()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
 def _item(message: ReceivedMessage) -> Item:
-    """The message for a program; a body that is not UTF-8 stands as base64."""
+    """Return the message for JSON; a body that is not UTF-8 is in base64."""
     item = {
         "topic": message.topic,
         "broker": message.broker,
@@ -210,7 +214,7 @@ def _item(message: ReceivedMessage) -> Item:
 
 
 def _text(message: ReceivedMessage) -> str:
-    """The message for a person: time, place, marks, body."""
+    """Return the message as text: time, queue and offset, tag, keys, body."""
     words = [
         wall_time(message.store_unix_ms),
         f"{message.broker}/{message.queue_id}@{message.offset}",

@@ -1,25 +1,27 @@
-"""`baton context …`: named clusters, so that no command has to be told an address."""
+"""`baton context …`: named clusters, so that commands need no address."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq.cli import context_file
-from batonmq.cli.completion import contexts_that_begin
+from batonmq.cli.command_classes import LazyGroup, argument
+from batonmq.cli.completion import complete_contexts
 from batonmq.cli.context_file import SECURITY, ContextError, Contexts
 from batonmq.cli.output import Columns, OutputFormat
-from batonmq.cli.session import CommandSession, FormatOption, GlobalOptions, open_session
+from batonmq.cli.session import CommandSession, global_options, local_session, open_session
 
-app = typer.Typer(help="Name clusters, and choose one.", no_args_is_help=True)
-NameArgument = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="Name of the context.", autocompletion=contexts_that_begin),
-]
-_FileOption = Annotated[str | None, typer.Option(metavar="FILE", help="Empty for none.")]
+commands = LazyGroup("context", help="Name clusters, and choose one.", no_args_is_help=True)
+name_argument = partial(
+    argument, metavar="NAME", shell_complete=complete_contexts, help="Name of the context."
+)
+file_option = partial(click.option, metavar="FILE")
 _COLUMNS: Columns = {
     "CURRENT": lambda item: "*" if item["current"] else None,
     "NAME": "name",
@@ -37,134 +39,138 @@ _MORE_COLUMNS: Columns = {
 }
 
 
-@app.command("list")
-def list_(context: typer.Context, *, form: FormatOption = None) -> None:
+@commands.command("list")
+@local_session
+def list_(session: CommandSession) -> None:
     """List the contexts; the current one has a star."""
-    session, path = _opened(context, form)
-    contexts = _read(session, path)
+    contexts = _read(session)
     items = [_item(contexts, name) for name in sorted(contexts.by_name)]
     session.output.items(items, _COLUMNS, _MORE_COLUMNS)
 
 
-@app.command()
-def show(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="[NAME]", autocompletion=contexts_that_begin)] = "",
-    *,
-    form: FormatOption = None,
-) -> None:
+@commands.command()
+@argument(
+    "name",
+    required=False,
+    default="",
+    metavar="[NAME]",
+    shell_complete=complete_contexts,
+    help="Name of the context; by default the current one.",
+)
+@local_session
+def show(session: CommandSession, name: str) -> None:
     """Show one context, the current one by default."""
-    session, path = _opened(context, form)
-    contexts = _read(session, path)
+    contexts = _read(session)
     name = name or contexts.current
     if not name:
-        raise _failed(session, ContextError("no context is in use"))
-    item = _looked_up(session, contexts, name)
+        raise _fail(session, ContextError("no context is in use"))
+    try:
+        item = _item(contexts, name)
+    except ContextError as error:
+        raise _fail(session, error) from error
     session.output.detail(item, [item], _COLUMNS, _MORE_COLUMNS)
 
 
-@app.command()
-def use(context: typer.Context, name: NameArgument, *, form: FormatOption = None) -> None:
-    """Use a context from now on, for every command."""
-    session, path = _opened(context, form)
-    _change(session, path, lambda contexts: contexts.used(name))
+@commands.command()
+@name_argument("name")
+@local_session
+def use(session: CommandSession, name: str) -> None:
+    """Make a context the current one, for all commands."""
+    _change(session, lambda contexts: contexts.with_current(name))
     session.output.line({"current": name}, f"{name} is in use")
 
 
-@app.command("set")
+@commands.command("set")
+@name_argument("name")
+@click.option(
+    "--nameserver",
+    metavar="HOST:PORT",
+    help="Address of a nameserver; several separated by commas; empty for none.",
+)
+@click.option(
+    "--format",
+    type=click.Choice([form.value for form in OutputFormat]),
+    help="What commands print with this context.",
+)
+@click.option("--by", help="Name to record with changes; empty for user@host.")
+@click.option("--tls/--no-tls", default=None, help="Use TLS; it is used too if a file is set.")
+@file_option("--ca-file", help="PEM file of the trusted authorities; empty for those of gRPC.")
+@file_option("--cert-file", help="PEM file of the certificate; empty for none.")
+@file_option("--key-file", help="PEM file of the certificate's key; empty for none.")
+@click.option("--server-name", metavar="NAME", help="Name in the servers' certificates.")
+@file_option("--token-file", help="File of the bearer token; empty for none.")
+@click.pass_context
 def set_(
-    context: typer.Context,
-    name: NameArgument,
-    *,
-    nameserver: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Several separated by commas; empty for none."),
-    ] = None,
-    form: Annotated[
-        OutputFormat | None, typer.Option("--format", help="What commands print with it.")
-    ] = None,
-    by: Annotated[
-        str | None, typer.Option(help="Who is recorded with changes; empty for user@host.")
-    ] = None,
-    tls: Annotated[
-        bool | None,
-        typer.Option("--tls/--no-tls", help="Talk to services over TLS; so too if a file is set."),
-    ] = None,
-    ca_file: _FileOption = None,
-    cert_file: _FileOption = None,
-    key_file: _FileOption = None,
-    server_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="In the servers' certificates.")
-    ] = None,
-    token_file: _FileOption = None,
+    context: click.Context,
+    /,
+    name: str,
+    nameserver: str | None,
+    by: str | None,
+    tls: bool | None,
+    server_name: str | None,
+    **options: str | None,
 ) -> None:
-    """Create a context, or change what it says. The first one is used at once.
+    """Create a context, or change its settings. The first context is used at once.
 
-    The files are read when a command needs them: PEM files of the authorities that are trusted,
-    of a certificate and its key, and the file of a bearer token.
+    The files are read when a command needs them.
     """
-    files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
-    files["token_file"] = token_file
-    given = {"nameserver": nameserver, "format": form and form.value, "by": by, "tls": tls}
-    given |= {key: path and str(Path(path).absolute()) for key, path in files.items()}
-    given["server_name"] = server_name
+    given: dict[str, str | bool | None] = {
+        "nameserver": nameserver,
+        "format": options.pop("format"),
+        "by": by,
+        "tls": tls,
+        "server_name": server_name,
+    }
+    given |= {key: path and str(Path(path).absolute()) for key, path in options.items()}
     changes = {key: value for key, value in given.items() if value is not None}
     if not changes:
-        raise typer.BadParameter("nothing to set: give --nameserver, --format, --by or a file")
-    session, path = _opened(context, None)
+        raise click.UsageError("nothing to set: give --nameserver, --format, --by or a file")
+    session = open_session(context, None, None)
 
     def changed(contexts: Contexts) -> Contexts:
         after = contexts.with_changes(name, changes)
-        return after if contexts.by_name else after.used(name)
+        return after if contexts.by_name else after.with_current(name)
 
-    item = _item(_change(session, path, changed), name)
+    item = _item(_change(session, changed), name)
     session.output.detail(item, [item], _COLUMNS, _MORE_COLUMNS)
 
 
-@app.command()
-def delete(context: typer.Context, name: NameArgument, *, form: FormatOption = None) -> None:
-    """Forget a context. The cluster is not touched."""
-    session, path = _opened(context, form)
-    _change(session, path, lambda contexts: contexts.without(name))
+@commands.command()
+@name_argument("name")
+@local_session
+def delete(session: CommandSession, name: str) -> None:
+    """Delete a context. The cluster does not change."""
+    _change(session, lambda contexts: contexts.without(name))
     session.output.line({"name": name, "deleted": True}, f"context {name} is deleted")
 
 
-def _opened(context: typer.Context, form: OutputFormat | None) -> tuple[CommandSession, Path]:
-    defaults = context.find_object(GlobalOptions)
-    assert defaults is not None
-    return open_session(context, None, form), defaults.config
+def _path() -> Path:
+    return global_options(click.get_current_context()).config
 
 
-def _read(session: CommandSession, path: Path) -> Contexts:
+def _read(session: CommandSession) -> Contexts:
     try:
-        return context_file.read(path)
+        return context_file.read(_path())
     except ContextError as error:
-        raise _failed(session, error) from error
+        raise _fail(session, error) from error
 
 
-def _change(
-    session: CommandSession, path: Path, change: Callable[[Contexts], Contexts]
-) -> Contexts:
-    contexts = _read(session, path)
+def _change(session: CommandSession, change: Callable[[Contexts], Contexts]) -> Contexts:
+    contexts = _read(session)
     try:
         changed = change(contexts)
-        context_file.write(path, changed)
+        context_file.write(_path(), changed)
     except (ContextError, OSError) as error:
-        raise _failed(session, error) from error
+        raise _fail(session, error) from error
     return changed
 
 
-def _looked_up(session: CommandSession, contexts: Contexts, name: str) -> dict[str, Any]:
-    try:
-        return _item(contexts, name)
-    except ContextError as error:
-        raise _failed(session, error) from error
-
-
-def _failed(session: CommandSession, error: Exception) -> typer.Exit:
+def _fail(session: CommandSession, error: Exception) -> Exit:
     session.output.failure("BAD_CONTEXT", str(error), "")
-    return typer.Exit(1)
+    return Exit(1)
 
 
 def _item(contexts: Contexts, name: str) -> dict[str, Any]:
-    return {"name": name, "current": name == contexts.current, **contexts.get(name).model_dump()}
+    absent = dict.fromkeys(context_file.KEYS)
+    values = contexts.get(name).values()
+    return {"name": name, "current": name == contexts.current, **absent, **values}

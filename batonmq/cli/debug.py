@@ -1,66 +1,57 @@
-"""`baton debug …`."""
+"""`baton debug …`: data for support."""
 
 from __future__ import annotations
 
 import io
 import tarfile
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq._common.clock import Clock
 from batonmq.admin.diagnostics import Diagnostics
+from batonmq.cli.command_classes import LazyGroup
 from batonmq.cli.output import counted
 from batonmq.cli.progress import progress
 from batonmq.cli.service_settings import settings_of_services
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 
-app = typer.Typer(help="Collect what somebody needs who helps from afar.", no_args_is_help=True)
-
-
-@app.callback()
-def debug() -> None:
-    """Collect what somebody needs who helps from afar."""
+commands = LazyGroup("debug", help="Collect data for remote support.", no_args_is_help=True)
 
 
-@app.command()
-def bundle(
-    context: typer.Context,
-    *,
-    out: Annotated[
-        Path,
-        typer.Option("--out", metavar="FILE.tar.gz", dir_okay=False, help="File to be made."),
-    ],
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            help="With the ends of the logs of the cluster that `baton up` keeps here.",
-        ),
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Put what the cluster says of itself into one file: nothing in it is changed.
+@commands.command()
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.tar.gz",
+    help="File to create.",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Data directory of `baton up`, whose last log lines are included.",
+)
+@cluster_session
+def bundle(session: CommandSession, out: Path, data_dir: Path | None) -> None:
+    """Write the state of the cluster into one archive, without changing anything.
 
-    Versions, nodes, topics, groups with progress and why they are stuck, locks, resets, metrics,
-    settings; no message, no secret. What does not answer is noted in problems.txt; the status is
-    0 then, too: 1 only if there is no file.
+    It has versions, nodes, topics, groups with progress and diagnoses, locks, resets, metrics and
+    settings, but no message and no secret. A service that does not answer is noted in
+    problems.txt, with exit status 0; the status is 1 only if the file can't be written.
     """
-    session = open_session(context, nameserver, form)
     try:
         with out.open("xb") as file:
-            found = session.run(_collected(session, data_dir))
+            found = session.run(_collect(session, data_dir))
             with tarfile.open(fileobj=file, mode="w:gz") as archive:
                 _pack(archive, out.name.partition(".")[0], found.files)
     except FileExistsError as error:
-        session.output.failure("FILE_EXISTS", f"{out} is there already", "Give another name.")
-        raise typer.Exit(1) from error
+        session.output.failure("FILE_EXISTS", f"{out} exists already", "Give another name.")
+        raise Exit(1) from error
     except OSError as error:
         session.output.failure("SYSTEM_ERROR", str(error), "")
-        raise typer.Exit(1) from error
+        raise Exit(1) from error
     except BaseException:
         out.unlink()
         raise
@@ -71,9 +62,9 @@ def bundle(
         session.output.note(f"  {problem}")
 
 
-async def _collected(session: CommandSession, data_dir: Path | None) -> Diagnostics:
-    with progress("files") as told:
-        found = Diagnostics(session.nameserver, told, security=session.security)
+async def _collect(session: CommandSession, data_dir: Path | None) -> Diagnostics:
+    with progress("files") as report:
+        found = Diagnostics(session.nameserver, report, security=session.security)
         if data_dir is not None:
             found.add_folder(data_dir)
         try:

@@ -1,4 +1,4 @@
-"""`baton dlq …`: what the groups have given up is looked at, exported and sent again."""
+"""`baton dlq …`: show, export and redrive the dead letters of groups."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._core.delays import parse_duration_ms
 from batonmq.admin.dead_letters import Criteria, DeadLetter, DeadLetters, Redrive, Redriven
-from batonmq.cli.arguments import GroupArgument
-from batonmq.cli.change_options import ByOption, ReasonOption, operation
-from batonmq.cli.group_resets import ExecuteOption
+from batonmq.cli.arguments import group_argument
+from batonmq.cli.change_options import by_option, operation, reason_option
+from batonmq.cli.command_classes import LazyGroup
+from batonmq.cli.group_resets import execute_option
 from batonmq.cli.message import body_of
 from batonmq.cli.output import Columns, Item, counted, described, printable, wall_time
 from batonmq.cli.progress import progress
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import BadExpression, InvalidArgument, LimitExceeded
 
-app = typer.Typer(help="Dead letters: look at them, send them again.", no_args_is_help=True)
+commands = LazyGroup(
+    "dlq", help="Dead letters: look at them, send them again.", no_args_is_help=True
+)
 
 _PLAN_ROWS = 20
 _CAUSES = ("asked", "failed", "timeout")
@@ -72,140 +75,150 @@ _MORE: Columns = {
     "BODY": lambda item: item.get("body", "(not text)"),
 }
 
-CauseOption = Annotated[
-    str,
-    typer.Option(
-        help="Only those whose last attempt ended so: asked (the handler said so), failed (it "
-        "raised) or timeout.",
-        show_default=False,
-    ),
-]
-SinceOption = Annotated[
-    str,
-    typer.Option(
-        help="Only those that died since: a time such as 2026-01-31T08:00:00Z, or a span such as "
-        "2h.",
-        show_default=False,
-    ),
-]
-TagOption = Annotated[str, typer.Option(help="Only with this tag.", show_default=False)]
-KeyOption = Annotated[str, typer.Option(help="Only with this key.", show_default=False)]
-SqlOption = Annotated[
-    str,
-    typer.Option(
-        metavar="CONDITION",
-        help="Only those whose properties satisfy this, such as \"region = 'EU'\".",
-        show_default=False,
-    ),
-]
+cause_option = click.option(
+    "--cause",
+    default="",
+    help="Only those whose last attempt ended this way: asked (requested by the handler), failed "
+    "(the handler raised) or timeout.",
+)
+since_option = click.option(
+    "--since",
+    default="",
+    help="Only those that died since this time, such as 2026-01-31T08:00:00Z, or since this long "
+    "ago, such as 2h.",
+)
+tag_option = click.option("--tag", default="", help="Only with this tag.")
+key_option = click.option("--key", default="", help="Only with this key.")
+sql_option = click.option(
+    "--sql",
+    default="",
+    metavar="CONDITION",
+    help="Only those whose properties meet this condition, such as \"region = 'EU'\".",
+)
 
 
-@app.command("list")
-def list_groups(
-    context: typer.Context, nameserver: NameserverOption = None, form: FormatOption = None
-) -> None:
-    """List the groups that have dead letters: how many, how many of those were redriven."""
-    session = open_session(context, nameserver, form)
+@commands.command("list")
+@cluster_session
+def list_groups(session: CommandSession) -> None:
+    """List the groups with dead letters, and how many of these were redriven."""
     session.run(_list(session))
 
 
-@app.command()
+@commands.command()
+@group_argument("group")
+@cause_option
+@since_option
+@tag_option
+@key_option
+@sql_option
+@click.option(
+    "--limit",
+    default=100,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Most dead letters to show, oldest first.",
+)
+@cluster_session
 def show(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    cause: CauseOption = "",
-    since: SinceOption = "",
-    tag: TagOption = "",
-    key: KeyOption = "",
-    sql: SqlOption = "",
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, oldest first.")] = 100,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    cause: str,
+    since: str,
+    tag: str,
+    key: str,
+    sql: str,
+    limit: int,
 ) -> None:
-    """Show the dead letters of a group: why each died, after how many attempts, and whose it was.
+    """Show the dead letters of a group: origin, cause, number of attempts, client and error.
 
     Nothing is consumed.
     """
-    session = open_session(context, nameserver, form)
     session.run(_show(session, group, _criteria(cause, since, tag, key, sql), limit))
 
 
-@app.command()
+@commands.command()
+@group_argument("group")
+@cause_option
+@since_option
+@tag_option
+@key_option
+@sql_option
+@click.option(
+    "--to-topic",
+    is_flag=True,
+    help="Send them to their original topics, and so to every group of these. By default only "
+    "this group gets them, because the other groups handled them.",
+)
+@click.option("--again", is_flag=True, help="Include dead letters that were redriven before.")
+@click.option("--rate", type=click.FloatRange(min=0.01), help="Most messages to send per second.")
+@click.option(
+    "--replay-id",
+    default="",
+    metavar="ID",
+    help="Id of the redrive: no dead letter is sent twice under the same id, so a redrive can be "
+    "repeated. By default a new id.",
+)
+@execute_option
+@reason_option
+@by_option
+@cluster_session
 def redrive(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    cause: CauseOption = "",
-    since: SinceOption = "",
-    tag: TagOption = "",
-    key: KeyOption = "",
-    sql: SqlOption = "",
-    to_topic: Annotated[
-        bool,
-        typer.Option(
-            "--to-topic",
-            help="To the topics they came from, so to every group that reads those. By default to "
-            "this group alone: the others have had them.",
-        ),
-    ] = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Those too that were sent again before.")
-    ] = False,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=0.01, help="At most so many messages a second.", show_default=False),
-    ] = None,
-    replay_id: Annotated[
-        str,
-        typer.Option(
-            metavar="ID",
-            help="Id of the replay, for repeating one: no dead letter is sent twice under the "
-            "same. By default a new one.",
-            show_default=False,
-        ),
-    ] = "",
-    execute: ExecuteOption = False,
-    reason: ReasonOption = "",
-    by: ByOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    cause: str,
+    since: str,
+    tag: str,
+    key: str,
+    sql: str,
+    to_topic: bool,
+    again: bool,
+    rate: float | None,
+    replay_id: str,
+    execute: bool,
+    reason: str,
+    by: str,
 ) -> None:
     """Send the dead letters of a group again.
 
-    Shows a plan; with --execute it is carried out. Attempts count from 1 again; where a message
-    came from, and how often it was tried before, stays with it. A dead letter stays where it is,
-    marked as redriven; another redrive passes it over.
+    Prints a plan; --execute carries it out. Attempts count from 1 again; a message keeps its origin
+    and the number of its former attempts. The dead letter itself stays, marked as redriven, and
+    later redrives skip it.
     """
     if execute and not reason:
-        raise typer.BadParameter("--execute needs --reason")
+        raise click.UsageError("--reason is required with --execute")
     order = Redrive(
         operation=operation(by, reason, replay_id), to_topic=to_topic, again=again, per_s=rate
     )
     criteria = _criteria(cause, since, tag, key, sql)
-    session = open_session(context, nameserver, form)
     run = _execute if execute else _plan
     session.run(run(session, group, criteria, order))
 
 
-@app.command()
+@commands.command()
+@group_argument("group")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write: one JSON object per line.",
+)
+@cause_option
+@since_option
+@tag_option
+@key_option
+@sql_option
+@cluster_session
 def export(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    out: Annotated[
-        Path, typer.Option(dir_okay=False, help="File to write, one JSON object per line.")
-    ],
-    cause: CauseOption = "",
-    since: SinceOption = "",
-    tag: TagOption = "",
-    key: KeyOption = "",
-    sql: SqlOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    out: Path,
+    cause: str,
+    since: str,
+    tag: str,
+    key: str,
+    sql: str,
 ) -> None:
-    """Write the dead letters of a group to a file; a body that is not UTF-8 stands as base64."""
-    session = open_session(context, nameserver, form)
+    """Write the dead letters of a group to a file; a body that is not UTF-8 is in base64."""
     session.run(_export(session, group, _criteria(cause, since, tag, key, sql), out))
 
 
@@ -229,13 +242,13 @@ async def _show(session: CommandSession, group: str, criteria: Criteria, limit: 
             items.append(_item(letter))
     session.output.items(items, _LETTERS, _MORE)
     if more:
-        session.output.note("there are more: see --limit")
+        session.output.note("there are more; see --limit")
 
 
 async def _plan(session: CommandSession, group: str, criteria: Criteria, order: Redrive) -> None:
     output, rows, causes, passed = session.output, list[Item](), Counter[str](), 0
     async with session.admin() as admin:
-        with progress("dead letters looked at") as seen:
+        with progress("dead letters read") as seen:
             async for letter in DeadLetters(admin).read(group, criteria):
                 fresh = order.again or not letter.redriven
                 causes[letter.reason or "unknown"] += fresh
@@ -243,7 +256,7 @@ async def _plan(session: CommandSession, group: str, criteria: Criteria, order: 
                 if fresh and len(rows) < _PLAN_ROWS:
                     rows.append(_item(letter))
                 seen(causes.total() + passed)
-    goal = "the topics they came from" if order.to_topic else f"group {group} alone"
+    goal = "their original topics" if order.to_topic else f"group {group} only"
     count = causes.total()
     item = {
         "group": group,
@@ -256,18 +269,20 @@ async def _plan(session: CommandSession, group: str, criteria: Criteria, order: 
     output.detail(item, rows, _LETTERS, _MORE)
     if count > len(rows):
         output.note(f"… and {count - len(rows)} more")
-    told = ", ".join(f"{number} {cause}" for cause, number in causes.most_common() if number)
+    summary = ", ".join(f"{number} {cause}" for cause, number in causes.most_common() if number)
     output.note("")
-    output.note(f"{counted(count, 'dead letter')} would go to {goal}" + f" ({told})" * bool(told))
+    output.note(
+        f"{counted(count, 'dead letter')} would go to {goal}" + f" ({summary})" * bool(summary)
+    )
     if passed:
-        output.note(f"{passed} passed over, sent again before: see --again")
-    output.note("nothing was changed: --execute does it")
+        output.note(f"{passed} skipped, because they were redriven before; see --again")
+    output.note("nothing was changed; do it with --execute --reason WHY")
 
 
 async def _execute(session: CommandSession, group: str, criteria: Criteria, order: Redrive) -> None:
     output, outcomes, replay_id = session.output, Counter[str](), order.operation.op_id
     print(
-        f"replay {replay_id}: if this ends early, --replay-id {replay_id} goes on with it",
+        f"replay {replay_id}: if it is interrupted, continue it with --replay-id {replay_id}",
         file=sys.stderr,
     )
     async with session.admin() as admin:
@@ -277,10 +292,12 @@ async def _execute(session: CommandSession, group: str, criteria: Criteria, orde
                 outcomes[one.outcome] += 1
                 sent(outcomes.total())
                 output.line(_result(one, replay_id), _result_text(one))
-    told = ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in outcomes.items())
-    output.note(f"{told or 'no dead letters'}; replay {replay_id}")
+    summary = ", ".join(
+        f"{count} {outcome.replace('_', ' ')}" for outcome, count in outcomes.items()
+    )
+    output.note(f"{summary or 'no dead letters'}; replay {replay_id}")
     if outcomes["refused"]:
-        output.problems([f"{counted(outcomes['refused'], 'dead letter')} refused"])
+        output.problems([f"{counted(outcomes['refused'], 'dead letter')} rejected"])
 
 
 async def _export(session: CommandSession, group: str, criteria: Criteria, out: Path) -> None:
@@ -297,18 +314,18 @@ async def _export(session: CommandSession, group: str, criteria: Criteria, out: 
 
 def _criteria(cause: str, since: str, tag: str, key: str, sql: str) -> Criteria:
     if cause and cause not in _CAUSES:
-        raise typer.BadParameter(f"--cause is one of {', '.join(_CAUSES)}")
+        raise click.UsageError(f"--cause must be one of {', '.join(_CAUSES)}")
     try:
         since_unix_ms = _since(since)
     except InvalidArgument as error:
-        raise typer.BadParameter(f"--since: {error.message}") from error
+        raise click.UsageError(f"--since: {error.message}") from error
     expression = f"sql: {sql}" if sql else "*"
     try:
         return Criteria(
             cause=cause, since_unix_ms=since_unix_ms, tag=tag, key=key, expression=expression
         )
     except (BadExpression, LimitExceeded) as error:
-        raise typer.BadParameter(f"--sql: {error.message}") from error
+        raise click.UsageError(f"--sql: {error.message}") from error
 
 
 def _since(text: str) -> int:
@@ -320,7 +337,7 @@ def _since(text: str) -> int:
 
 
 def _item(letter: DeadLetter) -> dict[str, Any]:
-    """The dead letter for a program; a body that is not UTF-8 stands as base64."""
+    """Return the dead letter for JSON; a body that is not UTF-8 is in base64."""
     origin = letter.origin
     item = {
         "message_id": letter.message_id,

@@ -1,56 +1,63 @@
-"""`baton group …`: the columns are named as Kafka's."""
+"""`baton group …`: consumer groups; the columns are named as those of Kafka's tool."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from enum import StrEnum
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
-import typer
+import click
 
 from batonmq.admin.admin import Strategy
 from batonmq.admin.group_reports import Group, GroupProgress, RefusedClient, Subscription
 from batonmq.admin.placement import Place, locate_group
-from batonmq.cli.arguments import GroupArgument
-from batonmq.cli.change_options import ByOption, YesOption, check_can_ask, confirm
+from batonmq.cli.arguments import group_argument
+from batonmq.cli.change_options import by_option, check_can_ask, confirm, yes_option
+from batonmq.cli.command_classes import LazyCommand, LazyGroup
 from batonmq.cli.output import Columns, counted, described, differences, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.errors import BatonError, GroupNotFound
 
-app = typer.Typer(
-    help="Look at consumer groups, change them, move their progress.", no_args_is_help=True
+commands = LazyGroup(
+    "group",
+    help="Show and change consumer groups, and move their progress.",
+    no_args_is_help=True,
+    lazy={
+        "clone": LazyCommand(
+            "batonmq.cli.group_resets:clone",
+            "Copy the progress of one group to another, with single acknowledged messages.",
+        ),
+        "lag": LazyCommand(
+            "batonmq.cli.group_lag:lag",
+            "Show the lag of a group on each queue, in messages and in seconds.",
+        ),
+        "move": LazyCommand(
+            "batonmq.cli.group_placement:move",
+            "Move a group to another offsets set: its progress, tokens and recorded resets.",
+        ),
+        "reset": LazyCommand("batonmq.cli.group_resets:reset_offsets", hidden=True),
+        "reset-offsets": LazyCommand(
+            "batonmq.cli.group_resets:reset_offsets",
+            "Move a group's progress back or forward, while its members are running.",
+        ),
+        "resets": LazyCommand(
+            "batonmq.cli.group_resets:resets",
+            "List the resets and clones of a group, newest first.",
+        ),
+        "why-stuck": LazyCommand(
+            "batonmq.cli.group_lag:why_stuck",
+            "Show for each queue of a group whether its progress is stuck, why, and what to do.",
+        ),
+    },
 )
 
 
-class Policy(StrEnum):
-    """What happens to another subscription than the group's, as people type it."""
-
-    REJECT = "reject"
-    STAGED = "staged"
-    STAGED_LATEST = "staged-latest"
-    WARN = "warn"
-
-
-class Ownership(StrEnum):
-    """Whether queues are owned."""
-
-    ON = "on"
-    OFF = "off"
-
-
-class Dealing(StrEnum):
-    """How queues are dealt out, as people type it."""
-
-    STICKY = "sticky"
-    AVERAGE = "average"
-    AVERAGE_BY_CIRCLE = "average-by-circle"
-    CONSISTENT_HASH = "consistent-hash"
-    MACHINE_ROOM = "machine-room"
+_POLICIES = ("reject", "staged", "staged-latest", "warn")
+_STRATEGIES = ("sticky", "average", "average-by-circle", "consistent-hash", "machine-room")
 
 
 def state(item: Any) -> str:
-    """A group's state in a word: the first that is true."""
+    """Return the state of a group in one word: the first one that applies."""
     if item["pause"]:
         return "Paused"
     if item["staged"]:
@@ -113,12 +120,10 @@ _QUEUE_COLUMNS: Columns = {
 }
 
 
-@app.command("list")
-def list_(
-    context: typer.Context, *, nameserver: NameserverOption = None, form: FormatOption = None
-) -> None:
+@commands.command("list")
+@cluster_session
+def list_(session: CommandSession) -> None:
     """List the groups."""
-    session = open_session(context, nameserver, form)
     session.run(_list(session))
 
 
@@ -128,19 +133,14 @@ async def _list(session: CommandSession) -> None:
     session.output.items([asdict(group) for group in groups], _COLUMNS, _SETTINGS_MORE)
 
 
-@app.command()
-def describe(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Show how far a group is on every queue, who owns it and who should, its settings, its place.
+@commands.command()
+@group_argument("name")
+@cluster_session
+def describe(session: CommandSession, name: str) -> None:
+    """Show a group: progress, owner and assigned member of each queue, settings, and placement.
 
-    The place is the offsets set that keeps its progress, or to which it is on its way.
+    The placement is the offsets set that keeps the group's progress, or to which it is moving.
     """
-    session = open_session(context, nameserver, form)
     session.run(_describe(session, name))
 
 
@@ -151,7 +151,7 @@ async def _describe(session: CommandSession, name: str) -> None:
         try:
             place = await locate_group(admin, name)
         except BatonError as error:
-            problems.append(f"which offsets set keeps it: {error.reason}: {error.message}")
+            problems.append(f"placement is unknown: {error.reason}: {error.message}")
     ids = {m.client_id: f"{m.incarnation_id:016x}" for m in progress.group.members}
     queues = [
         asdict(queue) | {"consumer_id": ids.get(queue.client_id or "")} for queue in progress.queues
@@ -163,21 +163,16 @@ async def _describe(session: CommandSession, name: str) -> None:
         "place": asdict(place) if place else None,
     }
     session.output.detail(item, queues, _QUEUE_COLUMNS, _MORE_QUEUE_COLUMNS)
-    for line in ("", *about(progress, place)):
+    for line in ("", *describe_settings(progress, place)):
         session.output.note(line)
     session.output.problems(problems)
 
 
-@app.command()
-def members(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """List the members of a group, and how many queues each is dealt."""
-    session = open_session(context, nameserver, form)
+@commands.command()
+@group_argument("name")
+@cluster_session
+def members(session: CommandSession, name: str) -> None:
+    """List the members of a group, and how many queues are assigned to each."""
     session.run(_members(session, name))
 
 
@@ -189,9 +184,9 @@ async def _members(session: CommandSession, name: str) -> None:
         | asdict(member)
         | {
             "queues": [
-                {"topic": dealt.topic, "broker": dealt.broker, "queue_id": dealt.queue_id}
-                for dealt in group.assignments
-                if dealt.client_id == member.client_id
+                {"topic": queue.topic, "broker": queue.broker, "queue_id": queue.queue_id}
+                for queue in group.assignments
+                if queue.client_id == member.client_id
             ]
         }
         for member in group.members
@@ -199,43 +194,43 @@ async def _members(session: CommandSession, name: str) -> None:
     session.output.items(items, _MEMBER_COLUMNS, _MORE_MEMBER_COLUMNS)
 
 
-@app.command()
+@commands.command()
+@group_argument("name")
+@click.option(
+    "--policy",
+    type=click.Choice(_POLICIES),
+    help="What happens to a member with another subscription.",
+)
+@click.option(
+    "--ownership",
+    type=click.Choice(["on", "off"]),
+    help="Whether each queue has one owner at a time; changed only while there are no members.",
+)
+@click.option(
+    "--strategy",
+    type=click.Choice(_STRATEGIES),
+    help="How queues are assigned to members.",
+)
+@cluster_session
 def update(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    policy: Annotated[
-        Policy | None,
-        typer.Option(
-            help="What happens to a member that asks for another subscription.", show_default=False
-        ),
-    ] = None,
-    ownership: Annotated[
-        Ownership | None,
-        typer.Option(
-            help="Whether one member at a time owns a queue; changed without members only.",
-            show_default=False,
-        ),
-    ] = None,
-    strategy: Annotated[
-        Dealing | None, typer.Option(help="How queues are dealt out.", show_default=False)
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    name: str,
+    policy: str | None,
+    ownership: str | None,
+    strategy: str | None,
 ) -> None:
-    """Change the settings of a group; one that nobody has joined yet is created."""
+    """Change the settings of a group; a group that does not exist is created."""
     if (policy, ownership, strategy) == (None, None, None):
-        raise typer.BadParameter("nothing to change: give --policy, --ownership or --strategy")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("nothing to change: give --policy, --ownership or --strategy")
     session.run(_update(session, name, policy, ownership, strategy))
 
 
 async def _update(
     session: CommandSession,
     name: str,
-    policy: Policy | None,
-    ownership: Ownership | None,
-    strategy: Dealing | None,
+    policy: str | None,
+    ownership: str | None,
+    strategy: str | None,
 ) -> None:
     async with session.admin() as admin:
         try:
@@ -250,22 +245,17 @@ async def _update(
             strategy=cast(Strategy, _value(strategy)),
         )
     if created:
-        session.output.note(f"group {name} is new")
+        session.output.note(f"group {name} is created")
     _show(session, group)
 
 
-@app.command()
-def pause(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    reason: Annotated[str, typer.Option(help="Why; it is shown to whoever wonders.")],
-    by: ByOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Stop the deliveries of a group. What was delivered is still handled and acknowledged."""
-    session = open_session(context, nameserver, form)
+@commands.command()
+@group_argument("name")
+@click.option("--reason", required=True, help="Why; it is shown by baton group describe.")
+@by_option
+@cluster_session
+def pause(session: CommandSession, name: str, reason: str, by: str) -> None:
+    """Pause the deliveries of a group. Messages in flight are still handled and acknowledged."""
     session.run(_pause(session, name, by, reason))
 
 
@@ -274,18 +264,13 @@ async def _pause(session: CommandSession, name: str, by: str, reason: str) -> No
         _show(session, await admin.pause_group(name, by, reason))
 
 
-@app.command()
-def resume(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    reason: Annotated[str, typer.Option(help="Why.", show_default=False)] = "",
-    by: ByOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Let the deliveries of a paused group go on."""
-    session = open_session(context, nameserver, form)
+@commands.command()
+@group_argument("name")
+@click.option("--reason", default="", help="Why; it is recorded.")
+@by_option
+@cluster_session
+def resume(session: CommandSession, name: str, reason: str, by: str) -> None:
+    """Resume the deliveries of a paused group."""
     session.run(_resume(session, name, by, reason))
 
 
@@ -294,21 +279,16 @@ async def _resume(session: CommandSession, name: str, by: str, reason: str) -> N
         _show(session, await admin.resume_group(name, by, reason))
 
 
-@app.command()
-def delete(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    yes: YesOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Delete a group without members, its progress and its retry topic. There is no way back.
+@commands.command()
+@group_argument("name")
+@yes_option
+@cluster_session
+def delete(session: CommandSession, name: str, yes: bool) -> None:
+    """Delete a group that has no members, with its progress and its retry topic, permanently.
 
-    Its dead letters stay.
+    Its dead letters are kept.
     """
     check_can_ask(yes=yes)
-    session = open_session(context, nameserver, form)
     if not yes:
         confirm(session, f"Delete group {name}, its progress and its retry topic?")
     session.run(_delete(session, name))
@@ -323,11 +303,11 @@ async def _delete(session: CommandSession, name: str) -> None:
     )
 
 
-def about(progress: GroupProgress, place: Place | None) -> Iterator[str]:
-    """Settings of a group, and what is unusual about it at this time; for people.
+def describe_settings(progress: GroupProgress, place: Place | None) -> Iterator[str]:
+    """Yield the settings of a group and its unusual states, as lines of text.
 
     Args:
-        place: None if it is not known.
+        place: Placement of the group; None if it is unknown.
     """
     group = progress.group
     order = "orderly, " if group.orderly else ""
@@ -340,23 +320,23 @@ def about(progress: GroupProgress, place: Place | None) -> Iterator[str]:
         f"{_expressions(group.subscriptions)}"
     )
     if place and place.from_set:
-        yield f"on its way from offsets set {place.from_set} to {place.offsets_set}"
+        yield f"moving from offsets set {place.from_set} to {place.offsets_set}"
     elif place:
-        yield f"kept by offsets set {place.offsets_set}"
+        yield f"placed on offsets set {place.offsets_set}"
     if group.pause:
         since, why = wall_time(group.pause.since_unix_ms), group.pause.reason
         yield f"paused by {group.pause.by} since {since}: {why}"
     if group.staged:
-        step = "all queues are given back for" if group.staged.draining else "waits:"
+        step = "all queues are drained for" if group.staged.draining else "staged:"
         since = wall_time(group.staged.since_unix_ms)
         yield f"since {since} {step} subscription {_expressions(group.staged.subscriptions)}"
     for member in group.members:
         if member.differs:
-            yield f"{member.client_id} on {member.host} asks for another subscription"
+            yield f"{member.client_id} on {member.host} has another subscription"
     for refused in progress.refused:
         since = wall_time(refused.since_unix_ms)
         yield (
-            f"refused since {since}: {refused.client_id} on {refused.host}: "
+            f"rejected since {since}: {refused.client_id} on {refused.host}: "
             f"{refused.error.reason}: {refused.error.message}"
         )
         yield from (f"  {line}" for line in differences(refused.error))
@@ -380,5 +360,5 @@ def _expressions(subscriptions: tuple[Subscription, ...]) -> str:
     return ", ".join(f"{s.topic} {s.expression}" for s in subscriptions) or "none"
 
 
-def _value(chosen: StrEnum | None) -> str:
-    return chosen.value.replace("-", "_") if chosen else ""
+def _value(chosen: str | None) -> str:
+    return chosen.replace("-", "_") if chosen else ""

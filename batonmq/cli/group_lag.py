@@ -1,17 +1,19 @@
-"""`baton group why-stuck` and `lag`: what keeps a group from moving, and how far behind it is."""
+"""`baton group why-stuck` and `baton group lag`: diagnosis and lag of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq.admin.group_reports import Diagnosis
-from batonmq.cli.arguments import GroupArgument, QueueOption, TopicOption, parse_queue
+from batonmq.cli.arguments import group_argument, parse_queue, queue_option, topic_option
+from batonmq.cli.command_classes import command
 from batonmq.cli.output import Columns, counted
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 
 _WHY_COLUMNS: Columns = {
     "QUEUE": lambda item: f"{item['topic']}/{item['broker']}/{item['queue_id']}",
@@ -40,58 +42,48 @@ _LAG_COLUMNS: Columns = {
 }
 
 
-def why_stuck(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    topic: TopicOption = "",
-    queue: QueueOption = "",
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit status 1 if a queue is stuck.")
-    ] = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Say of every queue of a group why it is not moving, or that it is, and what to do."""
+@command("why-stuck")
+@group_argument("group")
+@topic_option
+@queue_option
+@click.option("--check", is_flag=True, help="Exit status 1 if a queue is stuck.")
+@cluster_session
+def why_stuck(session: CommandSession, group: str, topic: str, queue: str, check: bool) -> None:
+    """Show for each queue of a group whether its progress is stuck, why, and what to do."""
     place = parse_queue(topic, queue)
-    session = open_session(context, nameserver, form)
-    found = session.run(_look(session, group, topic, place))
+    found = session.run(_diagnose(session, group, topic, place))
     session.output.items([_item(diagnosis) for diagnosis in found], _WHY_COLUMNS, _WHY_MORE)
     if check and any(diagnosis.stuck for diagnosis in found):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
-def lag(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    topic: TopicOption = "",
-    queue: QueueOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Show how far a group is behind on every queue, in messages and in seconds.
+@command("lag")
+@group_argument("group")
+@topic_option
+@queue_option
+@cluster_session
+def lag(session: CommandSession, group: str, topic: str, queue: str) -> None:
+    """Show the lag of a group on each queue, in messages and in seconds.
 
-    The seconds are the age of the oldest message that is not handled, as the log has it.
+    The seconds are the age of the oldest unacknowledged message since it was stored.
     """
     place = parse_queue(topic, queue)
-    session = open_session(context, nameserver, form)
-    found = session.run(_look(session, group, topic, place))
+    found = session.run(_diagnose(session, group, topic, place))
     queues, whole = [_item(diagnosis) for diagnosis in found], total(found)
     session.output.detail({"group": group} | whole | {"queues": queues}, queues, _LAG_COLUMNS)
     session.output.note("")
     count, unknown = whole["lag"], whole["unknown_count"]
     session.output.note(
-        f"{counted(count, 'message')} behind, the oldest for {seconds(whole['lag_ms'])} s"
+        f"lag: {counted(count, 'message')}, the oldest {seconds(whole['lag_ms'])} s old"
     )
     if unknown:
         session.output.note(
-            f"not known of {counted(unknown, 'queue')}: see baton group why-stuck {group}"
+            f"unknown for {counted(unknown, 'queue')}; see: baton group why-stuck {group}"
         )
 
 
 def total(found: Sequence[Diagnosis]) -> dict[str, int]:
-    """Lag in all, age of the oldest message, and the number of queues where that is not known."""
+    """Return the total lag, the age of the oldest message, and how many queues are unknown."""
     return {
         "lag": sum(d.lag for d in found if d.lag is not None),
         "lag_ms": max((d.lag_ms for d in found if d.lag_ms is not None), default=0),
@@ -100,11 +92,11 @@ def total(found: Sequence[Diagnosis]) -> dict[str, int]:
 
 
 def seconds(milliseconds: int | None) -> str | None:
-    """A span in seconds, to the millisecond."""
+    """Return a duration in seconds as text, to the millisecond."""
     return None if milliseconds is None else f"{milliseconds / 1000:.3f}"
 
 
-async def _look(
+async def _diagnose(
     session: CommandSession, group: str, topic: str, place: tuple[str, int] | None
 ) -> tuple[Diagnosis, ...]:
     broker, queue_id = place or ("", None)

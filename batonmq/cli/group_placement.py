@@ -1,23 +1,23 @@
-"""`baton group move` and `baton cluster spread-groups`: which offsets set keeps which group."""
+"""`baton group move` and `baton cluster spread-groups`: the placement of groups on offsets sets."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
+import click
 
 from batonmq.admin.admin import Admin
 from batonmq.admin.placement import Move, locate_group, move_group
-from batonmq.cli.arguments import GroupArgument
-from batonmq.cli.change_options import DryRunOption
+from batonmq.cli.arguments import group_argument
+from batonmq.cli.change_options import dry_run_option
+from batonmq.cli.command_classes import command
 from batonmq.cli.output import Columns, counted
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.errors import BatonError
 
-ARRIVED_WITHIN_S = 30.0
-_LOOK_S = 0.1
+MOVE_TIMEOUT_S = 30.0
+_POLL_S = 0.1
 _COLUMNS: Columns = {
     "GROUP": "group",
     "FROM": "from_set",
@@ -27,45 +27,35 @@ _COLUMNS: Columns = {
 }
 
 
-def move(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="SET",
-            help="Offsets set that is to keep it; by default the one a new group would get.",
-            show_default=False,
-        ),
-    ] = "",
-    dry_run: DryRunOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Have another offsets set keep a group: progress, tokens, recorded resets, all of it.
+@command("move")
+@group_argument("name")
+@click.option(
+    "--to",
+    default="",
+    metavar="SET",
+    help="Target offsets set; by default the set that a new group would get.",
+)
+@dry_run_option
+@cluster_session
+def move(session: CommandSession, name: str, to: str, dry_run: bool) -> None:
+    """Move a group to another offsets set: its progress, tokens and recorded resets.
 
-    Members go on with what they have in hand; commits and pulls wait until the group has arrived, a
-    moment if both sets are up. The exit status is 1 if it has not arrived after 30 s: the move goes
-    on.
+    Members keep handling messages in flight; their commits and pulls wait until the move is done,
+    which takes a moment if both sets are up. Exit status 1 if it is not done after 30 s; the move
+    continues.
     """
-    session = open_session(context, nameserver, form)
     session.run(_move(session, [name], to, dry_run=dry_run))
 
 
-def spread_groups(
-    context: typer.Context,
-    *,
-    dry_run: DryRunOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Move the groups that a new offsets set would have been given, one after the other.
+@command("spread-groups")
+@dry_run_option
+@cluster_session
+def spread_groups(session: CommandSession, dry_run: bool) -> None:
+    """Move each group to the offsets set that a new group of its name would get, one by one.
 
-    With one set more, about the share of them that it should have moves there, and no other does.
-    Also of groups that were moved by hand.
+    After a set was added, about its even share of the groups moves there, and no other group
+    moves. Groups that were moved by hand are moved, too.
     """
-    session = open_session(context, nameserver, form)
     session.run(_move(session, None, "", dry_run=dry_run))
 
 
@@ -86,7 +76,9 @@ async def _move(
                 if names:
                     raise
                 problems.append(f"{name}: {error.reason}: {error.message}")
-    problems += [f"{name} has not arrived yet" for name in states if states[name] == "moving"]
+    problems += [
+        f"the move of {name} is not done yet" for name in states if states[name] == "moving"
+    ]
     items = [
         {
             "group": found.group,
@@ -101,21 +93,21 @@ async def _move(
     session.output.items(items, _COLUMNS)
     if names is None:
         stay = len(groups) - len(moves) - len(problems)
-        session.output.note(f"{counted(max(stay, 0), 'group')} stay where they are")
+        session.output.note(f"{counted(max(stay, 0), 'group')} not moved")
     session.output.problems(problems)
 
 
 async def _outcome(admin: Admin, move: Move, *, dry_run: bool) -> str:
-    """What became of a move, once that is known."""
+    """Return the outcome of a move: stays, would move, moved, or moving after a timeout."""
     if move.stays:
         return "stays"
     if dry_run:
         return "would move"
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + ARRIVED_WITHIN_S
+    deadline = loop.time() + MOVE_TIMEOUT_S
     while loop.time() < deadline:
         place = await locate_group(admin, move.group)
         if place.move > move.after.move or not place.from_set:
             return "moved"
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
     return "moving"

@@ -1,6 +1,6 @@
-"""`baton group reset-offsets`, `resets` and `clone`: progress is moved, and what was moved is told.
+"""`baton group reset-offsets`, `baton group resets` and `baton group clone`.
 
-A plan is what is told by default: only `--execute` moves something.
+They change the progress of a group. By default they print a plan; only `--execute` changes it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._core.delays import parse_duration_ms
@@ -20,21 +19,28 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.operation import Operation
 from batonmq.admin.resets import Done, Plan, Resets, Scope
-from batonmq.cli.arguments import GroupArgument, QueueOption, TopicOption, parse_queue
-from batonmq.cli.change_options import ByOption, DryRunOption, OpIdOption, ReasonOption, operation
-from batonmq.cli.completion import groups_that_begin
+from batonmq.cli.arguments import group_argument, parse_queue, queue_option, topic_option
+from batonmq.cli.change_options import (
+    by_option,
+    dry_run_option,
+    op_id_option,
+    operation,
+    reason_option,
+)
+from batonmq.cli.command_classes import argument, command
+from batonmq.cli.completion import complete_groups
 from batonmq.cli.output import Columns, counted, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument
 
-_WAYS = (
+_OPTIONS = (
     "--to-offset, --to-datetime, --by-duration, --to-earliest, --to-latest, --to-current, "
     "--shift-by, --from-file and --undo"
 )
-ExecuteOption = Annotated[
-    bool, typer.Option("--execute", help="Do it; without, only the plan is shown.")
-]
+execute_option = click.option(
+    "--execute", is_flag=True, help="Do it; otherwise only the plan is printed."
+)
 _STEP_COLUMNS: Columns = {
     "GROUP": "group",
     "TOPIC": "topic",
@@ -61,7 +67,7 @@ _COLUMNS: Columns = {
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """Where to go, as typed; one of them is set."""
+    """The options that name the new progress; exactly one of them is given."""
 
     to_offset: int | None = None
     to_datetime: str = ""
@@ -74,7 +80,7 @@ class TargetOptions:
 
     @property
     def count(self) -> int:
-        """How many are set."""
+        """Number of options that are given."""
         optional = (self.to_offset, self.shift_by, self.from_file)
         return sum(
             (
@@ -88,10 +94,10 @@ class TargetOptions:
         )
 
     def target(self, now_unix_ms: int) -> ResetTarget:
-        """The same as a target; not of a file.
+        """Return the target of the option that is given, which must not be a file.
 
         Raises:
-            InvalidArgument: a time or duration is none.
+            InvalidArgument: a time or duration is not valid.
         """
         if self.to_offset is not None:
             return ToOffset(self.to_offset)
@@ -104,80 +110,80 @@ class TargetOptions:
         return ToEarliest() if self.to_earliest else ToLatest()
 
 
+@command("reset-offsets")
+@group_argument("group")
+@topic_option
+@click.option("--all-topics", is_flag=True, help="All topics; the default without --topic.")
+@queue_option
+@click.option("--to-offset", type=click.IntRange(min=0), help="Move to this offset.")
+@click.option(
+    "--to-datetime",
+    default="",
+    help="Move to the first message stored at or after this time, such as "
+    "2026-01-31T08:00:00Z or Unix milliseconds.",
+)
+@click.option(
+    "--by-duration",
+    default="",
+    help="Move to the first message that is younger than this, such as 2h or PT2H.",
+)
+@click.option("--to-earliest", is_flag=True, help="Move to the first stored message.")
+@click.option("--to-latest", is_flag=True, help="Move behind the last message.")
+@click.option(
+    "--to-current",
+    is_flag=True,
+    help="Keep the committed offset; messages acknowledged beyond it are delivered again.",
+)
+@click.option("--shift-by", type=int, help="Move by this number of messages; negative moves back.")
+@click.option(
+    "--from-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Move to the offsets in a file that --export printed.",
+)
+@click.option(
+    "--undo",
+    default="",
+    metavar="OP_ID",
+    help="Undo this operation; see baton group resets.",
+)
+@click.option(
+    "--export",
+    is_flag=True,
+    help="Only print the plan, as lines TOPIC,BROKER,QUEUE,OFFSET.",
+)
+@execute_option
+@dry_run_option
+@reason_option
+@by_option
+@op_id_option
+@cluster_session
 def reset_offsets(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    topic: TopicOption = "",
-    all_topics: Annotated[
-        bool, typer.Option("--all-topics", help="All topics, as without --topic.")
-    ] = False,
-    queue: QueueOption = "",
-    to_offset: Annotated[
-        int | None, typer.Option(min=0, help="To this offset.", show_default=False)
-    ] = None,
-    to_datetime: Annotated[
-        str,
-        typer.Option(
-            help="To the first message stored at or after this time, such as "
-            "2026-01-31T08:00:00Z or Unix milliseconds.",
-            show_default=False,
-        ),
-    ] = "",
-    by_duration: Annotated[
-        str,
-        typer.Option(
-            help="To the first message that is not older, such as 2h or PT2H.", show_default=False
-        ),
-    ] = "",
-    to_earliest: Annotated[
-        bool, typer.Option("--to-earliest", help="To the first message that is kept.")
-    ] = False,
-    to_latest: Annotated[bool, typer.Option("--to-latest", help="After the last message.")] = False,
-    to_current: Annotated[
-        bool,
-        typer.Option("--to-current", help="Where it is: what is acknowledged beyond comes again."),
-    ] = False,
-    shift_by: Annotated[
-        int | None,
-        typer.Option(help="So many messages on; negative for back.", show_default=False),
-    ] = None,
-    from_file: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="To the offsets of a file that --export has made.",
-            show_default=False,
-        ),
-    ] = None,
-    undo: Annotated[
-        str,
-        typer.Option(
-            metavar="OP_ID",
-            help="Bring back what this operation has moved; see baton group resets.",
-            show_default=False,
-        ),
-    ] = "",
-    export: Annotated[
-        bool,
-        typer.Option(
-            "--export", help="Print the plan as lines of TOPIC,BROKER,QUEUE,OFFSET, and no more."
-        ),
-    ] = False,
-    execute: ExecuteOption = False,
-    dry_run: DryRunOption = False,
-    reason: ReasonOption = "",
-    by: ByOption = "",
-    op_id: OpIdOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    topic: str,
+    all_topics: bool,
+    queue: str,
+    to_offset: int | None,
+    to_datetime: str,
+    by_duration: str,
+    to_earliest: bool,
+    to_latest: bool,
+    to_current: bool,
+    shift_by: int | None,
+    from_file: Path | None,
+    undo: str,
+    export: bool,
+    execute: bool,
+    dry_run: bool,
+    reason: str,
+    by: str,
+    op_id: str,
 ) -> None:
-    """Move a group's progress back or forth, while its members are at work.
+    """Move a group's progress back or forward, while its members are running.
 
-    Shows a plan; with --execute it is carried out, recorded, and can be undone. What goes back is
-    delivered again, flagged as redelivered where it was handled; what is skipped counts as handled.
-    Owners go on from the new place at once.
+    Prints a plan; --execute carries it out and records it, so that it can be undone. After a move
+    back, messages are delivered again, flagged as redelivered if they were handled; after a move
+    forward, skipped messages count as handled. Owners continue from the new progress at once.
     """
     wanted = TargetOptions(
         to_offset,
@@ -190,21 +196,22 @@ def reset_offsets(
         from_file,
     )
     if wanted.count + bool(undo) != 1:
-        raise typer.BadParameter(f"give exactly one of {_WAYS}")
+        raise click.UsageError(f"exactly one of {_OPTIONS} is required")
     if all_topics and topic:
-        raise typer.BadParameter("--topic and --all-topics contradict each other")
+        raise click.UsageError("--topic and --all-topics exclude each other")
     if (undo or from_file) and (topic or queue):
-        raise typer.BadParameter("--undo and --from-file name their queues themselves")
+        raise click.UsageError("--topic and --queue can't be combined with --undo or --from-file")
     if export and (execute or undo):
-        raise typer.BadParameter("--export prints a plan: leave out --execute and --undo")
+        raise click.UsageError("--export can't be combined with --execute or --undo")
     scope = Scope(topic, parse_queue(topic, queue))
-    how = _how(by, reason or (f"undo of {undo}" if undo else ""), op_id, execute, dry_run)
-    session = open_session(context, nameserver, form)
+    execution = _execution(
+        by, reason or (f"undo of {undo}" if undo else ""), op_id, execute, dry_run
+    )
     if undo:
         _carry_out(
             session,
-            how,
-            lambda resets, dry: resets.undo(group, undo, how.operation, dry_run=dry),
+            execution,
+            lambda resets, dry: resets.undo(group, undo, execution.operation, dry_run=dry),
         )
         return
     plan = session.run(_plan(session, group, wanted, scope, op_id))
@@ -213,58 +220,60 @@ def reset_offsets(
         return
     _carry_out(
         session,
-        how,
-        lambda resets, dry: resets.reset(plan, how.operation, dry_run=dry),
+        execution,
+        lambda resets, dry: resets.reset(plan, execution.operation, dry_run=dry),
         plan.notes,
     )
 
 
+@command("clone")
+@argument(
+    "from_group",
+    metavar="FROM",
+    shell_complete=complete_groups,
+    help="Group whose progress is copied.",
+)
+@argument(
+    "to_group", metavar="TO", shell_complete=complete_groups, help="Group that gets the progress."
+)
+@topic_option
+@execute_option
+@dry_run_option
+@reason_option
+@by_option
+@op_id_option
+@cluster_session
 def clone(
-    context: typer.Context,
-    from_group: Annotated[
-        str,
-        typer.Argument(
-            metavar="FROM", help="Group to take it from.", autocompletion=groups_that_begin
-        ),
-    ],
-    to_group: Annotated[
-        str,
-        typer.Argument(metavar="TO", help="Group that gets it.", autocompletion=groups_that_begin),
-    ],
-    *,
-    topic: TopicOption = "",
-    execute: ExecuteOption = False,
-    dry_run: DryRunOption = False,
-    reason: ReasonOption = "",
-    by: ByOption = "",
-    op_id: OpIdOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    from_group: str,
+    to_group: str,
+    topic: str,
+    execute: bool,
+    dry_run: bool,
+    reason: str,
+    by: str,
+    op_id: str,
 ) -> None:
-    """Give one group the progress of another, single acknowledged messages included.
+    """Copy the progress of one group to another, with single acknowledged messages.
 
-    Messages that wait in the retry topic of FROM are acknowledged for it, so TO does not get them.
-    Shows a plan; with --execute it is carried out, recorded, and can be undone.
+    Messages in the retry topic of FROM count as acknowledged, so TO does not get them. Prints a
+    plan; --execute carries it out and records it, so that it can be undone.
     """
-    how = _how(by, reason, op_id, execute, dry_run)
+    execution = _execution(by, reason, op_id, execute, dry_run)
     _carry_out(
-        open_session(context, nameserver, form),
-        how,
+        session,
+        execution,
         lambda resets, dry: resets.clone(
-            from_group, to_group, how.operation, topic=topic, dry_run=dry
+            from_group, to_group, execution.operation, topic=topic, dry_run=dry
         ),
     )
 
 
-def resets(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@command("resets")
+@group_argument("group")
+@cluster_session
+def resets(session: CommandSession, group: str) -> None:
     """List the resets and clones of a group, newest first."""
-    session = open_session(context, nameserver, form)
     session.run(_list(session, group))
 
 
@@ -275,17 +284,17 @@ async def _list(session: CommandSession, group: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class _Execution:
     operation: Operation
     execute: bool
 
 
-def _how(by: str, reason: str, op_id: str, execute: bool, dry_run: bool) -> _How:
+def _execution(by: str, reason: str, op_id: str, execute: bool, dry_run: bool) -> _Execution:
     if execute and dry_run:
-        raise typer.BadParameter("--execute and --dry-run contradict each other")
+        raise click.UsageError("--execute and --dry-run exclude each other")
     if execute and not reason:
-        raise typer.BadParameter("--reason is missing")
-    return _How(operation(by, reason or "plan", op_id), execute)
+        raise click.UsageError("--reason is required with --execute")
+    return _Execution(operation(by, reason or "plan", op_id), execute)
 
 
 async def _plan(
@@ -301,10 +310,10 @@ async def _plan(
 
 
 def parse_offsets(lines: Iterable[str]) -> dict[QueueRef, int]:
-    """Offsets by queue, from lines of TOPIC,BROKER,QUEUE,OFFSET.
+    """Return the offsets by queue, from lines TOPIC,BROKER,QUEUE,OFFSET.
 
     Raises:
-        InvalidArgument: a line is something else; it is named.
+        InvalidArgument: a line has another form; the message has its number.
     """
     offsets: dict[QueueRef, int] = {}
     for number, fields in enumerate(csv.reader(lines), 1):
@@ -312,13 +321,13 @@ def parse_offsets(lines: Iterable[str]) -> dict[QueueRef, int]:
             continue
         if len(fields) != 4 or not (fields[2].isdecimal() and fields[3].isdecimal()):
             raise InvalidArgument(
-                f"line {number}: {','.join(fields)!r} is no TOPIC,BROKER,QUEUE,OFFSET",
+                f"line {number}: must be TOPIC,BROKER,QUEUE,OFFSET, got {','.join(fields)!r}",
                 facts={"field": "from_file", "line": number},
             )
         queue = QueueRef(fields[0], fields[1], int(fields[2]))
         if queue in offsets:
             raise InvalidArgument(
-                f"line {number}: {queue} has an offset already",
+                f"line {number}: {queue} is listed twice",
                 facts={"field": "from_file", "line": number},
             )
         offsets[queue] = int(fields[3])
@@ -335,24 +344,26 @@ def _export(plan: Plan) -> None:
 
 def _carry_out(
     session: CommandSession,
-    how: _How,
+    execution: _Execution,
     work: Callable[[Resets, bool], Awaitable[Done]],
     notes: tuple[str, ...] = (),
 ) -> None:
-    """Do `work(resets, dry_run)` and tell what it did, or would do."""
+    """Run `work(resets, dry_run)`, and print what it changed or would change."""
 
     async def once() -> Done:
         async with session.admin() as admin:
-            return await work(Resets(admin), not how.execute)
+            return await work(Resets(admin), not execution.execute)
 
-    _tell(session, how, session.run(once()), notes)
+    _print_result(session, execution, session.run(once()), notes)
 
 
-def _tell(session: CommandSession, how: _How, done: Done, notes: tuple[str, ...]) -> None:
+def _print_result(
+    session: CommandSession, execution: _Execution, done: Done, notes: tuple[str, ...]
+) -> None:
     steps = [asdict(step) for step in done.steps]
     item = {
-        "op_id": how.operation.op_id if how.execute else None,
-        "executed": how.execute,
+        "op_id": execution.operation.op_id if execution.execute else None,
+        "executed": execution.execute,
         "steps": steps,
         "notes": notes,
     }
@@ -360,23 +371,23 @@ def _tell(session: CommandSession, how: _How, done: Done, notes: tuple[str, ...]
     session.output.note("")
     for note in notes:
         session.output.note(note)
-    if how.execute and done.steps:
+    if execution.execute and done.steps:
         group = done.steps[0].group
-        op_id = how.operation.op_id
+        op_id = execution.operation.op_id
         session.output.note(
             f"undo it with: baton group reset-offsets {group} --undo {op_id} --execute"
         )
-    elif not how.execute:
-        session.output.note(planned(done))
+    elif not execution.execute:
+        session.output.note(plan_summary(done))
     session.output.problems(done.problems)
 
 
-def planned(expected: Done) -> str:
-    """What a plan amounts to, for people."""
+def plan_summary(expected: Done) -> str:
+    """Return a plan's summary as text."""
     replayed = sum(step.replayed_count for step in expected.steps)
     skipped = sum(step.skipped_count for step in expected.steps)
     return (
-        f"a plan for {counted(len(expected.steps), 'queue')}, nothing was changed: "
+        f"plan for {counted(len(expected.steps), 'queue')}, nothing was changed: "
         f"{counted(replayed, 'message')} would be delivered again, {skipped} skipped; "
         "do it with --execute --reason WHY"
     )

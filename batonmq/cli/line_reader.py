@@ -1,8 +1,8 @@
-"""Lines of a file or of standard input, without stopping the event loop.
+"""Lines of a file or of standard input, read without blocking the event loop.
 
-Standard input may be a terminal, a pipe or a file, and none of the event loop's ways to read
-takes all three. A thread reads; it is a daemon with a file object of its own, so that a read
-that never returns does not keep the process from ending.
+Standard input may be a terminal, a pipe or a file, and no reader of the event loop supports all
+three. A thread reads instead. It is a daemon thread with a file object of its own, so that a read
+that never returns does not keep the process from exiting.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _STDIN = 0
 
 
 async def read_lines(path: Path | None, bytes_max: int) -> AsyncGenerator[bytes, None]:
-    """Lines without their line feed, the last one with or without; standard input if no path.
+    """Yield lines without their line feeds; the last line may lack one.
 
     Args:
-        bytes_max: A line that is longer is the last one, as far as it was read.
+        path: The file; None for standard input.
+        bytes_max: A longer line ends the input; the part of it that was read is yielded.
 
     Raises:
-        OSError: It can't be read.
+        OSError: the file can't be read.
     """
-    reader = _Reader(path)
+    reader = _ChunkReader(path)
     rest = b""
     try:
         while chunk := await reader.next():
@@ -42,8 +43,8 @@ async def read_lines(path: Path | None, bytes_max: int) -> AsyncGenerator[bytes,
         yield rest
 
 
-class _Reader:
-    """Chunks from a thread that is at most `_CHUNKS_MAX` ahead."""
+class _ChunkReader:
+    """Chunks read by a thread that is at most `_CHUNKS_MAX` chunks ahead."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -74,9 +75,9 @@ class _Reader:
             self._put(error)
 
     def _put(self, chunk: bytes | OSError) -> bool:
-        """Hand over a chunk; False if there is to be no other."""
+        """Pass a chunk to the event loop; return False if it was the last one."""
         self._room.acquire()
         if not self._closed:
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the event loop was closed meanwhile
                 self._loop.call_soon_threadsafe(self._chunks.put_nowait, chunk)
         return bool(chunk) and not self._closed

@@ -1,24 +1,32 @@
-"""`baton lock …`. A queue is named as `baton lock list` shows it: GROUP TOPIC BROKER QUEUE."""
+"""`baton lock …`: the locks of queues, each named as GROUP TOPIC BROKER QUEUE."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated
+from functools import partial
 
-import typer
+import click
 
 from batonmq._core.queues import QueueRef
 from batonmq.admin.locks import LockDetail, Locks
 from batonmq.admin.operation import Operation
-from batonmq.cli.arguments import GroupArgument, TopicArgument
-from batonmq.cli.change_options import ByOption, OpIdOption, ReasonOption, operation
+from batonmq.cli.arguments import group_argument, topic_argument
+from batonmq.cli.change_options import by_option, op_id_option, operation, reason_option
+from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
 from batonmq.cli.output import Columns, counted, described, duration
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 
-app = typer.Typer(help="Look at the locks on queues, and break them.", no_args_is_help=True)
-BrokerArgument = Annotated[str, typer.Argument(metavar="BROKER", help="The queue's broker.")]
-QueueArgument = Annotated[int, typer.Argument(metavar="QUEUE", min=0, help="The queue's index.")]
+commands = LazyGroup(
+    "lock",
+    help="Show and release the locks of queues.",
+    no_args_is_help=True,
+    lazy={"describe": LazyCommand("batonmq.cli.lock:show", hidden=True)},
+)
+broker_argument = partial(argument, metavar="BROKER", help="Broker of the queue.")
+queue_argument = partial(
+    argument, type=click.IntRange(min=0), metavar="QUEUE", help="Id of the queue."
+)
 
 _COLUMNS: Columns = {
     "GROUP": "group",
@@ -45,17 +53,12 @@ _KEPT_COLUMNS: Columns = {
 }
 
 
-@app.command("list")
-def list_(
-    context: typer.Context,
-    *,
-    group: Annotated[str, typer.Option(help="Only of this group.")] = "",
-    topic: Annotated[str, typer.Option(help="Only of this topic.")] = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """List who owns which queue, under which subscription, and who waits for it."""
-    session = open_session(context, nameserver, form)
+@commands.command("list")
+@click.option("--group", default="", help="Only this group.")
+@click.option("--topic", default="", help="Only this topic.")
+@cluster_session
+def list_(session: CommandSession, group: str, topic: str) -> None:
+    """List the owner, the subscription and the waiters of each queue."""
     session.run(_list(session, group, topic))
 
 
@@ -65,19 +68,14 @@ async def _list(session: CommandSession, group: str, topic: str) -> None:
         await session.output.item_pages(pages, _COLUMNS, _MORE_COLUMNS)
 
 
-@app.command()
-def show(
-    context: typer.Context,
-    group: GroupArgument,
-    topic: TopicArgument,
-    broker: BrokerArgument,
-    queue_id: QueueArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Show everything known of one lock: its lease, a hand-over under way, the last refusals."""
-    session = open_session(context, nameserver, form)
+@commands.command()
+@group_argument("group")
+@topic_argument("topic")
+@broker_argument("broker")
+@queue_argument("queue_id")
+@cluster_session
+def show(session: CommandSession, group: str, topic: str, broker: str, queue_id: int) -> None:
+    """Show one lock: its lease, a hand-over in progress, and the last denials."""
     session.run(_show(session, group, QueueRef(topic, broker, queue_id)))
 
 
@@ -98,42 +96,45 @@ async def _show(session: CommandSession, group: str, queue: QueueRef) -> None:
         ],
     }
     session.output.detail(item, [lock], _COLUMNS, _MORE_COLUMNS)
-    for line in ("", *about(detail)):
+    for line in ("", *describe_lock(detail)):
         session.output.note(line)
 
 
-@app.command()
+@commands.command()
+@group_argument("group")
+@topic_argument("topic")
+@broker_argument("broker")
+@queue_argument("queue_id")
+@click.option("--force", is_flag=True, help="Release it; otherwise only the lock is shown.")
+@reason_option
+@by_option
+@op_id_option
+@cluster_session
 def release(
-    context: typer.Context,
-    group: GroupArgument,
-    topic: TopicArgument,
-    broker: BrokerArgument,
-    queue_id: QueueArgument,
-    *,
-    force: Annotated[
-        bool, typer.Option("--force", help="Do it; without, only the owner is shown.")
-    ] = False,
-    reason: ReasonOption = "",
-    by: ByOption = "",
-    op_id: OpIdOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    topic: str,
+    broker: str,
+    queue_id: int,
+    force: bool,
+    reason: str,
+    by: str,
+    op_id: str,
 ) -> None:
-    """Take a queue from its owner, whatever it is doing.
+    """Release the lock of a queue, whatever its owner is doing.
 
-    Its acknowledgements are refused from then on. Another owner gets what was in its hands again,
-    flagged as redelivered, while the old one may still be at work on it. The same one, if it lives
-    and is still dealt the queue, asks for it at once and goes on.
+    The owner's acknowledgements are rejected from then on. The next owner gets the messages in
+    flight again, flagged as redelivered, while the former owner may still be handling them. The
+    same owner acquires the queue again at once if it is alive and still assigned the queue.
     """
     if force and not reason:
-        raise typer.BadParameter("--reason is missing")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("--reason is required with --force")
     queue = QueueRef(topic, broker, queue_id)
     if force:
         session.run(_force_release(session, group, queue, operation(by, reason, op_id)))
         return
     session.run(_show(session, group, queue))
-    session.output.note("nothing was changed; take it away with --force --reason WHY")
+    session.output.note("nothing was changed; release it with --force --reason WHY")
 
 
 async def _force_release(
@@ -150,28 +151,21 @@ async def _force_release(
     }
     session.output.line(
         named | asdict(taken),
-        f"{queue} is taken from {taken.client_id or 'nobody'}; it may have had "
-        f"{counted(taken.maybe_seen_count, 'message')} in hand; the token is {taken.token} now",
+        f"{queue} is released; its owner was {taken.client_id or 'none'}, with up to "
+        f"{counted(taken.maybe_seen_count, 'message')} in flight; the new token is {taken.token}",
     )
 
 
-app.command("describe", hidden=True)(show)
+@commands.command("release-all")
+@argument("client_id", metavar="CLIENT_ID", help="Client id of the owner.")
+@click.option("--group", default="", help="Only in this group.")
+@cluster_session
+def release_all(session: CommandSession, client_id: str, group: str) -> None:
+    """Release the queues that a client has closed but not released.
 
-
-@app.command("release-all")
-def release_all(
-    context: typer.Context,
-    client_id: Annotated[str, typer.Argument(metavar="CLIENT_ID", help="The owner.")],
-    *,
-    group: Annotated[str, typer.Option(help="Only in this group.", show_default=False)] = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Give back the queues that a client has closed and not released.
-
-    Nothing is taken from a client that is at work: what it has not closed is kept, and listed.
+    No queue is taken from a client that still uses it: a queue that is not closed is kept, and
+    listed.
     """
-    session = open_session(context, nameserver, form)
     session.run(_release_all(session, client_id, group))
 
 
@@ -189,33 +183,33 @@ async def _release_all(session: CommandSession, client_id: str, group: str) -> N
     session.output.detail(item, kept, _KEPT_COLUMNS)
     session.output.note("")
     if not released.incarnation_ids:
-        session.output.note(f"{client_id} owns nothing")
+        session.output.note(f"{client_id} owns no queue")
         return
-    session.output.note(f"given back: {counted(count, 'queue')}; kept: {len(kept)}")
+    session.output.note(f"released: {counted(count, 'queue')}; kept: {len(kept)}")
     if kept:
         session.output.note(
-            "a queue is kept until its owner closes it or its lease ends; "
+            "a queue is kept until its owner closes it or its lease expires; "
             "see baton lock release --force"
         )
 
 
-def about(detail: LockDetail) -> Iterator[str]:
-    """What a table of locks does not show of one; for people."""
+def describe_lock(detail: LockDetail) -> Iterator[str]:
+    """Yield what the table does not show of a lock, as lines of text."""
     lock = detail.lock
     if lock.client_id:
         left = detail.lease_left_ms
-        end = f"ends in {duration(left)}" if left else "has ended"
+        end = f"expires in {duration(left)}" if left else "has expired"
         yield f"lease of {lock.client_id} {end}"
     if detail.owner_evicted:
-        yield f"{lock.client_id} is no member of the group any more"
+        yield f"{lock.client_id} is not a member of the group any more"
     if detail.pending_step:
-        yield f"hand-over is at {detail.pending_step}, attempt {detail.pending_attempt}"
+        yield f"hand-over in progress: {detail.pending_step}, attempt {detail.pending_attempt}"
     if detail.offsets_token is not None and detail.offsets_token != lock.token:
-        yield f"the token at offsets is {detail.offsets_token}"
-    yield f"the lock manager's term is {detail.term}"
+        yield f"offsets has token {detail.offsets_token}"
+    yield f"the term of the lock manager is {detail.term}"
     for denial in detail.denials:
         error = denial.error
         yield (
-            f"refused {duration(denial.age_ms)} ago: {denial.client_id}: "
+            f"denied {duration(denial.age_ms)} ago: {denial.client_id}: "
             f"{error.reason}: {error.message}"
         )

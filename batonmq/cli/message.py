@@ -1,68 +1,83 @@
-"""`baton message …`."""
+"""`baton message …`: look up messages."""
 
 from __future__ import annotations
 
 import base64
-from typing import Annotated
 
-import typer
+import click
 
 from batonmq._core.dead_letters import DeadLetter
 from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries, StoredMessage
+from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
 from batonmq.cli.output import Item, printable, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument, MessageNotFound, QueueNotFound
 
-app = typer.Typer(help="Look messages up; cancel scheduled ones.", no_args_is_help=True)
-
-
-@app.command()
-def get(
-    context: typer.Context,
-    message_id: Annotated[
-        str | None,
-        typer.Argument(metavar="[ID]", help="Id of a receipt.", show_default=False),
-    ] = None,
-    *,
-    topic: Annotated[str, typer.Option(help="Topic to look in.")] = "",
-    key: Annotated[str, typer.Option(help="With --topic: messages that carry this key.")] = "",
-    queue: Annotated[
-        int | None, typer.Option(min=0, help="With --topic: a queue of it.", show_default=False)
-    ] = None,
-    broker: Annotated[
-        str, typer.Option(help="With --queue: its broker, if the topic has several.")
-    ] = "",
-    offset: Annotated[
-        int | None, typer.Option(min=0, help="With --queue: an offset.", show_default=False)
-    ] = None,
-    time: Annotated[
-        str,
-        typer.Option(
-            help="With --queue: the first message stored at or after this time, such as "
-            "2026-01-31T08:00:00Z or Unix milliseconds."
+commands = LazyGroup(
+    "message",
+    help="Look up and trace messages; cancel scheduled ones.",
+    no_args_is_help=True,
+    lazy={
+        "cancel": LazyCommand(
+            "batonmq.cli.message_cancel:cancel",
+            "Cancel a scheduled message that is not delivered yet.",
         ),
-    ] = "",
-    count: Annotated[
-        int, typer.Option(min=1, max=1_000, help="With --key: at most so many, newest first.")
-    ] = 64,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Show a message by its id, by a key, or by its place: ID, --key, --offset or --time.
+        "trace": LazyCommand(
+            "batonmq.cli.message_trace:trace",
+            "Show what happened to a message, found by its id, a key or its position.",
+        ),
+    },
+)
 
-    Nothing is consumed: no group moves.
+
+@commands.command()
+@argument("message_id", required=False, metavar="[ID]", help="Message id, as in the receipt.")
+@click.option("--topic", default="", help="Topic of the message.")
+@click.option("--key", default="", help="Show the messages with this key; needs --topic.")
+@click.option("--queue", type=click.IntRange(min=0), help="Queue of the message; needs --topic.")
+@click.option(
+    "--broker", default="", help="Broker of the queue; required if several brokers have the queue."
+)
+@click.option("--offset", type=click.IntRange(min=0), help="Offset of the message; needs --queue.")
+@click.option(
+    "--time",
+    default="",
+    help="Show the first message stored at or after this time, such as 2026-01-31T08:00:00Z or "
+    "Unix milliseconds; needs --queue.",
+)
+@click.option(
+    "--count",
+    default=64,
+    show_default=True,
+    type=click.IntRange(min=1, max=1_000),
+    help="Most messages to show, newest first; needs --key.",
+)
+@cluster_session
+def get(
+    session: CommandSession,
+    message_id: str | None,
+    topic: str,
+    key: str,
+    queue: int | None,
+    broker: str,
+    offset: int | None,
+    time: str,
+    count: int,
+) -> None:
+    """Show messages, found by id, key, offset or store time.
+
+    Nothing is consumed: the progress of groups does not change.
     """
     ways = [message_id is not None, bool(key), offset is not None, bool(time)]
     if sum(ways) != 1:
-        raise typer.BadParameter("give exactly one of ID, --key, --offset and --time")
+        raise click.UsageError("exactly one of ID, --key, --offset and --time is required")
     if message_id is None and not topic:
-        raise typer.BadParameter("--topic is missing")
+        raise click.UsageError("--topic is required")
     if (offset is not None or time) and queue is None:
-        raise typer.BadParameter("--queue is missing")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("--queue is required")
     if message_id is not None:
         session.run(_get(session, message_id))
     elif key:
@@ -81,41 +96,46 @@ async def _find(session: CommandSession, topic: str, key: str, count: int) -> No
     async with session.admin() as admin:
         found = await Queries(admin).with_key(topic, key, count_max=count)
     if not found.messages:
-        raise MessageNotFound(f"no message of topic {topic} has the key {key}")
+        raise MessageNotFound(f"topic {topic} has no message with key {key}")
     for one in found.messages:
         _show(session, one)
     if found.more:
-        session.output.note("there may be more: see --count")
+        session.output.note("there may be more; see --count")
 
 
-async def _read(session: CommandSession, asked: QueueRef, offset: int | None, time: str) -> None:
+async def _read(session: CommandSession, wanted: QueueRef, offset: int | None, time: str) -> None:
     async with session.admin() as admin:
-        queue = await find_queue(admin, asked)
+        queue = await find_queue(admin, wanted)
         queries = Queries(admin)
         if offset is None:
             offset = await queries.offset_at(queue, parse_unix_ms(time))
         _show(session, await queries.at_offset(queue, offset))
 
 
-async def find_queue(admin: Admin, asked: QueueRef) -> QueueRef:
-    """`asked` with its broker, if that can't be but one."""
-    detail = await admin.describe_topic(asked.topic)
+async def find_queue(admin: Admin, wanted: QueueRef) -> QueueRef:
+    """Return the queue with its broker, which may be left out if only one broker has the queue.
+
+    Raises:
+        QueueNotFound: the topic has no such queue.
+        InvalidArgument: several brokers have a queue of this id.
+    """
+    detail = await admin.describe_topic(wanted.topic)
     queues = [
         queue
         for queue in detail.topic.queues
-        if queue.queue_id == asked.queue_id and asked.broker in ("", queue.broker)
+        if queue.queue_id == wanted.queue_id and wanted.broker in ("", queue.broker)
     ]
     if not queues:
-        place = f"{asked.broker}/{asked.queue_id}".lstrip("/")
+        name = f"{wanted.broker}/{wanted.queue_id}".lstrip("/")
         raise QueueNotFound(
-            f"topic {asked.topic} has no queue {place}",
-            remedy=f"Name one of `baton topic describe {asked.topic}`.",
+            f"topic {wanted.topic} has no queue {name}",
+            remedy=f"See: baton topic describe {wanted.topic}.",
         )
     if len(queues) > 1:
         brokers = ", ".join(queue.broker for queue in queues)
         raise InvalidArgument(
-            f"queue {asked.queue_id} of topic {asked.topic} is on several brokers: {brokers}",
-            remedy="Say which: --broker NAME.",
+            f"queue {wanted.queue_id} of topic {wanted.topic} exists on several brokers: {brokers}",
+            remedy="Choose one: --broker NAME.",
             facts={"field": "broker"},
         )
     return queues[0]
@@ -126,7 +146,7 @@ def _show(session: CommandSession, message: StoredMessage) -> None:
 
 
 def _item(message: StoredMessage) -> Item:
-    """The message for a program; a body that is not UTF-8 stands as base64."""
+    """Return the message for JSON; a body that is not UTF-8 is in base64."""
     item = {
         "message_id": message.message_id,
         "topic": message.queue.topic,
@@ -143,7 +163,7 @@ def _item(message: StoredMessage) -> Item:
 
 
 def body_of(message: StoredMessage | DeadLetter) -> Item:
-    """The body for a program; one that is not UTF-8 stands as base64."""
+    """Return the body for JSON; a body that is not UTF-8 is in base64."""
     try:
         return {"body": message.body.decode()}
     except UnicodeDecodeError:
@@ -151,7 +171,7 @@ def body_of(message: StoredMessage | DeadLetter) -> Item:
 
 
 def _text(message: StoredMessage) -> str:
-    """The message for a person: time, id, place, marks, body."""
+    """Return the message as text: time, id, queue and offset, tag, keys, body."""
     words = [
         wall_time(message.store_unix_ms),
         message.message_id,

@@ -1,25 +1,18 @@
-"""`baton message cancel`."""
+"""`baton message cancel`: cancel a scheduled message."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.command_classes import argument, command
+from batonmq.cli.session import CommandSession, cluster_session
 
 
-def cancel(
-    context: typer.Context,
-    schedule_id: Annotated[str, typer.Argument(metavar="SCHEDULE_ID", help="Id of the receipt.")],
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Take back a message that was sent for later and is not delivered yet."""
-    session = open_session(context, nameserver, form)
+@command("cancel")
+@argument("schedule_id", metavar="SCHEDULE_ID", help="Schedule id of the receipt.")
+@cluster_session
+def cancel(session: CommandSession, schedule_id: str) -> None:
+    """Cancel a scheduled message that is not delivered yet."""
     session.run(_cancel(session, schedule_id))
 
 

@@ -1,48 +1,49 @@
-"""`baton message trace`: the story of a message, in order of time."""
+"""`baton message trace`: what happened to a message, in order of time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from batonmq._core.message_trace import TraceEvent, TraceEventKind
 from batonmq._core.queues import QueueRef
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.admin.trace import Copy, GroupTrace, Trace, Tracer
+from batonmq.cli.command_classes import argument, command
 from batonmq.cli.message import body_of, find_queue
 from batonmq.cli.output import Columns, Item, counted, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.errors import MessageNotFound
 
-_ENDLESS_MS = 1 << 62
+_TIME_MAX_MS = 1 << 62
 _STATES = {
     "acked": "acknowledged: handled",
-    "retry_or_done": "acknowledged: handled, or sent back and waiting for its next attempt, which "
-    "shows when its time has come",
-    "in_hand": "in hand",
-    "maybe_in_hand": "perhaps in hand: offsets was restarted since",
-    "waiting": "waits to be delivered",
-    "dead": "dead: given up",
+    "retry_or_done": "acknowledged: handled, or sent back for a retry, which is shown when it is "
+    "due",
+    "in_hand": "in flight",
+    "maybe_in_hand": "possibly in flight: offsets was restarted since the delivery",
+    "waiting": "waiting for delivery",
+    "dead": "dead: no more attempts",
     "filtered": "filtered: not delivered",
     "not_subscribed": "the group does not subscribe to the topic",
-    "local": "broadcasting: each member keeps its own progress, nothing is known here",
-    "unknown": "not known: too many separate acknowledgements to tell all",
+    "local": "broadcasting: each member keeps its own progress, so the state is unknown here",
+    "unknown": "unknown: too many separate acknowledgements to list all",
 }
 _STEPS = {
     "delivered": "delivered to {client}, under token {token}",
-    "maybe_delivered": "perhaps delivered to {client}, under token {token}",
-    "kept": "still in hand of {client}, or delivered again, under token {token}",
+    "maybe_delivered": "possibly delivered to {client}, under token {token}",
+    "kept": "still in flight at {client}, or delivered again, under token {token}",
     "acked": "acknowledged under token {token}, by {client}",
-    "skipped": "a reset or clone counts it as handled, and ended token {token}",
-    "acked_or_skipped": "acknowledged under token {token}, or skipped by the reset that ended it",
-    "brought_back": "a reset or clone has it delivered again, and ended token {token}",
+    "skipped": "counted as handled by a reset or clone, which replaced token {token}",
+    "acked_or_skipped": "acknowledged under token {token}, or skipped by a reset that replaced it",
+    "brought_back": "to be delivered again after a reset or clone, which replaced token {token}",
 }
 _PASSED_OVER = (
-    "passed over with token {token}, of {client}; delivered only if the subscription was another "
-    "one then"
+    "skipped by the filter under token {token} of {client}, unless the group had another "
+    "subscription then"
 )
 
 
@@ -64,42 +65,37 @@ _COLUMNS: Columns = {
 }
 
 
+@command("trace")
+@argument("message_id", required=False, metavar="[ID]", help="Message id, as in the receipt.")
+@click.option("--topic", default="", help="Topic of the message.")
+@click.option("--key", default="", help="Show the newest message with this key; needs --topic.")
+@click.option("--queue", type=click.IntRange(min=0), help="Queue of the message; needs --topic.")
+@click.option(
+    "--broker", default="", help="Broker of the queue; required if several brokers have the queue."
+)
+@click.option("--offset", type=click.IntRange(min=0), help="Offset of the message; needs --queue.")
+@cluster_session
 def trace(
-    context: typer.Context,
-    message_id: Annotated[
-        str | None,
-        typer.Argument(metavar="[ID]", help="Id of a receipt.", show_default=False),
-    ] = None,
-    *,
-    topic: Annotated[str, typer.Option(help="Topic to look in.")] = "",
-    key: Annotated[
-        str, typer.Option(help="With --topic: the newest message that carries this key.")
-    ] = "",
-    queue: Annotated[
-        int | None, typer.Option(min=0, help="With --topic: a queue of it.", show_default=False)
-    ] = None,
-    broker: Annotated[
-        str, typer.Option(help="With --queue: its broker, if the topic has several.")
-    ] = "",
-    offset: Annotated[
-        int | None, typer.Option(min=0, help="With --queue: an offset.", show_default=False)
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    message_id: str | None,
+    topic: str,
+    key: str,
+    queue: int | None,
+    broker: str,
+    offset: int | None,
 ) -> None:
-    """Tell what became of a message, by its id, by a key, or by its place.
+    """Show what happened to a message, found by its id, a key or its position.
 
-    Where it is stored; for each group whether it passes the filter, who had it under which token
-    and when, whether it is acknowledged, its retries, whether it is dead or was sent again. What is
-    only possible is told as such. Nothing is consumed: no group moves.
+    Shows where it is stored, and for each group whether the filter accepts it, its deliveries with
+    owner and token, acknowledgement, retries, death and redrives. An event that is only possible
+    is marked as possible. Nothing is consumed: the progress of groups does not change.
     """
     if sum((message_id is not None, bool(key), offset is not None)) != 1:
-        raise typer.BadParameter("give exactly one of ID, --key and --offset")
+        raise click.UsageError("exactly one of ID, --key and --offset is required")
     if message_id is None and not topic:
-        raise typer.BadParameter("--topic is missing")
+        raise click.UsageError("--topic is required")
     if offset is not None and queue is None:
-        raise typer.BadParameter("--queue is missing")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("--queue is required")
     place = None if queue is None else QueueRef(topic, broker, queue)
     session.run(_trace(session, message_id, (topic, key), place, offset))
 
@@ -120,7 +116,7 @@ async def _trace(
         else:
             message = await _newest(session, queries, *keyed)
         found = await Tracer(admin).trace(message)
-    events = sorted(_events(found), key=lambda item: item["unix_ms"] or _ENDLESS_MS)
+    events = sorted(_events(found), key=lambda item: item["unix_ms"] or _TIME_MAX_MS)
     session.output.detail(_item(found, events), events, _COLUMNS)
     session.output.problems(found.problems)
 
@@ -128,11 +124,13 @@ async def _trace(
 async def _newest(session: CommandSession, queries: Queries, topic: str, key: str) -> StoredMessage:
     found = await queries.with_key(topic, key)
     if not found.messages:
-        raise MessageNotFound(f"no message of topic {topic} has the key {key}")
+        raise MessageNotFound(f"topic {topic} has no message with key {key}")
     older = found.messages[1:]
     if older:
         names = ", ".join(each.message_id for each in older[:5])
-        session.output.note(f"the newest of {counted(len(older) + 1, 'message')}; others: {names}")
+        session.output.note(
+            f"the newest of {counted(len(older) + 1, 'message')} with this key; others: {names}"
+        )
     return found.messages[0]
 
 
@@ -143,11 +141,11 @@ def _events(found: Trace) -> Iterator[dict[str, Any]]:
         yield _event(message.store_unix_ms, "stored", _stored(message))
         scheduled = message.scheduled_unix_ms
         if scheduled is not None:
-            asked = f"sent for later: to be delivered at {wall_time(scheduled)}"
+            asked = f"scheduled for delivery at {wall_time(scheduled)}"
             yield _event(message.born_unix_ms, "scheduled", asked)
     else:
         yield _event(
-            message.born_unix_ms, "born", f"{origin.message_id} {place}, which is no longer kept"
+            message.born_unix_ms, "born", f"{origin.message_id} {place}, which is deleted already"
         )
     if not found.groups:
         yield _event(None, "now", "no group subscribes to the topic or has progress on the queue")
@@ -160,18 +158,18 @@ def _group_events(group: GroupTrace) -> Iterator[dict[str, Any]]:
     if group.expression is not None and group.passes is not None:
         first = group.copies[0].store_unix_ms if group.copies else None
         event = "passes" if group.passes else "filtered"
-        yield _event(first, event, f"by {group.expression!r}, the present subscription", name)
+        yield _event(first, event, f"by {group.expression!r}, the current subscription", name)
     for copy in group.copies:
         filtered = group.passes is False and copy.kind == "original"
-        yield from _passed_over(copy, name) if filtered else _copy_events(copy, name)
+        yield from _skipped_by_filter(copy, name) if filtered else _copy_events(copy, name)
     last = group.copies[-1] if group.copies else None
     detail = _STATES[group.state]
     if group.state in ("in_hand", "maybe_in_hand") and last is not None:
-        detail += f" of {last.owner} under token {last.token}"
+        detail += f" at {last.owner} under token {last.token}"
     elif last is not None and last.owner is not None:
-        detail += f"; {last.queue} is held by {last.owner} under token {last.token}"
+        detail += f"; {last.queue} is owned by {last.owner} under token {last.token}"
     if not group.recorded and group.model != "broadcasting":
-        detail += "; queues of the group are not owned: deliveries are not recorded"
+        detail += "; the group has no ownership, so its deliveries are not recorded"
     yield _event(None, "now", detail, name)
 
 
@@ -184,20 +182,18 @@ def _copy_events(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
     elif copy.kind == "dead":
         yield _event(copy.store_unix_ms, "dead", failed, group)
     elif copy.kind == "redriven":
-        who = f"by {copy.redriven_by}, replay {copy.replay_id}; {place}"
-        yield _event(copy.store_unix_ms, "redriven", who, group)
+        text = f"by {copy.redriven_by}, replay {copy.replay_id}; {place}"
+        yield _event(copy.store_unix_ms, "redriven", text, group)
     if copy.trace is None:
         return
     if copy.trace.before and copy.kind != "dead":
-        yield _event(
-            copy.store_unix_ms, "acked", "before what is recorded of who held the queue", group
-        )
+        yield _event(copy.store_unix_ms, "acked", "before the recorded owners of the queue", group)
     for step in copy.trace.steps if copy.kind != "dead" else ():
         yield _step_event(step, group)
 
 
-def _passed_over(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
-    """What is known by offsets alone is no delivery, if the filter keeps the message back."""
+def _skipped_by_filter(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
+    """Yield the deliveries that offsets assumes, although the filter skipped the message."""
     for step in copy.trace.steps if copy.trace is not None else ():
         if step.what in (
             TraceEventKind.DELIVERED,
@@ -207,8 +203,10 @@ def _passed_over(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
             yield _step_event(step, group, "passed_over", _PASSED_OVER)
 
 
-def _step_event(step: TraceEvent, group: str, event: str = "", told: str = "") -> dict[str, Any]:
-    detail = (told or _STEPS[step.what.value]).format(client=step.client_id, token=step.token)
+def _step_event(
+    step: TraceEvent, group: str, event: str = "", template: str = ""
+) -> dict[str, Any]:
+    detail = (template or _STEPS[step.what.value]).format(client=step.client_id, token=step.token)
     item = _event(step.begin_unix_ms, event or step.what.value, detail, group)
     exact = step.begin_unix_ms == step.end_unix_ms
     item["until_unix_ms"] = None if exact else step.end_unix_ms
@@ -216,9 +214,9 @@ def _step_event(step: TraceEvent, group: str, event: str = "", told: str = "") -
 
 
 def _event(unix_ms: int | None, event: str, detail: str, group: str = "") -> dict[str, Any]:
-    """One line of the story.
+    """Return one event.
 
-    `until_unix_ms` is None if the time is exact, 0 if it may have been any since.
+    `until_unix_ms` is None if the time is exact, and 0 if the event may be of any time since then.
     """
     return {
         "unix_ms": unix_ms,

@@ -1,79 +1,40 @@
-"""`baton mqadmin …`: names and flags of RocketMQ's tool, for fingers that know them.
+"""`baton mqadmin …`: commands with the names and flags of RocketMQ's tool.
 
-Each does what the command does that its help names, and prints the same. What has no meaning here,
-such as the broker a topic is created on, is taken, and told to be ignored.
+Each command does what the command named in its help does, and prints the same. Flags without a
+meaning in BatonMQ, such as the broker that a topic is created on, are accepted and ignored.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from enum import Enum
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from batonmq.cli import cluster, group, message, topic
-from batonmq.cli.change_options import YesOption, resolve_by
-from batonmq.cli.completion import groups_that_begin, topics_that_begin
-from batonmq.cli.group_resets import ExecuteOption, reset_offsets
+from batonmq.cli.change_options import resolve_by, yes_option
+from batonmq.cli.command_classes import LazyGroup
+from batonmq.cli.completion import complete_groups, complete_topics
+from batonmq.cli.group_resets import execute_option, reset_offsets
 from batonmq.cli.output import Columns
-from batonmq.cli.session import CommandSession, FormatOption, open_session
-from batonmq.cli.topic import Permission
+from batonmq.cli.session import CommandSession, format_option, open_session
 from batonmq.cli.topic_stats import stats
 from batonmq.errors import TopicNotFound
 
-app = typer.Typer(
-    help="The commonest commands of RocketMQ's mqadmin, by their names and flags.",
+commands = LazyGroup(
+    "mqadmin",
+    help="Common commands of RocketMQ's mqadmin, with their names and flags.",
     no_args_is_help=True,
 )
-
-
-class Perm(Enum):
-    """What may be done with a topic, in RocketMQ's numbers."""
-
-    WRITE = "2"
-    READ = "4"
-    READ_WRITE = "6"
-
-
-def _addresses(value: str | None) -> str | None:
-    return value.replace(";", ",") if value else value
-
-
-def _ignored(parameter: typer.CallbackParam, value: str) -> str:
-    if value:
-        print(f"{parameter.opts[0]} is ignored: it has no meaning here", file=sys.stderr)
-    return value
-
-
-NamesrvOption = Annotated[
-    str | None,
-    typer.Option(
-        "-n",
-        "--namesrvAddr",
-        metavar="HOST:PORT",
-        help="Nameservers, separated by ; or by commas.",
-        show_default=False,
-        callback=_addresses,
-    ),
-]
-ClusterOption = Annotated[
-    str, typer.Option("-c", "--clusterName", help="Ignored.", callback=_ignored)
-]
-BrokerOption = Annotated[
-    str, typer.Option("-b", "--brokerAddr", help="Ignored.", callback=_ignored)
-]
-TopicOption = Annotated[
-    str, typer.Option("-t", "--topic", help="The topic.", autocompletion=topics_that_begin)
-]
-GroupOption = Annotated[
-    str, typer.Option("-g", "--groupName", help="The group.", autocompletion=groups_that_begin)
-]
+_PERMISSIONS = {"2": "w", "4": "r", "6": "rw"}
+"""RocketMQ's numbers to the values of `baton topic update --permission`."""
 _SENT_COLUMNS: Columns = {
     "BROKER": "broker",
     "QUEUE": "queue_id",
@@ -83,41 +44,99 @@ _SENT_COLUMNS: Columns = {
 }
 
 
-@app.command("updateTopic")
+def _with_commas(_: click.Context, __: click.Parameter, addresses: str | None) -> str | None:
+    return addresses.replace(";", ",") if addresses else addresses
+
+
+def _warn_ignored(_: click.Context, parameter: click.Parameter, value: str) -> str:
+    if value:
+        print(f"{parameter.opts[0]} is ignored: it has no meaning in BatonMQ", file=sys.stderr)
+    return value
+
+
+namesrv_option = click.option(
+    "-n",
+    "--namesrvAddr",
+    "nameserver",
+    metavar="HOST:PORT",
+    callback=_with_commas,
+    help="Addresses of nameservers, separated by semicolons or commas.",
+)
+cluster_option = click.option(
+    "-c", "--clusterName", expose_value=False, callback=_warn_ignored, help="Ignored."
+)
+broker_option = click.option(
+    "-b", "--brokerAddr", expose_value=False, callback=_warn_ignored, help="Ignored."
+)
+topic_option = click.option(
+    "-t",
+    "--topic",
+    "topic_name",
+    required=True,
+    shell_complete=complete_topics,
+    help="Name of the topic.",
+)
+group_option = click.option(
+    "-g",
+    "--groupName",
+    "group_name",
+    required=True,
+    shell_complete=complete_groups,
+    help="Name of the group.",
+)
+
+
+def mqadmin_session(function: Callable[..., None]) -> Callable[..., None]:
+    """Add -n and --format to a command, and pass a session as its first argument."""
+
+    @wraps(function)
+    def run(nameserver: str | None, form: str | None, **options: Any) -> None:
+        function(open_session(click.get_current_context(), nameserver, form), **options)
+
+    return namesrv_option(format_option(run))
+
+
+def _forward(session: CommandSession, command: click.Command, **parameters: Any) -> None:
+    """Run another command of `baton` in the same session; its other parameters have defaults."""
+    context = click.get_current_context()
+    form = session.output.form.value
+    context.invoke(command, nameserver=session.nameserver, form=form, **parameters)
+
+
+@commands.command("updateTopic")
+@topic_option
+@click.option(
+    "-r",
+    "--readQueueNums",
+    "read",
+    type=click.IntRange(min=1),
+    help="Number of queues on all brokers together; 8 for a new topic.",
+)
+@click.option(
+    "-w", "--writeQueueNums", "write", type=click.IntRange(min=1), help="The same number, if given."
+)
+@click.option(
+    "-p",
+    "--perm",
+    type=click.Choice(list(_PERMISSIONS)),
+    help="2 write, 4 read, 6 both; 6 for a new topic.",
+)
+@cluster_option
+@broker_option
+@mqadmin_session
 def update_topic(
-    context: typer.Context,
-    name: TopicOption,
-    *,
-    read: Annotated[
-        int | None,
-        typer.Option(
-            "-r", "--readQueueNums", min=1, help="Queues, of all brokers together; 8 if it is new."
-        ),
-    ] = None,
-    write: Annotated[
-        int | None, typer.Option("-w", "--writeQueueNums", min=1, help="The same, if given.")
-    ] = None,
-    perm: Annotated[
-        Perm | None, typer.Option("-p", "--perm", help="2 write, 4 read, 6 both; 6 if it is new.")
-    ] = None,
-    _cluster: ClusterOption = "",
-    _broker: BrokerOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession, topic_name: str, read: int | None, write: int | None, perm: str | None
 ) -> None:
-    """Equals: baton topic create, or baton topic update if the topic is there."""
+    """Equals: baton topic create, or baton topic update if the topic exists."""
     if read and write and read != write:
-        raise typer.BadParameter("-r and -w have to be the same: a queue is read and written")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("-r and -w must be equal: every queue is read and written")
     queues = read or write
-    if not session.run(_exists(session, name)):
-        topic.create(context, name, queues=queues or 8, nameserver=nameserver, form=form)
+    if not session.run(_exists(session, topic_name)):
+        _forward(session, topic.create, name=topic_name, queues=queues or 8)
         queues = None
     if queues or perm:
-        permission = Permission[perm.name] if perm else None
-        topic.update(
-            context, name, queues=queues, permission=permission, nameserver=nameserver, form=form
-        )
+        permission = _PERMISSIONS[perm] if perm else None
+        _forward(session, topic.update, name=topic_name, queues=queues, permission=permission)
 
 
 async def _exists(session: CommandSession, name: str) -> bool:
@@ -129,219 +148,185 @@ async def _exists(session: CommandSession, name: str) -> bool:
     return True
 
 
-@app.command("deleteTopic")
-def delete_topic(
-    context: typer.Context,
-    name: TopicOption,
-    *,
-    yes: YesOption = False,
-    _cluster: ClusterOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Equals: baton topic delete TOPIC. Asks first, unless --yes is given."""
-    topic.delete(context, name, yes=yes, nameserver=nameserver, form=form)
+@commands.command("deleteTopic")
+@topic_option
+@yes_option
+@cluster_option
+@mqadmin_session
+def delete_topic(session: CommandSession, topic_name: str, yes: bool) -> None:
+    """Equals: baton topic delete TOPIC. Asks for confirmation, unless --yes is given."""
+    _forward(session, topic.delete, name=topic_name, yes=yes)
 
 
-@app.command("topicList")
-def topic_list(
-    context: typer.Context,
-    *,
-    _cluster: ClusterOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command("topicList")
+@cluster_option
+@mqadmin_session
+def topic_list(session: CommandSession) -> None:
     """Equals: baton topic list."""
-    topic.list_(context, nameserver=nameserver, form=form)
+    _forward(session, topic.list_)
 
 
-@app.command("topicStatus")
-def topic_status(
-    context: typer.Context,
-    name: TopicOption,
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command("topicStatus")
+@topic_option
+@mqadmin_session
+def topic_status(session: CommandSession, topic_name: str) -> None:
     """Equals: baton topic stats TOPIC."""
-    stats(context, name, nameserver=nameserver, form=form)
+    _forward(session, stats, topic=topic_name)
 
 
-@app.command("topicRoute")
-def topic_route(
-    context: typer.Context,
-    name: TopicOption,
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command("topicRoute")
+@topic_option
+@mqadmin_session
+def topic_route(session: CommandSession, topic_name: str) -> None:
     """Equals: baton topic describe TOPIC."""
-    topic.describe(context, name, nameserver=nameserver, form=form)
+    _forward(session, topic.describe, name=topic_name)
 
 
-@app.command("clusterList")
-def cluster_list(
-    context: typer.Context,
-    *,
-    _cluster: ClusterOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command("clusterList")
+@cluster_option
+@mqadmin_session
+def cluster_list(session: CommandSession) -> None:
     """Equals: baton cluster status."""
-    cluster.status(context, nameserver=nameserver, form=form)
+    _forward(session, cluster.status)
 
 
-@app.command("consumerProgress")
-def consumer_progress(
-    context: typer.Context,
-    *,
-    name: GroupOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command("consumerProgress")
+@click.option(
+    "-g",
+    "--groupName",
+    "group_name",
+    default="",
+    shell_complete=complete_groups,
+    help="Name of the group; by default all groups.",
+)
+@mqadmin_session
+def consumer_progress(session: CommandSession, group_name: str) -> None:
     """Equals: baton group describe GROUP; without -g: baton group list."""
-    if name:
-        group.describe(context, name, nameserver=nameserver, form=form)
+    if group_name:
+        _forward(session, group.describe, name=group_name)
     else:
-        group.list_(context, nameserver=nameserver, form=form)
+        _forward(session, group.list_)
 
 
-@app.command("consumerConnection")
-def consumer_connection(
-    context: typer.Context,
-    name: GroupOption,
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command("consumerConnection")
+@group_option
+@mqadmin_session
+def consumer_connection(session: CommandSession, group_name: str) -> None:
     """Equals: baton group members GROUP."""
-    group.members(context, name, nameserver=nameserver, form=form)
+    _forward(session, group.members, name=group_name)
 
 
-@app.command("resetOffsetByTime")
+@commands.command("resetOffsetByTime")
+@group_option
+@topic_option
+@click.option(
+    "-s",
+    "--timestamp",
+    required=True,
+    help="now, Unix milliseconds, or yyyy-MM-dd#HH:mm:ss:SSS in UTC.",
+)
+@execute_option
+@mqadmin_session
 def reset_offset_by_time(
-    context: typer.Context,
-    name: GroupOption,
-    topic_name: TopicOption,
-    *,
-    time: Annotated[
-        str,
-        typer.Option(
-            "-s", "--timestamp", help="now, Unix milliseconds, or yyyy-MM-dd#HH:mm:ss:SSS in UTC."
-        ),
-    ],
-    execute: ExecuteOption = False,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession, group_name: str, topic_name: str, timestamp: str, execute: bool
 ) -> None:
     """Equals: baton group reset-offsets GROUP --topic TOPIC --to-datetime TIME."""
-    to_datetime = str(Clock().unix_ms()) if time == "now" else iso_time(time)
-    reset_offsets(
-        context,
-        name,
+    to_datetime = str(Clock().unix_ms()) if timestamp == "now" else iso_time(timestamp)
+    _forward(
+        session,
+        reset_offsets,
+        group=group_name,
         topic=topic_name,
         to_datetime=to_datetime,
         execute=execute,
         reason="mqadmin resetOffsetByTime",
-        by=resolve_by(context, ""),
-        nameserver=nameserver,
-        form=form,
+        by=resolve_by(click.get_current_context(), ""),
     )
 
 
 def iso_time(text: str) -> str:
-    """RocketMQ's form of a time, such as 2026-01-31#08:00:00:000, as everybody else's."""
+    """Return a time in RocketMQ's form, such as 2026-01-31#08:00:00:000, in ISO 8601."""
     return re.sub(r"^(\d{4}-\d\d-\d\d)#(\d\d:\d\d:\d\d):(\d{3})$", r"\1T\2.\3", text)
 
 
-@app.command("deleteSubGroup")
-def delete_sub_group(
-    context: typer.Context,
-    name: GroupOption,
-    *,
-    yes: YesOption = False,
-    _cluster: ClusterOption = "",
-    _broker: BrokerOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Equals: baton group delete GROUP. Asks first, unless --yes is given."""
-    group.delete(context, name, yes=yes, nameserver=nameserver, form=form)
+@commands.command("deleteSubGroup")
+@group_option
+@yes_option
+@cluster_option
+@broker_option
+@mqadmin_session
+def delete_sub_group(session: CommandSession, group_name: str, yes: bool) -> None:
+    """Equals: baton group delete GROUP. Asks for confirmation, unless --yes is given."""
+    _forward(session, group.delete, name=group_name, yes=yes)
 
 
-@app.command("queryMsgById")
-def query_msg_by_id(
-    context: typer.Context,
-    message_id: Annotated[str, typer.Option("-i", "--msgId", help="Id of the message.")],
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command("queryMsgById")
+@click.option("-i", "--msgId", "message_id", required=True, help="Id of the message.")
+@mqadmin_session
+def query_msg_by_id(session: CommandSession, message_id: str) -> None:
     """Equals: baton message get ID."""
-    message.get(context, message_id, nameserver=nameserver, form=form)
+    _forward(session, message.get, message_id=message_id)
 
 
-@app.command("queryMsgByKey")
-def query_msg_by_key(
-    context: typer.Context,
-    name: TopicOption,
-    key: Annotated[str, typer.Option("-k", "--msgKey", help="Key of the messages.")],
-    *,
-    count: Annotated[
-        int, typer.Option("-m", "--maxNum", min=1, max=1_000, help="At most so many.")
-    ] = 64,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command("queryMsgByKey")
+@topic_option
+@click.option("-k", "--msgKey", "key", required=True, help="Key of the messages.")
+@click.option(
+    "-m",
+    "--maxNum",
+    "count",
+    default=64,
+    show_default=True,
+    type=click.IntRange(min=1, max=1_000),
+    help="Most messages to show.",
+)
+@mqadmin_session
+def query_msg_by_key(session: CommandSession, topic_name: str, key: str, count: int) -> None:
     """Equals: baton message get --topic TOPIC --key KEY."""
-    message.get(context, None, topic=name, key=key, count=count, nameserver=nameserver, form=form)
+    _forward(session, message.get, topic=topic_name, key=key, count=count)
 
 
-@app.command("queryMsgByOffset")
+@commands.command("queryMsgByOffset")
+@topic_option
+@click.option("-b", "--brokerName", "broker", required=True, help="Broker of the queue.")
+@click.option(
+    "-i", "--queueId", "queue", required=True, type=click.IntRange(min=0), help="Id of the queue."
+)
+@click.option(
+    "-o", "--offset", required=True, type=click.IntRange(min=0), help="Offset in the queue."
+)
+@mqadmin_session
 def query_msg_by_offset(
-    context: typer.Context,
-    name: TopicOption,
-    broker: Annotated[str, typer.Option("-b", "--brokerName", help="Broker of the queue.")],
-    queue_id: Annotated[int, typer.Option("-i", "--queueId", min=0, help="Index of the queue.")],
-    offset: Annotated[int, typer.Option("-o", "--offset", min=0, help="Offset in the queue.")],
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession, topic_name: str, broker: str, queue: int, offset: int
 ) -> None:
     """Equals: baton message get --topic TOPIC --broker BROKER --queue ID --offset OFFSET."""
-    message.get(
-        context,
-        None,
-        topic=name,
-        broker=broker,
-        queue=queue_id,
-        offset=offset,
-        nameserver=nameserver,
-        form=form,
-    )
+    _forward(session, message.get, topic=topic_name, broker=broker, queue=queue, offset=offset)
 
 
-@app.command("sendMessage")
+@commands.command("sendMessage")
+@topic_option
+@click.option("-p", "--body", required=True, help="Body of the message, in UTF-8.")
+@click.option("-k", "--keys", default="", help="Keys of the message, separated by spaces.")
+@click.option("-c", "--tags", "tag", default="", help="Tag of the message.")
+@click.option("-b", "--broker", default="", help="Broker of the queue; needs -i.")
+@click.option(
+    "-i", "--qid", "queue_id", type=click.IntRange(min=0), help="Id of the queue; needs -b."
+)
+@mqadmin_session
 def send_message(
-    context: typer.Context,
-    name: TopicOption,
-    body: Annotated[str, typer.Option("-p", "--body", help="Body of the message, as UTF-8.")],
-    *,
-    keys: Annotated[str, typer.Option("-k", "--keys", help="Separated by spaces.")] = "",
-    tag: Annotated[str, typer.Option("-c", "--tags", help="Its tag.")] = "",
-    broker: Annotated[str, typer.Option("-b", "--broker", help="With -i: to this queue.")] = "",
-    queue_id: Annotated[
-        int | None, typer.Option("-i", "--qid", min=0, help="With -b: to this queue.")
-    ] = None,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    topic_name: str,
+    body: str,
+    keys: str,
+    tag: str,
+    broker: str,
+    queue_id: int | None,
 ) -> None:
     """Equals: baton produce TOPIC, with the body on standard input."""
     if (queue_id is None) == bool(broker):
-        raise typer.BadParameter("-b and -i name a queue together")
-    queue = None if queue_id is None else QueueRef(name, broker, queue_id)
-    session = open_session(context, nameserver, form)
-    session.run(_send(session, name, body.encode(), tag, keys.split(), queue))
+        raise click.UsageError("-b and -i must be given together")
+    queue = None if queue_id is None else QueueRef(topic_name, broker, queue_id)
+    session.run(_send(session, topic_name, body.encode(), tag, keys.split(), queue))
 
 
 async def _send(
@@ -349,7 +334,7 @@ async def _send(
     name: str,
     body: bytes,
     tag: str,
-    keys: list[str],
+    keys: Sequence[str],
     queue: QueueRef | None,
 ) -> None:
     settings = ProducerSettings(security=session.security)

@@ -1,15 +1,14 @@
-"""Lines of input as messages: the line is the body, or a JSON object that says everything."""
+"""Messages from lines of input: a line is the body, or a JSON object with all fields."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypedDict
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, TypedDict
 
 from batonmq._core.delays import parse_duration_ms
 from batonmq._core.queues import QueueRef
@@ -19,7 +18,7 @@ from batonmq.errors import InvalidArgument
 
 
 class DeliveryTime(TypedDict, total=False):
-    """Which messages are delivered later: one of these, or none."""
+    """When a message is delivered: one of these keys, or none for at once."""
 
     deliver_at_unix_ms: int
     delay_ms: int
@@ -28,7 +27,7 @@ class DeliveryTime(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class OutgoingMessage:
-    """A message, and where and when it goes; the parts an input leaves out are those of another."""
+    """A message, its queue or ordering key, and its delivery time."""
 
     message: Message
     ordering_key: str | None = None
@@ -37,32 +36,46 @@ class OutgoingMessage:
 
 
 ParseLine = Callable[[int, bytes], OutgoingMessage]
-"""From the number of a line, from 1, and the line."""
+"""Takes the number of a line, counted from 1, and the line."""
 
 
 def from_text(template: OutgoingMessage) -> ParseLine:
-    """Lines that are bodies."""
+    """Return a parser of lines that are bodies; all else comes from the template."""
     message = template.message
     return lambda _, line: replace(template, message=replace(message, body=line))
 
 
 def from_json(topic: str, template: OutgoingMessage) -> ParseLine:
-    """Lines that are JSON objects; raises InvalidArgument with the number of a line that is none.
+    """Return a parser of lines that are JSON objects.
+
+    The parser raises InvalidArgument with the number of a line that is not valid.
 
     Args:
-        topic: Of the queues that a line may name.
-        template: What a line does not say.
+        topic: Topic of the queues that a line may name.
+        template: Source of the fields that a line leaves out.
     """
-    return lambda number, line: _parcel(number, line, topic, template)
+    return lambda number, line: _parse(number, line, topic, template)
 
 
-class _Line(BaseModel):
-    """What a line may say.
+_IGNORED = frozenset(
+    {
+        "topic",
+        "broker",
+        "queue_id",
+        "offset",
+        "message_id",
+        "born_unix_ms",
+        "store_unix_ms",
+        "redelivered",
+        "attempts",
+    }
+)
+"""Keys that `baton consume` prints: the output of a command can be sent again as it is."""
 
-    The last ones are ignored: where a message was that a command has printed.
-    """
 
-    model_config = ConfigDict(extra="forbid")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """The keys of a line; None for a key that is not there."""
 
     body: str | None = None
     body_base64: str | None = None
@@ -70,38 +83,82 @@ class _Line(BaseModel):
     keys: list[str] | None = None
     properties: dict[str, str] | None = None
     ordering_key: str | None = None
-    queue: str | None = Field(default=None, pattern=r"^[^/]+/\d+$")
+    queue: str | None = None
     delay: str | None = None
-    delay_level: int | None = Field(default=None, ge=1)
+    delay_level: int | None = None
     deliver_at: str | int | None = None
 
-    topic: object = None
-    broker: object = None
-    queue_id: object = None
-    offset: object = None
-    message_id: object = None
-    born_unix_ms: object = None
-    store_unix_ms: object = None
-    redelivered: object = None
-    attempts: object = None
+
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
 
 
-def _parcel(number: int, text: bytes, topic: str, template: OutgoingMessage) -> OutgoingMessage:
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "keys": (
+        lambda value: isinstance(value, list) and all(map(_is_string, value)),
+        "a list of strings",
+    ),
+    "properties": (lambda value: isinstance(value, dict), "an object of strings"),
+    "queue": (
+        lambda value: _is_string(value) and bool(re.fullmatch(r"[^/]+/\d+", value)),
+        "BROKER/ID, such as broker-0/3",
+    ),
+    "delay_level": (lambda value: type(value) is int and value >= 1, "a positive integer"),
+    "deliver_at": (
+        lambda value: _is_string(value) or type(value) is int,
+        "a string or an integer",
+    ),
+}
+"""By key: whether a value is allowed, and what it must be. All other values are strings."""
+
+
+def _check(key: str, value: object) -> None:
+    """Raise InvalidArgument if the value is not allowed for the key."""
+    is_allowed, expected = _CHECKS.get(key, (_is_string, "a string"))
+    if not is_allowed(value):
+        raise InvalidArgument(f"{key}: must be {expected}, got {_short(value)}")
+    if isinstance(value, dict):
+        for name, text in value.items():
+            _check(f"{key}.{name}", text)
+
+
+def _read_line(text: bytes) -> _Line:
+    """Return the keys of a line.
+
+    Raises:
+        InvalidArgument: a key is unknown, or a value is not allowed.
+        ValueError: the line is not UTF-8 or not JSON.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"the line must be a JSON object, got {_short(found)}")
+    values = {key: value for key, value in found.items() if key not in _IGNORED}
+    unknown = sorted(values.keys() - set(_Line.__slots__))
+    if unknown:
+        raise InvalidArgument(f"{unknown[0]}: unknown key; known: {', '.join(_Line.__slots__)}")
+    for key, value in values.items():
+        if value is not None:
+            _check(key, value)
+    return _Line(**values)
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _parse(number: int, text: bytes, topic: str, template: OutgoingMessage) -> OutgoingMessage:
     try:
-        line = _Line.model_validate(json.loads(text))
-        return _filled(line, topic, template)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise _bad(number, f"{place}: {first['msg']}" if place else "no object") from error
+        return _merge(_read_line(text), topic, template)
     except InvalidArgument as error:
-        raise _bad(number, error.message, error.remedy) from error
-    except ValueError as error:  # no UTF-8, no JSON
-        raise _bad(number, str(error)) from error
+        raise _line_error(number, error.message, error.remedy) from error
+    except ValueError as error:
+        raise _line_error(number, str(error)) from error
 
 
-def _filled(line: _Line, topic: str, template: OutgoingMessage) -> OutgoingMessage:
-    asked = template.message
+def _merge(line: _Line, topic: str, template: OutgoingMessage) -> OutgoingMessage:
+    """Return the message of a line; the template provides what the line leaves out."""
+    default = template.message
     queue = template.queue
     if line.queue is not None:
         broker, _, queue_id = line.queue.rpartition("/")
@@ -109,19 +166,19 @@ def _filled(line: _Line, topic: str, template: OutgoingMessage) -> OutgoingMessa
     return OutgoingMessage(
         Message(
             _body(line),
-            asked.tag if line.tag is None else line.tag,
-            asked.keys if line.keys is None else tuple(line.keys),
-            {**asked.properties, **(line.properties or {})},
+            default.tag if line.tag is None else line.tag,
+            default.keys if line.keys is None else tuple(line.keys),
+            {**default.properties, **(line.properties or {})},
         ),
         template.ordering_key if line.ordering_key is None else line.ordering_key,
         queue,
-        when(line.delay, line.deliver_at, line.delay_level) or template.when,
+        delivery_time(line.delay, line.deliver_at, line.delay_level) or template.when,
     )
 
 
 def _body(line: _Line) -> bytes:
     if (line.body is None) == (line.body_base64 is None):
-        raise InvalidArgument("give one of body and body_base64")
+        raise InvalidArgument("exactly one of body and body_base64 is required")
     if line.body is not None:
         return line.body.encode()
     assert line.body_base64 is not None
@@ -131,14 +188,16 @@ def _body(line: _Line) -> bytes:
         raise InvalidArgument(f"body_base64: {error}") from error
 
 
-def when(delay: str | None, deliver_at: str | int | None, delay_level: int | None) -> DeliveryTime:
-    """Return when to deliver, from at most one of the three options.
+def delivery_time(
+    delay: str | None, deliver_at: str | int | None, delay_level: int | None
+) -> DeliveryTime:
+    """Return when to deliver a message, from at most one of the three options.
 
     Raises:
-        InvalidArgument: it is not understood, or there are several.
+        InvalidArgument: a value is not valid, or several options are given.
     """
     if sum(option is not None for option in (delay, deliver_at, delay_level)) > 1:
-        raise InvalidArgument("give only one of delay, deliver-at and delay-level")
+        raise InvalidArgument("only one of delay, deliver-at and delay-level may be given")
     if delay is not None:
         return {"delay_ms": parse_duration_ms(delay)}
     if deliver_at is not None:
@@ -146,20 +205,20 @@ def when(delay: str | None, deliver_at: str | int | None, delay_level: int | Non
     return {} if delay_level is None else {"delay_level": delay_level}
 
 
-def parse_properties(pairs: list[str]) -> Mapping[str, str]:
-    """Properties from NAME=VALUE.
+def parse_properties(pairs: Sequence[str]) -> Mapping[str, str]:
+    """Return properties from texts of the form NAME=VALUE.
 
     Raises:
-        InvalidArgument: one is something else.
+        InvalidArgument: a text has another form.
     """
     properties: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name or not equals:
-            raise InvalidArgument(f"{pair!r} is no property", remedy="Say NAME=VALUE.")
+            raise InvalidArgument(f"property must be NAME=VALUE, got {pair!r}")
         properties[name] = value
     return properties
 
 
-def _bad(number: int, problem: str, remedy: str = "") -> InvalidArgument:
+def _line_error(number: int, problem: str, remedy: str = "") -> InvalidArgument:
     return InvalidArgument(f"line {number}: {problem}", remedy=remedy, facts={"line": number})

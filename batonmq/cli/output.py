@@ -1,4 +1,4 @@
-"""How commands speak: tables or JSON on standard output, failures on standard error."""
+"""Output of commands: tables or JSON on standard output, failures on standard error."""
 
 from __future__ import annotations
 
@@ -10,43 +10,44 @@ from enum import StrEnum
 from textwrap import indent
 from typing import Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from click.exceptions import Exit
 
+from batonmq.cli.progress import ProgressLine
+from batonmq.cli.text_table import column_widths, format_rows
 from batonmq.errors import BatonError
 
 Item = Mapping[str, Any]
 Columns = Mapping[str, str | Callable[[Item], object]]
-"""Heading to the key of an item, or to what makes the cell from the item."""
+"""Heading to the key of an item, or to a function that returns the cell of an item."""
 _NONE: Columns = {}
+_BOLD, _NORMAL = "\x1b[1m", "\x1b[0m"
 
 
 class OutputFormat(StrEnum):
-    """What output is made for."""
+    """What commands print."""
 
     TABLE = "table"
-    """People."""
+    """Tables and text, for people."""
     JSON = "json"
-    """Programs."""
+    """JSON, for programs."""
     WIDE = "wide"
-    """People with room: more columns, and no line is folded."""
+    """Tables with more columns."""
 
 
 class Output:
-    """Prints in one form. Items are the same in both; a table shows some of their keys."""
+    """Prints results in one format. JSON has every key of an item; a table shows some of them."""
 
     def __init__(self, form: OutputFormat) -> None:
         self.form = form
 
     def items(self, items: Sequence[Item], columns: Columns, more: Columns = _NONE) -> None:
-        """A list: a table, which has `more` columns if it is to be wide, or one JSON array."""
+        """Print a list: a table, which has the columns `more` if it is wide, or a JSON array."""
         if self.form is OutputFormat.JSON:
-            print(json.dumps(list(items), indent=2), flush=True)
+            self._print(json.dumps(list(items), indent=2))
             return
-        columns = {**columns, **more} if self.form is OutputFormat.WIDE else columns
-        self._table(_rows(items, columns), list(columns))
+        columns = self._chosen(columns, more)
+        rows = _rows(items, columns)
+        self._table(rows, columns, column_widths(rows, _heading_widths(columns)))
 
     async def item_pages(
         self, pages: AsyncIterator[Sequence[Item]], columns: Columns, more: Columns = _NONE
@@ -58,78 +59,77 @@ class Output:
         if self.form is OutputFormat.JSON:
             await _json_array(pages)
             return
-        columns = {**columns, **more} if self.form is OutputFormat.WIDE else columns
-        widths, header = [len(heading) for heading in columns], True
+        columns = self._chosen(columns, more)
+        widths, header = _heading_widths(columns), True
         async for page in pages:
             rows = _rows(page, columns)
-            for row in rows:
-                widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
-            self._table(rows, list(columns), widths, header=header)
+            widths = column_widths(rows, widths)
+            self._table(rows, columns, widths, header=header)
             header = False
         if header:
-            self._table([], list(columns))
+            self._table([], columns, widths)
+
+    def _chosen(self, columns: Columns, more: Columns) -> Columns:
+        return {**columns, **more} if self.form is OutputFormat.WIDE else columns
 
     def _table(
         self,
         rows: Sequence[Sequence[str]],
-        headings: Sequence[str],
-        widths: Sequence[int] = (),
+        columns: Columns,
+        widths: Sequence[int],
         *,
         header: bool = True,
     ) -> None:
-        table = Table(box=None, pad_edge=False, header_style="bold", show_header=header)
-        # Not a terminal: as wide as it needs to be, so that a program finds one row per line.
-        folds = sys.stdout.isatty() and self.form is not OutputFormat.WIDE
-        for index, heading in enumerate(headings):
-            width = widths[index] if widths and not folds else None
-            table.add_column(heading, overflow="fold", min_width=width)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console = Console(width=None if folds else 10_000, highlight=False)
-        with console.capture() as capture:
-            console.print(table)
-        print("\n".join(map(str.rstrip, capture.get().splitlines())), flush=True)
+        lines = list(format_rows(rows, widths))
+        if header:
+            (heading,) = format_rows([list(columns)], widths)
+            bold = sys.stdout.isatty()
+            lines.insert(0, f"{_BOLD}{heading}{_NORMAL}" if bold else heading)
+        if lines:
+            self._print("\n".join(lines))
 
     def detail(
         self, item: Item, parts: Sequence[Item], columns: Columns, more: Columns = _NONE
     ) -> None:
-        """One thing with parts: a table of the parts, or one JSON object of all."""
+        """Print one thing that has parts: a table of the parts, or one JSON object of all."""
         if self.form is OutputFormat.JSON:
-            print(json.dumps(item, indent=2), flush=True)
+            self._print(json.dumps(item, indent=2))
         else:
             self.items(parts, columns, more)
 
     def problems(self, problems: Sequence[str]) -> None:
-        """What keeps an answer from being complete, or good: told, and the exit status is 1.
+        """Print why an answer is incomplete or bad.
 
         Raises:
-            typer.Exit: There are problems.
+            Exit: there are problems; the exit status is 1.
         """
         for problem in problems:
             self.failure("INCOMPLETE", problem, "")
         if problems:
-            raise typer.Exit(1)
+            raise Exit(1)
 
     def line(self, item: Item, text: str) -> None:
-        """One of many: a line of text, or a line of JSON; out at once."""
-        print(json.dumps(item) if self.form is OutputFormat.JSON else text, flush=True)
+        """Print one result of many at once, as a line of text or as a line of JSON."""
+        self._print(json.dumps(item) if self.form is OutputFormat.JSON else text)
 
     def note(self, text: str) -> None:
-        """Something a person wants to know beside the result; a program doesn't."""
+        """Print a remark beside the result; JSON leaves it out."""
         if self.form is not OutputFormat.JSON:
-            print("\n".join(map(printable, text.split("\n"))), flush=True)
+            self._print("\n".join(map(printable, text.split("\n"))))
 
     def error(self, error: BatonError) -> None:
-        """A refusal or failure: its reason, its sentence, its remedy."""
+        """Print a rejection or failure: its reason, its message and its remedy."""
         if self.form is not OutputFormat.JSON:
             self.failure(error.reason, error.message, error.remedy)
             for line in differences(error):
                 print(f"  {line}", file=sys.stderr)
             return
+        ProgressLine.erase()
         print(json.dumps({"error": described(error)}), file=sys.stderr)
 
     def failure(self, reason: str, message: str, remedy: str) -> None:
-        """A failure that did not come from a service."""
+        """Print a failure that is not a `BatonError`."""
+        ProgressLine.erase()
         if self.form is OutputFormat.JSON:
             failure = {"reason": reason, "message": message, "remedy": remedy}
             print(json.dumps({"error": failure}), file=sys.stderr)
@@ -138,9 +138,14 @@ class Output:
             if remedy:
                 print(f"  {remedy}", file=sys.stderr)
 
+    @staticmethod
+    def _print(text: str) -> None:
+        ProgressLine.erase()
+        print(text, flush=True)
+
 
 def described(error: BatonError) -> dict[str, Any]:
-    """A refusal or failure for a program, with everything it carries."""
+    """Return every field of an error, for JSON."""
     return {
         "reason": error.reason,
         "message": error.message,
@@ -155,7 +160,7 @@ def described(error: BatonError) -> dict[str, Any]:
 
 
 def differences(error: BatonError) -> list[str]:
-    """For people: on what two members of a group disagree, one line for each point."""
+    """Return one line for each setting on which two members of a group differ."""
     return [
         f"{d.topic} {d.setting}: {d.newcomer_client_id} has "
         f"{d.newcomer_value!r}, {d.member_client_id} has {d.member_value!r}"
@@ -164,18 +169,18 @@ def differences(error: BatonError) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey: control characters as escapes."""
+    """Return `text` with control characters escaped, so that a terminal does not obey them."""
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
 
 
 def wall_time(unix_ms: int) -> str:
-    """A wall stamp for people, in UTC, to the millisecond."""
+    """Return a wall time as text, in UTC, to the millisecond."""
     stamp = datetime.fromtimestamp(unix_ms / 1000, UTC)
     return stamp.strftime("%Y-%m-%dT%H:%M:%S.") + f"{unix_ms % 1000:03d}Z"
 
 
 def duration(milliseconds: int) -> str:
-    """A span for people: its two largest units."""
+    """Return a duration as text, in its two largest units."""
     seconds = max(milliseconds, 0) // 1000
     if seconds == 0:
         return f"{max(milliseconds, 0)}ms"
@@ -185,7 +190,7 @@ def duration(milliseconds: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things for people: 1 queue, 2 queues."""
+    """Return a count with its noun: 1 queue, 2 queues."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -197,6 +202,10 @@ async def _json_array(pages: AsyncIterator[Sequence[Item]]) -> None:
             print(f"{lead}\n{indent(json.dumps(item, indent=2), '  ')}", end="")
             lead = ","
     print("[]" if lead == "[" else "\n]", flush=True)
+
+
+def _heading_widths(columns: Columns) -> list[int]:
+    return [len(heading) for heading in columns]
 
 
 def _rows(items: Sequence[Item], columns: Columns) -> list[list[str]]:

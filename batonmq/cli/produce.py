@@ -1,15 +1,14 @@
-"""`baton produce`: lines become messages."""
+"""`baton produce`: send lines as messages."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Literal, get_args
 
-import typer
+import click
 
 from batonmq._core.delays import LEVEL_NAMES
 from batonmq._core.queues import QueueRef
@@ -18,113 +17,112 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Pending, Receipt
 from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt
 from batonmq._producer.settings import ProducerSettings
-from batonmq.cli.arguments import TopicArgument, parse_queue
+from batonmq.cli.arguments import parse_queue, topic_argument
+from batonmq.cli.command_classes import command
 from batonmq.cli.line_reader import read_lines
 from batonmq.cli.outgoing_message import (
     OutgoingMessage,
     ParseLine,
+    delivery_time,
     from_json,
     from_text,
     parse_properties,
-    when,
 )
 from batonmq.cli.output import Output, OutputFormat, counted, wall_time
 from batonmq.cli.progress import progress
-from batonmq.cli.session import FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.times import parse_rate
 from batonmq.errors import BatonError, InvalidArgument
 
+Codec = Literal["none", "lz4", "zstd"]
 _PENDING_MAX = 10_000
-
-
-class Compressed(StrEnum):
-    """How batches are compressed, as people type it."""
-
-    NONE = "none"
-    LZ4 = "lz4"
-    ZSTD = "zstd"
-
-
-CompressionOption = Annotated[
-    Compressed, typer.Option(help="Compress batches: lz4 for speed, zstd for size.")
-]
+compression_option = click.option(
+    "--compression",
+    default="none",
+    show_default=True,
+    type=click.Choice(get_args(Codec)),
+    help="Compress batches: lz4 for speed, zstd for size.",
+)
 LINE_BYTES_MAX = 2 * BODY_BYTES_MAX
-"""Longer than any message, also as base64; what is cut off there is refused anyway."""
+"""Longer than any valid message, even in base64; a longer line is cut, and then rejected."""
 
 
+@command("produce")
+@topic_argument("topic")
+@click.option(
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File to read; by default standard input.",
+)
+@click.option(
+    "--jsonl",
+    is_flag=True,
+    help="Read each line as a JSON object with body or body_base64, and optionally tag, keys, "
+    "properties, ordering_key, queue, delay, delay_level and deliver_at, which win over options.",
+)
+@click.option("--tag", default="", help="Tag of every message, for filters.")
+@click.option("--key", multiple=True, help="Key of every message, for look-ups; may be repeated.")
+@click.option(
+    "--property",
+    "properties",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Property of every message; may be repeated.",
+)
+@click.option("--ordering-key", help="Send all messages in order to the queue of this key.")
+@click.option("--queue", default="", metavar="BROKER/ID", help="Send all messages to this queue.")
+@click.option("--delay", help="Deliver after this delay, such as 500ms, 10s, 5m or 2h; up to 40d.")
+@click.option(
+    "--deliver-at", help="Deliver at this time, such as 2026-01-31T08:00:00Z or Unix milliseconds."
+)
+@click.option(
+    "--delay-level",
+    type=click.IntRange(min=1, max=18),
+    help=f"Deliver after the delay of this level: {' '.join(LEVEL_NAMES)}.",
+)
+@click.option("--rate", default="", metavar="N/s", help="Most messages to send per second.")
+@compression_option
+@cluster_session
 def produce(
-    context: typer.Context,
-    topic: TopicArgument,
-    *,
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", exists=True, dir_okay=False, help="Read this, not standard input."),
-    ] = None,
-    jsonl: Annotated[
-        bool,
-        typer.Option(
-            "--jsonl",
-            help="Each line is an object: body or body_base64; tag, keys, properties, "
-            "ordering_key, queue, delay, delay_level and deliver_at, which win over the options.",
-        ),
-    ] = False,
-    tag: Annotated[str, typer.Option(help="Tag of every message, for filters.")] = "",
-    key: Annotated[
-        list[str] | None, typer.Option(help="Look-up key of every message; may be repeated.")
-    ] = None,
-    properties: Annotated[
-        list[str] | None,
-        typer.Option("--property", metavar="NAME=VALUE", help="Of every message; may be repeated."),
-    ] = None,
-    ordering_key: Annotated[
-        str | None, typer.Option(help="Send all to the one queue this key belongs to, in order.")
-    ] = None,
-    queue: Annotated[
-        str, typer.Option(metavar="BROKER/ID", help="Send all to this queue.", show_default=False)
-    ] = "",
-    delay: Annotated[
-        str | None, typer.Option(help="Deliver later: 500ms, 10s, 5m, 2h; up to 40d.")
-    ] = None,
-    deliver_at: Annotated[
-        str | None,
-        typer.Option(help="Deliver at a time, such as 2026-01-31T08:00:00Z or Unix milliseconds."),
-    ] = None,
-    delay_level: Annotated[
-        int | None,
-        typer.Option(min=1, max=18, help=f"Deliver later by a level: {' '.join(LEVEL_NAMES)}."),
-    ] = None,
-    rate: Annotated[
-        str, typer.Option(metavar="N/s", help="No more than so many a second.", show_default=False)
-    ] = "",
-    compression: CompressionOption = Compressed.NONE,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    topic: str,
+    file: Path | None,
+    jsonl: bool,
+    tag: str,
+    key: tuple[str, ...],
+    properties: tuple[str, ...],
+    ordering_key: str | None,
+    queue: str,
+    delay: str | None,
+    deliver_at: str | None,
+    delay_level: int | None,
+    rate: str,
+    compression: Codec,
 ) -> None:
-    """Send each line as a message, and say where they are stored.
+    """Send each line as a message, and print where it is stored.
 
-    With --format json: one receipt per line, in the order of the input. What is to be delivered
-    later has a schedule id, for: baton message cancel.
+    With --format json: one receipt per line, in the order of the input. The receipt of a scheduled
+    message has a schedule id, for: baton message cancel.
     """
-    session = open_session(context, nameserver, form)
     place = parse_queue(topic, queue)
     try:
         template = OutgoingMessage(
             Message(b"", tag, tuple(key or ()), parse_properties(properties or [])),
             ordering_key,
             QueueRef(topic, *place) if place else None,
-            when(delay, deliver_at, delay_level),
+            delivery_time(delay, deliver_at, delay_level),
         )
         per_s = parse_rate(rate) if rate else None
     except InvalidArgument as error:
-        raise typer.BadParameter(f"{error.message}. {error.remedy}".rstrip(" .")) from error
+        raise click.UsageError(f"{error.message}. {error.remedy}".rstrip(" .")) from error
     parse = from_json(topic, template) if jsonl else from_text(template)
-    sending = _Sending(topic, parse, per_s, _Summary(session.output))
-    settings = ProducerSettings(compression=compression.value, security=session.security)
+    sending = _LineSender(topic, parse, per_s, _ReceiptSummary(session.output))
+    settings = ProducerSettings(compression=compression, security=session.security)
     session.run(_produce(session.nameserver, settings, file, sending))
 
 
-class _Summary:
-    """What is stored where; messages of others may lie between the offsets."""
+class _ReceiptSummary:
+    """Where messages are stored; messages of other producers may lie between the offsets."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -134,7 +132,7 @@ class _Summary:
         self._failures: list[BatonError] = []
 
     def add(self, receipt: Receipt | ScheduleReceipt) -> None:
-        """Note, and in JSON print, a receipt."""
+        """Add a receipt; in JSON, print it."""
         if isinstance(receipt, ScheduleReceipt):
             self._add_schedule(receipt)
             return
@@ -170,11 +168,11 @@ class _Summary:
         )
 
     def fail(self, failure: BatonError) -> None:
-        """Note a message without a receipt."""
+        """Add the error of a message without a receipt."""
         self._failures.append(failure)
 
     def print(self) -> None:
-        """Tell a person what has become of the messages."""
+        """Print where the messages are stored."""
         if self._schedules:
             count = len(self._schedules)
             self._output.note(f"{counted(count, 'message')} scheduled")
@@ -204,32 +202,32 @@ class _Summary:
             )
 
     def raise_failure(self) -> None:
-        """Raise the first failure, if there is one."""
+        """Raise the first error, if there is one."""
         if len(self._failures) > 1:
-            self._output.note(f"{len(self._failures)} messages have no receipt; the first one:")
+            self._output.note(f"{len(self._failures)} messages have no receipt; the first error:")
         if self._failures:
             raise self._failures[0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Sending:
-    """Lines on their way: one task hands them over, one waits for the receipts."""
+class _LineSender:
+    """Sends lines: one task submits them, another one waits for the receipts."""
 
     topic: str
     parse: ParseLine
     per_s: float | None
-    summary: _Summary
+    summary: _ReceiptSummary
     pending: asyncio.Queue[Pending | PendingSchedule | None] = field(default_factory=asyncio.Queue)
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PENDING_MAX))
 
     async def submit(self, producer: Producer, lines: AsyncIterator[bytes]) -> None:
-        """Hand over every line, until one is refused."""
+        """Submit every line, until one is rejected."""
         begin_s, number = asyncio.get_running_loop().time(), 0
         try:
             async for line in lines:
                 await self.room.acquire()
                 parcel = self.parse(number + 1, line)
-                await self._wait_for_turn(begin_s, number)
+                await self._wait_for_rate(begin_s, number)
                 number += 1
                 self.pending.put_nowait(
                     await producer.submit(
@@ -245,19 +243,19 @@ class _Sending:
         finally:
             self.pending.put_nowait(None)
 
-    async def _wait_for_turn(self, begin_s: float, number: int) -> None:
+    async def _wait_for_rate(self, begin_s: float, number: int) -> None:
         if self.per_s is not None:
             early_s = begin_s + number / self.per_s - asyncio.get_running_loop().time()
             if early_s > 0:
                 await asyncio.sleep(early_s)
 
-    async def settle(self, stop: Callable[[], object], told: Callable[[int], None]) -> None:
-        """Wait for the receipts, in order, telling their number; a failure calls `stop`."""
+    async def settle(self, stop: Callable[[], object], report: Callable[[int], None]) -> None:
+        """Wait for the receipts in order, and report their number; an error calls `stop`."""
         number = 0
         while (pending := await self.pending.get()) is not None:
             try:
                 self.summary.add(await pending)
-                told(number := number + 1)
+                report(number := number + 1)
             except BatonError as error:
                 self.summary.fail(error)
                 stop()
@@ -265,15 +263,15 @@ class _Sending:
 
 
 async def _produce(
-    nameserver: str, settings: ProducerSettings, file: Path | None, sending: _Sending
+    nameserver: str, settings: ProducerSettings, file: Path | None, sending: _LineSender
 ) -> None:
     try:
-        with progress("messages stored") as told:
+        with progress("messages stored") as report:
             async with Producer(nameserver, settings) as producer, asyncio.TaskGroup() as tasks:
                 submitting = tasks.create_task(
                     sending.submit(producer, read_lines(file, LINE_BYTES_MAX))
                 )
-                await sending.settle(submitting.cancel, told)
+                await sending.settle(submitting.cancel, report)
     finally:
         sending.summary.print()
     sending.summary.raise_failure()

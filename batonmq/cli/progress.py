@@ -1,35 +1,78 @@
-"""How far long work is: on standard error, only where a person can see it."""
+"""Progress of long work: one line on standard error, redrawn in place, only on a terminal."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from batonmq._common.clock import Clock
+from batonmq.cli.text_table import truncate
 
-_SHOWN_PER_S = 4
+_INTERVAL_MS = 250
+_BAR_WIDTH = 20
+_ERASE = "\r\x1b[K"
+
+
+class ProgressLine:
+    """The line that shows how far some work is.
+
+    Args:
+        what: What is counted, such as "messages sent".
+        total: How many there will be; None if that is unknown.
+    """
+
+    shown: ProgressLine | None = None
+    """The line that is on the terminal, which other output has to erase first."""
+
+    def __init__(self, what: str, total: int | None = None) -> None:
+        self._what, self._total = what, total
+        self._clock = Clock()
+        self._start_ms = self._drawn_ms = self._clock.monotonic_ms()
+
+    def update(self, done: int) -> None:
+        """Show the number of things that are done; calls in quick succession draw once."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._drawn_ms >= _INTERVAL_MS:
+            self._drawn_ms = now_ms
+            self.draw(done)
+
+    def draw(self, done: int) -> None:
+        """Show the number of things that are done, at once."""
+        seconds = (self._clock.monotonic_ms() - self._start_ms) // 1000
+        text = f"{done:,} {self._what} {seconds // 60}:{seconds % 60:02d}"
+        if self._total:
+            filled = min(done, self._total) * _BAR_WIDTH // self._total
+            text += f" [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}]"
+        text = truncate(text, shutil.get_terminal_size().columns - 1)
+        sys.stderr.write(_ERASE + text)
+        sys.stderr.flush()
+        ProgressLine.shown = self
+
+    @staticmethod
+    def erase() -> None:
+        """Take the line off the terminal, so that other output can be printed."""
+        if ProgressLine.shown is not None:
+            ProgressLine.shown = None
+            sys.stderr.write(_ERASE)
+            sys.stderr.flush()
 
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """What to call with the number of things done so far.
+    """Show progress while the block runs; yields what to call with the number done so far.
 
     Args:
-        what: Such as "messages sent".
-        total: How many there will be; None if nobody knows.
+        what: What is counted, such as "messages sent".
+        total: How many there will be; None if that is unknown.
     """
-    columns = [TextColumn("{task.completed:,.0f} {task.description}"), TimeElapsedColumn()]
-    bar = [BarColumn()] if total is not None else []
-    with Progress(
-        *columns,
-        *bar,
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-        redirect_stdout=sys.stdout.isatty(),  # else what is printed would end on standard error
-        refresh_per_second=_SHOWN_PER_S,
-    ) as shown:
-        task = shown.add_task(what, total=total)
-        yield lambda done: shown.update(task, completed=done)
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    line = ProgressLine(what, total)
+    line.draw(0)
+    try:
+        yield line.update
+    finally:
+        ProgressLine.erase()

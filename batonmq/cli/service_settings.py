@@ -1,6 +1,6 @@
-"""The services as programs: what they say of their settings.
+"""The settings of the services, as their programs report them.
 
-Not an import: the command may be installed where services are not, and knows nothing of theirs.
+The programs are started and not imported: `baton` may be installed without the services.
 """
 
 from __future__ import annotations
@@ -14,38 +14,49 @@ from typing import Any
 
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
 _TIMEOUT_S = 60.0
+_FOLDER = "/"
+"""Working directory of the programs: `python -m` imports from it, and here it finds nothing."""
 
 
 def settings_of(service: str, given: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`settings` and `problems` of a service, as `batonmq._process.settings_help` has them.
+    """Return the `settings` and `problems` of a service; see `batonmq._process.settings_help`.
 
     Args:
-        given: The variables it is to see; None for those of this process.
+        given: Environment variables of the service; None for those of this process.
 
     Raises:
-        OSError: it is not installed here, or can't tell.
+        OSError: the service is not installed here, or did not answer.
     """
-    env = dict(os.environ)  # noqa: TID251  handed on as a whole
+    env = dict(os.environ)  # noqa: TID251  the program inherits all of it
     if given is not None:
         env = {name: value for name, value in env.items() if not name.startswith("BATON_")}
         env |= given
+    name = f"BATON_{service.upper()}_CONFIG_FILE"
+    if env.get(name):
+        env[name] = os.path.abspath(env[name])  # noqa: PTH100  it is relative to our folder
     command = [sys.executable, "-m", f"batonmq_server.{service}", "--explain-config"]
     try:
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
+            command,
+            env=env,
+            cwd=_FOLDER,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_TIMEOUT_S,
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        said = (error.stderr or "").strip() if isinstance(error.stderr, str) else ""
-        reason = said.splitlines()[-1:] or [str(error)]
-        raise OSError(f"the {service} service can't be asked here: {reason[0]}") from error
+        output = (error.stderr or "").strip() if isinstance(error.stderr, str) else ""
+        reason = output.splitlines()[-1:] or [str(error)]
+        raise OSError(f"can't read the settings of the {service} service: {reason[0]}") from error
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def settings_of_services() -> dict[str, Any]:
-    """The same of all, by name.
+    """Return the settings and problems of all services, by the name of the service.
 
     Raises:
-        OSError: as `settings_of`.
+        OSError: see `settings_of`.
     """
     return {service: settings_of(service) for service in SERVICES}

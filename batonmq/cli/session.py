@@ -1,7 +1,7 @@
-"""What every command shares: its options, and the way a coroutine becomes an exit status.
+"""What all commands share: common options, and how a coroutine becomes an exit status.
 
-0: done. 1: failed or refused, and standard error says why. 2: the command line is wrong.
-130: interrupted. 141: nobody reads the output any more.
+0: done. 1: failed or rejected; standard error says why. 2: the command line is wrong.
+130: interrupted. 141: standard output was closed by its reader.
 """
 
 from __future__ import annotations
@@ -10,91 +10,78 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq._common.aio import interruptible
 from batonmq._connection.security import Security
 from batonmq._connection.tls_probe import find_tls_failure
 from batonmq.admin.admin import Admin
+from batonmq.cli.global_options import GlobalOptions
 from batonmq.cli.output import Output, OutputFormat
 from batonmq.errors import BatonError, Unreachable
 
-DEFAULT_NAMESERVER = "127.0.0.1:9876"
+P = ParamSpec("P")
 Value = TypeVar("Value")
 
-NameserverOption = Annotated[
-    str | None,
-    typer.Option(
-        "--nameserver",
-        metavar="HOST:PORT",
-        help="Address of a nameserver; several separated by commas.",
-        show_default=False,
-    ),
-]
-FormatOption = Annotated[
-    OutputFormat | None, typer.Option("--format", help="What to print.", show_default=False)
-]
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalOptions:
-    """What the options in front of the command say, or else the context; those behind it win.
-
-    Attributes:
-        by: Who is recorded with changes; empty for user@host.
-        config: File of the contexts.
-        security: How to use TLS; None for none.
-    """
-
-    nameserver: str
-    form: OutputFormat
-    by: str = ""
-    config: Path = Path()
-    security: Security | None = None
+nameserver_option = click.option(
+    "--nameserver",
+    metavar="HOST:PORT",
+    help="Address of a nameserver; several separated by commas.",
+)
+format_option = click.option(
+    "--format",
+    "form",
+    type=click.Choice([form.value for form in OutputFormat]),
+    help="What to print.",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class CommandSession:
-    """The shared options of one command."""
+    """The cluster and the output of one command."""
 
     nameserver: str
     output: Output
     security: Security | None = None
 
     def admin(self) -> Admin:
-        """What asks the cluster and changes it; to be made where it is used."""
+        """Return a new client for queries and changes; enter it with `async with`."""
         return Admin(self.nameserver, security=self.security)
 
     def run(self, main: Coroutine[Any, Any, Value], *, endless: bool = False) -> Value:
-        """What `main` returns. SIGINT, SIGTERM and SIGHUP cancel it, so that it ends in good order.
+        """Run `main` and return its result. SIGINT, SIGTERM and SIGHUP cancel it.
 
         Args:
-            endless: Being interrupted is how the command ends: status 0 and not 130.
+            endless: Whether an interrupt is the regular end of the command: status 0, not 130.
+
+        Raises:
+            Exit: `main` failed or was interrupted; the error is printed.
         """
         try:
             try:
                 return asyncio.run(interruptible(main))
             except BaseExceptionGroup as group:
-                raise _first_of(group) from group
+                raise _most_useful(group) from group
         except BatonError as error:
-            self.output.error(self._explained(error))
-            raise typer.Exit(1) from error
-        except BrokenPipeError as error:  # such as `| head`: as if SIGPIPE had ended it
+            self.output.error(self._explain(error))
+            raise Exit(1) from error
+        except BrokenPipeError as error:  # such as `| head`: the status of a death by SIGPIPE
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(128 + signal.SIGPIPE) from error
+            raise Exit(128 + signal.SIGPIPE) from error
         except OSError as error:
             self.output.failure("SYSTEM_ERROR", str(error), "")
-            raise typer.Exit(1) from error
+            raise Exit(1) from error
         except asyncio.CancelledError as error:
-            raise typer.Exit(0 if endless else 130) from error
+            raise Exit(0 if endless else 130) from error
 
-    def _explained(self, error: BatonError) -> BatonError:
-        """The error, or what TLS has to do with it."""
+    def _explain(self, error: BatonError) -> BatonError:
+        """Return the error; if a TLS handshake failed, an error that says so instead."""
         addresses = self.nameserver.split(",") if isinstance(error, Unreachable) else []
         for address in addresses:
             found = find_tls_failure(address.strip(), self.security)
@@ -103,30 +90,60 @@ class CommandSession:
         return error
 
 
+def cluster_session(
+    function: Callable[Concatenate[CommandSession, P], None],
+) -> Callable[..., None]:
+    """Add --nameserver and --format to a command, and pass a session as its first argument."""
+
+    @wraps(function)
+    def run(nameserver: str | None, form: str | None, **options: Any) -> None:
+        function(open_session(click.get_current_context(), nameserver, form), **options)  # type: ignore[call-arg]
+
+    return nameserver_option(format_option(run))
+
+
+def local_session(function: Callable[Concatenate[CommandSession, P], None]) -> Callable[..., None]:
+    """Add --format to a command, and pass a session as its first argument."""
+
+    @wraps(function)
+    def run(form: str | None, **options: Any) -> None:
+        function(open_session(click.get_current_context(), None, form), **options)  # type: ignore[call-arg]
+
+    return format_option(run)
+
+
 def open_session(
-    context: typer.Context, nameserver: str | None, form: OutputFormat | None
+    context: click.Context, nameserver: str | None, form: str | None
 ) -> CommandSession:
-    """The session of a command.
+    """Return the session of a command.
 
     Args:
-        nameserver: The command's own option.
-        form: The command's own option.
+        nameserver: The option after the command; None for that before it.
+        form: The option after the command; None for that before it.
+
+    Raises:
+        click.UsageError: the address of a nameserver has no port.
     """
-    defaults = context.find_object(GlobalOptions)
-    assert defaults is not None
+    defaults = global_options(context)
     address = nameserver or defaults.nameserver
     for part in filter(None, map(str.strip, address.split(","))):
         if ":" not in part:
-            raise typer.BadParameter(
-                f"{part!r} has no port: give HOST:PORT", param_hint="nameserver"
-            )
-    return CommandSession(address, Output(form or defaults.form), defaults.security)
+            raise click.UsageError(f"nameserver must be HOST:PORT, got {part!r}")
+    output = Output(OutputFormat(form) if form else defaults.form)
+    return CommandSession(address, output, defaults.security)
 
 
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error of a group that a person can do most with."""
+def global_options(context: click.Context) -> GlobalOptions:
+    """Return the values of the options before the command."""
+    found = context.find_object(GlobalOptions)
+    assert found is not None
+    return found
+
+
+def _most_useful(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error of a group that tells the user most: a `BatonError` if there is one."""
     leaves = [
-        _first_of(error) if isinstance(error, BaseExceptionGroup) else error
+        _most_useful(error) if isinstance(error, BaseExceptionGroup) else error
         for error in group.exceptions
     ]
     return next((leaf for leaf in leaves if isinstance(leaf, BatonError)), leaves[0])

@@ -1,4 +1,4 @@
-"""Times and rates as people type them."""
+"""Times and rates on the command line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _DIGITS_MAX = 15
 
 
 def parse_unix_ms(text: str) -> int:
-    """A time as a person gives it, in Unix milliseconds; UTC unless it says otherwise.
+    """Return a time in Unix milliseconds; a time without a zone is in UTC.
 
-    Digits are Unix milliseconds unless they may be meant as a date: `20260131` is that day, and
-    `2026`, of which no day is known, is refused.
+    Digits are Unix milliseconds unless they can be read as a date: `20260131` is that day, and
+    `2026`, which names no day, is rejected.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: the text is not a time.
     """
     if text.isdecimal() and len(text) <= _DIGITS_MAX and len(text) not in _DIGITS_OF_A_DATE:
         return int(text)
@@ -26,7 +26,7 @@ def parse_unix_ms(text: str) -> int:
         stamp = datetime.fromisoformat(text)
     except ValueError as error:
         raise InvalidArgument(
-            f"{text!r} is no time",
+            f"{text!r} is not a time",
             remedy="Use a form such as 2026-01-31T08:00:00Z, or Unix milliseconds.",
             facts={"field": "time"},
         ) from error
@@ -35,16 +35,16 @@ def parse_unix_ms(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """A number of things a second, such as 100, 100/s or 0.5/s.
+    """Return a rate per second, from a text such as 100, 100/s or 0.5/s.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: the text is not a rate, or the rate is 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(/s)?", text)
     if not found or float(found[1]) == 0:
         raise InvalidArgument(
-            f"{text!r} is no rate",
-            remedy="Use a number of things a second, such as 100/s.",
+            f"{text!r} is not a rate",
+            remedy="Use a number per second, such as 100/s.",
             facts={"field": "rate"},
         )
     return float(found[1])

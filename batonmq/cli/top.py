@@ -4,69 +4,74 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import termios
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.live import Live
+import click
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._core.queues import QueueRef
-from batonmq._core.top_board import Board, GroupQueueStatus
+from batonmq._core.top_board import Board, GroupQueueStatus, Snapshot
 from batonmq.admin.admin import Admin
 from batonmq.admin.event_watch import EventWatch
+from batonmq.cli.command_classes import command
 from batonmq.cli.output import OutputFormat
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
-from batonmq.cli.top_screen import Frame, item_of
+from batonmq.cli.session import CommandSession, cluster_session
+from batonmq.cli.top_screen import screen_lines, snapshot_item
 from batonmq.errors import BatonError
 
 GROUPS_MAX = 50
-"""Groups that are asked for their progress at the start; of others events tell."""
+"""Groups whose progress is read at the start; that of the others comes with their events."""
 FRAMES_PER_S = 2
+_WIDTH_WITHOUT_TERMINAL = 120
+_HEIGHT_WITHOUT_TERMINAL = 10_000
+_ENTER_SCREEN = "\x1b[?1049h\x1b[?25l"
+"""Switch to the alternate screen, and hide the cursor."""
+_LEAVE_SCREEN = "\x1b[?25h\x1b[?1049l"
+_HOME, _ERASE_LINE, _ERASE_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-def top(
-    context: typer.Context,
-    *,
-    once: Annotated[
-        bool, typer.Option("--once", help="Look for a while, print one frame, and end.")
-    ] = False,
-    seconds: Annotated[
-        float, typer.Option(min=1.0, help="How long to look with --once.", show_default=True)
-    ] = 3.0,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Show live what the cluster does: rates, lag, owners, hand-overs, conflicts; q ends.
+@command("top")
+@click.option("--once", is_flag=True, help="Watch for a while, print one screen, and exit.")
+@click.option(
+    "--seconds",
+    default=3.0,
+    show_default=True,
+    type=click.FloatRange(min=1.0),
+    help="How long to watch with --once.",
+)
+@cluster_session
+def top(session: CommandSession, once: bool, seconds: float) -> None:
+    """Show rates, lag, owners, hand-overs and conflicts, live.
 
-    It is told by the services themselves, once a second. With --once, or if the output is no
-    terminal, one frame is printed; with --format json as one object.
+    The services send their events once a second. Press q to quit. With --once, or if the output is
+    not a terminal, one screen is printed; with --format json, one object.
     """
-    session = open_session(context, nameserver, form)
-    still = once or session.output.form is OutputFormat.JSON or not sys.stdout.isatty()
-    session.run(_Top(session).run(seconds if still else None), endless=not still)
+    single = once or session.output.form is OutputFormat.JSON or not sys.stdout.isatty()
+    session.run(_LiveView(session).run(seconds if single else None), endless=not single)
 
 
-class _Top:
+class _LiveView:
+    """Reads the events of the cluster, and draws what they say."""
+
     def __init__(self, session: CommandSession) -> None:
         self._session, self._clock = session, Clock()
         self._watch = EventWatch(session.nameserver, self._take, security=session.security)
 
     async def run(self, seconds: float | None) -> None:
-        """Look, for so long or until a key ends it."""
+        """Watch for `seconds` and print one screen; if None, draw until a key ends it."""
         self._board = Board(self._clock.monotonic_ms())
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._watch.run())
             async with self._session.admin() as admin:
-                self._board.begin(*await _standings(admin))
+                self._board.begin(*await _initial_state(admin))
             if seconds is None:
-                await self._show()
+                await self._draw_until_quit()
             else:
                 await asyncio.sleep(seconds)
                 self._print()
@@ -78,32 +83,54 @@ class _Top:
         for event in batch.events:
             self._board.take(event, now_ms)
 
-    def _frame(self) -> Frame:
-        return Frame(self._board.snapshot(self._clock.monotonic_ms()), len(self._watch.following))
+    def _snapshot(self) -> Snapshot:
+        return self._board.snapshot(self._clock.monotonic_ms())
+
+    @property
+    def _nodes(self) -> int:
+        return len(self._watch.following)
 
     def _print(self) -> None:
         if self._session.output.form is OutputFormat.JSON:
-            snapshot = self._board.snapshot(self._clock.monotonic_ms())
-            item = item_of(snapshot, len(self._watch.following))
-            self._session.output.detail(item, (), {})
-        else:
-            Console(height=None if sys.stdout.isatty() else 10_000).print(self._frame())
+            self._session.output.detail(snapshot_item(self._snapshot(), self._nodes), (), {})
+            return
+        width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
+        lines = screen_lines(self._snapshot(), self._nodes, width, _HEIGHT_WITHOUT_TERMINAL)
+        print("\n".join(lines), flush=True)
 
-    async def _show(self) -> None:
-        ended = asyncio.Event()
-        with _keys(ended), Live(self._frame(), screen=True, auto_refresh=False) as live:
-            while not ended.is_set():
-                live.update(self._frame(), refresh=True)
+    async def _draw_until_quit(self) -> None:
+        quit_pressed = asyncio.Event()
+        with _key_reader(quit_pressed), _alternate_screen():
+            while not quit_pressed.is_set():
+                self._draw()
                 try:
                     async with asyncio.timeout(1 / FRAMES_PER_S):
-                        await ended.wait()
+                        await quit_pressed.wait()
                 except TimeoutError:
                     continue
 
+    def _draw(self) -> None:
+        size = os.get_terminal_size(sys.stdout.fileno())
+        lines = screen_lines(self._snapshot(), self._nodes, size.columns, size.lines, styled=True)
+        text = f"{_ERASE_LINE}\n".join(lines[: size.lines])
+        sys.stdout.write(f"{_HOME}{text}{_ERASE_LINE}{_ERASE_BELOW}")
+        sys.stdout.flush()
+
 
 @contextmanager
-def _keys(ended: asyncio.Event) -> Iterator[None]:
-    """Set `ended` on `q`, while keys come one by one and are not shown."""
+def _alternate_screen() -> Iterator[None]:
+    """Draw on the terminal's alternate screen; at the end the former content comes back."""
+    sys.stdout.write(_ENTER_SCREEN)
+    try:
+        yield
+    finally:
+        sys.stdout.write(_LEAVE_SCREEN)
+        sys.stdout.flush()
+
+
+@contextmanager
+def _key_reader(quit_pressed: asyncio.Event) -> Iterator[None]:
+    """Set `quit_pressed` when q is pressed; keys are read one by one, without echo."""
     if not sys.stdin.isatty():
         yield
         return
@@ -111,7 +138,7 @@ def _keys(ended: asyncio.Event) -> Iterator[None]:
 
     def read() -> None:
         if b"q" in os.read(fd, 64).lower():
-            ended.set()
+            quit_pressed.set()
 
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
@@ -123,15 +150,15 @@ def _keys(ended: asyncio.Event) -> Iterator[None]:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-async def _standings(admin: Admin) -> tuple[list[GroupQueueStatus], dict[str, int]]:
-    """Where the queues of the groups stand, and how many members they have."""
+async def _initial_state(admin: Admin) -> tuple[list[GroupQueueStatus], dict[str, int]]:
+    """Return the status of the groups' queues, and the number of members of each group."""
     groups = await admin.list_groups()
     found: list[GroupQueueStatus] = []
     for group in groups[:GROUPS_MAX]:
         try:
             progress = await admin.group_progress(group.name)
         except BatonError:
-            continue  # deleted meanwhile, or nobody answers: then events tell
+            continue  # deleted meanwhile, or no service answers: its events tell the rest
         found += [
             GroupQueueStatus(
                 group=group.name,

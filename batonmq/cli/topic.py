@@ -1,36 +1,36 @@
-"""`baton topic …`."""
+"""`baton topic …`: create, list, describe, change and delete topics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
+import click
 
 from batonmq._core.names import is_system_topic
 from batonmq.admin.reports import Topic
-from batonmq.cli.arguments import TopicArgument
-from batonmq.cli.change_options import YesOption, check_can_ask, confirm
+from batonmq.cli.arguments import topic_argument
+from batonmq.cli.change_options import check_can_ask, confirm, yes_option
+from batonmq.cli.command_classes import LazyCommand, LazyGroup
 from batonmq.cli.output import Columns, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 
-app = typer.Typer(help="Create, list, describe, change and delete topics.", no_args_is_help=True)
-
-
-class Permission(StrEnum):
-    """What may be done with a topic, as people type it."""
-
-    READ_WRITE = "rw"
-    READ = "r"
-    WRITE = "w"
-
-
-_PERMISSIONS: Mapping[Permission, Literal["read_write", "read", "write"]] = {
-    Permission.READ_WRITE: "read_write",
-    Permission.READ: "read",
-    Permission.WRITE: "write",
+commands = LazyGroup(
+    "topic",
+    help="Create, list, describe, change and delete topics.",
+    no_args_is_help=True,
+    lazy={
+        "stats": LazyCommand(
+            "batonmq.cli.topic_stats:stats",
+            "Show what the queues of a topic hold, their last store time and their growth.",
+        )
+    },
+)
+_PERMISSIONS: Mapping[str, Literal["read_write", "read", "write"]] = {
+    "rw": "read_write",
+    "r": "read",
+    "w": "write",
 }
 _COLUMNS: Columns = {
     "TOPIC": "name",
@@ -54,19 +54,18 @@ _QUEUE_COLUMNS: Columns = {
 }
 
 
-@app.command()
-def create(
-    context: typer.Context,
-    name: TopicArgument,
-    *,
-    queues: Annotated[
-        int, typer.Option(min=1, max=1_024, help="Queues, spread evenly over the brokers.")
-    ] = 8,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Create a topic. Creating it again with as many queues is no error."""
-    session = open_session(context, nameserver, form)
+@commands.command()
+@topic_argument("name")
+@click.option(
+    "--queues",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=1, max=1_024),
+    help="Number of queues, spread evenly over the brokers.",
+)
+@cluster_session
+def create(session: CommandSession, name: str, queues: int) -> None:
+    """Create a topic. An existing topic with the same number of queues is not an error."""
     session.run(_create(session, name, queues))
 
 
@@ -74,23 +73,16 @@ async def _create(session: CommandSession, name: str, queues: int) -> None:
     async with session.admin() as admin:
         done = await admin.create_topic(name, queues)
     if not done.created:
-        session.output.note(f"topic {name} was there already")
+        session.output.note(f"topic {name} exists already")
     item = _item(done.topic) | {"created": done.created}
     session.output.detail(item, [item], _COLUMNS, _MORE_COLUMNS)
 
 
-@app.command("list")
-def list_(
-    context: typer.Context,
-    *,
-    all_: Annotated[
-        bool, typer.Option("--all", help="Also those that the system uses itself.")
-    ] = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command("list")
+@click.option("--all", "all_", is_flag=True, help="Include the topics of the system.")
+@cluster_session
+def list_(session: CommandSession, all_: bool) -> None:
     """List the topics."""
-    session = open_session(context, nameserver, form)
     session.run(_list(session, all_=all_))
 
 
@@ -100,16 +92,11 @@ async def _list(session: CommandSession, *, all_: bool) -> None:
     session.output.items([_item(topic) for topic in topics], _COLUMNS, _MORE_COLUMNS)
 
 
-@app.command()
-def describe(
-    context: typer.Context,
-    name: TopicArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Show the queues of a topic and what they hold."""
-    session = open_session(context, nameserver, form)
+@commands.command()
+@topic_argument("name")
+@cluster_session
+def describe(session: CommandSession, name: str) -> None:
+    """Show the queues of a topic and the messages they hold."""
     session.run(_describe(session, name))
 
 
@@ -131,33 +118,35 @@ async def _describe(session: CommandSession, name: str) -> None:
     session.output.problems(detail.problems)
 
 
-@app.command()
+@commands.command()
+@topic_argument("name")
+@click.option(
+    "--queues",
+    type=click.IntRange(min=1, max=1_024),
+    help="Total number of queues. Added queues exist at once; removed queues are deleted after "
+    "every group has read them.",
+)
+@click.option(
+    "--permission",
+    type=click.Choice(list(_PERMISSIONS)),
+    help="Allowed operations: rw read and write, r read, w write.",
+)
+@click.option(
+    "--inherited/--no-inherited",
+    default=None,
+    help="Whether topics that are created on demand may copy their settings from this one.",
+)
+@cluster_session
 def update(
-    context: typer.Context,
-    name: TopicArgument,
-    *,
-    queues: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1_024,
-            help="Queues in all. More are there at once; fewer once every group has read the last.",
-        ),
-    ] = None,
-    permission: Annotated[
-        Permission | None, typer.Option(help="What may be done: read and write, or one of them.")
-    ] = None,
-    inherited: Annotated[
-        bool | None,
-        typer.Option(help="Whether topics created on demand may take their settings from it."),
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    name: str,
+    queues: int | None,
+    permission: str | None,
+    inherited: bool | None,
 ) -> None:
-    """Change the number of queues of a topic, or what may be done with it."""
+    """Change the number of queues of a topic, its permission, or its inheritance."""
     if queues is None and permission is None and inherited is None:
-        raise typer.BadParameter("nothing to change: give --queues, --permission or --inherited")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("nothing to change: give --queues, --permission or --inherited")
     session.run(_update(session, name, queues or 0, permission, inherited))
 
 
@@ -165,7 +154,7 @@ async def _update(
     session: CommandSession,
     name: str,
     queues: int,
-    permission: Permission | None,
+    permission: str | None,
     inherited: bool | None,
 ) -> None:
     async with session.admin() as admin:
@@ -176,22 +165,19 @@ async def _update(
             inherited=inherited,
         )
     if topic.queue_counts != topic.writable_counts:
-        session.output.note("the last queues take no more messages, and go once they are read")
+        session.output.note(
+            "the last queues take no new messages, and are deleted after every group has read them"
+        )
     session.output.detail(_item(topic), [_item(topic)], _COLUMNS, _MORE_COLUMNS)
 
 
-@app.command()
-def delete(
-    context: typer.Context,
-    name: TopicArgument,
-    *,
-    yes: YesOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@commands.command()
+@topic_argument("name")
+@yes_option
+@cluster_session
+def delete(session: CommandSession, name: str, yes: bool) -> None:
     """Delete a topic with all its messages."""
     check_can_ask(yes=yes)
-    session = open_session(context, nameserver, form)
     if not yes:
         confirm(session, f"Delete topic {name} with all its messages?")
     session.run(_delete(session, name))

@@ -1,18 +1,19 @@
-"""`baton topic stats`."""
+"""`baton topic stats`: what the queues of a topic hold, and how fast they grow."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq.admin.topic_stats import QueueStats, TopicStats
-from batonmq.cli.arguments import TopicArgument
+from batonmq.cli.arguments import topic_argument
+from batonmq.cli.command_classes import command
 from batonmq.cli.output import Columns, duration, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, cluster_session
 
 _COLUMNS: Columns = {
     "TOPIC": "topic",
@@ -31,29 +32,27 @@ _MORE_COLUMNS: Columns = {
 }
 
 
-def stats(
-    context: typer.Context,
-    topic: TopicArgument,
-    *,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C; with rates.")
-    ] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.1, max=3_600, help="With --watch: so many seconds apart.")
-    ] = 2.0,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
-    """Show what the queues of a topic hold, when they last got a message, how fast they grow."""
-    session = open_session(context, nameserver, form)
+@command("stats")
+@topic_argument("topic")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C, with rates.")
+@click.option(
+    "--interval",
+    default=2.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1, max=3_600),
+    help="Seconds between two outputs; needs --watch.",
+)
+@cluster_session
+def stats(session: CommandSession, topic: str, watch: bool, interval: float) -> None:
+    """Show what the queues of a topic hold, their last store time and their growth."""
     session.run(_stats(session, topic, interval if watch else None), endless=watch)
 
 
 async def _stats(session: CommandSession, topic: str, interval_s: float | None) -> None:
     async with session.admin() as admin:
-        looks = TopicStats(admin, topic)
+        stats = TopicStats(admin, topic)
         while True:
-            found, problems = await looks.look()
+            found, problems = await stats.look()
             now_unix_ms = Clock().unix_ms()
             items = [_item(queue, now_unix_ms) for queue in found]
             session.output.items(items, _COLUMNS, _MORE_COLUMNS)

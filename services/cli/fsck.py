@@ -1,50 +1,35 @@
-"""`baton fsck`."""
+"""`baton fsck`: check the data directory of a stopped storage node."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
+from batonmq.cli.command_classes import argument, command
 from batonmq.cli.output import OutputFormat
-from batonmq.cli.session import FormatOption, open_session
+from batonmq.cli.session import CommandSession, local_session
+from batonmq_server.storage import fsck as storage_fsck
 
 
-def fsck(
-    context: typer.Context,
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            exists=True,
-            file_okay=False,
-            help="Data directory of a storage node that is stopped.",
-        ),
-    ],
-    *,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Make the indexes anew; the log is never changed.")
-    ] = False,
-    form: FormatOption = None,
-) -> None:
-    """Check every batch a storage node has, and its indexes against them.
+@command("fsck")
+@argument(
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Data directory of a stopped storage node.",
+)
+@click.option(
+    "--repair", is_flag=True, help="Rebuild the indexes from the log; the log is never changed."
+)
+@local_session
+def fsck(session: CommandSession, folder: Path, repair: bool) -> None:
+    """Check every batch of a storage node, and its indexes against the batches.
 
-    Status 0 if everything is right or was repaired, 1 if there are problems or the directory is in
-    use.
+    Exit status 0 if there are no problems or they were repaired, 1 if there are problems or the
+    directory is in use.
     """
-    chosen = open_session(context, None, form).output.form
-    command = [
-        sys.executable,
-        "-m",
-        "batonmq_server.storage.fsck",
-        str(folder),
-        "--format",
-        "json" if chosen is OutputFormat.JSON else "table",
-    ]
-    # Not an import: the command is installed where services are not. -P: a folder called
-    # `services` where the command was given is not ours.
-    done = subprocess.run([*command, *(["--repair"] if repair else [])], check=False)
-    raise typer.Exit(done.returncode)
+    form = "json" if session.output.form is OutputFormat.JSON else "table"
+    arguments = [str(folder), "--format", form, *(["--repair"] if repair else [])]
+    raise Exit(storage_fsck.main(arguments))

@@ -1,4 +1,4 @@
-"""`baton traffic`: messages that flow while something happens to the cluster, and a verdict."""
+"""`baton traffic`: send messages while the cluster is disturbed, and check the deliveries."""
 
 from __future__ import annotations
 
@@ -6,32 +6,52 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
-from batonmq.cli.session import NameserverOption, open_session
+from batonmq.cli.command_classes import command
+from batonmq.cli.session import CommandSession, cluster_session
 from batonmq_server.demo.member_processes import MemberFailed
 from batonmq_server.demo.traffic import TrafficPlan, run
 
 
+@command("traffic")
+@click.option(
+    "--members",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Members of the group that handles the messages.",
+)
+@click.option(
+    "--rate",
+    default=200,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Messages sent per second.",
+)
+@click.option(
+    "--seconds",
+    default=0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="How long to send; 0: until SIGTERM or Ctrl-C.",
+)
+@click.option(
+    "--repeats",
+    is_flag=True,
+    help="Accept messages handled twice, if the second delivery was flagged as redelivered.",
+)
+@cluster_session
 def traffic(
-    context: typer.Context,
-    *,
-    nameserver: NameserverOption = None,
-    members: Annotated[int, typer.Option(min=1, help="How many handle the messages.")] = 3,
-    rate: Annotated[int, typer.Option(min=1, help="Messages sent in a second.")] = 200,
-    seconds: Annotated[float, typer.Option(min=0, help="0: until SIGTERM or Ctrl-C.")] = 0,
-    repeats: Annotated[
-        bool, typer.Option("--repeats", help="Messages marked as redelivered may come twice.")
-    ] = False,
+    session: CommandSession, members: int, rate: int, seconds: float, repeats: bool
 ) -> None:
-    """Send to topic `traffic`, handle in group `drivers`, and compare.
+    """Send to topic `traffic`, handle in group `drivers`, and compare the two.
 
-    A line of JSON a second says how it goes, and the last one is the verdict. Exit status 1 unless
-    nothing was lost, nothing came twice and everything was in order.
+    Prints progress once a second as a line of JSON; the last line is the result. Exit status 1
+    unless no message was lost, none was handled twice, and the order was kept.
     """
-    session = open_session(context, nameserver, None)
     with tempfile.TemporaryDirectory(prefix="baton-traffic-") as folder:
         plan = TrafficPlan(
             nameserver=session.nameserver,
@@ -42,11 +62,11 @@ def traffic(
             security=session.security,
         )
         try:
-            outcome = session.run(run(plan))
+            result = session.run(run(plan))
         except MemberFailed as error:
             session.output.failure("TRAFFIC_FAILED", str(error), "")
-            raise typer.Exit(1) from error
-    good = outcome.ok(repeats)
-    print(json.dumps({**asdict(outcome), "ok": good}), flush=True)
+            raise Exit(1) from error
+    good = result.ok(repeats)
+    print(json.dumps({**asdict(result), "ok": good}), flush=True)
     if not good:
-        raise typer.Exit(1)
+        raise Exit(1)

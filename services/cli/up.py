@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq.cli import context_file
+from batonmq.cli.command_classes import command
 from batonmq.cli.context_file import ContextError
-from batonmq.cli.output import Output, OutputFormat
-from batonmq.cli.session import CommandSession, FormatOption, GlobalOptions, open_session
+from batonmq.cli.global_options import GlobalOptions
+from batonmq.cli.output import Columns, Output, OutputFormat
+from batonmq.cli.session import CommandSession, global_options, local_session
 from batonmq_server.local.child_process import NotReady
 from batonmq_server.local.cluster import ClusterFailed, LocalCluster, to_stderr
 from batonmq_server.local.etcd import EtcdNotFound
@@ -28,61 +30,76 @@ from batonmq_server.local.prometheus import (
 )
 
 NAMESERVER_PORT = 9876
+_COLUMNS: Columns = {
+    "SERVICE": "name",
+    "ADDRESS": "address",
+    "METRICS": "metrics_address",
+    "PID": "pid",
+}
 
 
-class Profile(StrEnum):
-    """How much of everything there is."""
-
-    SINGLE = "single"
-    HA = "ha"
-
-
+@command("up")
+@click.option(
+    "--data-dir",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory that keeps all data of the cluster.",
+)
+@click.option("--etcd", default="", metavar="HOST:PORT", help="Use a running etcd and start none.")
+@click.option(
+    "--cluster",
+    default="baton",
+    show_default=True,
+    help="Name of the cluster; clusters that share an etcd need different names.",
+)
+@click.option(
+    "--brokers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Storage nodes to start; at least as many as the data directory has.",
+)
+@click.option(
+    "--profile",
+    default="single",
+    show_default=True,
+    type=click.Choice(["single", "ha"]),
+    help="single: one instance of each service. ha: enough instances to lose one of each.",
+)
+@click.option(
+    "--secure",
+    is_flag=True,
+    help="Use TLS with certificates created here, and check permissions; commands act as the "
+    "administrator by a context that is written for them.",
+)
+@click.option(
+    "--observe",
+    is_flag=True,
+    help="Also start the Prometheus installed on this machine, with rules and alerts.",
+)
+@click.option(
+    "--log-level", default="INFO", show_default=True, help="Lowest level that services log."
+)
+@local_session
 def up(
-    context: typer.Context,
-    data_dir: Annotated[
-        Path, typer.Option("--data-dir", file_okay=False, help="Where everything is kept.")
-    ],
-    *,
-    etcd: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Use this etcd and start none.")
-    ] = "",
-    cluster: Annotated[
-        str, typer.Option(help="Name of the cluster, for clusters that share an etcd.")
-    ] = "baton",
-    brokers: Annotated[
-        int, typer.Option(min=1, help="Storage nodes to start; never fewer than the folder has.")
-    ] = 1,
-    profile: Annotated[
-        Profile,
-        typer.Option(help="single: one of each. ha: enough of everything to lose one of each."),
-    ] = Profile.SINGLE,
-    secure: Annotated[
-        bool,
-        typer.Option(
-            "--secure",
-            help="Over TLS, with certificates that are made here, and with access on; commands act "
-            "as the administrator, by a context.",
-        ),
-    ] = False,
-    observe: Annotated[
-        bool,
-        typer.Option(
-            "--observe", help="Also start the Prometheus of this machine, with rules and alerts."
-        ),
-    ] = False,
-    log_level: Annotated[str, typer.Option(help="Lowest level the services log.")] = "INFO",
-    form: FormatOption = None,
+    session: CommandSession,
+    data_dir: Path,
+    etcd: str,
+    cluster: str,
+    brokers: int,
+    profile: str,
+    secure: bool,
+    observe: bool,
+    log_level: str,
 ) -> None:
-    """Start etcd and the four services on loopback ports and keep them running until Ctrl-C.
+    """Start etcd and the four services on loopback ports, and keep them running until Ctrl-C.
 
-    Everything is kept in the data directory: started again on it, the cluster has the same
-    messages, progress and addresses. A process that dies is reported and started again; if one
-    keeps dying, all are stopped and the exit status is 1.
+    All data is kept in the data directory: a cluster started on it again has the same messages,
+    progress and addresses. A process that ends is reported and started again; if a process keeps
+    ending, all are stopped and the exit status is 1.
 
-    Without --secure whoever is on this machine can read and write everything.
+    Without --secure every user of this machine can read and write everything.
     """
-    session, defaults = open_session(context, None, form), context.find_object(GlobalOptions)
-    assert defaults is not None
     options = ClusterOptions(
         etcd=etcd,
         cluster=cluster,
@@ -92,8 +109,9 @@ def up(
         secure=secure,
         access=secure,
     )
-    if profile is Profile.HA:
+    if profile == "ha":
         options = highly_available(options)
+    defaults = global_options(click.get_current_context())
     try:
         session.run(
             _up(session.output, LocalCluster(data_dir, options), defaults, observe=observe),
@@ -121,7 +139,7 @@ async def _up(
     output: Output, cluster: LocalCluster, defaults: GlobalOptions, *, observe: bool
 ) -> None:
     if observe:
-        find_prometheus()  # before anything is started
+        find_prometheus()  # fails before anything is started
     to_stderr(f"starting a cluster on {cluster.data_dir}")
     async with cluster, AsyncExitStack() as exits:
         name = _write_context(cluster, defaults.config)
@@ -129,12 +147,14 @@ async def _up(
             prometheus = Prometheus(cluster.data_dir / "prometheus", scrape_targets(cluster))
             await exits.enter_async_context(prometheus)
             to_stderr(f"Prometheus is at http://{prometheus.address}, with alerts at /alerts")
-        reach = reached_by(cluster.nameserver, name, secured=defaults.security is not None)
-        _announce(output, cluster, name, reach)
+        variables = cluster_variables(
+            cluster.nameserver, name, uses_tls=defaults.security is not None
+        )
+        _announce(output, cluster, name, variables)
         if name:
-            to_stderr("access is on: others may do what is granted to them (baton access grant)")
+            to_stderr("access control is on; grant roles with: baton access grant")
         else:
-            to_stderr("TLS IS OFF: whoever is on this machine can read and write everything")
+            to_stderr("TLS IS OFF: every user of this machine can read and write everything")
         try:
             await asyncio.Event().wait()
         finally:
@@ -142,7 +162,9 @@ async def _up(
 
 
 def _write_context(cluster: LocalCluster, path: Path) -> str:
-    """Name of the context that says how to reach a secure cluster; in use if none was.
+    """Write a context for a secure cluster, and return its name; empty without TLS.
+
+    The context is made the current one if there is none.
 
     Raises:
         ContextError: the file can't be used.
@@ -150,47 +172,46 @@ def _write_context(cluster: LocalCluster, path: Path) -> str:
     security, name = cluster.security, cluster.options.cluster
     if security is None:
         return ""
-    said = {
+    values = {
         "nameserver": cluster.nameserver,
         "ca_file": security.ca_file,
         "cert_file": security.cert_file,
         "key_file": security.key_file,
     }
-    contexts = context_file.read(path).with_changes(name, said)
-    context_file.write(path, contexts if contexts.current else contexts.used(name))
+    contexts = context_file.read(path).with_changes(name, values)
+    context_file.write(path, contexts if contexts.current else contexts.with_current(name))
     return name
 
 
-def reached_by(nameserver: str, context: str, *, secured: bool) -> str:
-    """Variables by which other commands find a cluster.
+def cluster_variables(nameserver: str, context: str, *, uses_tls: bool) -> str:
+    """Return the variables with which other commands find the cluster.
 
     Args:
-        context: Name of the one that knows; empty for none: it has no TLS.
-        secured: They would use TLS, such as by the context that is in use.
+        context: Name of the cluster's context; empty if the cluster has no TLS.
+        uses_tls: Whether commands would use TLS otherwise, for instance by the current context.
     """
     if context:
         return f"BATON_CONTEXT={context}"
-    return f"BATON_NAMESERVER={nameserver}{' BATON_TLS=false' if secured else ''}"
+    return f"BATON_NAMESERVER={nameserver}{' BATON_TLS=false' if uses_tls else ''}"
 
 
-def _announce(output: Output, cluster: LocalCluster, name: str, reach: str) -> None:
-    """Say where everything is.
+def _announce(output: Output, cluster: LocalCluster, name: str, variables: str) -> None:
+    """Print the addresses of the cluster.
 
     Args:
-        name: Of the context that knows; empty for none.
-        reach: Variables by which other commands find it.
+        name: Name of the cluster's context; empty for none.
+        variables: Variables with which other commands find the cluster.
     """
     endpoints = [asdict(endpoint) for endpoint in cluster.endpoints()]
     if output.form is OutputFormat.JSON:
         item = {"nameserver": cluster.nameserver, "context": name or None, "endpoints": endpoints}
         output.line(item, "")
         return
-    columns = {"SERVICE": "name", "ADDRESS": "address", "METRICS": "metrics_address", "PID": "pid"}
-    output.items(endpoints, columns)
-    output.note(f"\nexport {reach}\n")
+    output.items(endpoints, _COLUMNS)
+    output.note(f"\nexport {variables}\n")
     to_stderr(f"logs are in {cluster.data_dir / 'logs'}; Ctrl-C stops everything")
 
 
 def _fail(session: CommandSession, reason: str, error: Exception, remedy: str) -> NoReturn:
     session.output.failure(reason, str(error), remedy)
-    raise typer.Exit(1) from error
+    raise Exit(1) from error

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from batonmq.cli import app
+from batonmq.cli.app import baton as baton_command
 from batonmq_server.local.ports import keep_ports
 
 BATON = (sys.executable, "-m", "batonmq.cli")
@@ -48,7 +48,7 @@ class CommandResult:
 
 def baton(*arguments: str) -> CommandResult:
     """Run a command in this process, which saves the start of an interpreter."""
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(baton_command, arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return CommandResult(result.exit_code, result.stdout, result.stderr)

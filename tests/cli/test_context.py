@@ -58,7 +58,7 @@ def test_context_is_chosen_for_one_command(contexts: Path, monkeypatch: pytest.M
     assert _address(baton("topic", "list")) == ",,"
     unknown = baton("--context", "nobody", "topic", "list")
     assert (unknown.code, unknown.out) == (1, "")
-    assert "no context 'nobody'; there is: dev, prod" in unknown.err
+    assert "context 'nobody' does not exist; existing: dev, prod" in unknown.err
 
 
 def test_context_on_the_command_line_wins_over_variables(

@@ -18,9 +18,11 @@ import pytest
 _INTERRUPTED = """
 import os, runpy, signal, sys
 
+module = sys.argv.pop(1)
+
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
-        if name == sys.argv[1]:
+        if name == module:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupt())
@@ -35,10 +37,10 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["batonmq.cli", "numpy", "grpc.aio", "batonmq.cli.message_trace"]
+    "module", ["batonmq.cli.app", "click", "grpc.aio", "batonmq.cli.message_trace"]
 )
 def test_interrupt_while_it_loads_is_status_130_and_no_traceback(module: str) -> None:
-    done = _run("-c", _INTERRUPTED, module)
+    done = _run("-c", _INTERRUPTED, module, "message", "trace", "id")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -58,7 +60,7 @@ def test_a_failed_handshake_is_told_once() -> None:
         done = _run("-m", "batonmq", "--tls", "--nameserver", address, "topic", "list")
         server.shutdown()
     told, remedy = done.stderr.splitlines()
-    assert told == f"error: UNREACHABLE: {address}: it does not speak TLS"
+    assert told == f"error: UNREACHABLE: {address}: it does not use TLS"
     assert "--no-tls" in remedy
 
 

@@ -22,9 +22,8 @@ from batonmq.admin.group_reports import (
 from batonmq.admin.locks import Denial, LockDetail
 from batonmq.admin.placement import Place
 from batonmq.admin.reports import Lock
-from batonmq.cli import group_lag as stuck
-from batonmq.cli import lock
-from batonmq.cli.group import about, state
+from batonmq.cli import group_lag, lock
+from batonmq.cli.group import describe_settings, state
 from batonmq.errors import Difference, Held, SubscriptionConflict
 
 GROUP = Group(
@@ -63,16 +62,18 @@ def test_state_is_the_first_that_is_true(changes: dict[str, object], word: str) 
 
 
 def test_quiet_group_is_told_in_three_lines() -> None:
-    assert list(about(GroupProgress(GROUP, (), (), ()), Place("offsets", 2, ""))) == [
+    assert list(describe_settings(GroupProgress(GROUP, (), (), ()), Place("offsets", 2, ""))) == [
         "clustering, from last; policy staged, ownership on, strategy sticky",
         "generation 7; subscription 2: s *, t A||B",
-        "kept by offsets set offsets",
+        "placed on offsets set offsets",
     ]
 
 
 def test_a_group_on_its_way_is_told_from_where_to_where() -> None:
-    lines = list(about(GroupProgress(GROUP, (), (), ()), Place("offsets-b", 1, "offsets")))
-    assert lines[2:] == ["on its way from offsets set offsets to offsets-b"]
+    lines = list(
+        describe_settings(GroupProgress(GROUP, (), (), ()), Place("offsets-b", 1, "offsets"))
+    )
+    assert lines[2:] == ["moving from offsets set offsets to offsets-b"]
 
 
 def test_what_is_unusual_is_told_with_who_and_when() -> None:
@@ -82,14 +83,14 @@ def test_what_is_unusual_is_told_with_who_and_when() -> None:
         GROUP, members=(replace(MEMBER, differs=True),), pause=PAUSE, staged=STAGED, orderly=True
     )
     refused = RefusedClient("c9", 9, "h9", 0, error)
-    lines = list(about(GroupProgress(group, (), (refused,), ()), None))
+    lines = list(describe_settings(GroupProgress(group, (), (refused,), ()), None))
     since = "1970-01-01T00:00:00.000Z"
     assert lines[0].startswith("clustering, orderly, from last;")
     assert lines[2:] == [
         f"paused by me@h since {since}: a flood",
-        f"since {since} waits: subscription t A",
-        "c1 on h1 asks for another subscription",
-        f"refused since {since}: c9 on h9: SUBSCRIPTION_CONFLICT: no",
+        f"since {since} staged: subscription t A",
+        "c1 on h1 has another subscription",
+        f"rejected since {since}: c9 on h9: SUBSCRIPTION_CONFLICT: no",
         "  t expression: c9 has 'C', c1 has 'A||B'",
     ]
 
@@ -100,25 +101,34 @@ DIAGNOSIS = Diagnosis("g", "t", "b", 0, "MOVING", "m", "", {}, 3, 1_500, 5, 8, "
 def test_lag_in_all_is_of_the_queues_where_it_is_known() -> None:
     away = replace(DIAGNOSIS, queue_id=1, lag=None, lag_ms=None)
     late = replace(DIAGNOSIS, queue_id=2, lag=4, lag_ms=90_001)
-    assert stuck.total([DIAGNOSIS, away, late]) == {"lag": 7, "lag_ms": 90_001, "unknown_count": 1}
-    assert stuck.total([]) == {"lag": 0, "lag_ms": 0, "unknown_count": 0}
+    assert group_lag.total([DIAGNOSIS, away, late]) == {
+        "lag": 7,
+        "lag_ms": 90_001,
+        "unknown_count": 1,
+    }
+    assert group_lag.total([]) == {"lag": 0, "lag_ms": 0, "unknown_count": 0}
 
 
 def test_lag_in_seconds_is_exact_to_the_millisecond() -> None:
-    assert [stuck.seconds(ms) for ms in (0, 1, 90_001, None)] == ["0.000", "0.001", "90.001", None]
+    assert [group_lag.seconds(ms) for ms in (0, 1, 90_001, None)] == [
+        "0.000",
+        "0.001",
+        "90.001",
+        None,
+    ]
 
 
 def test_lock_tells_what_its_row_does_not_show() -> None:
     held = Lock("g", "t", "b", 0, "pending", "c1", 1, 5, 0, 0, (), 1, 1)
     denial = Denial("c2", Held("held by c1"), 3_000)
     detail = LockDetail(held, 9, 12_000, "persist", "a1", 6, owner_evicted=True, denials=(denial,))
-    assert list(lock.about(detail)) == [
-        "lease of c1 ends in 12s",
-        "c1 is no member of the group any more",
-        "hand-over is at persist, attempt a1",
-        "the token at offsets is 6",
-        "the lock manager's term is 9",
-        "refused 3s ago: c2: HELD: held by c1",
+    assert list(lock.describe_lock(detail)) == [
+        "lease of c1 expires in 12s",
+        "c1 is not a member of the group any more",
+        "hand-over in progress: persist, attempt a1",
+        "offsets has token 6",
+        "the term of the lock manager is 9",
+        "denied 3s ago: c2: HELD: held by c1",
     ]
     over = replace(detail, lease_left_ms=0)
-    assert next(lock.about(over)) == "lease of c1 has ended"
+    assert next(lock.describe_lock(over)) == "lease of c1 has expired"

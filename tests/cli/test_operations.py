@@ -202,7 +202,7 @@ def test_settings_change_and_ownership_only_without_members(
     assert cluster("group", "update", read, "--ownership", "off", *JSON).json["ownership"] == "off"
     new = cluster("group", "update", f"{read}-new", "--policy", "warn")
     assert new.code == 0
-    assert f"group {read}-new is new" in new.out
+    assert f"group {read}-new is created" in new.out
 
 
 def test_refused_client_is_shown_with_what_it_wants(cluster: RunningCluster, read: str) -> None:
@@ -263,9 +263,9 @@ def test_queue_taken_by_force_has_an_owner_again(
         kept = cluster("lock", "release-all", before["client_id"], *JSON).json
         assert (kept["released_count"], len(kept["kept"])) == (0, 1)
         told = cluster("lock", "release-all", before["client_id"])
-        assert "given back: 0 queues; kept: 1" in told.out
+        assert "released: 0 queues; kept: 1" in told.out
     nobody = cluster("lock", "release-all", "nobody")
-    assert (nobody.code, nobody.out.splitlines()[-1]) == (0, "nobody owns nothing")
+    assert (nobody.code, nobody.out.splitlines()[-1]) == (0, "nobody owns no queue")
     never = cluster("lock", "release", "g", read, "broker-0", "0", "--force", "--reason", "r")
     assert (never.code, _reason(never.err)) == (1, "UNKNOWN_QUEUE")
 

@@ -63,7 +63,7 @@ def test_what_consume_prints_can_be_sent_again() -> None:
     ("line", "problem"),
     [
         (b"", "Expecting value"),
-        (b"5", "no object"),
+        (b"5", "JSON object"),
         (b"\xff", "codec"),
         (b"{}", "one of body and body_base64"),
         (b'{"body": "", "body_base64": ""}', "one of body and body_base64"),
@@ -74,7 +74,7 @@ def test_what_consume_prints_can_be_sent_again() -> None:
         (b'{"body": "", "properties": {"a": 1}}', "properties.a: "),
         (b'{"body": "", "delay": "soon"}', "'soon' is not a duration"),
         (b'{"body": "", "delay": "1s", "delay_level": 1}', "only one"),
-        (b'{"body": "", "deliver_at": "tomorrow"}', "'tomorrow' is no time"),
+        (b'{"body": "", "deliver_at": "tomorrow"}', "'tomorrow' is not a time"),
     ],
 )
 def test_a_bad_line_is_named_with_what_is_wrong(line: bytes, problem: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from batonmq._connection.security import Security
 from batonmq.cli.context_file import Context
 from batonmq.cli.tls_options import TlsOptions, choose_security
-from batonmq_server.cli.up import reached_by
+from batonmq_server.cli.up import cluster_variables
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.local.layout import SERVICES
 from tests.cli.baton import RunningCluster, baton, up
@@ -88,9 +88,9 @@ def test_named_context_is_not_mixed_with_variables(
 
 
 def test_a_cluster_without_tls_is_reached_past_a_context_with_it() -> None:
-    assert reached_by("a:1", "", secured=False) == "BATON_NAMESERVER=a:1"
-    assert reached_by("a:1", "", secured=True) == "BATON_NAMESERVER=a:1 BATON_TLS=false"
-    assert reached_by("a:1", "baton", secured=True) == "BATON_CONTEXT=baton"
+    assert cluster_variables("a:1", "", uses_tls=False) == "BATON_NAMESERVER=a:1"
+    assert cluster_variables("a:1", "", uses_tls=True) == "BATON_NAMESERVER=a:1 BATON_TLS=false"
+    assert cluster_variables("a:1", "baton", uses_tls=True) == "BATON_CONTEXT=baton"
 
 
 def test_variables_reach_past_a_context_with_tls(
@@ -111,7 +111,7 @@ def test_a_token_that_could_not_be_made_leaves_no_file(tmp_path: Path) -> None:
     file.write_text("mine")
     refused = baton(*asked)
     assert (refused.code, file.read_text()) == (1, "mine")
-    assert f"FILE_EXISTS: {file} is there already" in refused.err
+    assert f"FILE_EXISTS: {file} exists already" in refused.err
 
 
 @pytest.mark.timeout(120)
@@ -209,7 +209,7 @@ def test_after_up_secure_others_may_do_what_is_granted_to_them(
 ) -> None:
     running, contexts = secure
     monkeypatch.setenv("BATON_CONFIG", str(contexts))
-    assert "access is on" in running.told()
+    assert "access control is on" in running.told()
     token = tmp_path / "billing.token"
     assert baton("access", "token", "create", "billing", "--file", str(token)).code == 0
     asked = ("--token-file", str(token), "--format", "json", "topic", "create", "bills")
@@ -235,7 +235,7 @@ def test_who_is_not_let_in_is_told_what_is_missing(
     trusting = ("--ca-file", str(authority.ca_file))
     asked = ("--nameserver", running.nameserver, "--format", "json")
     cases = {
-        (): "it speaks TLS",
+        (): "it uses TLS",
         (*trusting, "--cert-file", old.cert_file, "--key-file", old.key_file): "has expired",
     }  # fmt: skip
     for options, reason in cases.items():

@@ -9,24 +9,24 @@ import asyncio
 import os
 import signal
 
+import click
 import pytest
-import typer
+from click.exceptions import Exit
 
-from batonmq.cli import app
+from batonmq.cli.app import baton
+from batonmq.cli.global_options import GlobalOptions
 from batonmq.cli.output import Output, OutputFormat
-from batonmq.cli.session import CommandSession, GlobalOptions, open_session
+from batonmq.cli.session import CommandSession, open_session
 from batonmq.errors import TopicNotFound
 
 SESSION = CommandSession("127.0.0.1:1", Output(OutputFormat.TABLE))
 
 
 def test_options_behind_the_command_win() -> None:
-    context = typer.Context(
-        typer.main.get_command(app), obj=GlobalOptions("front:1", OutputFormat.TABLE)
-    )
+    context = click.Context(baton, obj=GlobalOptions("front:1", OutputFormat.TABLE))
     session = open_session(context, None, None)
     assert (session.nameserver, session.output.form) == ("front:1", OutputFormat.TABLE)
-    session = open_session(context, "behind:1", OutputFormat.JSON)
+    session = open_session(context, "behind:1", "json")
     assert (session.nameserver, session.output.form) == ("behind:1", OutputFormat.JSON)
 
 
@@ -35,7 +35,7 @@ async def _fail(error: BaseException) -> None:
 
 
 def _status(error: BaseException) -> int:
-    with pytest.raises(typer.Exit) as ended:
+    with pytest.raises(Exit) as ended:
         SESSION.run(_fail(error))
     return ended.value.exit_code
 
@@ -76,7 +76,7 @@ def test_signal_ends_a_command_in_good_order(
             await asyncio.sleep(0)
             ended.append("closed")
 
-    with pytest.raises(typer.Exit) as exit_:
+    with pytest.raises(Exit) as exit_:
         SESSION.run(command(), endless=endless)
     assert exit_.value.exit_code == status
     assert ended == ["closed"]

@@ -13,11 +13,11 @@ import subprocess
 import tarfile
 from pathlib import Path
 
+import click
 import pytest
-import typer
 
-from batonmq.cli import app
-from batonmq.cli.completion import groups_that_begin, topics_that_begin
+from batonmq.cli.app import baton as baton_command
+from batonmq.cli.completion import complete_groups, complete_topics
 from tests.cli.baton import BATON, RunningCluster
 from tests.support.waiting import until_now
 
@@ -254,12 +254,11 @@ def test_names_are_completed_and_nothing_is_said_when_nobody_answers(
     cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster("topic", "create", "complete-me", "--queues", "1")
-    command = typer.main.get_command(app)
-    context = typer.Context(command)
+    context = click.Context(baton_command)
     context.params["nameserver"] = cluster.nameserver
     with monkeypatch.context() as patient:
-        patient.setattr("batonmq.cli.completion._DEADLINE_S", 20)
-        assert topics_that_begin(context, "complete") == ["complete-me"]
-        assert "complete-me" not in groups_that_begin(context, "")
+        patient.setattr("batonmq.cli.completion._TIMEOUT_S", 20)
+        assert complete_topics(context, click.Argument(["name"]), "complete") == ["complete-me"]
+        assert "complete-me" not in complete_groups(context, click.Argument(["name"]), "")
     context.params["nameserver"] = "127.0.0.1:1"
-    assert topics_that_begin(context, "") == []
+    assert complete_topics(context, click.Argument(["name"]), "") == []

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import click
 import pytest
 from cryptography import x509
-from typer.main import get_command
 
 from batonmq._common.clock import Clock
 from batonmq._process.config import load
-from batonmq.cli import app
+from batonmq.cli.app import baton
 from tests.deploy.test_manifests import SETTINGS, kubectl
 from tools.containers.pods import K8S, REPO, Pod, Resource, jobs, pods
 from tools.containers.secrets import Secrets
@@ -128,8 +128,8 @@ def test_services_ask_who_calls_and_are_asked_by_etcd(name: str) -> None:
 
 @kubectl
 def test_jobs_say_how_to_use_tls_as_everybody_does() -> None:
-    command: Any = get_command(app)
-    known = {name for option in command.params for name in _names(option.envvar)}
+    options = [one for one in baton.params if isinstance(one, click.Option)]
+    known = {name for option in options for name in _names(option.envvar)}
     for name, secret in (("demo", "tls-demo"), ("traffic", "tls-demo"), ("grants", "tls-operator")):
         pod = clients()[name]
         assert pod.secrets == {"/etc/baton/tls": secret}
@@ -139,7 +139,7 @@ def test_jobs_say_how_to_use_tls_as_everybody_does() -> None:
             assert told[f"BATON_{variable}_FILE"] == f"/etc/baton/tls/{file}"
 
 
-def _names(variables: str | list[str] | None) -> list[str]:
+def _names(variables: str | Sequence[str] | None) -> list[str]:
     return [variables] if isinstance(variables, str) else list(variables or ())
 
 

@@ -10,13 +10,12 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+import click
 import pytest
-import typer
 
 from batonmq._process.settings_help import meanings
-from batonmq.cli import app
+from batonmq.cli.app import baton
 from tools.docs import tables
 from tools.docs.metric_families import families
 from tools.docs.pages import ROOT, Page, broken_links, pages
@@ -140,27 +139,27 @@ def wrong_commands(page: Page) -> list[str]:
 
 
 @cache
-def _baton() -> Any:
-    """The command of the click that typer brings along; to put it together takes a while."""
-    return typer.main.get_command(app)
+def _subcommand(group: click.Group, name: str) -> click.Command | None:
+    return group.get_command(click.Context(group), name)
 
 
 def _problem(words: list[str]) -> str:
-    command = _baton()
+    command: click.Command = baton
     options = _options(command)
     for word in words:
         if word.startswith("--"):
             if word.partition("=")[0] not in options:
                 return f"no option {word}"
-        elif (below := getattr(command, "commands", {})) and re.fullmatch("[a-z][a-z-]*", word):
-            if word not in below:
+        elif isinstance(command, click.Group) and re.fullmatch("[a-z][a-z-]*", word):
+            found = _subcommand(command, word)
+            if found is None:
                 return f"no command {word}"
-            command = below[word]
+            command = found
             options |= _options(command)
     return ""
 
 
-def _options(command: Any) -> set[str]:
+def _options(command: click.Command) -> set[str]:
     own = {option for parameter in command.params for option in parameter.opts}
     return own | {"--help"}
 
@@ -208,7 +207,7 @@ def unknown_names(page: Page, sources: str) -> list[str]:
         for name in (*kind.model_fields, "config_file")
     } | set(re.findall(r"`(BATON_SPARK_\w+)`", "".join(tables.settings().values())))
     variables.add("BATON_SPARK_CONFIG_FILE")
-    variables |= {str(option.envvar) for option in _baton().params}
+    variables |= {str(option.envvar) for option in baton.params}
     metrics = {family.name for found in families().values() for family in found}
     unknown = []
     for code in page.inline():

@@ -1,6 +1,6 @@
-"""Goal: settings under which no owner could work are refused before anything starts.
+"""Goal: settings under which no owner could work are rejected at the start.
 
-Method: settings loaded from an environment of the test's own.
+Method: settings loaded from a given environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def settings(**values: str) -> LockmgrSettings:
     return load(LockmgrSettings, "BATON_LOCKMGR", env)
 
 
-def test_defaults_are_the_protocols_times() -> None:
+def test_default_times_are_those_of_the_protocol() -> None:
     assert settings().policy() == LockPolicy()
 
 

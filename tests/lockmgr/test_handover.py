@@ -1,7 +1,7 @@
-"""Goal: a queue that is let go has its next owner in that moment, and every change of hands is
-told: in metrics, in events, in the listing.
+"""Goal: a released queue is granted to a waiting client at once, and metrics, events and the
+listing show every hand-over.
 
-Method: two members pass queues back and forth, over gRPC, with real etcd and offsets on a disk.
+Method: two members hand queues over to each other, over gRPC, with real etcd and offsets on a disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOLD_MS = 15_000
 
 
 async def pass_on(s: Scene, node: Node, owner: Member, next_: Member, token: int) -> float:
-    """Let `next_` wait, let `owner` go; seconds from the Close to the grant."""
+    """Release the queue while `next_` waits; return the seconds from the Close to the grant."""
     generation = await s.set_group(owner, next_)
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
@@ -42,8 +42,10 @@ async def pass_on(s: Scene, node: Node, owner: Member, next_: Member, token: int
 
 
 @pytest.mark.timeout(240)
-async def test_let_go_queue_has_its_next_owner_at_once(etcd_endpoint: str, tmp_path: Path) -> None:
-    """No timer takes part: slots are a minute long. The bound is protocol section 16's."""
+async def test_released_queue_is_granted_to_a_waiting_client_at_once(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Slots are a minute long, so no timer helps. The bound is that of protocol section 16."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, owner, next_ = await s.leader(slot_ms=60_000), Member("a"), Member("b")
         generation = await s.set_group(owner)
@@ -63,7 +65,9 @@ async def test_let_go_queue_has_its_next_owner_at_once(etcd_endpoint: str, tmp_p
         assert count == HAND_OVERS + 1
 
 
-async def test_many_queues_change_hands_together(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_many_queues_are_handed_over_at_the_same_time(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
         await a.ask(node, await s.set_group(a), range(64))
@@ -82,7 +86,7 @@ async def test_many_queues_change_hands_together(etcd_endpoint: str, tmp_path: P
         assert {entry.owner.client_id for entry in await entries(node)} == {"b"}
 
 
-async def test_grants_denials_and_releases_are_told_live(
+async def test_grants_denials_and_releases_are_published_as_events(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:

@@ -18,13 +18,13 @@ from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.recovery import Recovery, RecoveryReport
-from batonmq_server.storage.core.store import ReadSpec, Store, TopicQueues, check
+from batonmq_server.storage.core.store import LocalTopic, MessageStore, ReadSpec, check
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.memory_disks import MemoryDisk
 
 TOPIC = "orders"
 TOPIC_ID = 7
-TOPICS: dict[str, TopicQueues | BatonError] = {TOPIC: TopicQueues(TOPIC_ID, 8)}
+TOPICS: dict[str, LocalTopic | BatonError] = {TOPIC: LocalTopic(TOPIC_ID, 8)}
 ALL = HashFilter(None)
 NOW = 1_700_000_000_000
 
@@ -36,7 +36,7 @@ def batch(
     producer: tuple[int, int] = (0, 0),
     sequence: int = 0,
 ) -> bytes:
-    """An unstamped batch of `bodies`."""
+    """Return an unstamped batch of `bodies`."""
     builder = BatchBuilder()
     for body in bodies:
         message = Message(body) if isinstance(body, bytes) else body
@@ -45,16 +45,16 @@ def batch(
 
 
 def tagged(*tags: str, queue_id: int = 0) -> bytes:
-    """A batch of messages that have these tags and, as bodies, their names."""
+    """Return a batch with one message per tag; its body is the tag."""
     return batch(*(Message(tag.encode(), tag=tag) for tag in tags), queue_id=queue_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A store that has come up on a disk."""
+    """A store after recovery, its disk and the report."""
 
     disk: MemoryDisk
-    store: Store
+    store: MessageStore
     report: RecoveryReport
 
 
@@ -66,31 +66,31 @@ def open_store(
     accept_loss: bool = False,
     run_entries: int = 100,
 ) -> Opened:
-    """What a node does at start, but for the lock and the checkpoint file."""
+    """Recover a store as a node does at start, without the lock and a checkpoint."""
     cache = FileCache(disk)
     log = CommitLog(disk, cache, segment_bytes)
     keys = KeyIndex(disk, cache, log.segment_end, log.first_position, run_entries=run_entries)
-    store = Store(log, cache, ProducerTable(), 1, keys)
+    store = MessageStore(log, cache, ProducerTable(), 1, keys)
     report = Recovery(disk, store, synced_position=synced_position, accept_loss=accept_loss).run()
     sync(store)
     return Opened(disk, store, report)
 
 
-def sync(store: Store) -> frozenset[QueueKey]:
-    """What the flusher does."""
+def sync(store: MessageStore) -> frozenset[QueueKey]:
+    """Sync the store as the flusher does; return the queues that have grown."""
     unsynced = store.log.unsynced()
     for file in unsynced.files:
         file.sync()
     return store.synced(unsynced.position)
 
 
-def append(store: Store, *batches: bytes, now: int = NOW) -> list[StoreReceipt | BatonError]:
-    """Outcomes of an append; nothing is synced."""
+def append(store: MessageStore, *batches: bytes, now: int = NOW) -> list[StoreReceipt | BatonError]:
+    """Append without a sync; return the outcomes."""
     return store.append([check(one) for one in batches], TOPICS, now)
 
 
-def stored(store: Store, *batches: bytes) -> list[StoreReceipt]:
-    """Receipts of an append that has to succeed, and is synced."""
+def stored(store: MessageStore, *batches: bytes) -> list[StoreReceipt]:
+    """Append and sync; return the receipts. All batches must be stored."""
     outcomes = append(store, *batches)
     sync(store)
     receipts = [one for one in outcomes if isinstance(one, StoreReceipt)]
@@ -108,8 +108,8 @@ def wanted(
     return ReadSpec(offset, bytes_max, messages_max, filter)
 
 
-def bodies(store: Store, queue_id: int = 0) -> list[bytes]:
-    """Bodies of everything visible in a queue, read in several pulls."""
+def bodies(store: MessageStore, queue_id: int = 0) -> list[bytes]:
+    """Return all visible bodies of a queue, read with several pulls."""
     found: list[bytes] = []
     offset = store.offsets((TOPIC_ID, queue_id)).first_offset
     while (reading := store.read((TOPIC_ID, queue_id), wanted(offset, messages_max=7))) is not None:

@@ -1,4 +1,4 @@
-"""A clock that a test moves on."""
+"""A clock that a test moves ahead."""
 
 from __future__ import annotations
 

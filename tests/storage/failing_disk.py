@@ -1,4 +1,4 @@
-"""Disks of chosen nodes that fail, below everything that is tested."""
+"""Makes the real disks of chosen nodes fail."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from batonmq_server.storage.disk import RealDisk, RealFile
 
 @dataclass(slots=True)
 class Failing:
-    """What fails on one disk.
+    """The failures of one disk.
 
     Attributes:
-        error: With which number.
+        error: Error number of the OSError.
         calls: Names of the calls that fail: `sync` of a file, `replace` and `create` of the disk.
-        left: So many times more.
-        met: How often it has failed.
+        left: Number of failures that are left.
+        met: Number of failures so far.
     """
 
     error: int
@@ -30,7 +30,7 @@ class Failing:
     met: int = 0
 
     def meet(self, call: str) -> None:
-        """Raises if that call fails."""
+        """Raise OSError if this call must fail."""
         if call in self.calls and self.left > 0:
             self.left, self.met = self.left - 1, self.met + 1
             raise OSError(self.error, os.strerror(self.error))
@@ -38,19 +38,19 @@ class Failing:
 
 @dataclass(slots=True)
 class Disks:
-    """All disks by folder; those named in `failing` fail."""
+    """The failing disks, by folder."""
 
     failing: dict[Path, Failing] = field(default_factory=dict)
 
     def meet(self, path: Path, call: str) -> None:
-        """Raises if that call fails on the disk that has `path`."""
+        """Raise OSError if this call must fail on the disk that contains `path`."""
         for folder, failure in self.failing.items():
             if path.is_relative_to(folder):
                 failure.meet(call)
 
 
 def failing_disks(patch: pytest.MonkeyPatch) -> Disks:
-    """From now on disks fail when told so."""
+    """Patch the real disk so that it fails as the returned object says."""
     disks = Disks()
 
     def of_disk(name: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""The data directory whose bytes stand in `tests/storage/golden`.
+"""Builds the data directory with the files in `tests/storage/golden`.
 
-`python -m tests.storage.golden` writes them anew: a format has changed, and so must its version and
-docs/reference/format.md.
+`python -m tests.storage.golden` writes the files again. That is needed only if a format changes;
+then its version and docs/reference/format.md must change too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOORS = [QueueFloor(TOPIC, TOPIC_ID, 5, 77), QueueFloor(SCHEDULE_TOPIC, 0, 1, 1
 
 
 def build() -> Opened:
-    """The directory."""
+    """Build the directory."""
     made = open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES, run_entries=RUN_ENTRIES)
     batches = [
         batch(
@@ -49,19 +49,19 @@ def build() -> Opened:
 
 
 def files(disk: MemoryDisk) -> dict[str, bytes]:
-    """What is compared: paths with `/` as `__`."""
+    """Return the files of a disk by name; `/` in paths becomes `__`."""
     return {
         path.replace("/", "__"): bytes(file.content) for path, file in sorted(disk.files.items())
     }
 
 
 def written() -> dict[str, bytes]:
-    """What is in the folder."""
+    """Return the golden files by name."""
     return {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir())}
 
 
 def main() -> None:
-    """Write the folder anew."""
+    """Write the golden files again."""
     for path in FOLDER.iterdir():
         path.unlink()
     for name, content in files(build().disk).items():

@@ -1,4 +1,4 @@
-"""The part of offsets that storage talks to: by the contract, answering as a test scripts."""
+"""A scripted offsets service with the calls that storage makes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Range = tuple[int, int]
 
 
 class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
-    """Accepts deliveries under the current token of a (group, queue id), and notes them.
+    """Accepts deliveries under the current token of a (group, queue id), and records them.
 
     Attributes:
-        tokens: Current token by group and queue id; 1 where none is set.
-        refusal: What every delivery is refused with, if set.
-        epoch: Epoch it answers under; a caller who has seen a newer one is refused.
-        claimed_epoch: If set, the epoch it writes into answers instead.
+        tokens: Current token by group and queue id; 1 if none is set.
+        refusal: Error with which every delivery is rejected, if set.
+        epoch: Epoch of the answers; a request that has seen a newer one is rejected.
+        claimed_epoch: If set, the epoch that the answers contain instead.
         answering: While cleared, calls get no answer.
-        maybe_seen: Ranges told as such with every delivery.
-        recorded: What was accepted: group, queue id, first and next offset.
-        items: The same, as it came.
+        maybe_seen: Ranges returned as possibly seen with every delivery.
+        recorded: Accepted deliveries: group, queue id, first and next offset.
+        items: Accepted deliveries as protobuf messages.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """A storage replica set in one process: real folders, a real etcd, real gRPC between the nodes.
 
-A node can be cut off from etcd, its followers can be kept waiting, and it can end without a word.
+A node can be cut off from etcd, its answers to followers can be delayed, and it can crash.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ SEGMENT_BYTES = 64 * 1024
 
 
 def queue(queue_id: int) -> queue_pb2.QueueRef:
-    """A queue of the set's one topic."""
+    """Return a queue of the topic of the set."""
     return queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
 
 
 @dataclass
 class Replica:
-    """A node that runs."""
+    """A running node of the replica set."""
 
     name: str
     folder: Path
@@ -73,7 +73,7 @@ class Replica:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serves(self) -> bool:
-        """Whether it is the leader, and answers."""
+        """Return whether the node is the leader and serves."""
         try:
             request = pb.QueryOffsetsRequest(queues=[queue(7)])
             await self.stub.QueryOffsets(request, timeout=TIMEOUT_S)
@@ -83,13 +83,13 @@ class Replica:
         return True
 
     async def crash(self) -> None:
-        """End without another word to etcd, for which the time of the leases is up then."""
+        """Stop without a call to etcd, where its leases then expire."""
         self.session.cut = True
         await self.stop()
         await leases_end(self.session, "storage", BROKER, self.name)
 
     async def stop(self) -> None:
-        """End in good order."""
+        """Stop cleanly."""
         self.stopping.set()
         await self.ended.wait()
 
@@ -99,10 +99,10 @@ class Replica:
         durability: pb.Durability.ValueType = pb.DURABILITY_UNSPECIFIED,
         timeout_s: float = TIMEOUT_S,
     ) -> list[pb.AppendReceipt]:
-        """Receipts.
+        """Append batches and return their receipts.
 
         Raises:
-            BatonError: the first item error, or why there is no answer.
+            BatonError: the first item error, or the error of the call.
         """
         request = pb.AppendRequest(batches=batches, durability=durability)
         try:
@@ -115,7 +115,7 @@ class Replica:
         return [outcome.receipt for outcome in answer.outcomes]
 
     async def refusal(self, *batches: bytes, **options: Any) -> BatonError:
-        """Why it does not take these."""
+        """Return the error with which the node rejects these batches."""
         try:
             await self.append(*batches, **options)
         except BatonError as error:
@@ -125,7 +125,7 @@ class Replica:
     async def read(
         self, queue_id: int = 0, offset: int = 0, timeout_s: float = TIMEOUT_S
     ) -> query_pb.ReadResponse:
-        """What it shows of a queue."""
+        """Read a queue once."""
         request = query_pb.ReadRequest(queue=queue(queue_id), offset=offset)
         try:
             return await self.queries.Read(request, timeout=timeout_s)
@@ -133,7 +133,7 @@ class Replica:
             raise from_rpc_error(error) from error
 
     async def bodies(self, queue_id: int = 0) -> list[bytes]:
-        """Everything it shows of a queue."""
+        """Read all visible bodies of a queue."""
         found: list[bytes] = []
         offset = 0
         while True:
@@ -148,16 +148,16 @@ class Replica:
             offset = answer.next_offset
 
     async def describe(self) -> pb.DescribeResponse:
-        """What it says of itself, leader or not."""
+        """Describe the node, leader or follower."""
         return await self.stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
 
     async def replicas(self) -> replication_pb.DescribeReplicasResponse:
-        """What it says of the set, as the leader."""
+        """Describe the replica set; the node must be the leader."""
         request = replication_pb.DescribeReplicasRequest()
         return await self.replication.DescribeReplicas(request, timeout=TIMEOUT_S)
 
     def log(self) -> dict[str, bytes]:
-        """The files of its log in which something is written."""
+        """Return the segment files that are not all zeros."""
         folder = self.folder / "log"
         paths = folder.iterdir() if folder.exists() else ()
         found = {path.name: path.read_bytes() for path in paths}
@@ -165,7 +165,7 @@ class Replica:
 
 
 class Scene:
-    """Some nodes of one set, by name."""
+    """The running nodes of one replica set, by name."""
 
     def __init__(self, endpoint: str, cluster: str, folder: Path, tasks: asyncio.TaskGroup) -> None:
         self.endpoint, self.cluster, self.folder, self._tasks = endpoint, cluster, folder, tasks
@@ -205,7 +205,7 @@ class Scene:
             await session.put(session.key("topics", TOPIC), topic.SerializeToString())
 
     async def leader(self) -> Replica:
-        """The one that serves, once there is one."""
+        """Wait for a serving leader and return it."""
         found: list[Replica] = []
 
         async def look() -> bool:
@@ -219,12 +219,12 @@ class Scene:
         return found[0]
 
     async def standing(self) -> ReplicaSetRecord:
-        """The set as etcd has it."""
+        """Return the state of the set in etcd."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
             return decode_record(await session.get(f"replicas/storage/{BROKER}"))
 
     async def vacant(self) -> None:
-        """Wait until the last leader's lease has run out, and nobody has been elected."""
+        """Wait until the last leader's lease has expired and no node is elected."""
 
         async def look() -> bool:
             return not await self.led()
@@ -232,12 +232,12 @@ class Scene:
         await until(look)
 
     async def led(self) -> bool:
-        """Whether somebody is elected, by etcd."""
+        """Return whether etcd has an elected leader."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
             return await session.get(session.key("elections", "storage", BROKER)) is not None
 
     async def in_sync(self, *names: str) -> None:
-        """Wait until exactly these are in sync."""
+        """Wait until exactly these nodes are in sync."""
 
         async def look() -> bool:
             return (await self.standing()).in_sync == set(names)
@@ -245,19 +245,19 @@ class Scene:
         await until(look)
 
     async def alike(self, *names: str) -> None:
-        """Wait until these hold the same bytes."""
+        """Wait until the logs of these nodes have the same bytes."""
         first, *others = [self.nodes[name] for name in names or self.nodes]
         await until(lambda: all(first.log() == other.log() for other in others))
 
     async def stop(self) -> None:
-        """End all."""
+        """Stop all nodes."""
         for node in self.nodes.values():
             await node.stop()
 
 
 @asynccontextmanager
 async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterator[Scene]:
-    """A scene with a topic, and no node yet."""
+    """Yield a scene with a topic and no running node."""
     async with asyncio.TaskGroup() as tasks:
         scene = Scene(endpoint, cluster, folder, tasks)
         await scene.put_topic()

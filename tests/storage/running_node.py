@@ -43,12 +43,12 @@ WATERMARKS: dict[str, object] = {
     "disk_clean_forcibly_percent": 99,
     "disk_full_percent": 100,
 }
-"""How full the machine's disk is must not decide a test."""
+"""Watermarks so high that the disk usage of the machine does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A node, its stub, the offsets it asks and the etcd it follows."""
+    """A running node, its stubs, its offsets twin and its etcd."""
 
     stub: pb_grpc.StorageServiceAsyncStub
     offsets: OffsetsTwin
@@ -60,7 +60,7 @@ class Running:
     async def append(
         self, *batches: bytes, durability: pb.Durability.ValueType = pb.DURABILITY_UNSPECIFIED
     ) -> list[pb.AppendReceipt]:
-        """Receipts; raises the first item error."""
+        """Append and return the receipts; raise the first item error."""
         outcomes = await self.outcomes(*batches, durability=durability)
         for outcome in outcomes:
             if outcome.HasField("error"):
@@ -78,7 +78,7 @@ class Running:
         return list(answer.outcomes)
 
     async def pull(self, **fields: object) -> pb.PullResponse:
-        """The answer to `pull_request(**fields)`; raises the deliberate error behind a status."""
+        """Send `pull_request(**fields)` and return the answer; raise the BatonError of a status."""
         try:
             return await self.stub.Pull(pull_request(**fields), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -90,7 +90,7 @@ class Running:
     async def put_topic(
         self, topic: str = TOPIC, topic_id: int = TOPIC_ID, **queue_counts: int
     ) -> int:
-        """Write a topic as the nameserver does; the revision."""
+        """Write a topic as the nameserver does; return the revision."""
         spread = [
             nameserver_pb.QueueSpread(broker=broker.replace("_", "-"), queue_count=count)
             for broker, count in (queue_counts or {"broker_a": 8}).items()
@@ -99,7 +99,7 @@ class Running:
         return await self.write_topic(value)
 
     async def write_topic(self, topic: StoredTopic) -> int:
-        """Write a topic whatever it is; the revision."""
+        """Write any topic; return the revision."""
         return await self.etcd.put(self.etcd.key("topics", topic.name), topic.SerializeToString())
 
     async def put_gate(self, group: str = GROUP, **fields: Any) -> None:
@@ -108,7 +108,7 @@ class Running:
         await self.etcd.put(self.etcd.key("gates", group), gate.SerializeToString())
 
     async def parked(self, count: int) -> None:
-        """Until `count` pulls are held."""
+        """Wait until there are `count` long polls."""
         await until(lambda: self._parked(count))
 
     async def _parked(self, count: int) -> bool:
@@ -116,9 +116,10 @@ class Running:
 
 
 def pull_request(**fields: object) -> pb.PullRequest:
-    """A pull of queue 0 from 0 under token 1 that is not held, but for `fields`.
+    """Return a pull of queue 0 from offset 0 under token 1, without a hold time.
 
-    `group`, `topic`, `broker` and `queue_id` name the queue; the rest are fields of the request.
+    `group`, `topic`, `broker` and `queue_id` name the queue; all other `fields` set fields of the
+    request.
     """
     names = {
         name: fields.pop(name, default)
@@ -133,11 +134,13 @@ def pull_request(**fields: object) -> pb.PullRequest:
 async def running(
     etcd_endpoint: str, folder: Path, *, cluster: str = "", **settings: object
 ) -> AsyncIterator[Running]:
-    """A node on `folder` in a cluster of its own, with topic `orders` of 8 queues."""
+    """Yield a node on `folder` in its own cluster, with the topic `orders` of 8 queues."""
     offsets = OffsetsTwin()  # type: ignore[abstract]
     cluster = cluster or secrets.token_hex(8)
     now = datetime.fromtimestamp(Clock().unix_ms() / 1000).astimezone()
-    far_from_now = str((now.hour + 12) % 24)  # retention looks at its hour, and opens files
+    far_from_now = str(
+        (now.hour + 12) % 24
+    )  # so that retention by hour does not open files during the test
     common = {"segment_bytes": SEGMENT_BYTES, "retention_hours": far_from_now}
     settings = common | WATERMARKS | settings
     chosen = StorageSettings(cluster=cluster, etcd=etcd_endpoint, data_dir=folder, **settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A node on a disk in memory that schedules and delivers when a test says so, at a time it sets."""
+"""A node in memory; the test controls its clock and its scheduled deliveries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.retention import Retention, RetentionPolicy
-from batonmq_server.storage.core.store import Store, TopicQueues
+from batonmq_server.storage.core.store import LocalTopic, MessageStore
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
@@ -45,28 +45,28 @@ class SetClock(Clock):
         return self.now_ms
 
     def pass_ms(self, ms: int) -> None:
-        """Both go on."""
+        """Advance both clocks."""
         self.now_unix_ms += ms
         self.now_ms += ms
 
 
 class TopicsTwin(TopicCache):
-    """TopicCache that a test writes; `errors` says which can't be looked up, and why.
+    """A topic cache that the test fills; `errors` has the error of topics that can't be looked up.
 
     Attributes:
-        asked: Set when `find` was called; it waits for `gate`.
+        asked: Set when `find` is called; the call then waits for `gate`.
     """
 
     def __init__(self) -> None:
-        self.topics = {TOPIC: TopicQueues(TOPIC_ID, 8)}
+        self.topics = {TOPIC: LocalTopic(TOPIC_ID, 8)}
         self.errors: dict[str, BatonError] = {}
         self.asked, self.gate = asyncio.Event(), asyncio.Event()
         self.gate.set()
 
-    def known(self, name: str) -> TopicQueues | None:
+    def known(self, name: str) -> LocalTopic | None:
         return self.topics.get(name) if name not in self.errors else None
 
-    async def find(self, name: str) -> TopicQueues:
+    async def find(self, name: str) -> LocalTopic:
         self.asked.set()
         await self.gate.wait()
         if name in self.errors:
@@ -108,7 +108,7 @@ class Scene:
         self.servicer = ScheduleServicer(self.appender, self.topics, self.due.wake)
 
     @property
-    def store(self) -> Store:
+    def store(self) -> MessageStore:
         return self.node.store
 
     async def outcomes(self, *items: tuple[bytes, int]) -> list[pb.ScheduleOutcome]:
@@ -119,7 +119,7 @@ class Scene:
         return list(answer.outcomes)
 
     async def schedule(self, raw: bytes, deliver_unix_ms: int) -> pb.ScheduleReceipt:
-        """The receipt; raises the item's error."""
+        """Schedule a batch and return its receipt; raise the item's error."""
         (outcome,) = await self.outcomes((raw, deliver_unix_ms))
         if outcome.HasField("error"):
             raise error_from_pb(outcome.error)
@@ -130,12 +130,12 @@ class Scene:
         await self.servicer.CancelScheduled(request, None)  # type: ignore[arg-type]
 
     async def deliver(self) -> None:
-        """Rounds until nothing is due."""
+        """Run rounds until no batch is due."""
         while await self.due.deliver():
             pass
 
     async def move(self) -> None:
-        """Rounds until nothing is to be written anew."""
+        """Run rounds until no batch must be rewritten."""
         self.clock.now_ms += 10_000
         while await self.due.rewrite_old():
             pass
@@ -151,7 +151,7 @@ class Scene:
 
 
 async def at_once(call: Callable[[Any], None], argument: Any) -> None:
-    """Syncs in the loop: tests stay in step."""
+    """Run the blocking call in the event loop, so that tests are deterministic."""
     call(argument)
 
 
@@ -159,7 +159,7 @@ async def at_once(call: Callable[[Any], None], argument: Any) -> None:
 async def scene(
     disk: MemoryDisk | None = None, clock: SetClock | None = None, in_thread: Any = at_once
 ) -> AsyncIterator[Scene]:
-    """A node that has come up on `disk`; its flusher runs."""
+    """Yield a node recovered from `disk`; its flusher runs."""
     disk = disk or MemoryDisk()
     with recovered(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
         here = Scene(node, disk, clock or SetClock(), in_thread)

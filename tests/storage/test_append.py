@@ -1,6 +1,6 @@
-"""Goal: Append answers each batch by itself, and never acknowledges what is not safe.
+"""Goal: Append has one outcome per batch, and never acknowledges a batch that is not safe.
 
-Method: the whole node over gRPC with a real etcd; refusals are followed by a look at the log.
+Method: the whole node over gRPC with a real etcd; after each rejection the log is checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def reasons(outcomes: list[pb.AppendOutcome]) -> list[str]:
     ]
 
 
-async def test_a_receipt_says_where_and_how_safe(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_receipt_has_position_offset_and_durability(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         first, second = await node.append(batch(b"a", b"b"), batch(b"c"))
         assert (first.first_offset, second.first_offset) == (0, 2)
@@ -50,7 +52,7 @@ async def test_a_receipt_says_where_and_how_safe(etcd_endpoint: str, tmp_path: P
         assert (state.broker, state.queue_count, state.appended_count) == ("broker-a", 1, 3)
 
 
-async def test_memory_durability_is_told_as_it_is(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_receipt_of_memory_durability_says_memory(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
         (receipt,) = await node.append(batch(b"a"))
         assert receipt.durability == pb.DURABILITY_MEMORY
@@ -60,7 +62,7 @@ async def test_memory_durability_is_told_as_it_is(etcd_endpoint: str, tmp_path: 
         assert (await node.pull()).next_offset == 2
 
 
-async def test_a_retry_gets_the_first_receipt_also_after_a_restart(
+async def test_retry_gets_the_first_receipt_even_after_a_restart(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     sent = batch(b"a", producer=(5, 1), sequence=0)
@@ -75,14 +77,14 @@ async def test_a_retry_gets_the_first_receipt_also_after_a_restart(
         assert (await node.pull()).queue_next_offset == 1
 
 
-async def test_an_empty_request_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_empty_request_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         with pytest.raises(InvalidArgument) as refused:
             await node.append()
         assert refused.value.facts == {"field": "batches"}
 
 
-async def test_too_large_requests_are_refused_with_both_numbers(
+async def test_request_beyond_a_limit_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -95,7 +97,9 @@ async def test_too_large_requests_are_refused_with_both_numbers(
         assert (await node.describe()).next_position == 0
 
 
-async def test_a_durability_nobody_can_give_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_durability_that_the_node_cannot_reach_is_rejected(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         with pytest.raises(InvalidArgument) as refused:
             await node.append(batch(b"a"), durability=pb.DURABILITY_REPLICATED)
@@ -124,11 +128,11 @@ BAD_BATCHES: list[tuple[bytes, type[BatonError], dict[str, str]]] = [
     (batch(b"a", topic="..\n"), InvalidName, {"field": "topic"}),
     (batch(b"a", topic=""), InvalidName, {"field": "topic"}),
     (batch(b"a", topic="x" * 128), InvalidName, {"field": "topic"}),
-    (batch(b"a", topic="nobody"), TopicNotFound, {"topic": "nobody"}),
+    (batch(b"a", topic="missing"), TopicNotFound, {"topic": "missing"}),
 ]
 
 
-async def test_every_bad_batch_has_its_own_refusal_and_writes_nothing(
+async def test_each_bad_batch_has_its_own_error_and_writes_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -141,7 +145,7 @@ async def test_every_bad_batch_has_its_own_refusal_and_writes_nothing(
         assert (await node.describe()).next_position == 0
 
 
-async def test_a_wrong_checksum_is_told_with_both_numbers(
+async def test_wrong_checksum_is_reported_with_expected_and_actual_value(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -152,7 +156,7 @@ async def test_a_wrong_checksum_is_told_with_both_numbers(
         assert (await node.describe()).next_position == 0
 
 
-async def test_a_queue_the_topic_does_not_have_here_is_not_found(
+async def test_queue_that_the_topic_does_not_have_on_this_broker_is_not_found(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -166,16 +170,18 @@ async def test_a_queue_the_topic_does_not_have_here_is_not_found(
         assert (await node.describe()).next_position == 0
 
 
-async def test_one_bad_batch_does_not_stop_the_others(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_bad_batch_does_not_stop_the_other_batches(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         outcomes = await node.outcomes(
-            batch(b"a"), b"junk", batch(b"b", topic="nobody"), batch(b"c")
+            batch(b"a"), b"junk", batch(b"b", topic="missing"), batch(b"c")
         )
         assert reasons(outcomes) == ["stored", "BAD_BATCH", "TOPIC_NOT_FOUND", "stored"]
         assert outcomes[3].receipt.first_offset == 1
 
 
-async def test_producers_errors_come_as_items(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_producer_errors_are_item_errors(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(*(batch(b"x", producer=(5, 2), sequence=n) for n in range(6)))
         end = (await node.describe()).next_position
@@ -188,7 +194,7 @@ async def test_producers_errors_come_as_items(etcd_endpoint: str, tmp_path: Path
         assert (await node.describe()).next_position == end
 
 
-async def test_a_topic_made_a_moment_ago_is_known(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_topic_created_a_moment_ago_is_known(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         for number in range(20):
             await node.put_topic(f"fresh-{number}", 100 + number)
@@ -196,7 +202,7 @@ async def test_a_topic_made_a_moment_ago_is_known(etcd_endpoint: str, tmp_path: 
             assert receipt.first_offset == 0
 
 
-async def test_a_deleted_topic_is_not_found(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_deleted_topic_is_not_found(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         await node.etcd.delete(node.etcd.key("topics", TOPIC))
@@ -204,24 +210,26 @@ async def test_a_deleted_topic_is_not_found(etcd_endpoint: str, tmp_path: Path) 
         await node.append(batch(b"a", topic="marker"))
         end = (await node.describe()).next_position
         with pytest.raises(TopicNotFound):
-            while True:  # until the node has seen the deletion
+            while True:  # wait until the node has seen the deletion
                 await node.append(batch(b"a"))
                 end = (await node.describe()).next_position
         assert (await node.describe()).next_position == end
 
 
-async def test_a_topic_made_anew_starts_at_zero(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_topic_created_again_starts_at_offset_zero(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"old"), batch(b"old"))
         await node.put_topic(TOPIC, 1_000)
         first_offsets = []
-        while 0 not in first_offsets:  # until the node has seen the change
+        while 0 not in first_offsets:  # wait until the node has seen the change
             (receipt,) = await node.append(batch(b"new"))
             first_offsets.append(receipt.first_offset)
         assert first_offsets == [*range(2, len(first_offsets) + 1), 0]
 
 
-async def test_without_a_deadline_a_call_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_call_without_a_deadline_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await node.stub.Append(pb.AppendRequest(batches=[batch(b"a")]))
@@ -229,9 +237,7 @@ async def test_without_a_deadline_a_call_is_refused(etcd_endpoint: str, tmp_path
         assert (await node.describe()).next_position == 0
 
 
-async def test_a_record_that_lies_about_its_lengths_is_refused(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_record_with_wrong_lengths_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
     message = Message(b"hello", tag="T")
     record = bytearray(encode_record(message))
     record[4:8] = (1_000).to_bytes(4, "big")
@@ -243,7 +249,7 @@ async def test_a_record_that_lies_about_its_lengths_is_refused(
         assert outcome.error.facts["field"] == "record"
 
 
-async def test_many_appends_at_once_share_syncs(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_concurrent_appends_share_syncs(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         calls = [
             node.stub.Append(

@@ -1,9 +1,9 @@
-"""Messages that a call names by their ids.
+"""Authorization of calls that name a message by its id.
 
-Goal: who may not read a topic does not get a message of it by its id, and who may not write to it
-does not cancel what is scheduled for it; where nobody is asked who calls, both go on.
-Method: the servicers on a node with a disk in memory, and the rules of access with what a test
-grants.
+Goal: a caller without permission to consume a topic gets no message of it by id, and a caller
+without permission to produce to it cancels no scheduled batch of it. With authorization off, both
+calls work.
+Method: the servicers on a node with a disk in memory, and access rules with the test's grants.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FILL = b"x" * (SEGMENT_BYTES // 2)
 
 
 class Asked:
-    """The guard's question, about one caller."""
+    """A permission check for one caller."""
 
     def __init__(self, *grants: Grant) -> None:
         self._access = Authorizer()
@@ -49,11 +49,11 @@ def scheduling(here: Scene, *grants: Grant) -> ScheduleServicer:
 
 
 def position(here: Scene, schedule_id: str) -> int | None:
-    """Where a batch for later lies now."""
+    """Return the position at which a scheduled batch is stored now."""
     return here.store.schedule.waiting.position(decode_id(schedule_id, BROKER))
 
 
-async def test_only_who_may_write_to_its_topic_cancels_a_batch_for_later() -> None:
+async def test_cancelling_a_scheduled_batch_needs_permission_to_produce_to_its_topic() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"body"), NOW + 60_000)
         request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
@@ -67,10 +67,10 @@ async def test_only_who_may_write_to_its_topic_cancels_a_batch_for_later() -> No
         assert here.waiting() == 0
 
 
-async def test_a_batch_that_was_written_anew_is_known_by_its_topic_still() -> None:
+async def test_rewritten_scheduled_batch_is_still_authorized_by_its_topic() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"body"), NOW + 40 * HOUR_MS)
-        for _ in range(2):  # so that what is old stands in the way of retention
+        for _ in range(2):  # so that old batches block retention
             await here.schedule(batch(FILL), NOW)
         await here.deliver()
         first = position(here, receipt.schedule_id)
@@ -85,7 +85,7 @@ async def test_a_batch_that_was_written_anew_is_known_by_its_topic_still() -> No
         assert here.waiting() == 0
 
 
-async def test_what_is_not_scheduled_is_told_to_everybody_who_gets_here() -> None:
+async def test_unknown_schedule_id_is_not_scheduled_for_every_caller() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"body"), NOW + 1_000)
         here.clock.pass_ms(2_000)
@@ -95,7 +95,7 @@ async def test_what_is_not_scheduled_is_told_to_everybody_who_gets_here() -> Non
             await scheduling(here).CancelScheduled(request, CONTEXT)
 
 
-async def test_only_who_may_read_its_topic_gets_a_message_by_its_id() -> None:
+async def test_reading_a_message_by_id_needs_permission_to_consume_its_topic() -> None:
     async with scene() as here:
         (receipt,) = here.appender.append(
             [check(batch(b"body"))], {TOPIC: here.topics.topics[TOPIC]}

@@ -1,8 +1,8 @@
-"""Goal: a start that trusts a checkpoint ends where one that reads the whole log does, byte for
-byte; and one that can't be trusted is not.
+"""Goal: recovery with a checkpoint has the same result, byte for byte, as a scan of the whole log;
+an invalid checkpoint is not used.
 
-Method: a disk in memory; stores that came up with and without the checkpoint, or with a spoiled
-index, are compared by what they serve and by the bytes of their indexes.
+Method: a disk in memory. Stores recovered with and without the checkpoint, or with a damaged index,
+are compared by what they serve and by the bytes of their indexes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
 from batonmq_server.storage.core.producers import ProducerState, StoreReceipt
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
@@ -43,7 +43,7 @@ INDEXES = ("consumequeue/", "keyindex/", "checkpoint")
 
 
 def take(opened: Opened) -> None:
-    """A checkpoint at the end of the log."""
+    """Take a checkpoint at the end of the log."""
     CheckpointWriter(opened.disk, opened.store, 0).run()
 
 
@@ -56,7 +56,7 @@ def fresh() -> Opened:
 
 
 def fill(opened: Opened, begin: int = 0, count: int = 20) -> None:
-    """Messages with keys for three queues, from an idempotent producer each."""
+    """Return messages with keys for three queues, each of an idempotent producer."""
     for number in range(begin, begin + count):
         queue_id = number % 3
         message = Message(b"%d" % number * 30, tag=f"t{number % 4}", keys=(f"k{number % 5}", "all"))
@@ -65,14 +65,14 @@ def fill(opened: Opened, begin: int = 0, count: int = 20) -> None:
 
 
 def indexes(disk: MemoryDisk) -> dict[str, bytes]:
-    """The files of the indexes."""
+    """Return the index files by path."""
     return {
         path: bytes(file.content) for path, file in disk.files.items() if path.startswith(INDEXES)
     }
 
 
-def served(store: Store) -> list[object]:
-    """Everything the store shows."""
+def served(store: MessageStore) -> list[object]:
+    """Return everything that can be read from the store."""
     return [
         [bodies(store, queue_id) for queue_id in range(3)],
         [store.offsets((TOPIC_ID, queue_id)) for queue_id in range(3)],
@@ -87,7 +87,7 @@ def served(store: Store) -> list[object]:
     ]  # fmt: skip
 
 
-def test_after_a_clean_stop_nothing_is_read_again() -> None:
+def test_nothing_of_the_log_is_scanned_after_a_clean_stop() -> None:
     opened = fresh()
     fill(opened)
     take(opened)
@@ -97,7 +97,7 @@ def test_after_a_clean_stop_nothing_is_read_again() -> None:
     assert served(again.store) == served(opened.store)
 
 
-def test_after_a_crash_only_the_log_behind_the_checkpoint_is_read() -> None:
+def test_only_the_log_after_the_checkpoint_is_scanned_after_a_crash() -> None:
     opened = fresh()
     fill(opened)
     take(opened)
@@ -107,7 +107,7 @@ def test_after_a_crash_only_the_log_behind_the_checkpoint_is_read() -> None:
     assert served(again.store) == served(opened.store)
 
 
-def test_a_retry_has_its_receipt_also_if_the_batch_lies_below_the_checkpoint() -> None:
+def test_retry_of_a_batch_below_the_checkpoint_gets_its_receipt() -> None:
     opened = fresh()
     raw = batch(b"once", producer=(5, 1))
     (receipt,) = stored(opened.store, raw)
@@ -115,7 +115,7 @@ def test_a_retry_has_its_receipt_also_if_the_batch_lies_below_the_checkpoint() -
     assert append(reopened(opened.disk).store, raw) == [replace(receipt, duplicate=True)]
 
 
-def test_store_times_do_not_go_back_after_a_restart() -> None:
+def test_store_times_never_decrease_after_a_restart() -> None:
     opened = fresh()
     append(opened.store, batch(b"a"), now=NOW + 5_000)
     sync(opened.store)
@@ -125,7 +125,7 @@ def test_store_times_do_not_go_back_after_a_restart() -> None:
     assert receipt.store_unix_ms == NOW + 5_000
 
 
-def test_without_a_checkpoint_the_indexes_are_made_anew_byte_for_byte() -> None:
+def test_indexes_without_a_checkpoint_are_rebuilt_byte_for_byte() -> None:
     opened = fresh()
     fill(opened, count=40)
     take(opened)
@@ -138,7 +138,7 @@ def test_without_a_checkpoint_the_indexes_are_made_anew_byte_for_byte() -> None:
     assert len(before) > 10
 
 
-def test_a_checkpoint_does_not_change_what_the_next_one_says() -> None:
+def test_checkpoint_does_not_depend_on_the_previous_checkpoint() -> None:
     opened, twin = fresh(), fresh()
     for begin in (0, 10, 20, 30):
         fill(opened, begin, 10)
@@ -177,7 +177,7 @@ QUEUE_FILE = f"{folder_of(TOPIC, TOPIC_ID, 1)}/{0:020d}"
         (_flip_last, "checkpoint"),
     ],
 )
-def test_an_index_that_is_spoiled_is_made_anew_byte_for_byte(
+def test_damaged_index_is_rebuilt_byte_for_byte(
     spoil: Callable[[MemoryDisk, str], None], path: str
 ) -> None:
     opened = fresh()
@@ -193,7 +193,7 @@ def test_an_index_that_is_spoiled_is_made_anew_byte_for_byte(
     assert indexes(again.disk) == before
 
 
-def test_an_entry_that_points_to_another_queue_is_not_served() -> None:
+def test_index_entry_that_points_to_another_queue_is_not_served() -> None:
     opened = fresh()
     fill(opened, count=12)
     take(opened)
@@ -203,7 +203,7 @@ def test_an_entry_that_points_to_another_queue_is_not_served() -> None:
         bodies(reopened(opened.disk).store, 1)
 
 
-def test_every_step_of_a_checkpoint_may_be_the_last() -> None:
+def test_crash_after_any_step_of_a_checkpoint_loses_nothing() -> None:
     opened = fresh()
     fill(opened)
     take(opened)
@@ -221,7 +221,7 @@ def test_every_step_of_a_checkpoint_may_be_the_last() -> None:
         assert served(again.store) == shown
 
 
-def test_what_is_appended_while_a_checkpoint_is_taken_belongs_to_the_next() -> None:
+def test_batches_appended_during_a_checkpoint_belong_to_the_next_one() -> None:
     opened = fresh()
     fill(opened)
     steps = CheckpointWriter(opened.disk, opened.store, 0)
@@ -241,7 +241,7 @@ def test_what_is_appended_while_a_checkpoint_is_taken_belongs_to_the_next() -> N
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_after_a_power_cut_a_start_with_checkpoint_ends_where_one_without_does(
+def test_recovery_with_and_without_checkpoint_agree_after_a_power_cut(
     data: st.DataObject,
 ) -> None:
     opened = fresh()
@@ -270,7 +270,7 @@ def test_after_a_power_cut_a_start_with_checkpoint_ends_where_one_without_does(
 
 
 @pytest.mark.parametrize("lost", [(), ("checkpoint",), ("checkpoint", "consumequeue", "keyindex")])
-def test_offsets_go_on_once_the_first_segment_is_gone(lost: tuple[str, ...]) -> None:
+def test_offsets_continue_after_the_first_segment_is_removed(lost: tuple[str, ...]) -> None:
     opened = fresh()
     stored(opened.store, batch(b"only one", queue_id=4))
     fill(opened, count=40)
@@ -293,7 +293,7 @@ def test_offsets_go_on_once_the_first_segment_is_gone(lost: tuple[str, ...]) -> 
     assert receipt.first_offset == 1
 
 
-def test_damaged_floors_stop_a_start_that_needs_them_unless_loss_is_accepted() -> None:
+def test_damaged_floors_fail_a_recovery_that_needs_them_unless_loss_is_accepted() -> None:
     opened = fresh()
     fill(opened)
     take(opened)
@@ -306,7 +306,7 @@ def test_damaged_floors_stop_a_start_that_needs_them_unless_loss_is_accepted() -
     assert len(bodies(lossy.store)) == 7
 
 
-def test_a_checkpoint_ahead_of_the_log_is_not_trusted() -> None:
+def test_checkpoint_ahead_of_the_log_is_not_trusted() -> None:
     opened = fresh()
     fill(opened, count=40)
     take(opened)
@@ -314,7 +314,7 @@ def test_a_checkpoint_ahead_of_the_log_is_not_trusted() -> None:
     for name in opened.disk.names("log")[1:]:
         opened.disk.remove(f"log/{name}")
     again = reopened(opened.disk)
-    assert "no position" in again.report.rebuilt
+    assert "outside the log" in again.report.rebuilt
     assert again.report.next_position <= SEGMENT_BYTES
 
 
@@ -350,7 +350,7 @@ queues = st.builds(
     waiting=st.integers(0, 3).map(lambda count: bytes(range(24)) * count),
     numbers=st.tuples(*[st.integers(0, 2**62)] * 5),
 )
-def test_checkpoints_survive_their_codec(
+def test_checkpoint_is_decoded_as_it_was_encoded(
     queues: list[QueueState],
     producers: list[ProducerState],
     waiting: bytes,

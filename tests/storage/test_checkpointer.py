@@ -1,7 +1,6 @@
-"""Goal: checkpoints are taken when they are due and at a clean stop; one that can't be written
-harms nothing.
+"""Goal: checkpoints are taken when they are due and at a clean stop; a failed one does no harm.
 
-Method: a node on a disk in memory, its loops as in production but for the threads; then the whole
+Method: a node on a disk in memory, its loops as in production but without threads; then the whole
 node.
 """
 
@@ -31,7 +30,7 @@ FIRST = f"log/{0:020d}"
 
 
 class WatchedDisk(MemoryDisk):
-    """Notes how much of the log was unsynced at every checkpoint; fails while `failure` is set."""
+    """A disk that records the unsynced bytes at each checkpoint; fails while `failure` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ async def scene() -> AsyncIterator[Scene]:
             flushing.cancel()
 
 
-async def test_the_log_is_safe_before_a_checkpoint_says_so() -> None:
+async def test_log_is_safe_before_the_checkpoint_is_written() -> None:
     async with scene() as here:
         here.append(batch(b"a"), batch(b"b"))
         assert here.disk.files[FIRST].unsynced
@@ -82,7 +81,7 @@ async def test_the_log_is_safe_before_a_checkpoint_says_so() -> None:
         assert here.checkpointer.position() == here.node.store.log.next_position
 
 
-async def test_without_space_the_next_one_is_as_good() -> None:
+async def test_checkpoint_after_one_without_space_is_complete() -> None:
     async with scene() as here:
         for number in range(5):
             here.append(batch(b"%d" % number, queue_id=number))
@@ -93,7 +92,7 @@ async def test_without_space_the_next_one_is_as_good() -> None:
             assert bodies(again.store, number) == [b"%d" % number]
 
 
-async def test_a_disk_that_fails_ends_the_process() -> None:
+async def test_disk_failure_ends_the_process() -> None:
     async with scene() as here:
         here.append(batch(b"a"))
         here.disk.failure = OSError(errno.EIO, "broken")
@@ -102,7 +101,9 @@ async def test_a_disk_that_fails_ends_the_process() -> None:
 
 
 @pytest.mark.parametrize("due", ["time", "size"])
-async def test_they_are_taken_when_they_are_due(due: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checkpoint_is_taken_when_it_is_due(
+    due: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpointer, "_LOOK_S", 0.001)
     monkeypatch.setattr(checkpointer, "INTERVAL_S", 0 if due == "time" else 3_600)
     monkeypatch.setattr(checkpointer, "BYTES_MAX", 1 << 40 if due == "time" else 500)
@@ -115,9 +116,7 @@ async def test_they_are_taken_when_they_are_due(due: str, monkeypatch: pytest.Mo
         taking.cancel()
 
 
-async def test_a_node_that_was_stopped_reads_nothing_again(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_restart_after_a_clean_stop_scans_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         raw = batch(b"a", b"b", producer=(5, 1))
         (receipt,) = await node.append(raw)

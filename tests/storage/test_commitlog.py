@@ -1,4 +1,4 @@
-"""Goal: the log keeps what it was given, at the positions it said, in segments of fixed size.
+"""Goal: the log keeps each batch at its assigned position, in segments of fixed size.
 
 Method: a disk in memory, small segments, and a comparison with a plain list of batches.
 """
@@ -36,7 +36,7 @@ def write(log: CommitLog, *batches: bytes) -> list[int]:
 
 
 @given(st.lists(st.lists(st.integers(3, SEGMENT), min_size=1, max_size=5), max_size=12))
-def test_every_batch_is_read_back_from_its_position(appends: list[list[int]]) -> None:
+def test_each_batch_is_read_back_from_its_position(appends: list[list[int]]) -> None:
     log = open_log(MemoryDisk())
     kept: dict[int, bytes] = {}
     for number, lengths in enumerate(appends):
@@ -50,7 +50,7 @@ def test_every_batch_is_read_back_from_its_position(appends: list[list[int]]) ->
         assert log.read(position, len(one)) == one
 
 
-def test_a_segment_is_closed_by_a_filler_of_the_rest() -> None:
+def test_rest_of_a_segment_is_filled_with_a_filler() -> None:
     disk = MemoryDisk()
     log = open_log(disk)
     assert write(log, b"x" * 60, b"y" * 60) == [0, 100]
@@ -59,20 +59,20 @@ def test_a_segment_is_closed_by_a_filler_of_the_rest() -> None:
 
 
 @pytest.mark.parametrize("room", [1, 7])
-def test_fewer_than_eight_bytes_stay_zero(room: int) -> None:
+def test_rest_of_fewer_than_eight_bytes_stays_zero(room: int) -> None:
     disk = MemoryDisk()
     log = open_log(disk)
     write(log, b"x" * (SEGMENT - room), b"y" * 10)
     assert disk.files[f"log/{0:020d}"].content[SEGMENT - room :] == bytes(room)
 
 
-def test_a_batch_may_fill_a_segment_to_the_last_byte() -> None:
+def test_batch_may_fill_a_segment_to_the_last_byte() -> None:
     log = open_log(MemoryDisk())
     assert write(log, b"x" * SEGMENT, b"y" * SEGMENT) == [0, 100]
     assert log.read(100, 1_000) == b"y" * SEGMENT
 
 
-def test_a_batch_longer_than_a_segment_is_refused() -> None:
+def test_batch_longer_than_a_segment_is_rejected() -> None:
     log = open_log(MemoryDisk())
     write(log, b"x" * 10)
     with pytest.raises(LimitExceeded) as refused:
@@ -81,7 +81,7 @@ def test_a_batch_longer_than_a_segment_is_refused() -> None:
     assert log.next_position == 10
 
 
-def test_outside_of_the_log_is_nothing_to_read() -> None:
+def test_read_outside_of_the_log_returns_nothing() -> None:
     log = open_log(MemoryDisk())
     write(log, b"x" * 90, b"y" * 90)
     log.drop_before(100)
@@ -91,7 +91,7 @@ def test_outside_of_the_log_is_nothing_to_read() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
-def test_what_the_disk_does_not_give_is_data_loss(number: int) -> None:
+def test_unreadable_bytes_are_data_loss(number: int) -> None:
     class Rotten(MemoryFile):
         def read(self, at: int, bytes_max: int) -> bytes:
             raise OSError(number, "not there")
@@ -107,7 +107,7 @@ def test_what_the_disk_does_not_give_is_data_loss(number: int) -> None:
     assert lost.value.facts == {"position": "7"}
 
 
-def test_without_space_for_a_segment_nothing_is_written() -> None:
+def test_append_without_space_for_a_segment_writes_nothing() -> None:
     disk = MemoryDisk(room=2 * SEGMENT)
     log = open_log(disk)
     write(log, b"x" * 60)
@@ -122,7 +122,7 @@ def test_without_space_for_a_segment_nothing_is_written() -> None:
     assert write(log, b"y" * 60, b"z" * 60) == [100, 200]
 
 
-def test_unsynced_names_every_segment_written_since_the_last_sync() -> None:
+def test_unsynced_names_each_segment_written_since_the_last_sync() -> None:
     disk = MemoryDisk()
     log = open_log(disk)
     write(log, b"x" * 60, b"y" * 60)
@@ -162,7 +162,7 @@ def test_truncate_at_the_end_drops_nothing() -> None:
     assert write(again, b"y" * 40) == [60]
 
 
-def test_a_removed_segment_is_not_read_from_an_open_file() -> None:
+def test_removed_segment_is_not_read_from_an_open_file() -> None:
     disk = MemoryDisk()
     write(open_log(disk), b"x" * 90, b"y" * 90, b"z" * 90)
     log = open_log(disk.killed())
@@ -173,7 +173,7 @@ def test_a_removed_segment_is_not_read_from_an_open_file() -> None:
     assert log.read(100, 90) == b"w" * 90
 
 
-def test_a_missing_segment_is_data_loss() -> None:
+def test_missing_segment_is_data_loss() -> None:
     disk = MemoryDisk()
     write(open_log(disk), b"x" * 90, b"y" * 90, b"z" * 90)
     disk.remove(f"log/{100:020d}")
@@ -182,7 +182,7 @@ def test_a_missing_segment_is_data_loss() -> None:
     assert found.value.facts == {"position": "100"}
 
 
-def test_a_segment_that_was_only_named_is_dropped() -> None:
+def test_segment_file_without_bytes_is_dropped() -> None:
     disk = MemoryDisk()
     write(open_log(disk), b"x" * 90)
     disk.open(f"log/{100:020d}", create=True)

@@ -1,6 +1,6 @@
-"""Goal: storage treats a compressed batch as any other, and judges what is inside.
+"""Goal: storage handles compressed batches like others, and checks their content.
 
-Method: the whole node over gRPC with a real etcd; messages for later and fsck in memory.
+Method: the whole node over gRPC with a real etcd; scheduled messages and fsck in memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def packed(compression: Compression, producer: tuple[int, int] = (0, 0)) -> byte
 
 
 @PACKED
-async def test_filter_key_index_and_start_find_what_is_in_a_compressed_batch(
+async def test_filter_key_index_and_recovery_read_inside_compressed_batches(
     compression: Compression, etcd_endpoint: str, tmp_path: Path
 ) -> None:
     raw = packed(compression, (5, 1))
@@ -65,7 +65,7 @@ async def test_filter_key_index_and_start_find_what_is_in_a_compressed_batch(
 
 
 @PACKED
-async def test_what_is_inside_is_judged_before_it_is_taken(
+async def test_content_of_a_compressed_batch_is_checked_before_it_is_stored(
     compression: Compression, etcd_endpoint: str, tmp_path: Path
 ) -> None:
     raw = packed(compression)
@@ -82,7 +82,7 @@ async def test_what_is_inside_is_judged_before_it_is_taken(
 
 
 @PACKED
-async def test_compressed_message_for_later_is_delivered_as_it_was(
+async def test_compressed_scheduled_message_is_delivered_unchanged(
     compression: Compression,
 ) -> None:
     async with scene() as here:
@@ -93,7 +93,7 @@ async def test_compressed_message_for_later_is_delivered_as_it_was(
 
 
 @PACKED
-def test_fsck_finds_nothing_wrong_with_compressed_batches(compression: Compression) -> None:
+def test_fsck_calls_compressed_batches_clean(compression: Compression) -> None:
     made = open_store(MemoryDisk(), segment_bytes=100_000, run_entries=1 << 19)
     stored(made.store, *[packed(compression)] * 3)
     CheckpointWriter(made.disk, made.store, 0).run()

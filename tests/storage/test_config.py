@@ -1,6 +1,6 @@
-"""Goal: settings of a storage node that can't be meant are refused; a node alone is its own broker.
+"""Goal: inconsistent settings are rejected; a node without replicas is its own broker.
 
-Method: settings made by hand.
+Method: settings are built directly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def settings(**fields: Any) -> StorageSettings:
     return StorageSettings(**({"node_id": "a-0"} | fields))
 
 
-def test_a_node_alone_is_the_broker_of_its_name() -> None:
+def test_node_without_replicas_is_the_broker_of_its_name() -> None:
     alone = settings()
     assert (alone.broker_name, alone.members) == ("a-0", frozenset({"a-0"}))
 
@@ -38,11 +38,11 @@ def test_nodes_of_a_set_share_a_broker() -> None:
         ({"broker": "No Name"}, "pattern"),
     ],
 )
-def test_what_cant_be_meant_is_refused(fields: dict[str, Any], why: str) -> None:
+def test_inconsistent_settings_are_rejected(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         settings(**fields)
 
 
-def test_readers_leave_the_leader_by_default_beyond_what_fits_into_memory() -> None:
+def test_default_memory_window_is_a_share_of_the_memory() -> None:
     assert settings(memory_window_bytes=7).memory_window == 7
     assert settings().memory_window > 1 << 24

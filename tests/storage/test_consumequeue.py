@@ -1,4 +1,4 @@
-"""Goal: entry N of a queue is what the batch of offset N said, wherever the entry lies by now.
+"""Goal: entry N of a queue is that of the batch with offset N, in memory or in a file.
 
 Method: a disk in memory, few entries per file, and a plain list beside the queue.
 """
@@ -52,7 +52,7 @@ def test_entries_are_read_back_by_offset(
         assert [tuple(map(int, row)) for row in columns] == model[begin:end]
 
 
-def test_an_entry_is_twenty_bytes_at_its_offset_times_twenty() -> None:
+def test_entry_has_twenty_bytes_at_twenty_times_its_offset() -> None:
     disk = MemoryDisk()
     queue = open_queue(disk, entries_per_file=2)
     queue.append(4_096, 128, tags(2_598_919, -1, -2_147_483_648))
@@ -62,7 +62,7 @@ def test_an_entry_is_twenty_bytes_at_its_offset_times_twenty() -> None:
     assert second == bytes.fromhex("0000000000001000 00000080 ffffffff80000000")
 
 
-def test_only_what_is_shown_is_visible() -> None:
+def test_entries_are_visible_only_after_make_visible() -> None:
     queue = open_queue(MemoryDisk())
     queue.append(0, 10, tags(1, 2))
     queue.append(10, 10, tags(3))
@@ -71,7 +71,7 @@ def test_only_what_is_shown_is_visible() -> None:
     assert queue.visible_offset == 2
 
 
-def test_a_full_disk_loses_no_entry() -> None:
+def test_full_disk_loses_no_entry() -> None:
     disk = MemoryDisk()
     file = disk.files[f"{FOLDER}/{0:020d}"] = MemoryFile()
     file.failure = OSError(errno.ENOSPC, "no space")
@@ -95,12 +95,12 @@ def test_a_full_disk_loses_no_entry() -> None:
     )
 )
 @example([("append", 150), ("append", 150), ("trim", 10), ("flush", 1)])
-def test_what_is_trimmed_is_gone_from_disk_too_and_the_rest_stays(
+def test_trimmed_entries_leave_the_disk_and_the_others_stay(
     steps: list[tuple[str, int]],
 ) -> None:
     disk = MemoryDisk()
     queue = open_queue(disk, entries_per_file=100)
-    model: list[int] = []  # the position of every message ever, one batch per append
+    model: list[int] = []  # position of each message, one batch per append
     position = first = 0
     for step, number in steps:
         if step == "append":

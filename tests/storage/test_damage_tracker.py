@@ -1,9 +1,9 @@
-"""Goal: what has rotted below the checkpoint, where no start looks, is found by everybody who looks
-and is never served.
+"""Goal: damage below the checkpoint, which recovery does not read, is found by every read and every
+check, and is never served.
 
-Method: one bit of every byte of a batch in the middle of the log; then the process itself, whose
-log and metrics have to tell. That damage behind the checkpoint is found at start is in
-test_recovery.py, and what a scrub and an fsck do with the rest of the log in theirs.
+Method: one bit of every byte of a batch in the middle of the log is flipped; then the process,
+whose log lines and metrics must report the damage. Damage after the checkpoint is in
+test_recovery.py; scrub and fsck have their own tests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EVER = TimeWindow(0, 1 << 62)
 
 
 def checkpointed() -> tuple[Opened, list[StoreReceipt]]:
-    """Nine batches in three segments, all of them below a checkpoint."""
+    """Return a disk with nine batches in three segments, all below a checkpoint."""
     made = open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES)
     receipts = []
     for number in range(9):
@@ -64,7 +64,7 @@ def flipped(made: Opened, position: int, bit: int) -> MemoryDisk:
 
 
 def scrubbed(made: Opened, disk: MemoryDisk) -> list[int]:
-    """Positions of damaged batches that one round of the scrub finds."""
+    """Return the positions of damaged batches that one round of the scrub finds."""
     found: list[int] = []
     scrub = LogScrub(disk, made.store.log)
     while (piece := scrub.next_range()) is not None:
@@ -74,7 +74,7 @@ def scrubbed(made: Opened, disk: MemoryDisk) -> list[int]:
     return found
 
 
-def test_no_flipped_bit_is_served_and_everybody_who_looks_finds_it() -> None:
+def test_flipped_bit_is_never_served_and_every_check_finds_it() -> None:
     made, receipts = checkpointed()
     victim = receipts[4]
     unnoticed = 0
@@ -89,7 +89,7 @@ def test_no_flipped_bit_is_served_and_everybody_who_looks_finds_it() -> None:
         queries = MessageQueries(again.store)
         try:
             queries.message(victim.position, 0)
-        except MessageNotFound:  # where no batch seems to begin, nobody says that one is lost
+        except MessageNotFound:  # without the magic of a batch no batch is reported as lost
             unnoticed += 1
         except DataLoss:
             pass
@@ -104,7 +104,7 @@ def test_no_flipped_bit_is_served_and_everybody_who_looks_finds_it() -> None:
 
 
 @pytest.mark.parametrize("at", range(FILLER.size))
-def test_a_flipped_bit_of_a_filler_is_found(at: int) -> None:
+def test_flipped_bit_of_a_filler_is_found(at: int) -> None:
     made, receipts = checkpointed()
     ends = [one.next_position for one in receipts]
     (filler, *_) = [end for end in ends if end not in {one.position for one in receipts}]
@@ -113,7 +113,7 @@ def test_a_flipped_bit_of_a_filler_is_found(at: int) -> None:
     assert [one.position for one in Fsck(disk, ends[-1]).run().problems] == [filler]
 
 
-def test_every_read_that_meets_damage_counts_it_once_and_logs_it(
+def test_damage_is_logged_and_counted_once_by_every_kind_of_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made, receipts = checkpointed()
@@ -129,15 +129,15 @@ def test_every_read_that_meets_damage_counts_it_once_and_logs_it(
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert f"position={receipts[4].position}" in record.getMessage()
-    assert re.search(r"checksum 0x\w+ where 0x\w+ was written", record.getMessage())
+    assert re.search(r"the checksum is 0x\w+, the batch says 0x\w+", record.getMessage())
 
 
 async def at_once(call: Callable[[Any], None], argument: Any) -> None:
     call(argument)
 
 
-def test_the_scrub_reads_no_faster_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log of 60,000 bytes takes 6 s at 10,000 bytes/s, and each of its pieces its part."""
+def test_scrub_keeps_its_maximum_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log of 60,000 bytes takes 6 s at 10,000 bytes/s, and each range its share."""
     monkeypatch.setattr(scrub_core, "RANGE_BYTES", 5_000)
     disk = MemoryDisk()
     with recovered(disk, segment_bytes=1 << 20, monotonic_ms=lambda: 0) as node:

@@ -1,7 +1,7 @@
-"""Goal: nothing is due early, nothing due is forgotten, whatever is added, removed or moved.
+"""Goal: no entry is due early, and no due entry is forgotten, whatever is added, removed or moved.
 
-Method: Hypothesis drives the buckets and a plain dictionary side by side, with a clock that jumps;
-times crowd around the borders of seconds and minutes.
+Method: Hypothesis drives the queue and a plain dictionary side by side, with a clock that jumps;
+many times are near the borders of seconds and minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ aheads = st.one_of(
 
 
 class Against(RuleBasedStateMachine):
-    """`levels` is what is tested, `waiting` and `taken` say what it has to hold."""
+    """`levels` is tested; `waiting` and `taken` are the expected content."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ TestAgainst = Against.TestCase
 
 @given(st.lists(aheads, max_size=200), st.integers(1, 50))
 @settings(deadline=None)
-def test_everything_comes_once_in_order_of_time(times: list[int], count: int) -> None:
+def test_entries_are_due_once_in_order_of_time(times: list[int], count: int) -> None:
     levels = DelayQueue()
     entries = [DelayedBatch(NOW + ahead, at, at) for at, ahead in enumerate(times)]
     for entry in entries:
@@ -142,7 +142,7 @@ def test_everything_comes_once_in_order_of_time(times: list[int], count: int) ->
     assert levels.next_unix_ms() is None
 
 
-def test_a_clock_that_steps_back_delivers_nothing_early() -> None:
+def test_no_entry_is_due_early_when_the_clock_steps_back() -> None:
     levels = DelayQueue()
     levels.due(NOW, 1)
     levels.add(DelayedBatch(NOW + 500, 1, 1))
@@ -155,7 +155,7 @@ def test_a_clock_that_steps_back_delivers_nothing_early() -> None:
     assert levels.due(NOW + 500, 9) == [DelayedBatch(NOW + 500, 1, 1)]
 
 
-def test_what_is_removed_gives_its_room_back() -> None:
+def test_removed_entries_free_their_memory() -> None:
     levels = DelayQueue()
     for at in range(100_000):
         levels.add(DelayedBatch(NOW + at % 50_000, at, at))
@@ -180,7 +180,7 @@ def test_entries_take_less_than_24_bytes_each_plus_their_buckets(spread_ms: int)
     assert used / count < 24 + 1_000 * buckets / count, (used / count, buckets)
 
 
-def test_a_snapshot_comes_back() -> None:
+def test_snapshot_is_restored_as_it_was() -> None:
     levels = DelayQueue()
     for at in range(20_000):
         levels.add(DelayedBatch(NOW + at * 7_919 % DAY_MS, at, at))
@@ -190,8 +190,8 @@ def test_a_snapshot_comes_back() -> None:
     assert sorted(again.before(1 << 60, 1 << 60)) == sorted(levels.before(1 << 60, 1 << 60))
 
 
-def test_a_snapshot_of_many_is_taken_in_a_moment_and_does_not_change() -> None:
-    """It is taken on the event loop, whatever the number of minutes; encoding it is not."""
+def test_snapshot_of_many_entries_is_quick_and_immutable() -> None:
+    """The snapshot is taken on the event loop, so it must be quick; it is encoded elsewhere."""
     rows = np.empty(300_000, ROW)
     numbers = np.arange(len(rows))
     rows["deliver_unix_ms"] = NOW + numbers * 40 * DAY_MS // len(rows)

@@ -1,7 +1,7 @@
-"""Goal: what is told of deliveries names exactly the offsets that were delivered, however pulls
-were filtered, joined and split.
+"""Goal: reported ranges contain exactly the delivered offsets, however pulls were filtered, joined
+and split.
 
-Method: Hypothesis: pulls that follow each other, against a set of integers.
+Method: Hypothesis generates consecutive pulls; a set of integers is the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDeli
 
 
 def offsets_of(told: ReportedRange) -> list[int]:
-    """As a reader of the runs counts."""
+    """Return the offsets that the runs describe."""
     if not told.runs:
         return list(range(told.first_offset, told.next_offset))
     found: list[int] = []
@@ -73,14 +73,14 @@ def test_runs_name_the_delivered_offsets(
     assert all(len(one.runs) <= 2 * islands_max + 1 for one in told)
 
 
-def test_pulls_that_deliver_all_are_one_range_without_runs() -> None:
+def test_pulls_that_deliver_all_messages_are_one_range_without_runs() -> None:
     range_ = DeliveredRange(PullDelivery(first_offset=5, next_offset=7))
     assert range_.extend(PullDelivery(first_offset=7, next_offset=9))
     (told,) = range_.reports()
     assert (told.first_offset, told.next_offset, told.message_count, told.runs) == (5, 9, 4, [])
 
 
-def test_a_range_from_which_nothing_passed_the_filter_has_a_run() -> None:
+def test_range_without_a_passing_message_has_a_run() -> None:
     step = PullDelivery(first_offset=5, next_offset=7, kept=np.empty(0, np.int64))
     (told,) = DeliveredRange(step).reports()
     assert (told.message_count, told.filtered_count, told.runs) == (0, 2, [2])
@@ -93,5 +93,5 @@ def test_a_range_from_which_nothing_passed_the_filter_has_a_run() -> None:
         PullDelivery(first_offset=7, next_offset=9, lost_count=1),
     ],
 )
-def test_a_pull_from_elsewhere_or_over_a_hole_begins_a_range(step: PullDelivery) -> None:
+def test_pull_from_another_offset_or_over_lost_messages_begins_a_range(step: PullDelivery) -> None:
     assert not DeliveredRange(PullDelivery(first_offset=5, next_offset=7)).extend(step)

@@ -1,6 +1,6 @@
-"""Goal: only a fresh verdict counts, and the order of one queue is kept.
+"""Goal: only a fresh record of a delivery is used, and the order of each queue is kept.
 
-Method: the offsets twin behind a real channel, and a clock that jumps while a call is under way.
+Method: the offsets twin behind a real channel, and a clock that jumps while a call is in flight.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def refusal_of(deliveries: DeliveryRecorder, delivery: PendingDelivery) ->
     return None
 
 
-async def test_a_verdict_that_took_too_long_is_not_used() -> None:
+async def test_record_that_took_too_long_is_not_used() -> None:
     clock = JumpingClock()
     async with asking(clock) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
@@ -64,7 +64,7 @@ async def test_a_verdict_that_took_too_long_is_not_used() -> None:
         assert await refusal_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0)) is None
 
 
-async def test_deliveries_ride_together_in_order() -> None:
+async def test_waiting_deliveries_share_a_call_in_order() -> None:
     async with asking(Clock()) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
         first = tasks.create_task(deliveries.record(PendingDelivery(HOLDER, 0, 1, 0)))
@@ -81,7 +81,7 @@ async def test_deliveries_ride_together_in_order() -> None:
         assert [begin for _, _, begin, _ in twin.recorded] == list(range(301))
 
 
-async def test_each_delivery_has_its_own_verdict() -> None:
+async def test_each_delivery_has_its_own_result() -> None:
     async with asking(Clock()) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
         blocker = tasks.create_task(deliveries.record(PendingDelivery(HOLDER, 0, 1, 0)))
@@ -97,7 +97,7 @@ async def test_each_delivery_has_its_own_verdict() -> None:
         assert await both[1] is None
 
 
-async def test_touch_answers_every_holder() -> None:
+async def test_touch_returns_a_result_for_each_owner() -> None:
     owners = [replace(HOLDER, queue_id=n % 100, token=1 + n % 2) for n in range(TOUCHES_MAX + 5)]
     async with asking(Clock()) as (deliveries, twin):
         verdicts = await deliveries.touch(owners)
@@ -107,7 +107,7 @@ async def test_touch_answers_every_holder() -> None:
         assert len(twin.touched) == len(owners)
 
 
-async def test_a_touch_under_an_epoch_that_is_over_tells_nothing() -> None:
+async def test_touch_answered_under_an_old_epoch_is_an_error() -> None:
     async with asking(Clock()) as (deliveries, twin):
         twin.epoch = 4
         await deliveries.touch([HOLDER])
@@ -116,11 +116,11 @@ async def test_a_touch_under_an_epoch_that_is_over_tells_nothing() -> None:
             await deliveries.touch([HOLDER])
 
 
-async def test_without_a_leader_a_touch_is_an_error_and_a_record_unrecorded() -> None:
-    def nobody() -> offsets_grpc.OffsetsServiceAsyncStub:
+async def test_touch_and_record_fail_without_a_leader() -> None:
+    def no_leader() -> offsets_grpc.OffsetsServiceAsyncStub:
         raise Unreachable("no offsets node is registered", retry_after_ms=200)
 
-    deliveries = DeliveryRecorder(nobody, Clock())
+    deliveries = DeliveryRecorder(no_leader, Clock())
     with pytest.raises(Unreachable):
         await deliveries.touch([HOLDER])
     async with asyncio.TaskGroup() as tasks:

@@ -1,6 +1,6 @@
 """Goal: a delivery is recorded at the set that keeps its group, and no set waits for another one.
 
-Method: twins of two sets behind real channels; the places are put where the mirror of etcd is.
+Method: twins of two offsets sets behind real channels; the test writes placements to the mirror.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NEAR, FAR = (
 
 
 class Scene:
-    """Two sets, by name, and which of them keeps which group."""
+    """Two offsets sets, by name, and the placement of each group."""
 
     def __init__(self) -> None:
         self.twins = {"a": OffsetsTwin(), "b": OffsetsTwin()}  # type: ignore[abstract]
@@ -52,7 +52,7 @@ class Scene:
         self.places = GroupPlacements(self._mirror, nodes)
 
     def put(self, group: str, place: GroupPlacement) -> None:
-        """etcd tells where a group is."""
+        """Write the placement of a group into the mirror."""
         self._mirror.revision += 1
         revision = self._mirror.revision
         self._mirror.values[group] = KeyValue(group, place.encode(), revision, revision)
@@ -60,7 +60,7 @@ class Scene:
 
 @asynccontextmanager
 async def two_sets() -> AsyncIterator[tuple[Scene, DeliveryRouter]]:
-    """`near` is kept by set a, `far` by set b."""
+    """Set a keeps the group `near`, set b keeps `far`."""
     scene = Scene()
     scene.put("near", GroupPlacement("a"))
     scene.put("far", GroupPlacement("b"))
@@ -96,7 +96,9 @@ async def refusal_of(deliveries: DeliveryRouter, delivery: PendingDelivery) -> B
     return None
 
 
-async def test_each_group_is_recorded_at_its_set_and_none_waits_for_the_other() -> None:
+async def test_delivery_is_recorded_at_the_set_of_its_group_without_waiting_for_other_sets() -> (
+    None
+):
     async with two_sets() as (scene, deliveries), asyncio.TaskGroup() as tasks:
         scene.twins["b"].answering.clear()
         late = tasks.create_task(deliveries.record(range_of(FAR)))
@@ -110,7 +112,7 @@ async def test_each_group_is_recorded_at_its_set_and_none_waits_for_the_other() 
         assert [group for group, *_ in scene.twins["b"].recorded] == ["far"]
 
 
-async def test_a_moved_group_is_asked_of_its_new_set_whose_epoch_is_lower() -> None:
+async def test_moved_group_is_recorded_at_its_new_set_whose_epoch_is_lower() -> None:
     async with two_sets() as (scene, deliveries):
         scene.twins["a"].epoch = 9
         verdict = await deliveries.record(range_of(NEAR))
@@ -123,7 +125,7 @@ async def test_a_moved_group_is_asked_of_its_new_set_whose_epoch_is_lower() -> N
 
 
 @pytest.mark.parametrize("refusal", [GroupMoved("it is kept by c"), NotServing("it is on its way")])
-async def test_a_set_that_does_not_keep_the_group_says_nothing_of_the_token(
+async def test_error_of_a_set_that_does_not_keep_the_group_does_not_fence(
     refusal: BatonError,
 ) -> None:
     async with two_sets() as (scene, deliveries):
@@ -134,7 +136,7 @@ async def test_a_set_that_does_not_keep_the_group_says_nothing_of_the_token(
         assert await refusal_of(deliveries, range_of(NEAR)) is None
 
 
-async def test_holders_are_touched_at_their_sets_and_one_that_is_silent_tells_nothing() -> None:
+async def test_owners_are_touched_at_their_sets_and_a_silent_set_fences_none() -> None:
     async with two_sets() as (scene, deliveries):
         stale = replace(NEAR, token=7)
         scene.twins["b"].claimed_epoch = 4

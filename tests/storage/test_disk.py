@@ -1,4 +1,4 @@
-"""Goal: the real files do what the core asks of files.
+"""Goal: real files behave as the core expects.
 
 Method: a temporary folder; the commit log on it is compared with one on the disk in memory.
 """
@@ -19,7 +19,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_more_parts_than_one_call_takes_are_written_in_order(tmp_path: Path) -> None:
+def test_parts_beyond_the_limit_of_one_call_are_written_in_order(tmp_path: Path) -> None:
     file = RealDisk(tmp_path).open("a", create=True)
     parts = [bytes([n % 251]) * (n % 7) for n in range(3 * PARTS_MAX + 1)]
     file.write(5, parts)
@@ -27,7 +27,7 @@ def test_more_parts_than_one_call_takes_are_written_in_order(tmp_path: Path) -> 
     file.close()
 
 
-def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.pwritev
 
     def short(fd: int, parts: list[bytes], at: int) -> int:
@@ -40,7 +40,7 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file.close()
 
 
-def test_a_created_file_is_zero_and_has_all_its_blocks(tmp_path: Path) -> None:
+def test_created_file_is_zero_and_fully_allocated(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
     file = disk.create("log/x", 1 << 20)
     assert file.size == 1 << 20
@@ -53,7 +53,7 @@ def test_a_created_file_is_zero_and_has_all_its_blocks(tmp_path: Path) -> None:
     file.close()
 
 
-def test_cut_zeroes_the_rest_and_tells_how_much_there_was(tmp_path: Path) -> None:
+def test_cut_zeroes_the_rest_and_returns_the_used_bytes(tmp_path: Path) -> None:
     file = RealDisk(tmp_path).create("log/x", 8 << 20)
     file.write(0, [b"keep"])
     file.write(6 << 20, [b"torn"])
@@ -64,7 +64,7 @@ def test_cut_zeroes_the_rest_and_tells_how_much_there_was(tmp_path: Path) -> Non
     file.close()
 
 
-def test_reading_ends_with_the_file(tmp_path: Path) -> None:
+def test_read_ends_at_the_end_of_the_file(tmp_path: Path) -> None:
     file = RealDisk(tmp_path).open("a", create=True)
     file.write(0, [b"abc"])
     assert (file.read(1, 10), file.read(3, 10)) == (b"bc", b"")
@@ -80,7 +80,7 @@ def test_replace_leaves_no_trace_of_the_old_content(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["epoch"]
 
 
-def test_remove_takes_folders_and_missing_names(tmp_path: Path) -> None:
+def test_remove_accepts_folders_and_missing_names(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
     disk.open("a/b/c", create=True).close()
     disk.remove("a")
@@ -88,12 +88,12 @@ def test_remove_takes_folders_and_missing_names(tmp_path: Path) -> None:
     assert disk.names("a") == []
 
 
-def test_a_missing_file_is_not_made_unasked(tmp_path: Path) -> None:
+def test_missing_file_is_not_created_without_create(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         RealDisk(tmp_path).open("a")
 
 
-def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+def test_data_directory_is_locked_by_one_process(tmp_path: Path) -> None:
     owner = str(os.getpid())
     with locked(tmp_path / "data"), pytest.raises(InUse, match=owner), locked(tmp_path / "data"):
         pass
@@ -101,7 +101,7 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
         pass
 
 
-def test_the_cache_keeps_few_files_open(tmp_path: Path) -> None:
+def test_cache_keeps_few_files_open(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
     cache = FileCache(disk, files_max=2)
     for name in "abcd":
@@ -113,7 +113,7 @@ def test_the_cache_keeps_few_files_open(tmp_path: Path) -> None:
     assert open_files() == before - 2
 
 
-def test_the_log_closes_what_is_sealed_and_synced(tmp_path: Path) -> None:
+def test_log_closes_sealed_and_synced_segments(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
     log = CommitLog(disk, FileCache(disk, files_max=1), 100)
     before = open_files()

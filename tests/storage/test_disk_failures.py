@@ -1,7 +1,8 @@
-"""A node of a replica set whose disk fails, or is full at a bad moment.
+"""A replica set in which the disk of a node fails, or is full, at a bad moment.
 
-Goal: it answers for nothing that may not be on its disk, gives way to who can go on, and comes
-back by itself, with the bytes of the others; a sync that has failed is never believed afterwards.
+Goal: the node acknowledges nothing that may not be on its disk, resigns in favour of a healthy
+node, and recovers by itself with the bytes of the others. After a failed sync the unsynced bytes
+are never trusted.
 Method: real nodes in one process (tests/storage/replicas.py); calls of their disks raise what the
 kernel would (tests/storage/failing_disk.py). T26 and T28 of the standing test list.
 """
@@ -43,19 +44,19 @@ def numbers(count: int) -> list[bytes]:
 
 
 async def back(scene: Scene, node: Replica) -> None:
-    """All are in sync again, with the same bytes; `node` has not ended."""
+    """Wait until all nodes are in sync with the same bytes; `node` has not stopped."""
     await scene.in_sync("a", "b", "c")
     await scene.alike()
     assert not node.ended.is_set()
 
 
-async def test_a_leader_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
+async def test_leader_whose_sync_fails_resigns_and_cuts_what_it_wrote(
     scene: Scene, disks: Disks
 ) -> None:
-    """The next sync would succeed, as the kernel has dropped what it could not write.
+    """The next sync would succeed, because the kernel has dropped the unwritten pages.
 
-    Followers may be slow for as long as the machine likes: were they let out of the set meanwhile,
-    only the first could lead again.
+    Followers may be slow on a busy machine: if they left the in-sync set meanwhile, only the first
+    leader could lead again.
     """
     scene.settings |= {"replica_lag_ms_max": 30_000}
     first = await three(scene)
@@ -72,7 +73,7 @@ async def test_a_leader_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
     await back(scene, first)
 
 
-async def test_a_follower_whose_sync_fails_counts_no_more_until_it_has_it_all(
+async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
     scene: Scene, disks: Disks
 ) -> None:
     leader = await three(scene)
@@ -86,10 +87,10 @@ async def test_a_follower_whose_sync_fails_counts_no_more_until_it_has_it_all(
     assert await follower.bodies() == numbers(3)
 
 
-async def test_what_a_failed_sync_left_is_cut_off_though_the_cut_fails_at_first(
+async def test_bytes_of_a_failed_sync_are_cut_off_even_if_the_first_cut_fails(
     scene: Scene, disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files can be read as if nothing had happened: only the node knows up to where."""
+    """The files look undamaged: only the node knows the position of the last good sync."""
     cuts: list[int] = []
     real = StorageNode.cut
 
@@ -112,11 +113,13 @@ async def test_what_a_failed_sync_left_is_cut_off_though_the_cut_fails_at_first(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-async def test_who_can_not_note_its_epoch_leads_once_it_can(
+async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
     scene: Scene, disks: Disks, number: int
 ) -> None:
     scene.members = ("a", "b")
-    scene.settings |= {"leader_lease_ms": 4_000}  # who gives way does so for three times as long
+    scene.settings |= {
+        "leader_lease_ms": 4_000
+    }  # a node that resigned does not stand for three times as long
     await scene.start("a", "b")
     first = await scene.leader()
     await scene.in_sync("a", "b")
@@ -138,7 +141,7 @@ async def test_who_can_not_note_its_epoch_leads_once_it_can(
     assert receipt.first_offset == 3
 
 
-async def test_a_leader_leaves_it_to_another_if_it_can_not_note_its_epoch(
+async def test_elected_node_that_cannot_record_its_epoch_resigns_for_another(
     scene: Scene, disks: Disks
 ) -> None:
     first = await three(scene)
@@ -146,7 +149,7 @@ async def test_a_leader_leaves_it_to_another_if_it_can_not_note_its_epoch(
     await scene.alike()
     failing = {
         name: Failing(errno.ENOSPC, REPLACE) for name in others(scene, first)
-    }  # whoever is elected first finds no room, and nobody else lacks it then
+    }  # the node that is elected first has no space; the others do
     for name, failure in failing.items():
         disks.failing[scene.nodes[name].folder] = failure
     await first.crash()
@@ -168,7 +171,7 @@ async def test_a_leader_leaves_it_to_another_if_it_can_not_note_its_epoch(
 @pytest.mark.parametrize(
     ("calls", "number"), [(REPLACE, errno.ENOSPC), (CREATE, errno.EIO), (REPLACE, errno.EIO)]
 )
-async def test_a_follower_that_can_not_begin_anew_does_so_later(
+async def test_follower_that_cannot_discard_its_copy_does_so_later(
     scene: Scene, disks: Disks, calls: frozenset[str], number: int
 ) -> None:
     scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}

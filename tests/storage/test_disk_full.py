@@ -1,7 +1,7 @@
-"""Goal: a full disk refuses writes with numbers, keeps serving, and takes writes again by itself.
+"""Goal: a node with a full disk rejects writes with numbers, serves reads, and recovers by itself.
 
-Method: a disk in memory that has no room in the middle of a write, and the whole node over gRPC on
-a small file system that really runs full.
+Method: a disk in memory that runs out of space during a write, and the whole node over gRPC on a
+small file system that really becomes full.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BODY = bytes(60_000)
 
 
 class Sparse(MemoryFile):
-    """Has no room behind byte `room`: what fits is written, the rest is an error."""
+    """A file without space after byte `room`: what fits is written, then the write fails."""
 
     room: int | None = None
 
@@ -69,7 +69,7 @@ class Sparse(MemoryFile):
 
 
 class SparseDisk(MemoryDisk):
-    """Gives files that are allocated only when they are written, as copy-on-write disks do."""
+    """A disk that allocates files when they are written, as on copy-on-write file systems."""
 
     def create(self, path: str, size: int) -> File:
         super().create(path, size)
@@ -77,7 +77,7 @@ class SparseDisk(MemoryDisk):
         return file
 
 
-def test_a_write_that_finds_no_space_is_refused_and_leaves_nothing() -> None:
+def test_write_without_space_is_rejected_and_leaves_no_bytes() -> None:
     disk = SparseDisk()
     opened = open_store(disk)
     store = opened.store
@@ -101,8 +101,8 @@ def test_a_write_that_finds_no_space_is_refused_and_leaves_nothing() -> None:
     assert [bodies(again, queue_id) for queue_id in (1, 2, 3)] == [[], [], []]
 
 
-def test_no_refused_batch_comes_back_behind_a_later_one_of_the_same_length() -> None:
-    """The bytes of the second of two refused batches stand where the next append ends."""
+def test_rejected_batch_does_not_reappear_after_a_later_one_of_the_same_length() -> None:
+    """The bytes of the second of two rejected batches lie where the next append ends."""
     disk = SparseDisk()
     store = open_store(disk).store
     stored(store, batch(b"a"))
@@ -117,7 +117,7 @@ def test_no_refused_batch_comes_back_behind_a_later_one_of_the_same_length() -> 
     assert bodies(open_store(disk.killed()).store) == [b"a", b"b"]
 
 
-def test_a_batch_that_needs_two_segments_leaves_nothing_in_the_first() -> None:
+def test_append_over_two_segments_without_space_leaves_nothing_in_the_first() -> None:
     disk = SparseDisk()
     store = open_store(disk, segment_bytes=1_000).store
     stored(store, batch(bytes(500)))
@@ -142,7 +142,7 @@ def test_a_batch_that_needs_two_segments_leaves_nothing_in_the_first() -> None:
     assert [len(bodies(after, queue_id)) for queue_id in (0, 1, 2)] == [1, 0, 0]
 
 
-def test_another_error_of_a_write_is_not_taken_for_a_full_disk() -> None:
+def test_other_write_error_is_not_a_full_disk() -> None:
     disk = SparseDisk()
     store = open_store(disk).store
     stored(store, batch(b"a"))
@@ -151,7 +151,7 @@ def test_another_error_of_a_write_is_not_taken_for_a_full_disk() -> None:
         append(store, batch(b"b"))
 
 
-def test_a_retry_of_what_is_stored_has_its_receipt_on_a_full_disk() -> None:
+def test_retry_of_a_stored_batch_gets_its_receipt_on_a_full_disk() -> None:
     store = open_store(MemoryDisk()).store
     raw = batch(b"a", producer=(5, 1))
     (first,) = stored(store, raw)
@@ -162,8 +162,8 @@ def test_a_retry_of_what_is_stored_has_its_receipt_on_a_full_disk() -> None:
     assert isinstance(fresh, DiskFull)
 
 
-async def test_a_refusal_has_the_numbers_of_the_moment() -> None:
-    """The last look at the disk may be a second old, and the disk may have been empty then."""
+async def test_rejection_has_the_current_disk_numbers() -> None:
+    """The last disk check may be a second old, when the disk was still empty."""
     async with schedule_scene.scene() as here:
         here.retention.observe(DiskUsage(10, 1 << 40), 0, 0)
         assert here.retention.state is DiskState.OK
@@ -181,7 +181,7 @@ async def test_a_refusal_has_the_numbers_of_the_moment() -> None:
 
 
 async def refusals(node: Running, *batches: bytes) -> list[DiskFull | None]:
-    """The error of each batch; None if it was stored."""
+    """Append batches; return the error of each, None if it was stored."""
     found: list[DiskFull | None] = []
     for outcome in await node.outcomes(*batches):
         error = error_from_pb(outcome.error) if outcome.HasField("error") else None
@@ -201,7 +201,7 @@ async def next_offset(node: Running) -> int:
 
 
 async def looked_up(node: Running, body: bytes) -> int:
-    """In how many ways the first message of queue 0 is found."""
+    """Return in how many ways the first message of queue 0 is found."""
     queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
     read = await node.queries.Read(query_pb.ReadRequest(queue=queue), timeout=TIMEOUT_S)
     search = query_pb.SearchOffsetRequest(queue=queue, unix_ms=1)
@@ -221,7 +221,7 @@ async def state(node: Running) -> pb.DiskState.ValueType:
     return (await node.describe()).disk_state
 
 
-async def test_a_disk_that_others_fill_refuses_writes_and_serves_reads_until_they_leave(
+async def test_disk_filled_by_other_files_rejects_writes_and_serves_reads_until_they_are_removed(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     with small_file_system(tmp_path / "disk", 8) as disk:
@@ -254,10 +254,10 @@ async def _is(node: Running, wanted: pb.DiskState.ValueType) -> bool:
     return await state(node) == wanted
 
 
-async def test_a_log_that_outgrows_its_disk_loses_its_oldest_and_goes_on(
+async def test_log_that_outgrows_its_disk_loses_its_oldest_segments_and_continues(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """Twice as much as the disk holds is written; what is refused on the way is sent again."""
+    """Twice the size of the disk is written; rejected batches are sent again."""
     with small_file_system(tmp_path / "disk", 8) as disk:
         async with running(
             etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
@@ -281,10 +281,10 @@ async def test_a_log_that_outgrows_its_disk_loses_its_oldest_and_goes_on(
             assert (await node.append(batch(b"x")))[0].first_offset == stored_count
 
 
-async def test_a_segment_that_does_not_fit_is_refused_until_it_does(
+async def test_append_is_rejected_until_a_new_segment_fits(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The real ENOSPC, below every watermark."""
+    """A real ENOSPC occurs below every watermark."""
     segment_bytes = 2 * 1024 * 1024
     with small_file_system(tmp_path / "disk", 8) as disk:
         async with running(

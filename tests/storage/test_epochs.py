@@ -1,9 +1,9 @@
-"""Which epoch wrote which part of a log, and what that tells about two logs.
+"""Epoch histories, and the common point of two logs.
 
-Goal: the common point of two logs is never past the first byte in which they differ, and not
-before it as far as histories can tell; the file says if it is damaged.
-Method: Hypothesis writes logs by leaders that come and go, each on the copy it has; a log is a
-string of the epochs that wrote its bytes, so that the truth can be looked up.
+Goal: the common point of two logs is never after the first byte in which they differ, and is the
+best one that their histories allow; damage of the file is found.
+Method: Hypothesis writes logs under changing leaders. A model log is a string of the epochs that
+wrote its bytes, so that two logs can be compared directly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODES = 3
 
 
 class Log:
-    """A log of which every byte is the number of the epoch that wrote it."""
+    """A model log: each byte is the epoch that wrote it."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -44,7 +44,7 @@ class Log:
         self.written += [epoch] * count
 
     def follow(self, leader: Log, count: int) -> None:
-        """What a follower does: cut, take the history over as far as it reaches, then copy."""
+        """Follow the leader: cut, adopt the history up to the own end, then copy."""
         point = common_point(leader.history, leader.end, self.history, self.end)
         if point < self.end:
             del self.written[point:]
@@ -57,7 +57,7 @@ class Log:
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[Log]:
-    """Nodes after some leaderships; nobody asks who may be elected."""
+    """Return nodes after some leaderships; any node may be elected."""
     nodes = [Log() for _ in range(NODES)]
     for epoch in range(1, draw(st.integers(1, 6)) + 1):
         leader = nodes[draw(st.integers(0, NODES - 1))]
@@ -74,7 +74,7 @@ def truth(one: Log, other: Log) -> int:
 
 
 @given(logs())
-def test_the_common_point_is_where_two_logs_part(nodes: list[Log]) -> None:
+def test_common_point_is_where_two_logs_differ(nodes: list[Log]) -> None:
     for one in nodes:
         for other in nodes:
             point = common_point(one.history, one.end, other.history, other.end)
@@ -82,21 +82,21 @@ def test_the_common_point_is_where_two_logs_part(nodes: list[Log]) -> None:
 
 
 @given(logs())
-def test_a_history_says_who_wrote_each_byte(nodes: list[Log]) -> None:
+def test_history_has_the_epoch_of_each_byte(nodes: list[Log]) -> None:
     for log in nodes:
         found = [log.history.epoch_at(position) for position in range(log.end)]
         assert found == log.written
 
 
 @given(logs())
-def test_a_history_comes_back_from_its_file(nodes: list[Log]) -> None:
+def test_history_is_decoded_as_it_was_encoded(nodes: list[Log]) -> None:
     for log in nodes:
         assert decode(encode(log.history)) == log.history
         assert read_history(log.history.starts) == log.history
 
 
 @given(st.lists(st.tuples(st.integers(-5, 50), st.integers(-5, 50)), max_size=4))
-def test_only_what_rises_is_a_history(starts: list[tuple[int, int]]) -> None:
+def test_history_that_does_not_rise_is_rejected(starts: list[tuple[int, int]]) -> None:
     epochs, positions = [epoch for epoch, _ in starts], [position for _, position in starts]
     rises = all(sorted(set(column)) == column for column in (epochs, positions))
     if rises and all(epoch > 0 and position >= 0 for epoch, position in starts):
@@ -106,22 +106,22 @@ def test_only_what_rises_is_a_history(starts: list[tuple[int, int]]) -> None:
             read_history(starts)
 
 
-def test_an_epoch_that_wrote_nothing_is_forgotten() -> None:
+def test_epoch_that_wrote_nothing_is_dropped() -> None:
     history = EpochHistory().with_epoch(1, 0).with_epoch(4, 100).with_epoch(7, 100)
     assert history.starts == ((1, 0), (7, 100))
 
 
-def test_who_has_all_before_an_epoch_has_the_epoch() -> None:
+def test_log_that_ends_where_an_epoch_starts_has_the_epoch() -> None:
     history = EpochHistory(((1, 0), (7, 100)))
     assert history.truncated(99).position(99) == ReplicaPosition(1, 99)
     assert history.truncated(100).position(100) == ReplicaPosition(7, 100)
 
 
-def test_who_has_lost_something_has_no_position() -> None:
+def test_damaged_history_has_no_position() -> None:
     assert decode(encode(EpochHistory(((1, 0),), damaged=True))).position(100) == NO_POSITION
 
 
-def test_every_flipped_bit_of_the_file_is_found() -> None:
+def test_each_flipped_bit_of_the_file_is_found() -> None:
     raw = encode(EpochHistory(((1, 0), (7, 100))))
     for bit in range(8 * len(raw)):
         spoilt = bytearray(raw)
@@ -132,5 +132,5 @@ def test_every_flipped_bit_of_the_file_is_found() -> None:
         decode(raw[: -CRC.size])
 
 
-def test_no_file_is_an_empty_history() -> None:
+def test_missing_file_is_an_empty_history() -> None:
     assert decode(b"") == EpochHistory()

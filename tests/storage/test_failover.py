@@ -1,9 +1,9 @@
-"""A producer that goes on sending while the leader of its broker dies.
+"""A producer that continues to send while the leader of its broker crashes.
 
-Goal: every receipt is true whoever is leader afterwards, every message is stored once and in order,
-and the producer finds the next leader by itself.
+Goal: every receipt is true under the next leader, every message is stored once and in order, and
+the producer finds the next leader by itself.
 Method: the real producer, a real nameserver, and a storage replica set (tests/storage/replicas.py)
-whose leader is ended without a word in the middle of it, twice.
+whose leader crashes twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.timeout(180)
 
 
-async def test_a_producer_sees_nothing_of_a_failover_but_a_pause(
+async def test_producer_sees_only_a_pause_during_a_failover(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     cluster = f"test-{secrets.token_hex(8)}"

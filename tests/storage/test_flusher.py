@@ -1,6 +1,6 @@
-"""Goal: one sync serves all who wait, and after a failed one nothing is acknowledged any more.
+"""Goal: one sync serves all waiting calls, and nothing is acknowledged after a failed sync.
 
-Method: a real folder; a node whose sync blocks or fails when the test says so.
+Method: a real folder; a node with a sync that blocks or fails when the test says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from batonmq.errors import NotServing
 from batonmq_server.storage.core.commitlog import UnsyncedFiles
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.disk import RealDisk
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metrics import StorageMetrics
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 
 class SlowNode(StorageNode):
-    """Its syncs wait for `gate` and may fail."""
+    """A node with syncs that wait for `gate` and may fail."""
 
     def __init__(self, disk: RealDisk, node: StorageNode) -> None:
         super().__init__(disk, node.recovery, node.report, node.history)
@@ -57,7 +57,7 @@ def slow_node(folder: Path) -> Iterator[SlowNode]:
 
 
 class Scene:
-    """A flusher that runs, and what it told."""
+    """A running flusher, and what it reported."""
 
     def __init__(self, node: SlowNode, interval_ms: int) -> None:
         self.grown: list[frozenset[QueueKey]] = []
@@ -70,11 +70,11 @@ class Scene:
         )
 
     @property
-    def store(self) -> Store:
+    def store(self) -> MessageStore:
         return self.node.store
 
     def write(self, body: bytes = b"x", queue_id: int = 0) -> int:
-        """Position after a batch that was just written."""
+        """Write a batch; return the position after it."""
         (receipt,) = append(self.store, batch(body, queue_id=queue_id))
         assert isinstance(receipt, StoreReceipt)
         self.flusher.notify_written()
@@ -93,7 +93,7 @@ async def flushing(folder: Path, *, interval_ms: int = 0) -> AsyncIterator[Scene
             running.cancel()
 
 
-async def test_a_write_is_synced_and_shown(tmp_path: Path) -> None:
+async def test_write_is_synced_and_becomes_visible(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene:
         position = scene.write(queue_id=3)
         await scene.flusher.wait_until_safe(position)
@@ -101,7 +101,7 @@ async def test_a_write_is_synced_and_shown(tmp_path: Path) -> None:
         assert scene.grown == [frozenset({(TOPIC_ID, 3)})]
 
 
-async def test_who_waits_during_a_sync_shares_the_next_one(tmp_path: Path) -> None:
+async def test_calls_that_wait_during_a_sync_share_the_next_one(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene, asyncio.TaskGroup() as tasks:
         scene.node.gate.clear()
         first = tasks.create_task(scene.flusher.wait_until_safe(scene.write()))
@@ -117,7 +117,7 @@ async def test_who_waits_during_a_sync_shares_the_next_one(tmp_path: Path) -> No
         assert len(scene.node.synced) == 2
 
 
-async def test_what_is_written_during_a_sync_is_not_safe_after_it(tmp_path: Path) -> None:
+async def test_write_during_a_sync_is_not_safe_after_it(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene:
         scene.node.gate.clear()
         first = scene.write()
@@ -126,7 +126,7 @@ async def test_what_is_written_during_a_sync_is_not_safe_after_it(tmp_path: Path
         assert scene.node.synced == [first]
 
 
-async def test_a_safe_position_is_reached_at_once(tmp_path: Path) -> None:
+async def test_safe_position_is_reached_at_once(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene:
         position = scene.write()
         await scene.flusher.wait_until_safe(position)
@@ -135,7 +135,7 @@ async def test_a_safe_position_is_reached_at_once(tmp_path: Path) -> None:
         assert len(scene.node.synced) == syncs
 
 
-async def test_with_an_interval_only_those_who_wait_hurry_it(tmp_path: Path) -> None:
+async def test_waiting_call_ends_the_sync_interval(tmp_path: Path) -> None:
     async with flushing(tmp_path, interval_ms=60_000) as scene:
         first = scene.write()
         assert scene.node.synced == []
@@ -145,13 +145,13 @@ async def test_with_an_interval_only_those_who_wait_hurry_it(tmp_path: Path) -> 
         assert first < second
 
 
-async def test_an_interval_ends_without_anybody_waiting(tmp_path: Path) -> None:
+async def test_interval_sync_runs_without_a_waiting_call(tmp_path: Path) -> None:
     async with flushing(tmp_path, interval_ms=20) as scene:
         position = scene.write()
         await until(lambda: scene.store.log.synced_position == position)
 
 
-async def test_a_failed_sync_acknowledges_nothing_and_ends_the_process(tmp_path: Path) -> None:
+async def test_failed_sync_acknowledges_nothing_and_ends_the_process(tmp_path: Path) -> None:
     failure = OSError(errno.EIO, "input/output error")
     with slow_node(tmp_path) as node:
         scene = Scene(node, 0)
@@ -178,7 +178,7 @@ async def waits_in_vain(scene: Scene) -> None:
         await scene.flusher.wait_until_safe(scene.write())
 
 
-async def test_a_failed_write_ends_the_process_too(tmp_path: Path) -> None:
+async def test_failed_write_ends_the_process_too(tmp_path: Path) -> None:
     with slow_node(tmp_path) as node:
         scene = Scene(node, 0)
         scene.flusher.fail(OSError(errno.EIO, "input/output error"))
@@ -188,7 +188,7 @@ async def test_a_failed_write_ends_the_process_too(tmp_path: Path) -> None:
             await scene.flusher.run()
 
 
-async def test_with_replicas_a_position_is_reached_once_they_have_it_too(tmp_path: Path) -> None:
+async def test_position_is_safe_once_the_replicas_have_it_too(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene, asyncio.TaskGroup() as tasks:
         scene.store.confirmed(0)
         position = scene.write()
@@ -202,7 +202,9 @@ async def test_with_replicas_a_position_is_reached_once_they_have_it_too(tmp_pat
         assert scene.grown[-1] == {(TOPIC_ID, 0)}
 
 
-async def test_who_waits_for_replicas_that_are_given_up_knows_nothing(tmp_path: Path) -> None:
+async def test_waiting_calls_fail_with_an_unknown_result_when_the_leader_resigns(
+    tmp_path: Path,
+) -> None:
     async with flushing(tmp_path) as scene, asyncio.TaskGroup() as tasks:
         scene.store.confirmed(0)
         position = scene.write()
@@ -219,7 +221,7 @@ async def test_who_waits_for_replicas_that_are_given_up_knows_nothing(tmp_path: 
         await scene.flusher.wait_until_safe(position)
 
 
-async def test_nobody_waits_for_a_log_that_is_closed(tmp_path: Path) -> None:
+async def test_wait_for_a_closed_log_fails(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene:
         scene.flusher.close("cut")
         with pytest.raises(NotServing, match="cut"):

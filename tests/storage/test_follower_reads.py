@@ -1,9 +1,9 @@
 """Reading from followers.
 
-Goal: a follower gives what the whole in-sync set has, under the same checks as the leader; it is
-asked while there is no leader, and by those who are far behind, and otherwise sends readers back.
-Method: three real nodes in one process (tests/storage/replicas.py), an offsets service that notes
-what is recorded, and at the end a real consumer that loses its leader.
+Goal: a follower serves what the whole in-sync set has, under the same checks as the leader. Readers
+use it if there is no leader or if they lag far behind; otherwise it sends them back to the leader.
+Method: three real nodes in one process (tests/storage/replicas.py), an offsets twin that keeps the
+records, and at the end a real consumer whose leader crashes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def offsets(scene: Scene) -> AsyncIterator[OffsetsTwin]:
 
 
 async def three(scene: Scene) -> tuple[Replica, Replica]:
-    """All three are in sync; the leader, and one of its followers."""
+    """Wait until all three nodes are in sync; return the leader and one follower."""
     await scene.start("a", "b", "c")
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
@@ -89,7 +89,7 @@ def bodies(answer: pb.PullResponse) -> list[bytes]:
 
 
 async def shows(node: Replica, count: int) -> None:
-    """Wait until a node shows so many messages of queue 0."""
+    """Wait until a node has `count` visible messages in queue 0."""
 
     async def look() -> bool:
         return len(await node.bodies()) == count
@@ -97,7 +97,7 @@ async def shows(node: Replica, count: int) -> None:
     await until(look)
 
 
-async def test_a_follower_records_a_delivery_before_it_answers(
+async def test_follower_records_a_delivery_before_it_answers(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     leader, follower = await three(scene)
@@ -112,7 +112,7 @@ async def test_a_follower_records_a_delivery_before_it_answers(
     assert refused.value.reason == "FENCED"
 
 
-async def test_a_follower_takes_no_acks(scene: Scene, offsets: OffsetsTwin) -> None:
+async def test_follower_commits_no_acknowledgements(scene: Scene, offsets: OffsetsTwin) -> None:
     leader, follower = await three(scene)
     await leader.append(batch(b"a"), batch(b"b"))
     await shows(follower, 2)
@@ -122,7 +122,7 @@ async def test_a_follower_takes_no_acks(scene: Scene, offsets: OffsetsTwin) -> N
     assert [item.HasField("progress") for item in offsets.items] == [False, True]
 
 
-async def test_a_follower_with_a_leader_sends_readers_back_at_once(
+async def test_follower_with_a_leader_redirects_readers_to_it_at_once(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     leader, follower = await three(scene)
@@ -134,7 +134,7 @@ async def test_a_follower_with_a_leader_sends_readers_back_at_once(
     assert answer.next_node_id == ""
 
 
-async def test_a_follower_without_a_leader_holds_and_keeps_its_readers(
+async def test_follower_without_a_leader_serves_long_polls(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     scene.settings["replica_lag_ms_max"] = 500
@@ -142,7 +142,7 @@ async def test_a_follower_without_a_leader_holds_and_keeps_its_readers(
     await leader.append(batch(b"a"))
     await shows(follower, 1)
     for node in scene.nodes.values():
-        node.session.cut = True  # so that nobody is elected
+        node.session.cut = True  # so that no node is elected
     await leader.crash()
 
     async def keeps() -> bool:
@@ -154,7 +154,7 @@ async def test_a_follower_without_a_leader_holds_and_keeps_its_readers(
     assert Clock().monotonic_ms() - begin_ms >= 250
 
 
-async def test_a_follower_that_lags_refuses_what_it_does_not_have(
+async def test_lagging_follower_rejects_offsets_it_does_not_have(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     leader, follower = await three(scene)
@@ -169,7 +169,7 @@ async def test_a_follower_that_lags_refuses_what_it_does_not_have(
     assert refused.value.reason == "OFFSET_AHEAD_OF_LOG"
 
 
-async def test_who_is_far_behind_is_sent_to_a_follower_and_comes_back(
+async def test_lagging_consumer_is_redirected_to_a_follower_and_back(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     scene.settings["memory_window_bytes"] = 50_000
@@ -200,7 +200,7 @@ async def test_readers_ask_each_node_in_turn_until_one_answers(
     assert leader.name in asked
 
 
-async def test_messages_are_looked_up_at_a_follower_while_nobody_leads(
+async def test_messages_are_queried_at_a_follower_while_there_is_no_leader(
     scene: Scene, etcd_endpoint: str
 ) -> None:
     scene.members = ("a", "b")
@@ -226,8 +226,8 @@ async def test_messages_are_looked_up_at_a_follower_while_nobody_leads(
     assert found.body == b"found"
 
 
-async def test_a_reader_goes_on_while_there_is_no_leader(scene: Scene, etcd_endpoint: str) -> None:
-    """What was written is read to its end from a follower; nothing twice, nothing left out."""
+async def test_reader_continues_while_there_is_no_leader(scene: Scene, etcd_endpoint: str) -> None:
+    """All messages are read from a follower, each exactly once."""
     scene.settings["replica_lag_ms_max"] = 500
     leader, follower = await three(scene)
     await leader.append(*(batch(b"%d" % number) for number in range(100)))

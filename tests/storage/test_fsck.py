@@ -1,6 +1,6 @@
-"""Goal: fsck calls a good directory clean, finds whatever is spoiled, and never touches the log.
+"""Goal: fsck calls an undamaged directory clean, finds all damage, and never changes the log.
 
-Method: directories in memory, with one thing spoiled each; then the command itself on real ones.
+Method: directories in memory with one damage each; then the command on real directories.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def parts(report: FsckReport) -> set[str]:
     return {problem.part for problem in report.problems}
 
 
-def test_a_directory_that_was_stopped_is_clean() -> None:
+def test_directory_of_a_stopped_node_is_clean() -> None:
     made = filled()
     report, _ = examined(made)
     assert (report.problems, report.notes) == ([], [])
@@ -68,7 +68,7 @@ def test_a_directory_that_was_stopped_is_clean() -> None:
     assert report.indexes_compared
 
 
-def test_a_directory_that_crashed_is_clean_too() -> None:
+def test_directory_of_a_crashed_node_is_clean() -> None:
     made = filled()
     for number in range(40, 55):
         stored(made.store, batch(b"%d" % number, queue_id=number % 3))
@@ -82,12 +82,12 @@ def test_a_directory_that_crashed_is_clean_too() -> None:
     assert report.notes[0].startswith("torn tail")
 
 
-def test_an_empty_directory_is_clean() -> None:
+def test_empty_directory_is_clean() -> None:
     report, _ = examined(open_store(MemoryDisk()))
     assert (report.problems, report.notes, report.batches) == ([], [], 0)
 
 
-def test_a_directory_without_a_checkpoint_is_noted() -> None:
+def test_missing_checkpoint_is_noted() -> None:
     report, _ = examined(filled(with_checkpoint=False))
     assert report.problems == []
     assert len(report.notes) == 1
@@ -133,7 +133,7 @@ INDEX_DAMAGE = [
 
 
 @pytest.mark.parametrize(("spoil", "part"), INDEX_DAMAGE)
-def test_a_spoiled_index_is_found_and_repaired(
+def test_damaged_index_is_found_and_repaired(
     spoil: Callable[[MemoryDisk], None], part: str
 ) -> None:
     made = filled()
@@ -149,7 +149,7 @@ def test_a_spoiled_index_is_found_and_repaired(
 
 
 @pytest.mark.parametrize("at", [0, 5, 20, 30, 60, 100, 130])
-def test_a_damaged_batch_is_found_and_the_rest_examined(at: int) -> None:
+def test_damaged_batch_is_found_and_the_rest_is_examined(at: int) -> None:
     made = filled()
     third = made.store.queues[TOPIC_ID, 2].first_position
     made.disk.files[FIRST].content[third + at] ^= 1
@@ -164,7 +164,7 @@ def test_a_damaged_batch_is_found_and_the_rest_examined(at: int) -> None:
     assert {path: bytes(file.content) for path, file in disk.files.items()} == before
 
 
-def test_damage_below_the_checkpoint_is_no_torn_tail_though_nobody_knows_what_was_synced() -> None:
+def test_damage_below_the_checkpoint_is_not_a_torn_tail_even_without_a_synced_position() -> None:
     made = filled()
     third = made.store.queues[TOPIC_ID, 2].first_position
     made.disk.files[FIRST].content[third + 20] ^= 1
@@ -173,7 +173,7 @@ def test_damage_below_the_checkpoint_is_no_torn_tail_though_nobody_knows_what_wa
     assert report.synced_position == report.checkpoint_position == made.store.log.next_position
 
 
-def test_a_hole_in_the_log_is_found() -> None:
+def test_missing_segment_is_found() -> None:
     made = filled()
     middle = made.disk.names("log")[2]
     made.disk.remove(f"log/{middle}")
@@ -182,7 +182,7 @@ def test_a_hole_in_the_log_is_found() -> None:
     assert f"no segment at {int(middle)}" in report.problems[0].detail
 
 
-def test_a_log_that_ends_below_what_was_synced_is_found() -> None:
+def test_log_that_ends_below_what_was_synced_is_found() -> None:
     made = filled()
     last = made.disk.names("log")[-1]
     made.disk.files[f"log/{last}"].content[:] = bytes(1_200)
@@ -190,9 +190,9 @@ def test_a_log_that_ends_below_what_was_synced_is_found() -> None:
     assert [problem.position for problem in report.problems] == [int(last)]
 
 
-def test_offsets_that_leave_one_out_are_found() -> None:
+def test_gap_in_the_offsets_is_found() -> None:
     made = filled(with_checkpoint=False)
-    # A batch in the place of another of its size: everything about it is right but its offset.
+    # A batch in place of another one of the same size: only its offset is wrong.
     other = open_store(MemoryDisk(), segment_bytes=1_200)
     for number in range(40):
         queue_id = 1 if number == 2 else number % 3
@@ -224,7 +224,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_tells_people_and_programs(tmp_path: Path) -> None:
+def test_command_prints_a_table_or_json(tmp_path: Path) -> None:
     with node_in(tmp_path) as node:
         write(node, *(batch(b"x" * 100, queue_id=queue_id) for queue_id in range(8)))
         node.checkpointing.run()
@@ -244,7 +244,7 @@ def test_the_command_tells_people_and_programs(tmp_path: Path) -> None:
         assert (node.report.rebuilt, bodies(node.store, 1)) == ("", [b"x" * 100])
 
 
-def test_the_command_refuses_a_directory_in_use_and_one_that_is_none(tmp_path: Path) -> None:
+def test_command_rejects_a_directory_in_use_and_a_folder_without_a_log(tmp_path: Path) -> None:
     with node_in(tmp_path) as node:
         write(node, batch(b"a"))
         refused = command(tmp_path, "--format", "json")
@@ -258,7 +258,7 @@ def test_the_command_refuses_a_directory_in_use_and_one_that_is_none(tmp_path: P
     assert command().returncode == 2
 
 
-def test_a_damaged_log_is_not_repaired(tmp_path: Path) -> None:
+def test_damaged_log_is_not_repaired(tmp_path: Path) -> None:
     with node_in(tmp_path) as node:
         write(node, batch(b"a"), batch(b"b"))
         node.checkpointing.run()

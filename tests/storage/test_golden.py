@@ -1,7 +1,7 @@
-"""Goal: no byte of what is on disk changes unseen, and what was written before can be read.
+"""Goal: no format on disk changes unnoticed, and files written earlier can be read.
 
 Method: a data directory built from fixed input is compared with the files in `golden`, which are
-also opened as they are.
+also opened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.storage.batches import TOPIC_ID, Opened, bodies, open_store
 
 
 def opened() -> Opened:
-    """A store on the golden files."""
+    """Return a store on the golden files."""
     disk = MemoryDisk()
     for name, content in golden.written().items():
         path = name.replace("__", "/")
@@ -31,11 +31,11 @@ def opened() -> Opened:
     return open_store(disk, segment_bytes=golden.SEGMENT_BYTES, run_entries=golden.RUN_ENTRIES)
 
 
-def test_what_is_written_today_is_what_was_written_then() -> None:
+def test_written_bytes_equal_the_golden_files() -> None:
     assert golden.files(golden.build().disk) == golden.written()
 
 
-def test_every_kind_of_file_is_there() -> None:
+def test_golden_files_contain_every_kind_of_file() -> None:
     names = golden.written()
     assert {name.split("__")[0] for name in names} == {
         "log", "consumequeue", "keyindex", "checkpoint", "floors", "synced",
@@ -44,7 +44,7 @@ def test_every_kind_of_file_is_there() -> None:
     assert any(b"BTNF" in content for name, content in names.items() if name.startswith("log"))
 
 
-def test_what_was_written_then_is_read_today() -> None:
+def test_golden_files_can_be_read() -> None:
     store = opened().store
     assert opened().report.rebuilt == ""
     assert bodies(store, 1) == [body for n in (1, 3, 5) for body in (b"body %d" % n, b"plain", b"")]
@@ -56,7 +56,7 @@ def test_what_was_written_then_is_read_today() -> None:
     assert store.schedule.waiting.next_unix_ms() is not None
 
 
-def test_a_consume_queue_entry_byte_by_byte() -> None:
+def test_consume_queue_entry_byte_by_byte() -> None:
     (name,) = (name for name in golden.written() if name.startswith("consumequeue__orders-7__1"))
     content = golden.written()[name]
     first = opened().store.queues[TOPIC_ID, 1]
@@ -65,7 +65,7 @@ def test_a_consume_queue_entry_byte_by_byte() -> None:
     assert entries[:3] == [(first.first_position, size, tag_hash(tag)) for tag in ("TagA", "", "ü")]
 
 
-def test_a_run_of_the_key_index_byte_by_byte() -> None:
+def test_run_of_the_key_index_byte_by_byte() -> None:
     content = golden.written()[f"keyindex__{0:020d}"]
     magic, version, _, begin, end, first_ms, last_ms, count, crc, head_crc = struct.unpack_from(
         ">4sHHqqqqIII", content
@@ -91,7 +91,7 @@ def test_floors_and_the_synced_position_byte_by_byte() -> None:
     assert content[8:] == crc32c(content[:8]).to_bytes(4, "big")
 
 
-def test_the_checkpoint_is_of_version_1() -> None:
+def test_checkpoint_is_of_version_1() -> None:
     content = golden.written()["checkpoint"]
     assert content[:6] == b"BTNC\x00\x01"
     found = checkpoint.decode(content)

@@ -1,9 +1,9 @@
-"""Calls that block in a thread while whoever waits for them is cancelled.
+"""Calls that block in a thread while the waiting task is cancelled.
 
-Goal: nobody works on a directory that somebody else has got, or that is closed, whatever became of
-the caller: the number of a closed file may be that of another one by then.
-Method: a real folder and a node whose sync waits for the test; a real replica set in one process,
-in which the node that is elected does not get its epoch noted before it has lost its lease.
+Goal: no thread works on a directory that is closed or used by another component, even if the caller
+was cancelled: the descriptor of a closed file may belong to another file by then.
+Method: a real folder and a node with a sync that waits for the test; a real replica set in one
+process, in which an elected node loses its lease before its epoch is recorded.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
 
 
 async def turns() -> None:
-    """Let everything happen that waits for nothing but its turn."""
+    """Run the event loop until no task is ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_who_is_cancelled_waits_for_the_thread_however_often() -> None:
+async def test_cancelled_call_waits_for_its_thread_however_often() -> None:
     begun, go, done = threading.Event(), threading.Event(), threading.Event()
 
     def call(_: None) -> None:
@@ -62,7 +62,7 @@ async def test_who_is_cancelled_waits_for_the_thread_however_often() -> None:
     assert task.cancelled()
 
 
-async def test_what_the_thread_raises_is_raised() -> None:
+async def test_error_of_the_thread_is_raised() -> None:
     def call(text: str) -> None:
         raise OSError(errno.EIO, text)
 
@@ -71,7 +71,7 @@ async def test_what_the_thread_raises_is_raised() -> None:
 
 
 async def cancelled(node: SlowNode, failure: OSError | None = None) -> Flusher:
-    """A flusher whose sync was cancelled while the disk stood still, and has ended since."""
+    """Return a flusher after a sync that was cancelled while the disk was blocked."""
     append(node.store, batch(b"a"))
     flusher = Flusher(node, lambda _: None, lambda _: None)
     node.gate.clear()
@@ -89,15 +89,15 @@ async def cancelled(node: SlowNode, failure: OSError | None = None) -> Flusher:
     return flusher
 
 
-async def test_nobody_else_may_have_the_log_while_a_cancelled_sync_goes_on(tmp_path: Path) -> None:
+async def test_cancelled_sync_keeps_the_log_locked_until_it_ends(tmp_path: Path) -> None:
     with slow_node(tmp_path) as node:
         flusher = await cancelled(node)
         await flusher.sync()
         assert node.store.log.synced_position == node.store.log.next_position
 
 
-async def test_a_sync_that_fails_after_it_was_cancelled_has_failed(tmp_path: Path) -> None:
-    """The next one would succeed: the kernel may have dropped what it could not write."""
+async def test_sync_that_fails_after_it_was_cancelled_has_failed(tmp_path: Path) -> None:
+    """A second sync would succeed, because the kernel may have dropped the unwritten pages."""
     with slow_node(tmp_path) as node:
         flusher = await cancelled(node, OSError(errno.EIO, "input/output error"))
         node.failure = None
@@ -108,7 +108,7 @@ async def test_a_sync_that_fails_after_it_was_cancelled_has_failed(tmp_path: Pat
         assert node.store.log.synced_position == 0
 
 
-async def test_a_log_that_is_closed_is_not_synced_any_more(tmp_path: Path) -> None:
+async def test_closed_log_is_not_synced(tmp_path: Path) -> None:
     with slow_node(tmp_path) as node:
         append(node.store, batch(b"a"))
         flusher = Flusher(node, lambda _: None, lambda _: None)
@@ -119,11 +119,11 @@ async def test_a_log_that_is_closed_is_not_synced_any_more(tmp_path: Path) -> No
 
 @dataclass
 class Held:
-    """Stops the first node that notes an epoch, and counts how many threads do so there.
+    """Blocks the first node that records an epoch, and counts the threads that do so there.
 
     Attributes:
-        folder: Of that node.
-        most: So many threads were at it at the same time.
+        folder: Folder of that node.
+        most: Largest number of threads at the same time.
     """
 
     gate: threading.Event = field(default_factory=threading.Event)
@@ -153,7 +153,7 @@ class Held:
         patch.setattr(RealDisk, "replace", replace)
 
 
-async def test_an_epoch_that_is_noted_late_does_not_meet_that_of_the_next_leader(
+async def test_epoch_recorded_late_does_not_overlap_the_next_leader(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await three(scene)

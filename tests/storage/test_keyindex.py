@@ -1,7 +1,7 @@
-"""Goal: a key finds exactly the places that were indexed under it, wherever they lie by now.
+"""Goal: a key finds exactly the entries that were indexed under it, in memory or in files.
 
-Method: a plain list beside the index; small runs and segments, so that a few batches make many;
-the index is asked before, between and after checkpoints, and after it was opened again.
+Method: a plain list is the model. Runs and segments are small, so that few batches make many. The
+index is searched before, between and after checkpoints, and after it was opened again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_index(disk: MemoryDisk, first_position: int = 0, run_entries: int = 5) 
 
 
 def add(index: KeyIndex, position: int, topic_id: int, keys: list[tuple[int, int]]) -> list[Entry]:
-    """Index a batch of 100 bytes; its entries."""
+    """Index a batch of 100 bytes; return its entries."""
     columns = (
         np.array([at for at, _ in keys], np.uint16),
         np.array([key_hash for _, key_hash in keys], np.uint32),
@@ -47,7 +47,7 @@ def add(index: KeyIndex, position: int, topic_id: int, keys: list[tuple[int, int
 
 
 def found(index: KeyIndex, topic_id: int, key_hash: int) -> list[tuple[int, int]]:
-    """Positions and indexes, newest run first, oldest first within a run."""
+    """Return positions and indexes: newest run first, oldest first within a run."""
     return [
         (int(position), int(at))
         for part in index.find(topic_id, key_hash)
@@ -56,7 +56,7 @@ def found(index: KeyIndex, topic_id: int, key_hash: int) -> list[tuple[int, int]
 
 
 def save(disk: MemoryDisk, index: KeyIndex, position: int) -> UnsavedRuns:
-    """What a checkpoint at `position` does."""
+    """Write and record what a checkpoint at `position` writes."""
     unsaved = index.unsaved(position)
     for run in unsaved.ended:
         disk.replace(run.path, encode_run(run))
@@ -77,7 +77,7 @@ batches = st.lists(
 
 
 @given(batches=batches, save_after=st.sets(st.integers(0, 39)), reopen=st.booleans())
-def test_every_entry_is_found_and_no_other(
+def test_each_entry_is_found_and_no_other(
     batches: list[tuple[int, list[tuple[int, int]]]], save_after: set[int], reopen: bool
 ) -> None:
     disk = MemoryDisk()
@@ -97,7 +97,7 @@ def test_every_entry_is_found_and_no_other(
             assert sorted(found(index, topic_id, key_hash)) == sorted(wanted)
 
 
-def test_runs_are_given_newest_first_with_their_times() -> None:
+def test_runs_are_found_newest_first_with_their_times() -> None:
     disk = MemoryDisk()
     index = open_index(disk, run_entries=2)
     for number in range(7):
@@ -122,7 +122,7 @@ def test_no_run_covers_two_segments() -> None:
     assert found(index, 1, 11) == [(1_000, 0)]
 
 
-def test_a_run_of_many_fences_is_searched_to_its_ends() -> None:
+def test_search_covers_a_run_with_many_fences() -> None:
     disk = MemoryDisk()
     index = open_index(disk, run_entries=3 * FENCE_STEP + 1)
     hashes = [1] + [7] * (2 * FENCE_STEP) + list(range(10, 10 + FENCE_STEP))
@@ -136,7 +136,7 @@ def test_a_run_of_many_fences_is_searched_to_its_ends() -> None:
 
 
 @pytest.mark.parametrize("spoiled", ["run missing", "run cut", "run head", "open row", "open cut"])
-def test_files_that_are_not_as_they_were_are_refused(spoiled: str) -> None:
+def test_damaged_files_are_rejected(spoiled: str) -> None:
     disk = MemoryDisk()
     index = open_index(disk)
     for number in range(8):
@@ -157,7 +157,7 @@ def test_files_that_are_not_as_they_were_are_refused(spoiled: str) -> None:
         open_index(disk).resume(unsaved.open_run, 0)
 
 
-def test_what_no_checkpoint_knows_is_removed() -> None:
+def test_files_that_no_checkpoint_refers_to_are_removed() -> None:
     disk = MemoryDisk()
     index = open_index(disk)
     for number in range(3):
@@ -172,7 +172,7 @@ def test_what_no_checkpoint_knows_is_removed() -> None:
     assert found(again, 1, 9) == [(0, 0), (100, 0), (200, 0)]
 
 
-def test_ended_runs_that_nobody_saves_do_not_pile_up() -> None:
+def test_ended_runs_without_a_checkpoint_are_written() -> None:
     disk = MemoryDisk()
     index = open_index(disk, run_entries=1)
     for number in range(30):

@@ -1,8 +1,8 @@
 """Goal: what was acknowledged is at its receipt's offset, however often the node is killed.
 
-Method: a real cluster; producers that keep sending, each message acknowledged, while the storage
-process is killed with -9 and started again, 20 times. Then a consumer reads everything.
-BATON_TEST_KILL_ROUNDS sets another number of rounds. And a real process whose syncs begin to fail.
+Method: a real cluster. Producers send, and wait for each receipt, while the storage process is
+killed with -9 and restarted 20 times; then a consumer reads everything. BATON_TEST_KILL_ROUNDS sets
+the number of rounds. And a real process whose syncs begin to fail.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ runpy.run_module("batonmq_server.storage", run_name="__main__")
 
 
 class Senders:
-    """Tasks that send until told to stop; every message has a body of its own."""
+    """Tasks that send until stopped; each message has its own body."""
 
     def __init__(self, producer: Producer, random: Random) -> None:
         self._producer, self._random = producer, random
@@ -66,7 +66,7 @@ class Senders:
             count += 1
 
     async def acknowledged(self, more: int) -> None:
-        """Until so many more messages have their receipts."""
+        """Wait until `count` more messages have their receipts."""
         goal = len(self.receipts) + more
         await until(lambda: len(self.receipts) >= goal, timeout_s=60)
 
@@ -75,7 +75,7 @@ class Senders:
 
 
 async def read_all(nameserver: str, count: int) -> dict[tuple[QueueRef, int], bytes]:
-    """The first `count` messages, by queue and offset."""
+    """Return the first `count` messages, by queue and offset."""
     found: dict[tuple[QueueRef, int], bytes] = {}
     settings = ConsumerSettings(consume_from="first")
     async with (
@@ -90,7 +90,7 @@ async def read_all(nameserver: str, count: int) -> dict[tuple[QueueRef, int], by
     return found
 
 
-async def test_every_acknowledged_message_is_at_its_receipts_offset(
+async def test_acknowledged_message_is_at_the_offset_of_its_receipt(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     random = Random(ROUNDS)
@@ -125,7 +125,7 @@ async def test_every_acknowledged_message_is_at_its_receipts_offset(
     assert report["epoch"] == ROUNDS + 1
 
 
-async def test_a_sync_that_fails_ends_the_process_and_nothing_is_acknowledged(
+async def test_failed_sync_ends_the_process_and_acknowledges_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     data, trigger = tmp_path / "data", tmp_path / "trigger"
@@ -153,5 +153,5 @@ async def test_a_sync_that_fails_ends_the_process_and_nothing_is_acknowledged(
         node = await here.serving(node.start_unix_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)
-            await send(stub, 0, sent)  # again: whether the refused one is there, nobody knows
+            await send(stub, 0, sent)  # retry: it is unknown whether the rejected batch is stored
             assert await read(stub, 0) == sent

@@ -1,7 +1,7 @@
-"""Goal: what is too large is refused with the limit and the size it has; what just fits is taken.
+"""Goal: requests beyond a limit are rejected with limit and size; requests at the limit succeed.
 
-Method: the whole node over gRPC. Batches beyond a limit are made by hand, as a client of another
-make might: our own refuses them before they leave.
+Method: the whole node over gRPC. Batches beyond a limit are built directly, because this client
+library rejects them before it sends them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 1024 * 1024
 
 
 def raw_batch(record: bytes, count: int = 1) -> bytes:
-    """A batch of records as they are, whatever a client would say to them."""
+    """Return a batch of raw records, without the checks of a client."""
     builder = BatchBuilder()
     for _ in range(count):
         builder.add(Message(b""), record)
@@ -37,7 +37,7 @@ def raw_batch(record: bytes, count: int = 1) -> bytes:
 
 
 def record(keys: int = 0, tag: int = 0, properties: int = 0, body: int = 0) -> bytes:
-    """A record whose parts have these sizes."""
+    """Return a record with parts of these sizes."""
     return struct.pack(">HHI", keys, tag, properties) + b"x" * (keys + tag + properties + body)
 
 
@@ -50,7 +50,7 @@ def record(keys: int = 0, tag: int = 0, properties: int = 0, body: int = 0) -> b
         ({"tag": 128}, "tag", 127),
     ],
 )
-async def test_a_record_beyond_a_limit_is_refused_with_both_numbers(
+async def test_record_beyond_a_limit_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path, sizes: dict[str, int], field: str, limit: int
 ) -> None:
     fits = record(**{field: limit})
@@ -63,7 +63,7 @@ async def test_a_record_beyond_a_limit_is_refused_with_both_numbers(
         assert (await node.pull()).queue_next_offset == 1
 
 
-async def test_a_batch_beyond_its_limit_is_refused_with_both_numbers(
+async def test_batch_beyond_its_limit_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     head = len(raw_batch(record(), 2)) - len(record()) * 2
@@ -83,7 +83,7 @@ async def test_a_batch_beyond_its_limit_is_refused_with_both_numbers(
         }
 
 
-async def test_as_many_records_as_a_batch_may_have_are_taken(
+async def test_batch_with_the_maximum_of_records_is_accepted(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     raw = raw_batch(record(), RECORDS_MAX)
@@ -97,7 +97,7 @@ async def test_as_many_records_as_a_batch_may_have_are_taken(
         assert (await node.pull()).queue_next_offset == RECORDS_MAX
 
 
-async def test_a_batch_longer_than_a_segment_is_refused_with_both_numbers(
+async def test_batch_longer_than_a_segment_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     raw = batch(bytes(5_000))
@@ -110,10 +110,10 @@ async def test_a_batch_longer_than_a_segment_is_refused_with_both_numbers(
         }
 
 
-async def test_a_segment_of_an_earlier_setting_lets_no_batch_in_that_a_new_one_has_no_room_for(
+async def test_batch_that_fits_only_a_larger_old_segment_is_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """Alone it fits there, but not twice; and refused is refused, the node goes on."""
+    """The batch fits once, not twice; it is rejected both times, and the node continues."""
     raw = batch(bytes(5_000))
     async with running(etcd_endpoint, tmp_path, segment_bytes=16_384) as node:
         await node.append(batch(bytes(8_000)))
@@ -136,7 +136,7 @@ async def test_a_segment_of_an_earlier_setting_lets_no_batch_in_that_a_new_one_h
         (check_client_id, "client_id", 255),
     ],
 )
-def test_names_have_a_length_and_characters(check, field: str, limit: int) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_names_are_rejected(check, field: str, limit: int) -> None:  # type: ignore[no-untyped-def]
     assert check("a" * limit) == "a" * limit
     with pytest.raises(InvalidName) as refused:
         check("a" * (limit + 1))

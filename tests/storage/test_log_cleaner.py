@@ -1,7 +1,7 @@
-"""Goal: what retention decides is done whole: queues, index and log agree, also after a crash.
+"""Goal: after each removal queues, indexes and log agree, also after a crash.
 
-Method: a node on a disk in memory, whose segments hold a few batches; the cleaner runs round by
-round, and the node starts again from what the disk has at that moment. No clock but the test's.
+Method: a node on a disk in memory, with few batches per segment. The cleaner runs round by round,
+and the node restarts from the disk at that moment. The test sets the clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from batonmq_server.storage.core.schedule import (
     encode_scheduled,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import Store, VisibleRange
+from batonmq_server.storage.core.store import MessageStore, VisibleRange
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.log_cleaner import RESERVE, RESERVE_BYTES, CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
@@ -44,7 +44,7 @@ HOUR_MS = 3_600_000
 
 
 class WallClock(Clock):
-    """Wall time that a test sets."""
+    """A wall clock that the test sets."""
 
     now_unix_ms = NOW
 
@@ -60,8 +60,8 @@ class Scene:
     """A node and its cleaner.
 
     Attributes:
-        needed_from: What somebody else needs of the log.
-        gone: Topic ids that do not exist any more.
+        needed_from: Position from which the log is needed.
+        gone: Ids of deleted topics.
         leader_first_position: First position of the leader's log, on a follower.
     """
 
@@ -98,11 +98,11 @@ class Scene:
         )
 
     @property
-    def store(self) -> Store:
+    def store(self) -> MessageStore:
         return self.node.store
 
     async def clean(self) -> int:
-        """Rounds until nothing more goes; how many removed something."""
+        """Run rounds until nothing is removed; return how many removed segments."""
         rounds = 0
         while await self.cleaner.clean():
             rounds += 1
@@ -122,8 +122,10 @@ def scene(disk: MemoryDisk | None = None, **policy: Any) -> Iterator[Scene]:
         yield Scene(node, disk, **policy)
 
 
-def fill(store: Store, count: int, *, queue_id: int = 0, now: int = NOW) -> list[StoreReceipt]:
-    """Append and sync `count` messages, three to a segment, and name them by their offsets."""
+def fill(
+    store: MessageStore, count: int, *, queue_id: int = 0, now: int = NOW
+) -> list[StoreReceipt]:
+    """Append and sync `count` messages, three per segment; their bodies are their offsets."""
     receipts = []
     for _ in range(count):
         offset = store.offsets((TOPIC_ID, queue_id)).next_offset
@@ -135,23 +137,23 @@ def fill(store: Store, count: int, *, queue_id: int = 0, now: int = NOW) -> list
     return receipts
 
 
-def sync(store: Store) -> None:
+def sync(store: MessageStore) -> None:
     unsynced = store.log.unsynced()
     for file in unsynced.files:
         file.sync()
     store.synced(unsynced.position)
 
 
-def held(store: Store, queue_id: int = 0) -> VisibleRange:
+def held(store: MessageStore, queue_id: int = 0) -> VisibleRange:
     return store.offsets((TOPIC_ID, queue_id))
 
 
-def readable(store: Store, queue_id: int = 0) -> list[int]:
-    """Offsets that a pull from the first one gives, by the bodies."""
+def readable(store: MessageStore, queue_id: int = 0) -> list[int]:
+    """Return the offsets that a read from the first one returns, by the bodies."""
     return [int(body) for body in bodies(store, queue_id)]
 
 
-async def test_old_segments_go_whole_and_the_one_written_to_stays() -> None:
+async def test_old_segments_are_removed_whole_and_the_current_one_stays() -> None:
     with scene() as here:
         fill(here.store, 10)
         assert here.segments() == [f"{n:020d}" for n in (0, 1_000, 2_000, 3_000)]
@@ -164,7 +166,7 @@ async def test_old_segments_go_whole_and_the_one_written_to_stays() -> None:
         assert here.store.log.first_position == 3_000
 
 
-async def test_age_is_that_of_the_messages() -> None:
+async def test_age_counts_from_the_store_times_of_the_messages() -> None:
     with scene() as here:
         fill(here.store, 3)
         fill(here.store, 3, now=NOW + HOUR_MS)
@@ -177,7 +179,7 @@ async def test_age_is_that_of_the_messages() -> None:
 
 
 @pytest.mark.parametrize(("zone", "hours_until_four"), [("UTC0", 5.8), ("XXX-9", 20.8)])
-async def test_what_is_too_old_goes_at_the_hour_set_where_the_node_is(
+async def test_expired_segments_are_removed_at_the_local_hour(
     zone: str, hours_until_four: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`NOW` is 22:13 in UTC; nine hours further east it is 07:13 of the next day."""
@@ -196,7 +198,7 @@ async def test_what_is_too_old_goes_at_the_hour_set_where_the_node_is(
         time.tzset()
 
 
-async def test_the_log_is_kept_below_its_size() -> None:
+async def test_log_is_kept_below_its_maximum_size() -> None:
     with scene(log_bytes_max=3_000) as here:
         fill(here.store, 20)
         await here.clean()
@@ -204,7 +206,7 @@ async def test_the_log_is_kept_below_its_size() -> None:
         assert readable(here.store) == list(range(12, 20))
 
 
-async def test_a_segment_that_somebody_needs_stays_and_those_behind_it() -> None:
+async def test_needed_segment_stays_with_all_later_ones() -> None:
     with scene() as here:
         receipts = fill(here.store, 12)
         here.needed_from = receipts[4].position
@@ -216,7 +218,7 @@ async def test_a_segment_that_somebody_needs_stays_and_those_behind_it() -> None
         assert len(here.segments()) == 1
 
 
-async def test_nothing_goes_that_is_not_safe() -> None:
+async def test_segment_that_is_not_safe_stays() -> None:
     with scene() as here:
         for _ in range(10):
             append(here.store, batch(bytes(180)))
@@ -225,8 +227,8 @@ async def test_nothing_goes_that_is_not_safe() -> None:
         assert await here.clean() == 0
 
 
-async def test_offsets_go_on_after_a_crash_at_any_step() -> None:
-    """Queue 1 loses all its messages, queue 0 some; the disk is looked at after every change."""
+async def test_offsets_continue_after_a_crash_at_any_step() -> None:
+    """Queue 1 loses all its messages, queue 0 some; the disk is checked after every change."""
     snapshots: list[tuple[str, MemoryDisk]] = []
 
     class Watched(MemoryDisk):
@@ -267,7 +269,7 @@ async def test_offsets_go_on_after_a_crash_at_any_step() -> None:
                 assert receipt.first_offset == 2, (step, without_checkpoint)
 
 
-async def test_an_emptied_queue_that_is_filled_again_goes_on() -> None:
+async def test_emptied_queue_continues_its_offsets() -> None:
     with scene() as here:
         fill(here.store, 2, queue_id=1)
         fill(here.store, 10)
@@ -287,7 +289,7 @@ async def test_an_emptied_queue_that_is_filled_again_goes_on() -> None:
                 assert held(again.store, 1) == VisibleRange(8, 8)
 
 
-async def test_a_queue_of_a_deleted_topic_is_forgotten_once_it_is_empty() -> None:
+async def test_empty_queue_of_a_deleted_topic_is_removed() -> None:
     with scene() as here:
         fill(here.store, 3, queue_id=1)
         fill(here.store, 8)
@@ -300,7 +302,7 @@ async def test_a_queue_of_a_deleted_topic_is_forgotten_once_it_is_empty() -> Non
         assert here.disk.names(f"consumequeue/{TOPIC}-{TOPIC_ID}") == ["0"]
 
 
-async def test_index_files_go_when_no_checkpoint_counts_on_them() -> None:
+async def test_index_files_are_removed_once_no_checkpoint_needs_them() -> None:
     with scene() as here:
         fill(here.store, 30)
         await here.checkpointer.take()
@@ -311,7 +313,7 @@ async def test_index_files_go_when_no_checkpoint_counts_on_them() -> None:
         assert len(here.disk.names("keyindex")) < len(before)
 
 
-async def test_forced_cleaning_takes_the_oldest_until_the_disk_is_below_the_watermark() -> None:
+async def test_forced_cleaning_removes_the_oldest_until_the_disk_is_below_the_watermark() -> None:
     with scene(MemoryDisk(room=2_000_000)) as here:
         fill(here.store, 31)
         sizes = sum(here.disk.space())
@@ -328,7 +330,7 @@ async def test_forced_cleaning_takes_the_oldest_until_the_disk_is_below_the_wate
 
 
 class Full(MemoryDisk):
-    """Refuses to replace the files `refused`, until something is removed; and for good `never`."""
+    """A disk that can't replace the files `refused` until a file is removed, and `never` at all."""
 
     refused: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
@@ -344,7 +346,7 @@ class Full(MemoryDisk):
         super().remove(path)
 
 
-async def test_a_damaged_batch_at_the_head_of_a_segment_does_not_stop_retention() -> None:
+async def test_damaged_batch_at_the_head_of_a_segment_does_not_stop_retention() -> None:
     with scene() as here:
         fill(here.store, 12)
         second = here.segments()[1]
@@ -357,7 +359,7 @@ async def test_a_damaged_batch_at_the_head_of_a_segment_does_not_stop_retention(
         assert len(here.segments()) <= 2
 
 
-async def test_a_reserve_that_a_crash_left_empty_is_made_anew() -> None:
+async def test_reserve_that_a_crash_left_empty_is_created_again() -> None:
     with scene() as here:
         here.disk.files[RESERVE] = MemoryFile()
         await here.cleaner.observe()
@@ -365,7 +367,7 @@ async def test_a_reserve_that_a_crash_left_empty_is_made_anew() -> None:
 
 
 @pytest.mark.parametrize("refused", ["checkpoint", floors.PATH])
-async def test_a_disk_without_a_byte_left_is_still_cleaned(refused: str) -> None:
+async def test_disk_without_a_free_byte_is_still_cleaned(refused: str) -> None:
     disk = Full()
     with scene(disk) as here:
         await here.cleaner.observe()
@@ -383,8 +385,8 @@ async def test_a_disk_without_a_byte_left_is_still_cleaned(refused: str) -> None
         assert disk.load(RESERVE), "for the next time"
 
 
-async def test_a_batch_for_later_outlives_a_power_cut_between_its_delivery_and_the_sync() -> None:
-    """The delivery says that the segment with the batch is not needed: it has to be safe first."""
+async def test_scheduled_batch_survives_a_power_cut_between_its_delivery_and_the_sync() -> None:
+    """The delivery makes the segment of the batch unneeded: it must be safe first."""
     inner = batch(b"for later", queue_id=1)
     later = encode_scheduled(ScheduledBatch(NOW + 1, TOPIC_ID, FIRST, inner))
     with scene() as here:
@@ -418,7 +420,7 @@ async def test_a_batch_for_later_outlives_a_power_cut_between_its_delivery_and_t
             assert not again.store.schedule.waiting
 
 
-async def test_what_no_checkpoint_covers_stays() -> None:
+async def test_segment_after_the_checkpoint_stays() -> None:
     disk = Full()
     with scene(disk) as here:
         fill(here.store, 4)
@@ -433,8 +435,8 @@ async def test_what_no_checkpoint_covers_stays() -> None:
         assert readable(again.store) == list(range(3, 12))
 
 
-async def test_readers_go_on_between_the_steps() -> None:
-    """While a segment is being removed, pulls give what is kept."""
+async def test_readers_are_served_between_the_steps() -> None:
+    """While a segment is being removed, reads return the messages that are kept."""
     with scene() as here:
         fill(here.store, 10)
         seen = []
@@ -453,7 +455,7 @@ async def test_readers_go_on_between_the_steps() -> None:
         assert set(map(str, seen)) == {str(([9], VisibleRange(9, 10)))}
 
 
-async def test_gauges_tell_of_the_disk() -> None:
+async def test_gauges_show_the_disk() -> None:
     with scene(MemoryDisk(room=100_000)) as here:
         stored(here.store, batch(b"a"))
         await here.cleaner.observe()
@@ -466,7 +468,7 @@ async def test_gauges_tell_of_the_disk() -> None:
         assert value("baton_storage_disk_state") == here.retention.state
 
 
-async def test_a_follower_removes_what_its_leader_has_removed_and_nothing_else() -> None:
+async def test_follower_removes_what_its_leader_has_removed_and_nothing_else() -> None:
     with scene() as here:
         fill(here.store, 12)
         here.later(hours=100)

@@ -1,9 +1,9 @@
-"""Log on its way from one node to another.
+"""The transfer of the log from one node to another.
 
-Goal: what is sent is whole batches of one segment, whatever the limit; what arrives is checked
-like a log at a start, and a copy that takes it is the same log with the same queues.
-Method: two stores in memory; Hypothesis writes one and ships it to the other in pieces, and spoils
-them.
+Goal: the sender sends whole batches of one segment, whatever the limit; the receiver checks them as
+recovery does, and its copy becomes the same log with the same queues.
+Method: two stores in memory. Hypothesis writes one log, transfers it to the other in pieces, and
+damages pieces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batonmq_server.storage.core.log_transfer import (
     read_whole_batches,
 )
 from batonmq_server.storage.core.recovery import Recovery
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import batch, bodies, open_store, stored, sync
 
@@ -30,7 +30,7 @@ HISTORY = EpochHistory(((1, 0),))
 
 
 class Pair:
-    """A leader and a follower."""
+    """The stores of a leader and a follower."""
 
     def __init__(self) -> None:
         self.disks = MemoryDisk(), MemoryDisk()
@@ -39,7 +39,7 @@ class Pair:
         self.recovery = Recovery(self.disks[1], follower, synced_position=0)
 
     @property
-    def follower(self) -> Store:
+    def follower(self) -> MessageStore:
         return self.recovery.store
 
     def next_piece(self, bytes_max: int, history: EpochHistory = HISTORY) -> bytes:
@@ -66,7 +66,7 @@ class Pair:
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1_500)), min_size=1, max_size=20),
     st.integers(1, 6_000),
 )
-def test_a_shipped_log_is_the_same_log(batches: list[tuple[int, int]], bytes_max: int) -> None:
+def test_transferred_log_is_the_same_log(batches: list[tuple[int, int]], bytes_max: int) -> None:
     pair = Pair()
     for queue_id, size in batches:
         stored(pair.leader, batch(bytes(size), queue_id=queue_id))
@@ -79,7 +79,9 @@ def test_a_shipped_log_is_the_same_log(batches: list[tuple[int, int]], bytes_max
 
 
 @pytest.mark.parametrize("rest", range(20))
-def test_a_log_that_ends_shortly_before_its_segment_does_is_shipped_and_goes_on(rest: int) -> None:
+def test_log_that_ends_shortly_before_its_segment_end_is_transferred_and_continues(
+    rest: int,
+) -> None:
     pair = Pair()
     least = stored(pair.leader, batch(b""))[0].next_position
     stored(pair.leader, batch(bytes(SEGMENT_BYTES - 3 * least - rest)))
@@ -92,7 +94,7 @@ def test_a_log_that_ends_shortly_before_its_segment_does_is_shipped_and_goes_on(
         stored(pair.leader, batch(b"more"))
 
 
-def test_a_piece_ends_where_an_epoch_ends() -> None:
+def test_transfer_ends_where_an_epoch_ends() -> None:
     pair = Pair()
     first, second = stored(pair.leader, batch(b"a"), batch(b"b"))
     history = EpochHistory(((1, 0), (2, second.position)))
@@ -102,7 +104,7 @@ def test_a_piece_ends_where_an_epoch_ends() -> None:
 
 @settings(max_examples=50)
 @given(st.data())
-def test_what_is_spoilt_on_its_way_is_refused_and_changes_nothing(data: st.DataObject) -> None:
+def test_damaged_transfer_is_rejected_and_changes_nothing(data: st.DataObject) -> None:
     pair = Pair()
     stored(pair.leader, batch(b"one", b"two"), batch(b"three", queue_id=1))
     piece = bytearray(pair.next_piece(10_000))
@@ -115,7 +117,7 @@ def test_what_is_spoilt_on_its_way_is_refused_and_changes_nothing(data: st.DataO
     assert bodies(pair.follower) == [b"one", b"two"]
 
 
-def test_a_piece_that_was_cut_short_is_refused() -> None:
+def test_truncated_transfer_is_rejected() -> None:
     pair = Pair()
     stored(pair.leader, batch(b"one"), batch(b"two"))
     piece = pair.next_piece(10_000)
@@ -125,7 +127,7 @@ def test_a_piece_that_was_cut_short_is_refused() -> None:
                 pair.take(piece[:length])
 
 
-def test_a_batch_that_does_not_follow_its_queue_is_refused() -> None:
+def test_batch_that_does_not_follow_its_queue_is_rejected() -> None:
     pair = Pair()
     (receipt, _) = stored(pair.leader, batch(b"one"), batch(b"two"))
     pair.take(pair.next_piece(10_000)[: receipt.next_position])
@@ -134,7 +136,7 @@ def test_a_batch_that_does_not_follow_its_queue_is_refused() -> None:
         pair.take(pair.next_piece(10_000))
 
 
-def test_where_nothing_good_stands_nothing_is_sent() -> None:
+def test_nothing_is_sent_from_a_damaged_position() -> None:
     pair = Pair()
     (receipt, _) = stored(pair.leader, batch(b"one"), batch(b"two"))
     pair.disks[0].files["log/00000000000000000000"].content[receipt.next_position] ^= 1
@@ -143,7 +145,7 @@ def test_where_nothing_good_stands_nothing_is_sent() -> None:
 
 
 @pytest.mark.parametrize("room", range(24))
-def test_the_end_of_a_segment_is_whole_however_much_room_it_has(room: int) -> None:
+def test_rest_of_a_segment_is_whole_whatever_its_length(room: int) -> None:
     filler = FILLER.pack(FILLER_MAGIC, room) if room >= FILLER.size else b""
     raw = filler.ljust(room, b"\0")
     assert count_whole_bytes(raw, 100, 100 + room) == (room, 0)

@@ -1,9 +1,9 @@
-"""A leader that loses its lease while it is at work on a call.
+"""A leader that loses its lease during a call.
 
-Goal: who called is told that nothing is known, and never what a refusal promises: that nothing was
-changed. What was refused before anything was done is called a refusal.
+Goal: the caller learns that the result is unknown, and never gets an error that promises that
+nothing was changed. A call that was rejected before any change gets such an error.
 Method: three real nodes in one process (tests/storage/replicas.py); the answer to a batch that is
-safe already waits until the lease is over. tests/offsets/test_replication.py has the same of
+already safe waits until the lease has expired. tests/offsets/test_replication.py tests the same for
 offsets.
 """
 
@@ -30,7 +30,7 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
         yield scene
 
 
-async def test_a_batch_that_is_stored_when_the_lease_has_run_out_is_not_called_refused(
+async def test_batch_stored_when_the_lease_expired_is_not_reported_as_rejected(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await three(scene)

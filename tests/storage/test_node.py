@@ -1,6 +1,6 @@
-"""Goal: a data directory has one owner, an epoch that rises, and a report of each start.
+"""Goal: a data directory is used by one process, has a rising epoch, and a report of each start.
 
-Method: open and close a temporary folder, and spoil it in between.
+Method: a temporary folder is opened, closed and damaged in between.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def segment(folder: Path) -> Path:
     return folder / "log" / f"{0:020d}"
 
 
-def test_what_was_stored_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_stored_batches_are_there_after_a_restart(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"), batch(b"b"))
     with open_node(tmp_path) as node:
         assert bodies(node.store) == [b"a", b"b"]
 
 
-def test_the_epoch_rises_with_every_start(tmp_path: Path) -> None:
+def test_epoch_rises_with_each_start(tmp_path: Path) -> None:
     epochs = []
     for _ in range(3):
         with open_node(tmp_path) as node:
@@ -55,7 +55,7 @@ def test_the_epoch_rises_with_every_start(tmp_path: Path) -> None:
     assert epochs == [1, 2, 3]
 
 
-def test_an_epoch_that_wrote_nothing_leaves_no_trace(tmp_path: Path) -> None:
+def test_epoch_that_wrote_nothing_is_not_in_the_history(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"))
         end = node.store.log.next_position
@@ -65,7 +65,7 @@ def test_an_epoch_that_wrote_nothing_leaves_no_trace(tmp_path: Path) -> None:
     assert history.starts == ((1, 0), (4, end))
 
 
-def test_epochs_that_cant_be_read_stop_the_start(tmp_path: Path) -> None:
+def test_unreadable_epochs_fail_the_start(tmp_path: Path) -> None:
     with open_node(tmp_path):
         pass
     (tmp_path / "epochs").write_bytes(b"\x00\x31")
@@ -74,7 +74,7 @@ def test_epochs_that_cant_be_read_stop_the_start(tmp_path: Path) -> None:
     assert "recovery.json" in refused.value.remedy
 
 
-def test_a_folder_with_an_epoch_and_no_history_goes_on(tmp_path: Path) -> None:
+def test_directory_with_an_epoch_and_no_history_continues(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"))
         end = node.store.log.next_position
@@ -91,12 +91,12 @@ def test_a_folder_with_an_epoch_and_no_history_goes_on(tmp_path: Path) -> None:
         assert node.store.epoch == 9
 
 
-def test_a_second_owner_is_refused(tmp_path: Path) -> None:
+def test_second_process_is_rejected(tmp_path: Path) -> None:
     with open_node(tmp_path), pytest.raises(InUse), open_node(tmp_path):
         pass
 
 
-def test_the_report_of_the_start_is_written(tmp_path: Path) -> None:
+def test_recovery_report_is_written(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a", b"b"))
         end = node.store.log.next_position
@@ -121,10 +121,10 @@ def test_the_report_of_the_start_is_written(tmp_path: Path) -> None:
         "end_reason": report.end_reason,
         "elapsed_ms": 7,
     }
-    assert report.end_reason.startswith("magic")
+    assert report.end_reason.startswith("not a batch of version 1: magic")
 
 
-def test_the_synced_position_follows_the_sync(tmp_path: Path) -> None:
+def test_synced_position_is_written_after_each_sync(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"))
         end = node.store.log.next_position
@@ -132,7 +132,7 @@ def test_the_synced_position_follows_the_sync(tmp_path: Path) -> None:
         assert decode_synced((tmp_path / "synced").read_bytes()) == end
 
 
-def test_damage_of_acknowledged_batches_stops_the_start(tmp_path: Path) -> None:
+def test_damage_of_acknowledged_batches_fails_the_start(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"), batch(b"b"))
     content = bytearray(segment(tmp_path).read_bytes())
@@ -147,10 +147,8 @@ def test_damage_of_acknowledged_batches_stops_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [("synced",), ("synced", "consumequeue")])
-def test_without_the_synced_position_the_checkpoint_says_what_is_safe(
-    tmp_path: Path, lost: tuple[str, ...]
-) -> None:
-    """Also for the start after one that was refused, which may have given up the checkpoint."""
+def test_checkpoint_replaces_a_lost_synced_position(tmp_path: Path, lost: tuple[str, ...]) -> None:
+    """This holds also after a failed start, which may have removed the checkpoint."""
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"), batch(b"b"), batch(b"c"))
         node.checkpointing.run()
@@ -171,7 +169,7 @@ def test_without_the_synced_position_the_checkpoint_says_what_is_safe(
     assert segment(tmp_path).read_bytes() == content
 
 
-def test_a_lost_synced_position_is_only_less_careful(tmp_path: Path) -> None:
+def test_lost_synced_position_only_protects_less(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"))
     (tmp_path / "synced").unlink()

@@ -1,4 +1,4 @@
-"""Goal: a killed node loses nothing it acknowledged; a stopped one leaves nobody waiting.
+"""Goal: a killed node loses no acknowledged message; a stopped node leaves no call waiting.
 
 Method: `python -m batonmq_server.storage` as a child process, a real etcd, the offsets twin. T2 and
 T5 of the standing test list.
@@ -47,7 +47,7 @@ QUEUES = 4
 
 @dataclass
 class Site:
-    """Where storage processes of one cluster run, one after the other."""
+    """Runs storage processes of one cluster, one after the other."""
 
     folder: Path
     etcd: EtcdSession
@@ -63,7 +63,7 @@ class Site:
         return process
 
     async def serving(self, after_unix_ms: int = 0) -> nameserver_pb.Node:
-        """The entry of a process that serves and started after `after_unix_ms`."""
+        """Wait for a serving process that started after `after_unix_ms`; return its entry."""
         found = nameserver_pb.Node()
 
         async def registered() -> bool:
@@ -111,7 +111,7 @@ async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
 async def send(
     stub: pb_grpc.StorageServiceAsyncStub, queue_id: int, sent: list[bytes]
 ) -> pb.AppendReceipt:
-    """The receipt of the next batch of a queue; raises whatever the call ends with."""
+    """Append the next batch of a queue; return its receipt or raise the error of the call."""
     body = b"%d-%d" % (queue_id, len(sent))
     raw = batch(body, b"x" * 500, queue_id=queue_id, producer=(9, 1), sequence=2 * len(sent))
     try:
@@ -138,7 +138,7 @@ async def send_until_dead(
 
 
 async def read(stub: pb_grpc.StorageServiceAsyncStub, queue_id: int) -> list[bytes]:
-    """First bodies of all batches of a queue."""
+    """Return the first body of each batch of a queue."""
     found: list[bytes] = []
     offset = 0
     while True:
@@ -153,7 +153,7 @@ async def read(stub: pb_grpc.StorageServiceAsyncStub, queue_id: int) -> list[byt
         offset = answer.next_offset
 
 
-async def test_kill_9_under_load_loses_nothing_and_doubles_nothing(
+async def test_kill_9_under_load_loses_and_duplicates_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     sent: dict[int, list[bytes]] = {queue_id: [] for queue_id in range(QUEUES)}
@@ -177,14 +177,14 @@ async def test_kill_9_under_load_loses_nothing_and_doubles_nothing(
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)
             for queue_id, bodies in sent.items():
-                await send(stub, queue_id, bodies)  # again, if the last one was in doubt
+                await send(stub, queue_id, bodies)  # again, if the last result was unknown
                 assert await read(stub, queue_id) == bodies
         report = json.loads((tmp_path / "recovery.json").read_text())
         assert report["epoch"] == ROUNDS + 1
         assert report["batches"] >= ROUNDS * 40
 
 
-async def test_sigterm_ends_held_pulls_and_keeps_everything(
+async def test_sigterm_ends_long_polls_and_keeps_everything(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
@@ -220,7 +220,7 @@ async def held_pull(stub: pb_grpc.StorageServiceAsyncStub) -> BatonError | None:
     return None
 
 
-async def test_a_second_process_does_not_take_the_folder(
+async def test_second_process_does_not_get_the_directory(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
@@ -233,7 +233,7 @@ async def test_a_second_process_does_not_take_the_folder(
         assert first.returncode is None
 
 
-async def test_damage_of_acknowledged_batches_ends_the_start_with_a_remedy(
+async def test_damage_of_acknowledged_batches_fails_the_start_with_a_remedy(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
@@ -254,7 +254,7 @@ async def test_damage_of_acknowledged_batches_ends_the_start_with_a_remedy(
         await here.serving(node.start_unix_ms)
 
 
-async def test_settings_are_printed_and_misspelt_ones_refused(
+async def test_settings_are_printed_and_misspelt_ones_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:

@@ -1,6 +1,6 @@
-"""Goal: a retry gets its first receipt, a gap or an old epoch a clear error, and memory is bounded.
+"""Goal: a retry gets its first receipt, a gap or an old epoch gets an error, memory is bounded.
 
-Method: headers by hand against the table.
+Method: the table is called with headers that the test builds.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def record(table: ProducerTable, one: Header, stored: StoreReceipt) -> None:
     table.record(one, QUEUE, stored)
 
 
-def test_a_batch_in_sequence_is_new() -> None:
+def test_batch_in_sequence_is_new() -> None:
     table = ProducerTable()
     for number in range(20):
         record(table, header(number * 10), receipt(number))
 
 
-def test_a_batch_without_producer_is_always_new() -> None:
+def test_batch_without_producer_is_always_new() -> None:
     table = ProducerTable()
     record(table, header(0, producer_id=0), receipt())
     record(table, header(0, producer_id=0), receipt())
     assert len(table) == 0
 
 
-def test_a_retry_of_the_last_batches_gets_the_first_receipt() -> None:
+def test_retry_of_the_last_batches_gets_the_first_receipt() -> None:
     table = ProducerTable()
     for number in range(BATCHES_KEPT):
         record(table, header(number * 10), receipt(number))
@@ -65,7 +65,7 @@ def test_a_retry_of_the_last_batches_gets_the_first_receipt() -> None:
         assert again == replace(receipt(number), duplicate=True)
 
 
-def test_an_older_retry_is_known_to_be_stored() -> None:
+def test_older_retry_is_a_duplicate_sequence() -> None:
     table = ProducerTable()
     for number in range(BATCHES_KEPT + 1):
         record(table, header(number * 10), receipt(number))
@@ -74,14 +74,14 @@ def test_an_older_retry_is_known_to_be_stored() -> None:
     assert refused.value.facts == {"sequence": "0"}
 
 
-def test_the_same_sequence_with_another_count_is_not_the_same_batch() -> None:
+def test_same_sequence_with_another_count_is_not_the_same_batch() -> None:
     table = ProducerTable()
     record(table, header(0, 10), receipt())
     with pytest.raises(DuplicateSequence):
         table.check(header(0, 9), QUEUE)
 
 
-def test_a_gap_is_refused_with_both_numbers() -> None:
+def test_gap_is_rejected_with_expected_and_actual_sequence() -> None:
     table = ProducerTable()
     record(table, header(0, 10), receipt())
     with pytest.raises(SequenceGap) as refused:
@@ -89,7 +89,7 @@ def test_a_gap_is_refused_with_both_numbers() -> None:
     assert refused.value.facts == {"expected": "10", "actual": "11"}
 
 
-def test_an_unknown_producer_may_start_anywhere() -> None:
+def test_unknown_producer_may_start_at_any_sequence() -> None:
     table = ProducerTable()
     record(table, header(12_345), receipt())
     with pytest.raises(SequenceGap):
@@ -107,14 +107,14 @@ def test_sequences_wrap() -> None:
     assert refused.value.facts["expected"] == "15"
 
 
-def test_queues_have_sequences_of_their_own() -> None:
+def test_each_queue_has_its_own_sequence() -> None:
     table = ProducerTable()
     record(table, header(0), receipt(1))
     assert table.check(header(0), (7, 1)) is None
     assert table.check(header(0), (8, 0)) is None
 
 
-def test_an_old_epoch_is_fenced_on_every_queue() -> None:
+def test_old_epoch_is_fenced_on_each_queue() -> None:
     table = ProducerTable()
     record(table, header(0, epoch=2), receipt())
     for queue in (QUEUE, (7, 1)):
@@ -123,14 +123,14 @@ def test_an_old_epoch_is_fenced_on_every_queue() -> None:
         assert refused.value.facts == {"epoch": "1", "current": "2"}
 
 
-def test_a_new_epoch_starts_anew() -> None:
+def test_new_epoch_may_start_at_any_sequence() -> None:
     table = ProducerTable()
     record(table, header(0, epoch=1), receipt(1))
     record(table, header(0, epoch=2), receipt(2))
     assert table.check(header(0, epoch=2), QUEUE) == replace(receipt(2), duplicate=True)
 
 
-def test_the_longest_silent_producer_is_forgotten_first() -> None:
+def test_least_recently_used_producer_is_removed_first() -> None:
     table = ProducerTable(producers_max=2)
     for producer_id in (1, 2):
         record(table, header(0, producer_id=producer_id), receipt())
@@ -141,7 +141,7 @@ def test_the_longest_silent_producer_is_forgotten_first() -> None:
     assert table.check(header(10, producer_id=1), QUEUE) is not None
 
 
-def test_producers_of_one_batch_push_out_no_others() -> None:
+def test_producers_of_one_batch_do_not_push_out_the_others() -> None:
     table = ProducerTable(producers_max=2)
     for producer_id in (1, 2):
         record(table, header(0, producer_id=producer_id), receipt())
@@ -155,7 +155,7 @@ def test_producers_of_one_batch_push_out_no_others() -> None:
     assert kept == [None, *(replace(receipt(i), duplicate=True) for i in (2, 3))]
 
 
-def test_loaded_table_knows_both_sorts_of_producers_apart() -> None:
+def test_loaded_table_keeps_both_kinds_of_producers_apart() -> None:
     table, loaded = ProducerTable(), ProducerTable()
     record(table, header(0), receipt(1))
     record(table, header(0, epoch=ONE_BATCH_EPOCH), receipt(2))
@@ -166,7 +166,7 @@ def test_loaded_table_knows_both_sorts_of_producers_apart() -> None:
     )
 
 
-def test_pairs_of_producer_and_queue_are_bounded_too() -> None:
+def test_number_of_producer_queue_pairs_is_bounded() -> None:
     table = ProducerTable(queues_max=3)
     for producer_id in (1, 2):
         for queue_id in (0, 1):
@@ -174,7 +174,7 @@ def test_pairs_of_producer_and_queue_are_bounded_too() -> None:
     assert len(table) == 1
 
 
-def test_a_producer_is_forgotten_after_seven_days_of_silence() -> None:
+def test_producer_expires_after_seven_days() -> None:
     table = ProducerTable()
     record(table, header(0, producer_id=1), receipt(store_unix_ms=0))
     record(table, header(0, producer_id=2), receipt(store_unix_ms=1))
@@ -185,8 +185,8 @@ def test_a_producer_is_forgotten_after_seven_days_of_silence() -> None:
     assert table.check(header(77, producer_id=1), QUEUE) is None
 
 
-def test_what_the_log_no_longer_tells_is_what_lies_below_its_first_position() -> None:
-    """A log from there on brings the rest back, in its order."""
+def test_state_below_a_position_comes_only_from_batches_before_it() -> None:
+    """The log from there on restores the rest, in order."""
     table, fresh = ProducerTable(), ProducerTable()
     record(table, header(0, producer_id=5), receipt(1))
     record(table, header(0, producer_id=6), receipt(2))

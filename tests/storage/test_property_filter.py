@@ -1,8 +1,8 @@
-"""Goal: a filter on properties delivers exactly what its condition is true of, within its limits,
-and one request costs no more than its bound, whatever lies in the log.
+"""Goal: a filter on properties delivers exactly the messages for which its condition is true,
+within its limits, and the cost of one request is bounded, whatever the log contains.
 
-Method: real batches, small and large; Hypothesis against a loop that decodes every message; bytes
-that no producer of ours writes.
+Method: real batches, small and large; Hypothesis compares with a loop that decodes every message;
+also bytes that this client library never writes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def stamped(raw: bytes, first_offset: int) -> bytes:
 
 
 def placed(batches: Sequence[bytes], offset: int) -> Iterator[tuple[int, bytes]]:
-    """Stored batches from the one that holds `offset` on, and where each ends behind `offset`."""
+    """Return the stored batches from `offset` on, and the end of each relative to `offset`."""
     first_offset = 0
     for raw in batches:
         next_offset = first_offset + read_header(raw).count
@@ -83,7 +83,7 @@ def counts(found: PropertyMatches) -> tuple[int, int, int]:
     return len(found.batches), found.scanned_count, found.kept_count
 
 
-def test_only_batches_with_a_message_that_passes_leave() -> None:
+def test_only_batches_with_a_passing_message_are_sent() -> None:
     batches = [batch(message("1"), message("9")), batch(message("2")), batch(message("8"))]
     found = found_in(batches, "a > 5")
     assert [read_header(raw).first_offset for raw in found.batches] == [0, 3]
@@ -96,19 +96,19 @@ def test_messages_before_the_offset_do_not_count() -> None:
     assert counts(found_in(batches, "a > 5", offset=2)) == (0, 1, 0)
 
 
-def test_the_message_limit_ends_before_the_next_one_that_passes() -> None:
+def test_message_limit_ends_before_the_next_one_that_passes() -> None:
     batches = [batch(*map(message, "9191")), batch(*map(message, "119"))]
     assert counts(found_in(batches, "a > 5", messages_max=1)) == (1, 2, 1)
     assert counts(found_in(batches, "a > 5", messages_max=2)) == (1, 6, 2)
 
 
-def test_the_byte_limit_ends_before_the_next_batch_and_the_first_one_fits() -> None:
+def test_byte_limit_ends_before_the_next_batch_and_the_first_one_fits() -> None:
     batches = [batch(*map(message, "91")), batch(message("1")), batch(*map(message, "19"))]
     assert counts(found_in(batches, "a > 5", bytes_max=1)) == (1, 4, 1)
 
 
 @pytest.mark.parametrize("count", [3, 40])
-def test_messages_without_properties_are_alike(count: int) -> None:
+def test_messages_without_properties_have_one_result(count: int) -> None:
     batches = [batch(*[message()] * count)]
     assert counts(found_in(batches, "a > 5")) == (0, count, 0)
     assert counts(found_in(batches, "NOT a > 5")) == (0, count, 0)
@@ -127,7 +127,7 @@ def test_tag_and_keys_are_found_without_properties(count: int) -> None:
 
 
 def raw_batch(*properties: bytes) -> bytes:
-    """A batch with properties that no producer of ours writes."""
+    """Return a batch with properties that this client library never writes."""
     builder = BatchBuilder()
     for text in properties:
         builder.add(Message(b"", "", (), {}), RECORD.pack(0, 0, len(text)) + text)
@@ -152,7 +152,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("text", ["a = '7'", "a = ''", "a IS NULL", "a CONTAINS '\ufffd'", "b > a"])
-def test_odd_properties_are_read_as_the_client_reads_them(text: str) -> None:
+def test_unusual_properties_are_read_as_by_the_client(text: str) -> None:
     wants = condition(text)
     expected = [i for i, raw in enumerate(ODD) if wants.accepts("", (), decode_properties(raw))]
     for index, raw in enumerate(ODD):
@@ -189,7 +189,7 @@ TEXTS = st.sampled_from(
     st.integers(1, 900),
     st.integers(1, 40),
 )
-def test_what_is_found_is_what_a_loop_over_messages_finds(
+def test_result_equals_a_loop_over_messages(
     groups: list[list[Message]], text: str, offset: int, bytes_max: int, messages_max: int
 ) -> None:
     batches = [batch(*group) for group in groups]
@@ -210,7 +210,7 @@ def test_what_is_found_is_what_a_loop_over_messages_finds(
 
 
 def _messages(batches: Sequence[bytes], offset: int) -> Iterator[tuple[bytes, Message]]:
-    """The loop: stored batch and message of every offset from `offset` on."""
+    """Yield stored batch and message of each offset from `offset` on."""
     for _, raw in placed(batches, offset):
         header = read_header(raw)
         begin = max(offset - header.first_offset, 0)
@@ -218,7 +218,7 @@ def _messages(batches: Sequence[bytes], offset: int) -> Iterator[tuple[bytes, Me
             yield raw, Message(one.body, one.tag, one.keys, one.properties)
 
 
-def test_a_scan_without_a_match_ends_at_its_bound_and_the_next_one_goes_on() -> None:
+def test_scan_without_a_match_ends_at_its_bound_and_the_next_one_continues() -> None:
     batches = [batch(*[message("1")] * 1_000) for _ in range(20)]
     taken: list[int] = []
 
@@ -239,7 +239,7 @@ def test_a_scan_without_a_match_ends_at_its_bound_and_the_next_one_goes_on() -> 
     assert len(taken) <= 20 + requests, "no batch is read that is not looked at"
 
 
-def test_where_a_bound_ends_a_request_nothing_is_counted_twice_or_left_out() -> None:
+def test_request_that_ends_at_a_bound_counts_each_message_once() -> None:
     batches = [batch(*[message("1"), message(), message("9")] * 4_000)]
     for text, expected in (("a IS NULL", 4_000), ("a > 5", 4_000), ("NOT a > 5", 4_000)):
         offset, kept, requests = 0, 0, 0
@@ -251,7 +251,7 @@ def test_where_a_bound_ends_a_request_nothing_is_counted_twice_or_left_out() -> 
         assert (kept, requests > 1) == (expected, True)
 
 
-def test_more_comparisons_get_fewer_messages_in_a_request() -> None:
+def test_condition_with_more_comparisons_covers_fewer_messages() -> None:
     batches = [batch(*[message("1")] * 1_000) for _ in range(20)]
     one = found_in(batches, "a > 5").scanned_count
     four = found_in(batches, " OR ".join(["a > 5"] * 4)).scanned_count
@@ -261,7 +261,7 @@ def test_more_comparisons_get_fewer_messages_in_a_request() -> None:
     assert STEPS_MAX // 128 < most <= STEPS_MAX // 64
 
 
-def test_long_properties_get_fewer_messages_and_the_first_one_is_always_looked_at() -> None:
+def test_long_properties_cover_fewer_messages_but_at_least_one() -> None:
     long = Message(b"", "", (), {"long": "x" * 32_000, "a": "1"})
     batches = [batch(*[long] * 100) for _ in range(5)]
     one = found_in(batches, "a > 5").scanned_count
@@ -270,14 +270,14 @@ def test_long_properties_get_fewer_messages_and_the_first_one_is_always_looked_a
     assert 1 <= most <= 2
 
 
-def test_what_needs_no_look_is_passed_over_in_one_request() -> None:
+def test_messages_that_need_no_test_are_covered_in_one_request() -> None:
     batches = [batch(*[message()] * 1_000) for _ in range(16)]
     assert counts(found_in(batches, "a > 5")) == (0, 16_000, 0)
 
 
 @pytest.mark.parametrize("compression", [Compression.LZ4, Compression.ZSTD])
 @pytest.mark.parametrize("count", [3, 40])
-def test_compressed_batches_are_found_as_plain_ones_and_leave_compressed(
+def test_compressed_batches_are_filtered_like_plain_ones_and_sent_compressed(
     compression: Compression, count: int
 ) -> None:
     builder = BatchBuilder(RecordCompressor(compression))
@@ -291,12 +291,12 @@ def test_compressed_batches_are_found_as_plain_ones_and_leave_compressed(
     assert found.batches == [stamped(packed, 0)]
 
 
-def test_large_bodies_count_too() -> None:
+def test_large_bodies_cost_steps() -> None:
     batches = [batch(*[Message(b"x" * 1_000_000)] * 4) for _ in range(4)]
     assert found_in(batches, "a > 5").scanned_count == 4
 
 
-def test_a_store_reads_by_properties_and_says_how_far_it_came() -> None:
+def test_store_reads_by_properties_and_returns_the_scanned_count() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=1 << 20)
     sent = [batch(*map(message, "19")), batch(message("1")), batch(message("8"), message())]
     stored(opened.store, *sent)

@@ -1,7 +1,7 @@
-"""Goal: no bytes leave before offsets has recorded them, and a pull that finds nothing just waits.
+"""Goal: no message is delivered before offsets has recorded it; a pull without messages waits.
 
-Method: the whole node over gRPC with a real etcd; offsets is a twin that accepts, refuses or
-stays silent as the test says.
+Method: the whole node over gRPC with a real etcd; offsets is a twin that accepts, rejects or does
+not answer, as the test says.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ LONG_MS = 30_000
 
 
 async def pulled(node: Running, **fields: Any) -> pb.PullResponse:
-    """The answer to a held pull; a deliberate error comes as itself."""
+    """Return the answer of a long poll; raise its BatonError."""
     return await node.pull(hold_ms=LONG_MS, **fields)
 
 
-async def test_a_pull_is_recorded_and_answered_with_the_stored_bytes(
+async def test_pull_is_recorded_and_answered_with_the_stored_bytes(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -60,7 +60,7 @@ async def test_a_pull_is_recorded_and_answered_with_the_stored_bytes(
         assert node.offsets.recorded == [(GROUP, 0, 0, 3)]
 
 
-async def test_messages_max_bounds_what_is_recorded(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_messages_max_bounds_the_recorded_range(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(*[b"x"] * 50))
         answer = await node.pull(offset=10, messages_max=5)
@@ -68,16 +68,16 @@ async def test_messages_max_bounds_what_is_recorded(etcd_endpoint: str, tmp_path
         assert node.offsets.recorded == [(GROUP, 0, 10, 15)]
 
 
-async def test_the_first_batch_fits_whatever_bytes_max_says(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_first_batch_fits_whatever_bytes_max_says(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"x" * 10_000), batch(b"y"))
         answer = await node.pull(bytes_max=1)
         assert (len(answer.batches), answer.next_offset) == (1, 1)
 
 
-async def test_maybe_seen_offsets_come_as_redelivered(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_maybe_seen_offsets_are_returned_as_redelivered(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a", b"b", b"c"))
         node.offsets.maybe_seen = [(1, 2)]
@@ -85,7 +85,7 @@ async def test_maybe_seen_offsets_come_as_redelivered(etcd_endpoint: str, tmp_pa
         assert (seen.first_offset, seen.next_offset) == (1, 2)
 
 
-async def test_what_the_filter_drops_is_recorded_and_counted(
+async def test_filtered_messages_are_recorded_and_counted(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -98,14 +98,14 @@ async def test_what_the_filter_drops_is_recorded_and_counted(
         assert node.offsets.recorded == [(GROUP, 0, 0, 4)] * 2
 
 
-async def test_colliding_tags_pass_here(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_colliding_tags_pass_at_storage(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(tagged("BB"), tagged("CC"))
         answer = await node.pull(expression="Aa")
         assert (len(answer.batches), answer.filtered_count) == (1, 1)
 
 
-async def test_without_messages_a_pull_that_may_not_wait_is_empty_and_unrecorded(
+async def test_pull_without_hold_time_and_messages_is_empty_and_unrecorded(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -114,7 +114,9 @@ async def test_without_messages_a_pull_that_may_not_wait_is_empty_and_unrecorded
         assert node.offsets.calls == []
 
 
-async def test_a_held_pull_ends_empty_and_unrecorded(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_long_poll_that_times_out_is_empty_and_unrecorded(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         answer = await node.pull(offset=1, hold_ms=50)
@@ -123,9 +125,7 @@ async def test_a_held_pull_ends_empty_and_unrecorded(etcd_endpoint: str, tmp_pat
         await node.parked(0)
 
 
-async def test_a_parked_pull_is_woken_by_its_queue_and_no_other(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_long_poll_is_woken_by_its_queue_only(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(pulled(node, queue_id=1))
         second = tasks.create_task(pulled(node, queue_id=2))
@@ -149,7 +149,7 @@ async def test_several_groups_wait_for_one_queue(etcd_endpoint: str, tmp_path: P
         assert {group for group, *_ in node.offsets.recorded} == {f"group-{n}" for n in range(20)}
 
 
-async def test_an_arrival_the_filter_drops_is_recorded_too(
+async def test_long_poll_woken_by_a_filtered_message_is_recorded(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
@@ -161,7 +161,7 @@ async def test_an_arrival_the_filter_drops_is_recorded_too(
         assert node.offsets.recorded == [(GROUP, 0, 0, 1)]
 
 
-async def test_a_stale_token_gets_no_bytes(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_stale_token_gets_no_bytes(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         node.offsets.tokens[GROUP, 0] = 2
@@ -172,7 +172,7 @@ async def test_a_stale_token_gets_no_bytes(etcd_endpoint: str, tmp_path: Path) -
         assert (await node.pull(token=2)).next_offset == 1
 
 
-async def test_a_token_that_became_stale_while_parked_gets_no_bytes(
+async def test_token_that_became_stale_during_a_long_poll_gets_no_bytes(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
@@ -191,7 +191,7 @@ async def refusal_of(call: Any) -> BatonError | None:
     return None
 
 
-async def test_parked_pulls_are_touched_and_fenced_ones_answered(
+async def test_long_polls_are_touched_and_fenced_ones_answered(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with (
@@ -210,7 +210,7 @@ async def test_parked_pulls_are_touched_and_fenced_ones_answered(
         assert node.offsets.recorded == [(GROUP, 1, 0, 1)]
 
 
-async def test_other_refusals_of_offsets_pass_through(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_other_errors_of_offsets_are_passed_on(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         node.offsets.refusal = AckCap("full", facts={"ranges": 9, "limit": 9})
@@ -219,7 +219,9 @@ async def test_other_refusals_of_offsets_pass_through(etcd_endpoint: str, tmp_pa
         assert refused.value.facts["limit"] == "9"
 
 
-async def test_silent_offsets_let_no_bytes_leave(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_pull_gets_no_bytes_while_offsets_does_not_answer(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path, record_age_ms_max=200) as node:
         await node.append(batch(b"a"))
         node.offsets.answering.clear()
@@ -231,13 +233,13 @@ async def test_silent_offsets_let_no_bytes_leave(etcd_endpoint: str, tmp_path: P
         async def goes_on() -> bool:
             try:
                 return (await node.pull()).next_offset == 1
-            except DeliveryUnrecorded:  # a verdict may take longer than it may be old
+            except DeliveryUnrecorded:  # an answer may take longer than its maximum age
                 return False
 
         await until(goes_on)
 
 
-async def test_without_offsets_no_bytes_leave(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_pull_gets_no_bytes_without_offsets(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         await node.etcd.delete(node.etcd.key("nodes", "offsets", "a"))
@@ -246,7 +248,9 @@ async def test_without_offsets_no_bytes_leave(etcd_endpoint: str, tmp_path: Path
             await node.pull()
 
 
-async def test_an_answer_of_a_lower_epoch_is_dropped(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_answer_of_offsets_under_an_old_epoch_is_not_used(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         node.offsets.epoch = 5
@@ -258,7 +262,9 @@ async def test_an_answer_of_a_lower_epoch_is_dropped(etcd_endpoint: str, tmp_pat
         assert (await node.pull(offsets_epoch=6)).offsets_epoch == 6
 
 
-async def test_a_claimed_epoch_hurts_only_who_claims_it(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_wrongly_claimed_epoch_fails_only_its_own_pull(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         with pytest.raises(DeliveryUnrecorded):
@@ -266,7 +272,7 @@ async def test_a_claimed_epoch_hurts_only_who_claims_it(etcd_endpoint: str, tmp_
         assert (await node.pull()).next_offset == 1
 
 
-async def test_pulls_at_the_same_time_share_calls(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_concurrent_pulls_share_calls(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(*(batch(b"a", queue_id=n) for n in range(8)))
         calls = [
@@ -278,7 +284,7 @@ async def test_pulls_at_the_same_time_share_calls(etcd_endpoint: str, tmp_path: 
         assert len(node.offsets.calls) < 100
 
 
-async def test_an_abandoned_pull_leaves_nothing_behind(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_abandoned_pull_leaves_nothing_behind(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         call = node.stub.Pull(pull_request(hold_ms=LONG_MS), timeout=60)
         await node.parked(1)
@@ -286,7 +292,7 @@ async def test_an_abandoned_pull_leaves_nothing_behind(etcd_endpoint: str, tmp_p
         await node.parked(0)
 
 
-async def test_too_many_parked_pulls_are_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_long_poll_beyond_the_limit_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
     async with (
         running(etcd_endpoint, tmp_path, long_polls_max=1) as node,
         asyncio.TaskGroup() as tasks,
@@ -300,7 +306,9 @@ async def test_too_many_parked_pulls_are_refused(etcd_endpoint: str, tmp_path: P
         assert (await waiting).next_offset == 1
 
 
-async def test_a_parked_pull_of_a_deleted_topic_is_told(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_long_poll_of_a_deleted_topic_ends_with_topic_not_found(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(refusal_of(pulled(node)))
         await node.parked(1)
@@ -310,7 +318,7 @@ async def test_a_parked_pull_of_a_deleted_topic_is_told(etcd_endpoint: str, tmp_
         assert refusal.facts == {"topic": TOPIC}
 
 
-async def test_an_offset_beyond_the_log_is_told(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_offset_beyond_the_log_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         with pytest.raises(OffsetAheadOfLog) as refused:
@@ -319,7 +327,7 @@ async def test_an_offset_beyond_the_log_is_told(etcd_endpoint: str, tmp_path: Pa
         assert node.offsets.calls == []
 
 
-async def test_a_damaged_batch_is_data_loss_and_not_recorded(
+async def test_damaged_batch_is_data_loss_and_not_recorded(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -357,7 +365,7 @@ BAD_PULLS: list[tuple[dict[str, Any], type[BatonError], str]] = [
 ]
 
 
-async def test_every_bad_field_is_refused_by_name_before_anything_happens(
+async def test_each_bad_field_is_rejected_by_name_before_anything_is_recorded(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -376,7 +384,7 @@ async def test_every_bad_field_is_refused_by_name_before_anything_happens(
 
 
 @pytest.mark.parametrize("expression", ["a||", "||", "a b", "* || a", "a|b", "x" * 128, "a\x01"])
-async def test_a_bad_expression_is_refused(
+async def test_bad_expression_is_rejected(
     etcd_endpoint: str, tmp_path: Path, expression: str
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -385,13 +393,13 @@ async def test_a_bad_expression_is_refused(
         assert refused.value.facts == {"expression": expression}
 
 
-async def test_unknown_topics_queues_and_brokers_are_told_apart(
+async def test_unknown_topic_queue_and_broker_have_different_errors(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         refusals = [
             await refusal_of(node.pull(**fields))
-            for fields in ({"topic": "nobody"}, {"queue_id": 8}, {"broker": "broker-b"})
+            for fields in ({"topic": "missing"}, {"queue_id": 8}, {"broker": "broker-b"})
         ]
         assert [type(one) for one in refusals] == [TopicNotFound, QueueNotFound, WrongBroker]
         assert refusals[2] is not None
@@ -403,7 +411,7 @@ async def test_statuses_are_those_of_the_contract(etcd_endpoint: str, tmp_path: 
     codes = grpc.StatusCode
     async with running(etcd_endpoint, tmp_path) as node:
         for fields, code in (
-            ({"topic": "nobody"}, codes.NOT_FOUND),
+            ({"topic": "missing"}, codes.NOT_FOUND),
             ({"offset": 5}, codes.OUT_OF_RANGE),
             ({"broker": "broker-b"}, codes.FAILED_PRECONDITION),
             ({"expression": "||"}, codes.INVALID_ARGUMENT),
@@ -414,7 +422,7 @@ async def test_statuses_are_those_of_the_contract(etcd_endpoint: str, tmp_path: 
             assert from_rpc_error(refused.value).remedy
 
 
-async def test_what_is_delivered_is_counted(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_deliveries_are_counted(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(tagged("x", "x", "y"))
         await node.pull(expression="x")
@@ -424,7 +432,9 @@ async def test_what_is_delivered_is_counted(etcd_endpoint: str, tmp_path: Path) 
         assert sample("baton_storage_filtered_messages_total") == 1
 
 
-async def test_watchers_hear_of_appends_and_deliveries(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_appends_and_deliveries_are_in_the_metric_stream(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         heard: list[metrics_pb.MetricEvent] = []
 

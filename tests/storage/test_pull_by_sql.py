@@ -1,5 +1,5 @@
-"""Goal: Pull and Read with a condition deliver, count and record as they do with tags; a scan that
-finds nothing moves on in bounded steps; nonsense is refused with its reason.
+"""Goal: Pull and Read with a condition deliver, count and record as with tags; a scan without a
+match advances in bounded steps; an invalid condition is rejected with the reason.
 
 Method: the whole node over gRPC with a real etcd; offsets is a twin.
 """
@@ -25,7 +25,7 @@ QUEUE = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
 
 
 def priced(*prices: int | None, tag: str = "") -> bytes:
-    """A batch of messages with these prices; None for a message without properties."""
+    """Return a batch of messages with these prices; None for a message without properties."""
     return batch(
         *(Message(b"" if one is None else b"%d" % one, tag, (), _properties(one)) for one in prices)
     )
@@ -43,7 +43,7 @@ async def read(node: Running, offset: int, expression: str, **limits: int) -> qu
         raise from_rpc_error(error) from error
 
 
-async def test_a_pull_delivers_counts_and_records_by_properties(
+async def test_pull_with_a_condition_delivers_counts_and_records(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -69,7 +69,7 @@ async def test_limits_of_a_pull_are_exact(etcd_endpoint: str, tmp_path: Path) ->
         assert (len(answer.batches), answer.next_offset, answer.filtered_count) == (1, 41, 21)
 
 
-async def test_a_read_by_properties_is_that_of_a_pull(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_read_with_a_condition_equals_a_pull(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(priced(3, 30), priced(4), priced(None, 40, tag="paid"))
         for expression in ("sql: price > 10", "sql: TAGS = 'paid'", "sql: price IS NULL"):
@@ -80,7 +80,7 @@ async def test_a_read_by_properties_is_that_of_a_pull(etcd_endpoint: str, tmp_pa
         assert (await read(node, 5, "sql: price > 10")).next_offset == 5
 
 
-async def test_a_long_scan_without_a_match_moves_on_until_it_finds_one(
+async def test_long_scan_without_a_match_continues_until_it_finds_one(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -101,7 +101,7 @@ async def test_a_long_scan_without_a_match_moves_on_until_it_finds_one(
         assert node.offsets.recorded[-1][3] == 40_004
 
 
-async def test_a_held_pull_is_answered_when_something_comes(
+async def test_long_poll_with_a_condition_is_answered_by_a_match(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
@@ -113,7 +113,7 @@ async def test_a_held_pull_is_answered_when_something_comes(
 
 
 @pytest.mark.parametrize("expression", ["sql: price >", "sql:price > 5", "price > 5", "sql: "])
-async def test_a_bad_condition_is_refused_and_nothing_recorded(
+async def test_bad_condition_is_rejected_and_nothing_recorded(
     etcd_endpoint: str, tmp_path: Path, expression: str
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:

@@ -1,7 +1,7 @@
-"""Goal: what a group is decides how it may pull, and what a pull brings along reaches offsets.
+"""Goal: the gate of a group decides how it may pull, and the acks of a pull reach offsets.
 
 Method: the whole node over gRPC with a real etcd, in which the test writes the group's gate;
-offsets is a twin that notes what it is told.
+offsets is a twin that keeps what it receives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ACKS = offsets_pb.Acks(
 
 
 async def refused(node: Running, **fields: Any) -> BatonError | None:
-    """Why a pull is refused; None if it is not."""
+    """Return the error of a pull; None if it succeeds."""
     try:
         await node.pull(**fields)
     except BatonError as error:
@@ -47,7 +47,7 @@ async def refused(node: Running, **fields: Any) -> BatonError | None:
 
 
 async def gate_seen(node: Running, kind: type[BatonError] | None, **fields: Any) -> None:
-    """Until a pull is refused with `kind`: until the gate has arrived at the node."""
+    """Wait until a pull is rejected with `kind`: then the node has the gate."""
 
     async def seen() -> bool:
         error = await refused(node, **fields)
@@ -57,7 +57,7 @@ async def gate_seen(node: Running, kind: type[BatonError] | None, **fields: Any)
 
 
 @pytest.mark.parametrize("unowned", [BROADCASTING, OFF], ids=["broadcasting", "ownership off"])
-async def test_a_pull_without_token_is_served_and_not_recorded_where_nobody_owns_queues(
+async def test_pull_without_token_is_served_and_not_recorded_in_a_group_without_owners(
     etcd_endpoint: str, tmp_path: Path, unowned: dict[str, Any]
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -69,7 +69,7 @@ async def test_a_pull_without_token_is_served_and_not_recorded_where_nobody_owns
         assert node.offsets.calls == []
 
 
-async def test_a_pull_without_token_of_an_unknown_group_is_refused(
+async def test_pull_without_token_of_an_unknown_group_is_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -78,7 +78,7 @@ async def test_a_pull_without_token_of_an_unknown_group_is_refused(
             await node.pull(token=0)
 
 
-async def test_a_pull_without_token_is_refused_where_queues_are_owned(
+async def test_pull_without_token_is_rejected_in_a_group_with_owners(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -89,7 +89,7 @@ async def test_a_pull_without_token_is_refused_where_queues_are_owned(
 
 
 @pytest.mark.parametrize("unowned", [BROADCASTING, OFF], ids=["broadcasting", "ownership off"])
-async def test_a_token_is_refused_where_nobody_owns_queues(
+async def test_token_is_rejected_in_a_group_without_owners(
     etcd_endpoint: str, tmp_path: Path, unowned: dict[str, Any]
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -104,7 +104,7 @@ async def test_a_token_is_refused_where_nobody_owns_queues(
 
 
 @pytest.mark.parametrize("token", [0, 1])
-async def test_a_paused_group_gets_nothing_and_is_told_who_paused_it(
+async def test_paused_group_gets_no_messages_and_the_error_says_why(
     etcd_endpoint: str, tmp_path: Path, token: int
 ) -> None:
     mode = OWNED if token else OFF
@@ -119,7 +119,7 @@ async def test_a_paused_group_gets_nothing_and_is_told_who_paused_it(
         await gate_seen(node, None, token=token)
 
 
-async def test_a_parked_pull_is_answered_when_its_group_is_paused(
+async def test_long_poll_is_answered_when_its_group_is_paused(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
@@ -129,7 +129,7 @@ async def test_a_parked_pull_is_answered_when_its_group_is_paused(
         assert isinstance(await pull, Paused)
 
 
-async def test_a_parked_pull_without_token_is_woken_and_never_touched(
+async def test_long_poll_without_token_is_woken_and_never_touched(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"touch_interval_ms": 100}
@@ -158,9 +158,7 @@ async def test_generation_and_acks_of_a_pull_reach_offsets_with_the_delivery(
         assert not (await node.pull(offset=3)).progress_taken
 
 
-async def test_acks_of_a_pull_that_was_held_are_not_taken(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_acks_of_a_long_poll_are_not_committed(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         pull = tasks.create_task(node.pull(progress=ACKS, hold_ms=30_000))
         await node.parked(1)
@@ -169,7 +167,7 @@ async def test_acks_of_a_pull_that_was_held_are_not_taken(
         assert not node.offsets.items[0].HasField("progress")
 
 
-async def test_no_bytes_leave_when_the_acks_of_a_pull_are_refused(
+async def test_pull_gets_no_bytes_when_its_acks_are_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:

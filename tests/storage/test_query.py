@@ -1,6 +1,6 @@
-"""Goal: a message is found by time, key and id, exactly, and never one that is not there.
+"""Goal: searches by time, key and id find exactly the stored messages.
 
-Method: a store in memory beside a plain list of what was stored.
+Method: a store in memory; a plain list of the stored messages is the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batonmq_server.storage.core.query import (
     MessageQueries,
     TimeWindow,
 )
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
@@ -37,7 +37,7 @@ EVER = TimeWindow(0, 1 << 62)
 
 
 class Stored(NamedTuple):
-    """A message of the model."""
+    """A stored message of the model."""
 
     queue_id: int
     offset: int
@@ -51,8 +51,8 @@ def fresh() -> Opened:
     return open_store(MemoryDisk(), segment_bytes=1_500, run_entries=3)
 
 
-def store_at(store: Store, now: int, queue_id: int, *keys: tuple[str, ...]) -> list[Stored]:
-    """Store one batch; its messages."""
+def store_at(store: MessageStore, now: int, queue_id: int, *keys: tuple[str, ...]) -> list[Stored]:
+    """Store one batch; return its messages."""
     raw = batch(*(Message(b"x" * 20, keys=each) for each in keys), queue_id=queue_id)
     (receipt,) = append(store, raw, now=now)
     sync(store)
@@ -87,7 +87,7 @@ def play(history: list[tuple[int, int, list[tuple[str, ...]]]]) -> tuple[Opened,
 
 
 def trim(opened: Opened, segments: int) -> int:
-    """Drop sealed segments as retention does; the new first position."""
+    """Drop sealed segments as retention does; return the new first position."""
     sealed = opened.store.log.sealed()[:segments]
     if sealed:
         position = sealed[-1][1]
@@ -99,7 +99,7 @@ def trim(opened: Opened, segments: int) -> int:
 
 
 @given(history=histories, dropped=st.integers(0, 2))
-def test_the_first_message_at_or_after_a_time_is_found(
+def test_first_message_at_or_after_a_time_is_found(
     history: list[tuple[int, int, list[tuple[str, ...]]]], dropped: int
 ) -> None:
     opened, model = play(history)
@@ -114,11 +114,11 @@ def test_the_first_message_at_or_after_a_time_is_found(
             assert queries.search_offset((TOPIC_ID, queue_id), unix_ms) == wanted
 
 
-def test_a_queue_without_messages_begins_at_0_for_any_time() -> None:
+def test_queue_without_messages_begins_at_0_for_any_time() -> None:
     assert MessageQueries(fresh().store).search_offset((TOPIC_ID, 5), NOW) == 0
 
 
-def test_what_is_not_synced_is_found_neither_by_time_nor_by_key_nor_by_id() -> None:
+def test_message_that_is_not_synced_is_not_found_by_time_key_or_id() -> None:
     store = fresh().store
     store_at(store, NOW, 0, ("a",))
     (receipt,) = append(store, batch(Message(b"b", keys=("a",))), now=NOW + 5)
@@ -160,7 +160,7 @@ def test_messages_with_a_key_are_found_newest_first(
         assert [place(m) for m in find(queries, key, window)] == sorted(wanted, reverse=True)
 
 
-def test_a_bounded_search_says_that_there_is_more() -> None:
+def test_bounded_search_says_that_there_may_be_more() -> None:
     opened, _ = play([(1, 0, [("a",), ("a",)])] * 5)
     queries = MessageQueries(opened.store)
     every = [place(match) for match in find(queries, "a")]
@@ -173,7 +173,7 @@ def test_a_bounded_search_says_that_there_is_more() -> None:
     assert (len(one.messages), one.more) == (1, True)
 
 
-def test_a_key_with_the_hash_of_another_is_not_taken_for_it() -> None:
+def test_key_with_the_same_hash_is_not_a_match() -> None:
     # CRC-32 of both is 0x4ddb0c25.
     assert key_hash("plumless") == key_hash("buckeroo")
     store = fresh().store
@@ -181,8 +181,8 @@ def test_a_key_with_the_hash_of_another_is_not_taken_for_it() -> None:
     assert [match.index for match in find(MessageQueries(store), "buckeroo")] == [1]
 
 
-def test_a_search_among_many_keys_with_one_hash_is_bounded() -> None:
-    """Whoever sends to a topic may choose keys that have the hash of another's."""
+def test_search_among_many_keys_with_one_hash_is_bounded() -> None:
+    """A producer may choose keys with the hash of another key."""
     opened = open_store(MemoryDisk(), segment_bytes=1 << 24, run_entries=1 << 19)
     store_at(opened.store, NOW, 0, ("buckeroo",))
     others = batch(*(Message(b"", keys=("plumless",)) for _ in range(LOOKED_AT_MAX // 4)))
@@ -213,7 +213,7 @@ def test_a_search_among_many_keys_with_one_hash_is_bounded() -> None:
     assert (len(last.messages), last.more) == (LOOKED_AT_MAX // 4, False)
 
 
-def test_a_batch_with_more_than_one_search_looks_at_gives_its_newest() -> None:
+def test_search_in_a_very_large_batch_returns_its_newest_messages() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=1 << 24, run_entries=1 << 19)
     count = LOOKED_AT_MAX + 10
     stored(opened.store, batch(*(Message(b"", keys=("a",)) for _ in range(count))))
@@ -224,7 +224,7 @@ def test_a_batch_with_more_than_one_search_looks_at_gives_its_newest() -> None:
     assert found.more
 
 
-def test_an_index_that_names_a_message_too_many_is_data_loss() -> None:
+def test_index_entry_beyond_the_batch_is_data_loss() -> None:
     opened = fresh()
     store_at(opened.store, NOW, 0, ("a",))
     opened.store.keys._open.rows["index"] = 3
@@ -234,7 +234,7 @@ def test_an_index_that_names_a_message_too_many_is_data_loss() -> None:
 
 
 @pytest.mark.parametrize("kept", [None, 60])
-def test_a_run_that_vanishes_or_is_cut_is_data_loss(kept: int | None) -> None:
+def test_missing_or_short_run_file_is_data_loss(kept: int | None) -> None:
     opened = fresh()
     for number in range(3):
         store_at(opened.store, NOW + number, 0, ("a",), ("b",))
@@ -250,7 +250,7 @@ def test_a_run_that_vanishes_or_is_cut_is_data_loss(kept: int | None) -> None:
     assert path in lost.value.message
 
 
-def test_a_key_that_is_not_utf8_stops_no_search() -> None:
+def test_key_that_is_not_utf8_does_not_fail_a_search() -> None:
     opened = fresh()
     raw = batch(Message(b"", keys=("key1",)), Message(b"", keys=("key2", "other")))
     broken = bytearray(raw.replace(b"key1", b"\xff\xff\xff\xff"))
@@ -261,7 +261,7 @@ def test_a_key_that_is_not_utf8_stops_no_search() -> None:
     assert [match.index for match in find(queries, "other")] == [1]
 
 
-def test_a_key_of_another_topic_is_not_found() -> None:
+def test_key_of_another_topic_is_not_found() -> None:
     store = fresh().store
     store_at(store, NOW, 0, ("a",))
     other = TOPIC_ID + (1 << 32)
@@ -269,14 +269,14 @@ def test_a_key_of_another_topic_is_not_found() -> None:
     assert found.messages == []
 
 
-def test_a_message_that_repeats_a_key_is_found_once() -> None:
+def test_message_that_repeats_a_key_is_found_once() -> None:
     store = fresh().store
     store_at(store, NOW, 0, ("a", "b", "a"))
     assert len(find(MessageQueries(store), "a")) == 1
 
 
 @given(history=histories.filter(bool), dropped=st.integers(0, 2))
-def test_a_message_is_found_by_its_place_and_nothing_is_anywhere_else(
+def test_message_is_found_by_its_position_only(
     history: list[tuple[int, int, list[tuple[str, ...]]]], dropped: int
 ) -> None:
     opened, model = play(history)
@@ -299,7 +299,7 @@ def test_a_message_is_found_by_its_place_and_nothing_is_anywhere_else(
         queries.message(model[-1].position, model[-1].at + 1)
 
 
-def test_bytes_in_a_body_that_look_like_a_batch_are_no_message() -> None:
+def test_bytes_in_a_body_that_look_like_a_batch_are_not_a_message() -> None:
     opened = fresh()
     (first,) = stored(opened.store, batch(b"first"))
     inner = bytes(opened.disk.files[f"log/{0:020d}"].content[: first.next_position])

@@ -1,4 +1,4 @@
-"""Goal: QueryOffsets and Describe tell what consumers can see, queue by queue.
+"""Goal: QueryOffsets and Describe return what consumers can see, queue by queue.
 
 Method: the whole node over gRPC with a real etcd.
 """
@@ -45,7 +45,7 @@ async def test_offsets_of_queues_with_and_without_messages(
         assert await query(node, queue(queue_id=3), queue(queue_id=4)) == [(0, 2), (0, 0)]
 
 
-async def test_only_what_is_safe_counts(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_only_safe_messages_count(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
         await node.append(batch(b"a"))
         assert await query(node, queue()) == [(0, 0)]
@@ -56,11 +56,11 @@ async def test_only_what_is_safe_counts(etcd_endpoint: str, tmp_path: Path) -> N
         assert await query(node, queue()) == [(0, 2)]
 
 
-async def test_every_bad_queue_has_its_own_refusal(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_each_bad_queue_has_its_own_error(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         refusals = await query(
             node,
-            queue(topic="nobody"),
+            queue(topic="missing"),
             queue(queue_id=8),
             queue(broker="broker-b"),
             queue(topic="a/b"),
@@ -75,7 +75,9 @@ async def test_every_bad_queue_has_its_own_refusal(etcd_endpoint: str, tmp_path:
         ]  # fmt: skip
 
 
-async def test_empty_and_oversized_requests_are_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_empty_and_oversized_requests_are_rejected(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         with pytest.raises(InvalidArgument) as refused:
             await query(node)
@@ -85,7 +87,7 @@ async def test_empty_and_oversized_requests_are_refused(etcd_endpoint: str, tmp_
         assert too_many.value.facts == {"field": "queues", "limit": "10000", "actual": "10001"}
 
 
-async def test_a_fresh_node_describes_itself(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_fresh_node_describes_itself(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path, node_id="broker-x") as node:
         await until(lambda: _disk_seen(node))
         state = await node.describe()

@@ -1,4 +1,4 @@
-"""Goal: QueryService finds what was appended, and refuses what its contract refuses.
+"""Goal: QueryService finds appended messages and rejects requests as its contract says.
 
 Method: the whole node over gRPC with a real etcd.
 """
@@ -49,7 +49,7 @@ class Asking:
         return await said(self.stub.FindByKey(request, timeout=TIMEOUT_S))
 
     async def get(self, message_id: str) -> bytes:
-        """The body of a message."""
+        """Return the body of a message."""
         request = pb.GetMessageRequest(message_id=message_id)
         return body((await said(self.stub.GetMessage(request, timeout=TIMEOUT_S))).message)
 
@@ -76,7 +76,7 @@ async def asking(etcd_endpoint: str, folder: Path, **settings: object) -> AsyncI
         yield Asking(node, node.queries)
 
 
-async def test_times_keys_and_ids_lead_to_messages(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_messages_are_found_by_time_key_and_id(etcd_endpoint: str, tmp_path: Path) -> None:
     async with asking(etcd_endpoint, tmp_path) as ask:
         messages = [Message(b"one", keys=("k", "x")), Message(b"two"), Message(b"3", keys=("k",))]
         (first,) = await ask.node.append(batch(*messages))
@@ -91,14 +91,14 @@ async def test_times_keys_and_ids_lead_to_messages(etcd_endpoint: str, tmp_path:
         assert ([body(one) for one in limited.messages], limited.more) == ([b"four"], True)
         assert not (await ask.find(key="k", to_unix_ms=first.store_unix_ms)).messages
         assert len((await ask.find(key="k", from_unix_ms=first.store_unix_ms)).messages) == 3
-        assert not (await ask.find(key="nobody")).messages
+        assert not (await ask.find(key="missing")).messages
         await ask.node.append(batch(Message(b"odd", keys=("a\u00a0b",))))
         assert [body(one) for one in (await ask.find(key="a\u00a0b")).messages] == [b"odd"]
         assert await ask.get(f"{BROKER}-{first.position:x}-2") == b"3"
         assert await ask.get(f"{BROKER}-{second.position:x}-0") == b"four"
 
 
-async def test_read_gives_stored_batches_without_recording_a_delivery(
+async def test_read_returns_stored_batches_without_recording_a_delivery(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with asking(etcd_endpoint, tmp_path) as ask:
@@ -121,7 +121,7 @@ async def test_read_gives_stored_batches_without_recording_a_delivery(
         ({"offset": 5}, "OFFSET_OUT_OF_RANGE"),
         ({"offset": -1}, "INVALID_ARGUMENT"),
         ({"queue": None}, "INVALID_ARGUMENT"),
-        ({"queue": queue(topic="nobody")}, "TOPIC_NOT_FOUND"),
+        ({"queue": queue(topic="missing")}, "TOPIC_NOT_FOUND"),
         ({"queue": queue(queue_id=8)}, "QUEUE_NOT_FOUND"),
         ({"queue": queue(broker="broker-b")}, "WRONG_BROKER"),
         ({"expression": "a || "}, "BAD_EXPRESSION"),
@@ -129,7 +129,7 @@ async def test_read_gives_stored_batches_without_recording_a_delivery(
         ({"messages_max": 65_536}, "LIMIT_EXCEEDED"),
     ],
 )
-async def test_read_refuses(
+async def test_read_rejects_invalid_requests(
     etcd_endpoint: str, tmp_path: Path, fields: dict[str, object], reason: str
 ) -> None:
     async with asking(etcd_endpoint, tmp_path) as ask:
@@ -146,11 +146,11 @@ async def test_read_refuses(
         ({"key": " a"}, "INVALID_ARGUMENT"),
         ({"key": "k" * 1_025}, "LIMIT_EXCEEDED"),
         ({"key": "k", "messages_max": 1_001}, "LIMIT_EXCEEDED"),
-        ({"key": "k", "topic": "nobody"}, "TOPIC_NOT_FOUND"),
+        ({"key": "k", "topic": "missing"}, "TOPIC_NOT_FOUND"),
         ({"key": "k", "topic": "a/b"}, "INVALID_NAME"),
     ],
 )
-async def test_find_by_key_refuses(
+async def test_find_by_key_rejects_invalid_requests(
     etcd_endpoint: str, tmp_path: Path, fields: dict[str, object], reason: str
 ) -> None:
     async with asking(etcd_endpoint, tmp_path) as ask:
@@ -177,7 +177,7 @@ async def test_find_by_key_refuses(
         ("broker-a-7fffffffffffffff-ffffffffff", "MESSAGE_NOT_FOUND"),
     ],
 )
-async def test_ids_that_lead_nowhere_are_refused(
+async def test_ids_without_a_message_are_rejected(
     etcd_endpoint: str, tmp_path: Path, message_id: str, reason: str
 ) -> None:
     async with asking(etcd_endpoint, tmp_path) as ask:
@@ -187,7 +187,9 @@ async def test_ids_that_lead_nowhere_are_refused(
         assert refused.value.reason == reason
 
 
-async def test_messages_of_a_deleted_topic_are_gone(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_messages_of_a_deleted_topic_are_not_found(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with asking(etcd_endpoint, tmp_path) as ask:
         (receipt,) = await ask.node.append(batch(Message(b"old", keys=("k",))))
         await ask.node.put_topic(topic_id=TOPIC_ID + 1)
@@ -200,9 +202,7 @@ async def test_messages_of_a_deleted_topic_are_gone(etcd_endpoint: str, tmp_path
             await ask.get(f"{BROKER}-{receipt.position:x}-0")
 
 
-async def test_a_topic_that_gives_no_messages_is_not_read(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_write_only_topic_is_not_read(etcd_endpoint: str, tmp_path: Path) -> None:
     async with asking(etcd_endpoint, tmp_path) as ask:
         await ask.node.append(batch(b"a"))
         spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
@@ -220,7 +220,7 @@ async def test_a_topic_that_gives_no_messages_is_not_read(
         await until(refused)
 
 
-async def test_damage_is_told_counted_once_and_not_served(
+async def test_damage_is_reported_counted_once_and_not_served(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with asking(etcd_endpoint, tmp_path, scrub_bytes_per_s=0) as ask:
@@ -238,7 +238,7 @@ async def test_damage_is_told_counted_once_and_not_served(
         assert (await ask.node.describe()).damaged_batch_count == 1
 
 
-async def test_a_queue_of_another_broker_is_told_apart(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_queue_of_another_broker_is_wrong_broker(etcd_endpoint: str, tmp_path: Path) -> None:
     async with asking(etcd_endpoint, tmp_path, node_id="broker-x") as ask:
         with pytest.raises(WrongBroker):
             await ask.search(0)

@@ -1,7 +1,7 @@
-"""Goal: whatever a crash leaves, the log starts with all that was acknowledged, and nothing torn.
+"""Goal: after any crash recovery restores all acknowledged messages and nothing torn.
 
-Method: a disk in memory that tears unsynced writes at every byte; stores before and after are
-compared by what they serve. T2, T3, T5, T20, T21, T22, T23 of the standing test list.
+Method: a disk in memory that tears unsynced writes at every byte; the stores before and after the
+crash are compared by what they serve. T2, T3, T5, T20, T21, T22, T23 of the standing test list.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.storage.batches import TOPIC_ID, append, batch, bodies, open_store, s
 FIRST = f"log/{0:020d}"
 
 
-def test_an_empty_folder_is_an_empty_log() -> None:
+def test_empty_folder_is_an_empty_log() -> None:
     report = open_store(MemoryDisk()).report
     assert (report.batches, report.next_position, report.truncated_bytes) == (0, 0, 0)
     assert report.end_reason == "end of log"
 
 
-def test_after_kill_everything_written_is_there() -> None:
+def test_everything_written_is_there_after_a_kill() -> None:
     opened = open_store(MemoryDisk())
     append(opened.store, batch(b"a"), batch(b"b", queue_id=1))
     again = open_store(opened.disk.killed())
@@ -35,7 +35,7 @@ def test_after_kill_everything_written_is_there() -> None:
     assert (again.report.batches, again.report.messages, again.report.queues) == (2, 2, 2)
 
 
-def test_what_recovery_found_is_synced_before_it_is_visible() -> None:
+def test_recovered_batches_are_synced_before_they_are_visible() -> None:
     opened = open_store(MemoryDisk())
     append(opened.store, batch(b"a"))
     again = open_store(opened.disk.killed())
@@ -45,7 +45,7 @@ def test_what_recovery_found_is_synced_before_it_is_visible() -> None:
     assert bodies(open_store(cut).store) == [b"a"]
 
 
-def test_a_batch_torn_at_any_byte_is_cut_off_and_the_rest_is_served() -> None:
+def test_batch_torn_at_any_byte_is_cut_off_and_the_rest_is_served() -> None:
     opened = open_store(MemoryDisk())
     stored(opened.store, batch(b"first"), batch(b"second"))
     end = opened.store.log.next_position
@@ -61,7 +61,7 @@ def test_a_batch_torn_at_any_byte_is_cut_off_and_the_rest_is_served() -> None:
 
 
 @pytest.mark.parametrize("survives", [0, 5, 8, 50, 1_000])
-def test_a_crash_around_a_segment_roll_keeps_what_was_synced(survives: int) -> None:
+def test_crash_around_a_segment_roll_keeps_what_was_synced(survives: int) -> None:
     opened = open_store(MemoryDisk(), segment_bytes=300)
     stored(opened.store, batch(b"a" * 150))
     append(opened.store, batch(b"b" * 150))
@@ -76,7 +76,7 @@ def test_a_crash_around_a_segment_roll_keeps_what_was_synced(survives: int) -> N
     assert bodies(once_more.store) == [*kept, b"c" * 150]
 
 
-def test_a_later_segment_without_its_predecessor_is_dropped() -> None:
+def test_later_segment_without_its_predecessor_is_dropped() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=300)
     stored(opened.store, batch(b"a" * 100))
     end = opened.store.log.next_position
@@ -89,8 +89,8 @@ def test_a_later_segment_without_its_predecessor_is_dropped() -> None:
     assert again.report.truncated_bytes > 150
 
 
-def test_an_empty_segment_that_is_too_short_for_the_next_batch_is_passed_over() -> None:
-    """A crash came before the first batch in it, and the next start has a longer setting."""
+def test_empty_segment_that_is_too_short_for_the_next_batch_is_passed_over() -> None:
+    """A crash came before its first batch, and the next start has a larger segment size."""
     full = 300 - len(batch(b""))
     opened = open_store(MemoryDisk(), segment_bytes=300)
     stored(opened.store, batch(b"a" * full))
@@ -118,7 +118,7 @@ def test_any_flipped_bit_is_found() -> None:
             assert again.report.end_reason != ""
 
 
-def test_damage_below_what_was_synced_is_refused_and_nothing_is_cut() -> None:
+def test_damage_below_the_synced_position_fails_recovery_and_cuts_nothing() -> None:
     opened = open_store(MemoryDisk())
     first, second = stored(opened.store, batch(b"first"), batch(b"second"))
     rotten = opened.disk.killed()
@@ -131,7 +131,7 @@ def test_damage_below_what_was_synced_is_refused_and_nothing_is_cut() -> None:
     assert rotten.files[FIRST].content == before
 
 
-def test_acknowledged_batches_that_vanished_are_refused() -> None:
+def test_missing_acknowledged_batches_fail_recovery() -> None:
     opened = open_store(MemoryDisk())
     _first, second = stored(opened.store, batch(b"first"), batch(b"second"))
     emptied = opened.disk.killed()
@@ -149,7 +149,7 @@ def test_loss_can_be_accepted() -> None:
     assert bodies(again.store) == [b"first"]
 
 
-def test_a_torn_tail_above_what_was_synced_is_cut() -> None:
+def test_torn_tail_above_the_synced_position_is_cut() -> None:
     opened = open_store(MemoryDisk())
     (first,) = stored(opened.store, batch(b"first"))
     append(opened.store, batch(b"torn"))
@@ -167,7 +167,7 @@ def test_garbage_after_the_log_is_cut() -> None:
     assert bodies(again.store) == [b"first"]
 
 
-def test_an_old_copy_of_a_batch_is_not_taken_for_a_new_one() -> None:
+def test_old_copy_of_a_batch_is_not_a_new_batch() -> None:
     opened = open_store(MemoryDisk())
     (first,) = stored(opened.store, batch(b"first"))
     content = opened.disk.files[FIRST].content
@@ -196,7 +196,7 @@ def test_consume_queues_are_rebuilt_byte_for_byte() -> None:
         assert {p: disk.files[p].content for p in original} == original, spoil
 
 
-def test_a_retry_after_recovery_gets_the_first_receipt() -> None:
+def test_retry_after_recovery_gets_the_first_receipt() -> None:
     opened = open_store(MemoryDisk())
     sent = [batch(b"a", b"b", producer=(5, 1), sequence=n * 2) for n in range(5)]
     receipts = stored(opened.store, *sent)
@@ -205,7 +205,7 @@ def test_a_retry_after_recovery_gets_the_first_receipt() -> None:
     assert again.store.log.next_position == opened.store.log.next_position
 
 
-def test_recovery_of_a_recovered_log_changes_nothing() -> None:
+def test_second_recovery_changes_nothing() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=500)
     stored(opened.store, *(batch(b"x" * 100, queue_id=n % 3) for n in range(20)))
     once = open_store(opened.disk.killed(), segment_bytes=500)
@@ -216,7 +216,7 @@ def test_recovery_of_a_recovered_log_changes_nothing() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_after_a_power_cut_the_log_is_a_prefix_that_holds_all_that_was_synced(
+def test_log_after_a_power_cut_is_a_prefix_with_everything_synced(
     data: st.DataObject,
 ) -> None:
     opened = open_store(MemoryDisk(), segment_bytes=600)
@@ -249,7 +249,7 @@ def test_after_a_power_cut_the_log_is_a_prefix_that_holds_all_that_was_synced(
         assert bodies(once_more.store, queue_id) == bodies(again.store, queue_id)
 
 
-def test_synced_positions_survive_their_codec_and_nothing_else_does() -> None:
+def test_synced_position_is_decoded_as_encoded_and_damage_is_found() -> None:
     raw = encode_synced(123_456_789_012)
     assert decode_synced(raw) == 123_456_789_012
     for at in range(len(raw)):
@@ -259,7 +259,7 @@ def test_synced_positions_survive_their_codec_and_nothing_else_does() -> None:
     assert decode_synced(raw[:5]) == decode_synced(b"") == 0
 
 
-def test_the_first_batch_of_a_queue_may_be_late_once_old_segments_are_gone() -> None:
+def test_first_batch_of_a_queue_may_have_a_higher_offset_once_old_segments_are_removed() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=300)
     receipts = stored(opened.store, *(batch(b"x" * 150) for _ in range(3)))
     assert all(isinstance(one, StoreReceipt) for one in receipts)

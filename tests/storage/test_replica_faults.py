@@ -1,11 +1,11 @@
 """A replica set under random faults.
 
-Goal: whatever dies, is cut off, kept waiting, stopped or damaged, and in whatever order: a message
-with a receipt is there, once, at the offset of the receipt and in its order; in the end all copies
-are alike.
-Method: writers that repeat each message until it has a receipt, at any node that takes it, while a
-seeded monkey does its worst to three real nodes in one process (tests/storage/replicas.py). A node
-is damaged only while another one, never damaged, has everything.
+Goal: whichever nodes crash, are cut off, delayed, stopped or damaged, in any order: each message
+with a receipt is stored once, at the offset of the receipt and in order; at the end all copies are
+equal.
+Method: writers retry each message at any node until it has a receipt, while faults from a seed hit
+three real nodes in one process (tests/storage/replicas.py). A node is damaged only while another
+node, which was never damaged, has everything.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ HASTY = {
     "replica_lag_ms_max": 1_000,
     "segment_bytes": 32 * 1024,
 }
-"""So that what is cut off or held up for a moment is missed."""
+"""Short timeouts, so that a short fault has an effect."""
 MINE = {"SEQUENCE_GAP", "DUPLICATE_SEQUENCE", "PRODUCER_FENCED", "DATA_LOSS", "INTERNAL"}
-"""Refusals that no fault may bring about."""
+"""Errors that no fault may cause."""
 
 
 class Story:
-    """What happens to one set."""
+    """The events of one replica set, and the expected state."""
 
     def __init__(self, scene: Scene, random: Random) -> None:
         self.scene, self.random = scene, random
@@ -45,7 +45,7 @@ class Story:
         self.over = asyncio.Event()
 
     async def write(self, queue_id: int) -> None:
-        """One message after the other, each until it has a receipt."""
+        """Send messages one after another, each until it has a receipt."""
         while not self.over.is_set():
             number = self.acked[queue_id]
             body = b"%d" % number
@@ -75,7 +75,7 @@ class Story:
         return False
 
     async def harm(self) -> None:
-        """Some faults, one after the other."""
+        """Inject some faults, one after another."""
         for _ in range(FAULTS):
             await asyncio.sleep(self.random.uniform(0.2, 1.5))
             node = self.random.choice(self.alive())
@@ -105,10 +105,10 @@ class Story:
             node.gate.shut.clear()
 
     async def _rot(self, node: Replica) -> None:
-        """Damage it, if another in sync never was: one that was is listed until it is let out.
+        """Damage the node if another in-sync node was never damaged.
 
-        Where something is written: what lies behind the last batch of a segment nobody reads, so
-        nobody mends it.
+        A damaged node stays in the in-sync set until it is removed. The damage is inside a written
+        batch: bytes after the last batch of a segment are never read, so never repaired.
         """
         stored = node.log()
         if not stored or not (await self.scene.standing()).in_sync - self.rotted - {node.name}:
@@ -121,7 +121,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_what_has_a_receipt_is_there_once_and_in_order(
+async def test_acknowledged_messages_are_there_once_and_in_order(
     etcd_endpoint: str, tmp_path: Path, seed: int
 ) -> None:
     async with replica_set(etcd_endpoint, secrets.token_hex(8), tmp_path) as scene:

@@ -1,9 +1,9 @@
-"""A replica set of storage, its leader dead, cut off, slow or back again.
+"""A storage replica set: its leader crashes, is cut off, is slow, or returns.
 
-Goal: no message that was answered for is lost, whoever is leader; receipts say no more than is
-true; copies are alike byte for byte; who lacks something is never elected, and repairs itself.
-Method: three real nodes in one process (tests/storage/replicas.py). What a test waits for is a
-state, never a time.
+Goal: no acknowledged message is lost under any leader; receipts are true; copies are equal byte for
+byte; a node that lacks safe messages is never elected, and repairs itself.
+Method: three real nodes in one process (tests/storage/replicas.py). Tests wait for states, never
+for times.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
 
 
 async def three(scene: Scene) -> Replica:
-    """All three are in sync; the leader."""
+    """Wait until all three nodes are in sync; return the leader."""
     await scene.start("a", "b", "c")
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
@@ -65,14 +65,14 @@ def others(scene: Scene, leader: Replica) -> list[str]:
 
 
 def numbered(first: int, count: int, queue_id: int = 0) -> list[bytes]:
-    """Batches of one message each, with their numbers as bodies."""
+    """Return batches of one message each, with their numbers as bodies."""
     return [
         batch(b"%d" % number, queue_id=queue_id, producer=PRODUCER, sequence=number)
         for number in range(first, first + count)
     ]
 
 
-async def test_an_empty_set_gets_in_sync_before_anything_is_written(scene: Scene) -> None:
+async def test_empty_set_gets_in_sync_before_the_first_write(scene: Scene) -> None:
     leader = await three(scene)
     assert await leader.bodies() == []
 
@@ -85,7 +85,7 @@ async def test_followers_hold_the_same_bytes_as_their_leader(scene: Scene) -> No
     assert len(leader.log()) > 3, "the log has several segments"
 
 
-async def test_a_receipt_says_replicated_only_if_it_is_true(scene: Scene) -> None:
+async def test_receipt_says_replicated_only_if_two_replicas_have_the_batch(scene: Scene) -> None:
     leader = await three(scene)
     (receipt,) = await leader.append(batch(b"a"))
     assert receipt.durability == pb.DURABILITY_REPLICATED
@@ -103,7 +103,7 @@ async def test_a_receipt_says_replicated_only_if_it_is_true(scene: Scene) -> Non
     assert await leader.bodies() == [b"a", b"b", b"c", b"d"], "what is refused is not written"
 
 
-async def test_with_too_few_in_sync_nothing_is_written(scene: Scene) -> None:
+async def test_writes_are_rejected_with_too_few_replicas_in_sync(scene: Scene) -> None:
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)
     await leader.append(*numbered(0, 1))
@@ -119,8 +119,8 @@ async def test_with_too_few_in_sync_nothing_is_written(scene: Scene) -> None:
     assert receipt.durability == pb.DURABILITY_REPLICATED
 
 
-async def test_a_leader_that_begins_with_too_few_in_sync_is_read_from(scene: Scene) -> None:
-    """Nobody else can be elected: what it has stays."""
+async def test_leader_with_too_few_replicas_in_sync_serves_reads(scene: Scene) -> None:
+    """No other node can be elected, so its messages stay."""
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)
     await leader.append(*numbered(0, 3))
@@ -142,7 +142,7 @@ async def test_a_leader_that_begins_with_too_few_in_sync_is_read_from(scene: Sce
     assert (receipt.first_offset, receipt.durability) == (3, pb.DURABILITY_REPLICATED)
 
 
-async def test_nothing_answered_is_lost_when_the_leader_dies(scene: Scene) -> None:
+async def test_acknowledged_messages_survive_the_death_of_the_leader(scene: Scene) -> None:
     first = await three(scene)
     receipts = await first.append(*numbered(0, 50))
     before = await scene.standing()
@@ -161,16 +161,16 @@ async def test_nothing_answered_is_lost_when_the_leader_dies(scene: Scene) -> No
     await scene.alike()
 
 
-async def test_an_old_leader_cuts_off_what_it_answered_to_nobody(scene: Scene) -> None:
+async def test_old_leader_cuts_off_its_unacknowledged_messages(scene: Scene) -> None:
     first = await three(scene)
     await first.append(*numbered(0, 5))
     await scene.alike()
     first.gate.shut |= {"a", "b", "c"}
-    first.session.cut = True  # nor can it let its followers out of the set
+    first.session.cut = True  # it can't remove followers from the set either
     before = (await first.describe()).next_position
 
     async def written() -> bool:
-        error = await first.refusal(batch(b"nobody knows of it"), timeout_s=0.5)
+        error = await first.refusal(batch(b"unacknowledged"), timeout_s=0.5)
         assert error.reason == "UNREACHABLE"
         return (await first.describe()).next_position > before
 
@@ -184,8 +184,8 @@ async def test_an_old_leader_cuts_off_what_it_answered_to_nobody(scene: Scene) -
     assert await second.bodies() == [b"%d" % number for number in range(25)]
 
 
-async def test_what_is_not_in_the_whole_set_is_not_shown(scene: Scene) -> None:
-    scene.settings["replica_lag_ms_max"] = 30_000  # nobody leaves the set meanwhile
+async def test_message_is_not_visible_before_the_whole_in_sync_set_has_it(scene: Scene) -> None:
+    scene.settings["replica_lag_ms_max"] = 30_000  # no follower leaves the set meanwhile
     leader = await three(scene)
     await leader.append(*numbered(0, 1))
     before = (await leader.describe()).next_position
@@ -208,7 +208,7 @@ async def test_what_is_not_in_the_whole_set_is_not_shown(scene: Scene) -> None:
     await until(shown)
 
 
-async def test_a_slow_follower_leaves_the_set_and_comes_back(scene: Scene) -> None:
+async def test_slow_follower_leaves_the_in_sync_set_and_joins_again(scene: Scene) -> None:
     leader = await three(scene)
     slow, fast = others(scene, leader)
     leader.gate.shut.add(slow)
@@ -223,7 +223,7 @@ async def test_a_slow_follower_leaves_the_set_and_comes_back(scene: Scene) -> No
     await scene.alike()
 
 
-async def test_a_follower_catches_up_while_the_leader_is_written_to(scene: Scene) -> None:
+async def test_follower_catches_up_while_the_leader_is_written_to(scene: Scene) -> None:
     scene.settings["replica_lag_ms_max"] = 500
     leader = await three(scene)
     late = scene.nodes[others(scene, leader)[0]]
@@ -237,10 +237,10 @@ async def test_a_follower_catches_up_while_the_leader_is_written_to(scene: Scene
     await scene.alike()
 
 
-async def test_a_node_with_nothing_begins_where_the_leaders_log_does(scene: Scene) -> None:
-    """Retention has removed the rest. Offsets go on where they were, also of an empty queue.
+async def test_empty_node_starts_at_the_first_position_of_the_leader(scene: Scene) -> None:
+    """Retention has removed the older log. Offsets continue, also those of an empty queue.
 
-    And so do the sequences of producers who have nothing in the log any more.
+    The sequences of producers without a batch in the log continue too.
     """
     scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}
     leader = await three(scene)
@@ -268,7 +268,7 @@ async def test_a_node_with_nothing_begins_where_the_leaders_log_does(scene: Scen
     assert receipt.first_offset == 7
 
 
-async def test_a_follower_that_was_stopped_goes_on_from_its_checkpoint(scene: Scene) -> None:
+async def test_stopped_follower_continues_from_its_checkpoint(scene: Scene) -> None:
     leader = await three(scene)
     await leader.append(*numbered(0, 300))
     follower = scene.nodes[others(scene, leader)[0]]
@@ -283,7 +283,7 @@ async def test_a_follower_that_was_stopped_goes_on_from_its_checkpoint(scene: Sc
 
 
 @pytest.mark.parametrize("part", ["log", "epochs"])
-async def test_a_damaged_copy_repairs_itself_from_the_others(scene: Scene, part: str) -> None:
+async def test_damaged_copy_repairs_itself_from_the_others(scene: Scene, part: str) -> None:
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
     follower = scene.nodes[others(scene, leader)[0]]
@@ -304,9 +304,11 @@ async def test_a_damaged_copy_repairs_itself_from_the_others(scene: Scene, part:
     assert await second.bodies() == [b"%d" % number for number in range(51)]
 
 
-async def test_a_leader_that_ends_in_good_order_lets_nobody_out_of_the_set(scene: Scene) -> None:
-    """While it ends no follower can ask it: if it waited for them meanwhile, it would be alone."""
-    scene.settings["replica_lag_ms_max"] = 30_000  # so that nobody leaves before it ends
+async def test_leader_that_stops_cleanly_removes_no_follower_from_the_in_sync_set(
+    scene: Scene,
+) -> None:
+    """No follower can fetch while it stops: if it removed them from the set, it would be alone."""
+    scene.settings["replica_lag_ms_max"] = 30_000  # so that no follower leaves before it stops
     leader = await three(scene)
     followers = others(scene, leader)
     before = (await leader.describe()).next_position
@@ -324,10 +326,10 @@ async def test_a_leader_that_ends_in_good_order_lets_nobody_out_of_the_set(scene
     await scene.in_sync(*followers)
 
 
-async def test_who_has_lost_something_is_not_elected(
+async def test_node_that_lost_safe_messages_is_not_elected(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though etcd says that it is in sync: it dies with the others, and comes back first."""
+    """Etcd says that the node is in sync; it dies with the others and restarts first."""
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
     await scene.alike()
@@ -363,10 +365,10 @@ async def test_who_has_lost_something_is_not_elected(
     assert await scene.nodes[good.name].bodies() == [b"%d" % number for number in range(50)]
 
 
-async def test_who_loses_something_while_it_is_elected_gives_way(
+async def test_node_that_loses_safe_messages_during_its_election_resigns(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its scrub may find damage between its look at itself and the election."""
+    """The scrub may find damage between the node's own check and its election."""
     roles: list[StorageReplica] = []
     begin, stand = StorageReplica.begin, ReplicaSetStore.candidacy
     armed = asyncio.Event()
@@ -381,7 +383,7 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
         if candidacy is None or not armed.is_set():
             return candidacy
         if await scene.led():
-            return candidacy  # the try is in vain
+            return candidacy  # this attempt fails
         if not hit:
             hit.append(self)
             (copy,) = [role.copy for role in roles if role.replica_set is self]
@@ -406,8 +408,8 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
     await scene.alike(*others(scene, leader))
 
 
-async def test_a_follower_claims_no_epoch_before_which_it_lacks_something(scene: Scene) -> None:
-    """Or it could be elected as one that has all of it."""
+async def test_follower_adopts_no_epoch_whose_earlier_log_it_lacks(scene: Scene) -> None:
+    """Otherwise it could be elected as a node that has everything."""
     first = await three(scene)
     late = scene.nodes[others(scene, first)[0]]
     await late.stop()
@@ -427,10 +429,10 @@ async def test_a_follower_claims_no_epoch_before_which_it_lacks_something(scene:
     await scene.in_sync(second.name, late.name)
 
 
-async def test_a_member_that_has_lost_its_disk_stands_nowhere_until_it_has_everything(
+async def test_member_with_an_empty_disk_has_no_position_until_it_has_everything(
     scene: Scene,
 ) -> None:
-    """Or it could be elected with a part, as the epoch began before that."""
+    """Otherwise it could be elected with a part of the log, because the epoch began earlier."""
     leader = await three(scene)
     for _ in range(100):
         await leader.append(batch(bytes(20_000)))
@@ -457,7 +459,7 @@ async def test_a_member_that_has_lost_its_disk_stands_nowhere_until_it_has_every
     await scene.alike()
 
 
-async def test_a_follower_refuses_what_only_the_leader_may_do(scene: Scene) -> None:
+async def test_follower_rejects_calls_for_the_leader(scene: Scene) -> None:
     leader = await three(scene)
     follower = scene.nodes[others(scene, leader)[0]]
     error = await follower.refusal(batch(b"a"))
@@ -469,7 +471,7 @@ async def test_a_follower_refuses_what_only_the_leader_may_do(scene: Scene) -> N
     assert from_rpc_error(refused.value).reason == "NOT_LEADER"
 
 
-async def test_only_the_acting_leader_delivers_what_is_due_and_once(scene: Scene) -> None:
+async def test_only_the_serving_leader_delivers_due_batches_and_once(scene: Scene) -> None:
     leader = await three(scene)
     soon, later = Clock().unix_ms() + 500, Clock().unix_ms() + 10_000
     items = [
@@ -496,8 +498,8 @@ async def test_only_the_acting_leader_delivers_what_is_due_and_once(scene: Scene
     assert await second.bodies() == [b"soon", b"later"]
 
 
-async def test_a_repeated_cancel_waits_for_the_first_one(scene: Scene) -> None:
-    """Whose answer nobody has heard: that nothing is scheduled would mean it was delivered."""
+async def test_repeated_cancel_waits_for_the_first_one(scene: Scene) -> None:
+    """Its answer was lost; NOT_SCHEDULED to the repeated call would mean that it was delivered."""
     leader = await three(scene)
     at = Clock().unix_ms() + 3_600_000
     item = schedule_pb.ScheduleItem(batch=batch(b"later"), deliver_unix_ms=at)
@@ -514,7 +516,7 @@ async def test_a_repeated_cancel_waits_for_the_first_one(scene: Scene) -> None:
     assert from_rpc_error(over.value).reason == "NOT_SCHEDULED"
 
 
-async def test_a_follower_whose_log_rots_repairs_itself_while_it_runs(
+async def test_follower_with_a_damaged_log_repairs_itself_while_it_runs(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
@@ -527,7 +529,7 @@ async def test_a_follower_whose_log_rots_repairs_itself_while_it_runs(
     assert (await scene.standing()).leader == leader.name
 
 
-async def test_a_leader_whose_log_rots_gives_way_and_repairs_itself(
+async def test_leader_with_a_damaged_log_resigns_and_repairs_itself(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
@@ -546,10 +548,10 @@ async def test_a_leader_whose_log_rots_gives_way_and_repairs_itself(
     await scene.alike()
 
 
-async def test_a_rotten_leader_without_others_goes_on(
+async def test_leader_with_a_damaged_log_stays_if_no_other_member_has_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody has to keep what is still good; what is damaged is refused."""
+    """A node must keep the undamaged part; reads of the damaged part fail."""
     monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
@@ -568,10 +570,10 @@ async def test_a_rotten_leader_without_others_goes_on(
     assert refused.value.reason == "DATA_LOSS"
 
 
-async def test_a_follower_that_gets_nothing_but_damage_says_so(
+async def test_follower_that_receives_only_damaged_bytes_reports_it(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It goes on trying: the damage may be mended at the leader."""
+    """It keeps trying: the leader may be repaired."""
     scene.members = ("a", "b")
     await scene.start("a", "b")
     leader = await scene.leader()
@@ -597,7 +599,7 @@ async def test_a_follower_that_gets_nothing_but_damage_says_so(
     ]
     assert said.levelname == "ERROR"
     assert "remedy='Check the disk; restore the node from a replica.'" in said.getMessage()
-    rot(leader, receipts[20].position)  # and so mend it
+    rot(leader, receipts[20].position)  # and repair it
 
     async def well() -> bool:
         return await problem() == ""
@@ -616,7 +618,7 @@ def rot(node: Replica, position: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-async def test_if_every_copy_is_damaged_one_begins_that_accepts_the_loss(scene: Scene) -> None:
+async def test_node_that_accepts_the_loss_leads_if_every_copy_is_damaged(scene: Scene) -> None:
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
     await scene.alike()
@@ -636,10 +638,10 @@ async def test_if_every_copy_is_damaged_one_begins_that_accepts_the_loss(scene: 
     await scene.alike()
 
 
-async def test_an_operator_may_give_up_what_only_lost_nodes_have(
+async def test_operator_may_accept_the_loss_of_messages_of_lost_nodes(
     scene: Scene, etcd_endpoint: str
 ) -> None:
-    """They come back later all the same, and then have what the elected one has."""
+    """If the lost nodes return later, they get what the elected node has."""
     leader = await three(scene)
     await leader.append(*numbered(0, 3))
     late_name, follower_name = others(scene, leader)
@@ -669,7 +671,7 @@ async def test_an_operator_may_give_up_what_only_lost_nodes_have(
         async def accepted() -> bool:
             try:
                 await UncleanElection(session).elect(request)
-            except StillInSync:  # the entries of the lost ones go with their leases
+            except StillInSync:  # the entries of the lost nodes are removed with their leases
                 return False
             return True
 
@@ -685,7 +687,7 @@ async def test_an_operator_may_give_up_what_only_lost_nodes_have(
     assert (loss.node_id, set(loss.lost)) == (late_name, {leader.name, follower_name})
 
 
-async def test_a_node_that_was_alone_becomes_the_first_of_several(scene: Scene) -> None:
+async def test_node_without_replicas_becomes_the_first_member_of_a_set(scene: Scene) -> None:
     (alone,) = await scene.start("b", replicas="")
     await alone.append(*numbered(0, 30))
     await alone.stop()
@@ -697,8 +699,8 @@ async def test_a_node_that_was_alone_becomes_the_first_of_several(scene: Scene) 
     assert receipt.duplicate
 
 
-async def test_a_set_is_not_begun_beside_a_member_that_still_runs_alone(scene: Scene) -> None:
-    """It stands among the nodes, with messages of which the others know nothing."""
+async def test_set_does_not_start_while_a_member_still_runs_without_replicas(scene: Scene) -> None:
+    """It is registered as a node, with messages that the others do not have."""
     (alone,) = await scene.start("b", replicas="")
     await alone.append(*numbered(0, 30))
     await alone.stop()
@@ -716,8 +718,8 @@ async def test_a_set_is_not_begun_beside_a_member_that_still_runs_alone(scene: S
     assert await scene.nodes["b"].bodies() == [b"%d" % number for number in range(30)]
 
 
-async def test_etcd_that_is_away_ends_a_leadership_before_its_lease(scene: Scene) -> None:
-    """So that nobody answers beside the next one; what is there is still read."""
+async def test_leadership_ends_before_its_lease_while_etcd_is_unreachable(scene: Scene) -> None:
+    """So that it never answers beside the next leader; reads are still served."""
     leader = await three(scene)
     await leader.append(*numbered(0, 3))
     for node in scene.nodes.values():
@@ -749,7 +751,7 @@ async def test_etcd_that_is_away_ends_a_leadership_before_its_lease(scene: Scene
         ({"history": [(99, 0)]}, "OLD_EPOCH"),
     ],
 )
-async def test_what_no_follower_can_mean_is_refused(
+async def test_invalid_fetch_requests_are_rejected(
     scene: Scene, fields: dict[str, Any], reason: str
 ) -> None:
     scene.members = ("a", "b")

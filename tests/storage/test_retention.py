@@ -1,7 +1,7 @@
-"""Goal: what goes is the oldest, no more than has to, and never what policy or others protect.
+"""Goal: retention removes the oldest segments, no more than needed, and never protected ones.
 
-Method: the decisions as plain functions of plain values; the disk's states by the numbers of the
-watermarks, then properties over arbitrary logs.
+Method: decisions are tested with plain values, disk states with the numbers of the watermarks; then
+properties over arbitrary logs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def log_of(count: int) -> list[SealedSegment]:
 def removed(
     retention: Retention, ages_h: list[int], *, hour: int = 4, log_bytes: int | None = None
 ) -> int:
-    """How many of the segments, oldest first with these ages, go."""
+    """Return how many of the segments, oldest first with these ages, are removed."""
     sealed = log_of(len(ages_h))
     size = SIZE * (len(ages_h) + 1) if log_bytes is None else log_bytes
     keep_from = retention.keep_from(
@@ -55,7 +55,7 @@ def removed(
 
 
 def at(percent: float, *, total: int = 1_000, **settings: int) -> Retention:
-    """Retention that has seen the disk so full."""
+    """Return a Retention that has observed this disk usage."""
     retention = Retention(policy(**settings), SIZE)
     observe(retention, percent, total=total)
     return retention
@@ -68,24 +68,24 @@ def observe(
     return retention.observe(DiskUsage(used, total - used), 0, now_ms)
 
 
-def test_what_is_too_old_goes_at_the_hour_set() -> None:
+def test_expired_segments_are_removed_at_the_set_hour() -> None:
     assert removed(at(50), [60, 50, 49, 47, 10]) == 3
     assert removed(at(50), [60, 50, 49], hour=5) == 0
 
 
-def test_what_is_exactly_as_old_as_allowed_goes() -> None:
+def test_segment_of_exactly_the_retention_time_is_removed() -> None:
     assert removed(at(50), [48]) == 1
 
 
-def test_a_younger_segment_protects_the_older_ones_behind_it() -> None:
+def test_young_segment_protects_the_older_ones_after_it() -> None:
     assert removed(at(50), [60, 10, 60]) == 1
 
 
-def test_without_an_age_nothing_goes_by_age() -> None:
+def test_no_segment_expires_without_a_retention_time() -> None:
     assert removed(at(80, age_ms_max=0), [10_000]) == 0
 
 
-def test_the_log_is_cut_to_its_size_at_any_hour() -> None:
+def test_log_is_cut_to_its_maximum_size_at_any_hour() -> None:
     assert removed(at(50, log_bytes_max=400), [0] * 5, hour=12) == 2
     assert removed(at(50, log_bytes_max=600), [0] * 5, hour=12) == 0
 
@@ -107,7 +107,7 @@ def test_states_begin_at_their_watermarks(percent: float, state: DiskState) -> N
     assert at(percent).state is state
 
 
-def test_from_clean_on_what_is_too_old_goes_at_any_hour() -> None:
+def test_expired_segments_are_removed_at_any_hour_from_state_clean_on() -> None:
     assert removed(at(74.9), [60, 10], hour=12) == 0
     assert removed(at(75), [60, 10], hour=12) == 1
 
@@ -119,7 +119,7 @@ def test_forced_cleaning_removes_just_enough() -> None:
     assert removed(at(95.0), [0] * 5, hour=12) == 2
 
 
-def test_writing_stops_at_the_last_watermark_and_resumes_below_the_one_before() -> None:
+def test_writes_stop_at_the_last_watermark_and_resume_below_the_one_before() -> None:
     retention = at(89.9)
     seen = [
         retention.refusal() is not None
@@ -129,7 +129,7 @@ def test_writing_stops_at_the_last_watermark_and_resumes_below_the_one_before() 
     assert seen == [True, True, True, False, False, True]
 
 
-def test_the_refusal_has_numbers_and_a_remedy() -> None:
+def test_rejection_has_numbers_and_a_remedy() -> None:
     refusal = at(92.5).refusal()
     assert refusal is not None
     assert refusal.facts == {"used_percent": "92.5", "limit_percent": "90", "free_bytes": "75"}
@@ -137,7 +137,7 @@ def test_the_refusal_has_numbers_and_a_remedy() -> None:
     assert refusal.retry_after_ms > 0
 
 
-def test_no_space_refuses_until_a_segment_fits() -> None:
+def test_writes_are_rejected_until_a_segment_fits() -> None:
     retention = at(50, total=150)
     retention.met_no_space()
     assert retention.refusal() is not None
@@ -147,7 +147,7 @@ def test_no_space_refuses_until_a_segment_fits() -> None:
     assert retention.refusal() is None
 
 
-def test_a_round_is_bounded() -> None:
+def test_round_removes_a_bounded_number_of_segments() -> None:
     assert removed(at(50), [60] * (SEGMENTS_PER_ROUND + 5)) == SEGMENTS_PER_ROUND
 
 
@@ -163,7 +163,7 @@ def test_seconds_until_full_follow_the_rate_of_the_last_minutes() -> None:
     assert retention.seconds_until_full == 0
 
 
-def test_allocated_space_that_is_not_written_yet_does_not_count_as_growth() -> None:
+def test_allocated_but_unwritten_space_does_not_count_as_growth() -> None:
     retention = Retention(policy(), SIZE)
     for second in range(100):
         retention.observe(
@@ -172,7 +172,7 @@ def test_allocated_space_that_is_not_written_yet_does_not_count_as_growth() -> N
     assert retention.seconds_until_full == math.inf
 
 
-def test_a_disk_of_no_size_is_not_full() -> None:
+def test_disk_of_no_size_is_not_full() -> None:
     assert Retention(policy(), SIZE).observe(DiskUsage(0, 0), 0, 0) is DiskState.OK
 
 
@@ -183,7 +183,7 @@ def test_a_disk_of_no_size_is_not_full() -> None:
     st.floats(0, 100),
     st.integers(0, 4_000),
 )
-def test_whatever_goes_had_a_reason(
+def test_each_removed_segment_had_a_reason(
     ages_h: list[int], hour: int, percent: float, log_bytes_max: int
 ) -> None:
     if not ages_h:
@@ -211,20 +211,20 @@ FLOORS = [
 ]
 
 
-def test_floors_survive_their_file() -> None:
+def test_floors_are_decoded_as_they_were_encoded() -> None:
     assert decode(encode(FLOORS)) == FLOORS
     assert decode(encode([])) == []
     assert decode(b"") == []
 
 
-def test_the_bytes_of_floors_do_not_change() -> None:
+def test_bytes_of_floors_do_not_change() -> None:
     assert encode([QueueFloor("ab", 7, 3, 258)]).hex() == (
         "42544e4f" "0001" "0000" "00000001"
         "02" "6162" "0000000000000007" "00000003" "0000000000000102" "4e366154"
     )  # fmt: skip
 
 
-def test_damaged_floors_are_never_taken_for_fewer() -> None:
+def test_damaged_floors_are_rejected() -> None:
     raw = encode(FLOORS)
     for at_ in range(len(raw)):
         with pytest.raises(DataLoss):
@@ -259,6 +259,6 @@ def test_settings_become_the_policy() -> None:
         {"disk_full_percent": 101},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(values: dict[str, object]) -> None:
+def test_invalid_settings_are_rejected(values: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         settings_with(**values)

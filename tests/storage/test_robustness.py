@@ -1,8 +1,8 @@
-"""Goal: whatever a client sends, and whatever becomes of the files, the node answers by its
-contract, serves the others, and loses nothing.
+"""Goal: whatever a client sends, and whatever happens to the files, the node answers as its
+contract says, serves other clients, and loses nothing.
 
-Method: the whole node over gRPC: numbers at the edges of their fields, thousands of held pulls,
-reads at the edge that retention moves, and files that vanish under it.
+Method: the whole node over gRPC: numbers at the limits of their fields, thousands of long polls,
+reads during retention, and files that disappear.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def queue(queue_id: int = 0, topic: str = TOPIC) -> queue_pb2.QueueRef:
 
 
 async def reason(call: Awaitable[object]) -> str:
-    """Why it was refused; OK if it was not."""
+    """Return the reason of the error; OK if there was none."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -50,7 +50,7 @@ async def reason(call: Awaitable[object]) -> str:
     return "OK"
 
 
-async def test_numbers_at_the_edges_of_their_fields_are_stored_or_refused_by_name(
+async def test_numbers_at_the_limits_of_their_fields_are_stored_or_rejected_by_name(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     def edge(**fields: int) -> bytes:
@@ -108,7 +108,7 @@ async def test_numbers_at_the_edges_of_their_fields_are_stored_or_refused_by_nam
 
 
 def spoiled(raw: bytes, random: Random) -> bytes:
-    """`raw` with bytes and numbers changed, and a checksum that is right again."""
+    """Return `raw` with changed bytes and numbers and a correct checksum."""
     changed = bytearray(raw)
     for _ in range(random.choice((1, 1, 2, 3, 8))):
         at = random.randrange(4, len(changed) - 4)
@@ -119,8 +119,8 @@ def spoiled(raw: bytes, random: Random) -> bytes:
     return bytes(changed)
 
 
-def test_no_batch_that_passes_the_checks_harms_the_store_or_its_readers() -> None:
-    """An exception in the middle of an append would end the node."""
+def test_batch_that_passes_the_checks_never_harms_the_store_or_its_readers() -> None:
+    """An exception during an append would stop the node."""
     random = Random(7)
     messages = [Message(b"b" * n, f"t{n}", ("k", f"k{n}"), {"a": "b"}) for n in range(5)]
     sent = [batch(*messages, producer=(3, 1)), batch(*messages * 12), batch(b"x", queue_id=1)]
@@ -147,7 +147,7 @@ def test_no_batch_that_passes_the_checks_harms_the_store_or_its_readers() -> Non
         bodies(again.store, queue_id)
 
 
-async def test_thousands_of_held_pulls_are_woken_by_one_append_and_the_others_stay(
+async def test_one_append_wakes_thousands_of_long_polls_of_its_queue_only(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     count = 2_000
@@ -168,8 +168,8 @@ async def test_thousands_of_held_pulls_are_woken_by_one_append_and_the_others_st
         assert {(await one).next_offset for one in waiting[1::2]} == {1}
 
 
-@pytest.mark.parametrize("change", ["deleted", "shrunk", "made anew"])
-async def test_held_pulls_learn_what_became_of_their_topic(
+@pytest.mark.parametrize("change", ["deleted", "shrunk", "recreated"])
+async def test_long_polls_are_answered_when_their_topic_changes(
     etcd_endpoint: str, tmp_path: Path, change: str
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
@@ -192,14 +192,14 @@ async def test_held_pulls_learn_what_became_of_their_topic(
         expected = {"deleted": TopicNotFound, "shrunk": QueueNotFound}.get(change, BatonError)
         outcomes = [await one for one in waiting]
         assert all(isinstance(one, expected) for one in outcomes)
-        if change == "made anew":
+        if change == "recreated":
             reasons = {one.reason for one in outcomes if isinstance(one, BatonError)}
             assert reasons == {"OFFSET_AHEAD_OF_LOG"}, "the new topic has nothing at offset 1"
         await node.parked(0)
 
 
 class EdgeReaders:
-    """Read the oldest message there is, in every way there is, and count what came of it."""
+    """Read the oldest message in every way and count the results."""
 
     def __init__(self, node: Running) -> None:
         self._node, self._stopping = node, False
@@ -248,7 +248,7 @@ def check_bodies(batches: Iterable[bytes]) -> None:
             assert record.body.startswith(b"%d:" % record.offset)
 
 
-async def test_reads_at_the_edge_that_retention_moves_are_right_or_refused(
+async def test_reads_during_retention_are_correct_or_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(
@@ -273,10 +273,10 @@ async def test_reads_at_the_edge_that_retention_moves_are_right_or_refused(
         assert {one for one in readers.seen if not one.endswith(" OK")} <= allowed
 
 
-async def test_a_segment_that_vanishes_is_data_loss_and_the_rest_is_served(
+async def test_missing_segment_is_data_loss_and_the_rest_is_served(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """Somebody has removed the file; a node that has it open could still read it."""
+    """The file was removed; a node that has it open could still read it."""
     async with running(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
         for number in range(6):
             await node.append(batch(b"%d" % number + bytes(1_800)))
@@ -294,7 +294,7 @@ async def test_a_segment_that_vanishes_is_data_loss_and_the_rest_is_served(
         assert (await node.describe()).damaged_batch_count == 1
 
 
-async def test_an_index_that_vanishes_is_told_and_made_anew_by_the_next_start(
+async def test_missing_index_is_reported_and_rebuilt_at_the_next_start(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:

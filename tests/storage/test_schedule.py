@@ -1,7 +1,7 @@
-"""Goal: what waits is what the log says, wherever a crash has cut it: delivered once, or waiting.
+"""Goal: the log alone decides which scheduled batches wait, wherever a crash has cut it.
 
-Method: stores on a disk in memory that tears unsynced writes at any byte; after each start every
-scheduled batch is either in its queue, once, or waits, or was cancelled.
+Method: stores on a disk in memory that tears unsynced writes at any byte; after each recovery each
+scheduled batch is in its queue once, or waits, or was cancelled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from batonmq_server.storage.core.schedule import (
     encode_withdrawn,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import CheckedBatch, Store, check
+from batonmq_server.storage.core.store import CheckedBatch, MessageStore, check
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
@@ -64,8 +64,8 @@ GOLDEN_DELIVERY = (
 )
 
 
-def write(store: Store, *batches: bytes) -> list[int]:
-    """Append batches of any topic, unsynced, in one write; their positions."""
+def write(store: MessageStore, *batches: bytes) -> list[int]:
+    """Append batches of any topic with one write, without a sync; return their positions."""
     outcomes = store.append(
         [CheckedBatch(read_header(one), one) for one in batches], {**SYSTEM_TOPICS, **TOPICS}, NOW
     )
@@ -73,16 +73,16 @@ def write(store: Store, *batches: bytes) -> list[int]:
     return [one.position for one in outcomes if isinstance(one, StoreReceipt)]
 
 
-def put(store: Store, *batches: bytes, deliver_unix_ms: int = NOW) -> list[DelayKey]:
-    """Schedule batches, unsynced; their keys."""
+def put(store: MessageStore, *batches: bytes, deliver_unix_ms: int = NOW) -> list[DelayKey]:
+    """Schedule batches without a sync; return their keys."""
     wrapped = [
         encode_scheduled(ScheduledBatch(deliver_unix_ms, TOPIC_ID, FIRST, one)) for one in batches
     ]
     return [(deliver_unix_ms, position) for position in write(store, *wrapped)]
 
 
-def deliver(store: Store, now: int = NOW) -> None:
-    """Deliver what is due in one write, unsynced."""
+def deliver(store: MessageStore, now: int = NOW) -> None:
+    """Deliver due batches with one write, without a sync."""
     due = store.schedule.waiting.due(now, 1_000)
     found = read_scheduled(store.log, [entry.position for entry in due])
     write(
@@ -95,11 +95,11 @@ def deliver(store: Store, now: int = NOW) -> None:
     )
 
 
-def waiting(store: Store) -> list[DelayKey]:
+def waiting(store: MessageStore) -> list[DelayKey]:
     return sorted(entry.key for entry in store.schedule.waiting.before(1 << 60, 1_000))
 
 
-def waiting_bodies(store: Store) -> list[bytes]:
+def waiting_bodies(store: MessageStore) -> list[bytes]:
     positions = [entry.position for entry in store.schedule.waiting.before(1 << 60, 1_000)]
     found = [one for one in read_scheduled(store.log, positions) if isinstance(one, ScheduledBatch)]
     assert len(found) == len(positions)
@@ -111,7 +111,7 @@ def records(raw: bytes) -> list[Record]:
     return list(decode_records(raw, header, range(header.count)))
 
 
-def test_the_inner_batch_is_kept_as_it_is() -> None:
+def test_scheduled_batch_is_stored_unchanged() -> None:
     message = Message(b"body", tag="paid", keys=("a", "b"), properties={"x": "y"})
     inner = batch(message, b"second", queue_id=3, producer=(5, 1), sequence=7)
     outer = encode_scheduled(ScheduledBatch(NOW, TOPIC_ID, FIRST, inner))
@@ -121,13 +121,13 @@ def test_the_inner_batch_is_kept_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("length", [1, BODY_BYTES_MAX - 300, BODY_BYTES_MAX])
-def test_every_message_that_can_be_sent_can_be_scheduled(length: int) -> None:
+def test_each_message_that_can_be_sent_can_be_scheduled(length: int) -> None:
     inner = batch(b"x" * length)
     outer = encode_scheduled(ScheduledBatch(NOW, TOPIC_ID, FIRST, inner))
     assert decode_scheduled(check_batch(outer, stamped=False), outer).batch == inner
 
 
-def test_the_longest_batch_for_later_fits_and_a_longer_one_is_refused_with_numbers() -> None:
+def test_longest_scheduled_batch_fits_and_a_longer_one_is_rejected_with_limit_and_size() -> None:
     inner = bytes(SCHEDULED_BYTES_MAX)
     assert len(encode_scheduled(ScheduledBatch(NOW, TOPIC_ID, FIRST, inner))) <= BATCH_BYTES_MAX
     with pytest.raises(LimitExceeded) as refused:
@@ -136,7 +136,7 @@ def test_the_longest_batch_for_later_fits_and_a_longer_one_is_refused_with_numbe
     assert refused.value.facts["actual"] == str(SCHEDULED_BYTES_MAX + 1)
 
 
-def test_a_delivery_differs_only_in_what_says_that_it_is_one() -> None:
+def test_delivery_differs_only_in_its_key_queue_and_checksum() -> None:
     inner = batch(Message(b"body", tag="t", keys=("k",)), queue_id=3, producer=(5, 1), sequence=7)
     position = (9 << 32) + 12
     delivered = delivery((NOW, position), inner, 3)
@@ -146,7 +146,7 @@ def test_a_delivery_differs_only_in_what_says_that_it_is_one() -> None:
     assert (delivered[:52], delivered[72:]) == (inner[:52], inner[72:])
 
 
-def test_a_producer_cant_pass_for_a_delivery() -> None:
+def test_producer_cannot_send_a_batch_that_looks_like_a_delivery() -> None:
     with pytest.raises(BadBatch):
         check(delivery((NOW, 5), batch(b"forged"), 0))
 
@@ -162,7 +162,7 @@ def test_deliveries_to_one_queue_are_one_write() -> None:
     assert waiting(opened.store) == []
 
 
-def test_what_waits_is_not_in_its_queue_and_survives_a_kill() -> None:
+def test_waiting_batch_is_not_in_its_queue_and_survives_a_kill() -> None:
     opened = open_store(MemoryDisk())
     keys = put(opened.store, batch(b"a"), batch(b"b", queue_id=1), deliver_unix_ms=NOW + 5)
     for store in (opened.store, open_store(opened.disk.killed()).store):
@@ -172,7 +172,7 @@ def test_what_waits_is_not_in_its_queue_and_survives_a_kill() -> None:
         assert bodies(store, 0) == bodies(store, 1) == []
 
 
-def test_what_is_not_due_stays() -> None:
+def test_batch_that_is_not_due_stays() -> None:
     opened = open_store(MemoryDisk())
     put(opened.store, batch(b"later"), deliver_unix_ms=NOW + 1)
     put(opened.store, batch(b"now"))
@@ -181,7 +181,7 @@ def test_what_is_not_due_stays() -> None:
     assert (bodies(opened.store), waiting_bodies(opened.store)) == ([b"now"], [b"later"])
 
 
-def test_scheduling_torn_at_any_byte_leaves_whole_batches_that_wait() -> None:
+def test_write_of_scheduled_batches_torn_at_any_byte_leaves_whole_batches() -> None:
     opened = open_store(MemoryDisk())
     put(opened.store, *(batch(b"%d" % n, queue_id=n) for n in range(3)))
     length = len(opened.disk.files[FIRST_SEGMENT].unsynced[0][1])
@@ -194,7 +194,7 @@ def test_scheduling_torn_at_any_byte_leaves_whole_batches_that_wait() -> None:
     assert counts == {0, 1, 2, 3}
 
 
-def test_a_delivery_torn_at_any_byte_is_repeated_by_what_was_torn_alone() -> None:
+def test_delivery_torn_at_any_byte_is_repeated_for_the_torn_batches_only() -> None:
     sent = [b"%d" % n for n in range(4)]
     opened = open_store(MemoryDisk())
     put(opened.store, *(batch(body, queue_id=n % 2) for n, body in enumerate(sent)))
@@ -216,7 +216,7 @@ def test_a_delivery_torn_at_any_byte_is_repeated_by_what_was_torn_alone() -> Non
     assert delivered_before == {0, 1, 2, 3, 4}
 
 
-def test_a_cancellation_torn_at_any_byte_cancels_or_does_not() -> None:
+def test_cancellation_torn_at_any_byte_cancels_or_does_not() -> None:
     opened = open_store(MemoryDisk())
     keys = put(opened.store, batch(b"a"), batch(b"b"))
     sync(opened.store)
@@ -232,7 +232,7 @@ def test_a_cancellation_torn_at_any_byte_cancels_or_does_not() -> None:
     assert all(one in (keys, keys[1:]) for one in found)
 
 
-def test_a_batch_written_anew_keeps_its_id_and_frees_the_place() -> None:
+def test_rewritten_batch_keeps_its_id_and_frees_its_old_position() -> None:
     opened = open_store(MemoryDisk())
     (key,) = put(opened.store, batch(b"a", producer=(5, 1)), deliver_unix_ms=NOW + 9)
     inner = batch(b"a", producer=(5, 1))
@@ -248,7 +248,7 @@ def test_a_batch_written_anew_keeps_its_id_and_frees_the_place() -> None:
         assert waiting(store) == []
 
 
-def test_sequences_for_later_and_for_at_once_do_not_meet() -> None:
+def test_sequences_of_scheduled_and_direct_batches_are_separate() -> None:
     opened = open_store(MemoryDisk())
     queue = (TOPIC_ID, 0)
     later = [batch(b"%d" % n, producer=(5, 1), sequence=n) for n in range(3)]
@@ -269,7 +269,7 @@ def test_sequences_for_later_and_for_at_once_do_not_meet() -> None:
         assert repeated.duplicate
 
 
-def test_a_delivery_leaves_the_producers_sequences_alone() -> None:
+def test_delivery_leaves_the_producers_sequences_alone() -> None:
     opened = open_store(MemoryDisk())
     put(opened.store, batch(b"later", producer=(5, 1), sequence=9))
     write(opened.store, batch(b"a", producer=(5, 1), sequence=0))
@@ -288,7 +288,7 @@ def test_batches_are_read_whole_whatever_their_sizes(sizes: Sequence[int]) -> No
     assert [len(body) for body in waiting_bodies(opened.store)] == list(sizes)
 
 
-def test_a_damaged_batch_is_told_and_its_neighbours_are_read() -> None:
+def test_damaged_batch_is_reported_and_its_neighbours_are_read() -> None:
     opened = open_store(MemoryDisk())
     keys = put(opened.store, batch(b"a"), batch(b"b"), batch(b"c"))
     opened.disk.files[FIRST_SEGMENT].content[keys[2][1] - 1] ^= 1
@@ -296,7 +296,7 @@ def test_a_damaged_batch_is_told_and_its_neighbours_are_read() -> None:
     assert [isinstance(one, DataLoss) for one in found] == [False, True, False]
 
 
-def test_the_bytes_are_those_of_the_documented_format() -> None:
+def test_bytes_are_those_of_the_documented_format() -> None:
     inner = batch(Message(b"body", tag="t"), queue_id=3, producer=(5, 1), sequence=7)
     assert encode_scheduled(ScheduledBatch(NOW, 7, FIRST, inner)).hex() == GOLDEN_SCHEDULED
     assert encode_withdrawn([(NOW, 12_345)]).hex() == GOLDEN_WITHDRAWN

@@ -1,7 +1,7 @@
 """Goal: a node that is killed again and again delivers each scheduled message once, and none early.
 
 Method: `python -m batonmq_server.storage` as a child process, killed while messages are due; the
-store time of a delivered batch is compared with the time its body names.
+store time of a delivered batch is compared with the delivery time in its body.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ROUNDS = 5
 ROUND_COUNT, REQUEST_COUNT = 2_000, 500
 COUNT = ROUNDS * ROUND_COUNT
 SPREAD_MS = 5_000
-"""Far longer than two requests take, so that there is a middle."""
+"""Much longer than two requests take, so that the process is killed between deliveries."""
 ENV = {f"BATON_STORAGE_{name.upper()}": str(value) for name, value in WATERMARKS.items()}
 
 
 async def schedule(
     stub: schedule_grpc.ScheduleServiceAsyncStub, numbers: range, clock: Clock
 ) -> list[str]:
-    """Schedule some; ids of those that are due last."""
+    """Schedule some batches; return the ids of those that are due last."""
     receipts = []
     for begin in range(numbers.start, numbers.stop, REQUEST_COUNT):
         items, begin_unix_ms = [], clock.unix_ms() + 200
@@ -46,7 +46,7 @@ async def schedule(
             raw = batch(b"%d %d" % (number, at), queue_id=number % QUEUES, producer=(number + 1, 0))
             items.append(schedule_pb.ScheduleItem(batch=raw, deliver_unix_ms=at))
         request = schedule_pb.ScheduleRequest(items=items)
-        for _ in range(2):  # the second time is a repetition
+        for _ in range(2):  # the second call is a retry
             answer = await stub.Schedule(request, timeout=TIMEOUT_S)
         refused = [one for one in answer.outcomes if not one.receipt.duplicate]
         assert not refused, refused[0]
@@ -56,7 +56,7 @@ async def schedule(
 
 
 async def visible(stub: pb_grpc.StorageServiceAsyncStub) -> list[tuple[int, int, int]]:
-    """Number, time and store time of every message in the queues."""
+    """Return number, delivery time and store time of every message in the queues."""
     found = []
     for queue_id in range(QUEUES):
         offset = 0
@@ -79,7 +79,7 @@ async def describe(stub: pb_grpc.StorageServiceAsyncStub) -> pb.DescribeResponse
 
 
 class Rounds:
-    """Nodes that are started, given something to deliver, and killed while they deliver."""
+    """Start nodes, schedule batches, and kill the nodes while they deliver."""
 
     def __init__(self, here: Site) -> None:
         self._here, self._clock = here, Clock()
@@ -108,7 +108,9 @@ class Rounds:
         self.in_the_middle_count += 0 < left < COUNT
 
 
-async def test_kill_9_delivers_each_once_and_none_early(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_kill_9_delivers_each_message_once_and_none_early(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
         rounds = Rounds(here)
         for number in range(ROUNDS):

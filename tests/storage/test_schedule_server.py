@@ -1,7 +1,7 @@
-"""Goal: a batch for later comes at its time, once, whatever happens to topic, disk, clock or node.
+"""Goal: a scheduled batch is delivered once, at its time, whatever happens to topic, disk or clock.
 
 Method: servicer and deliverer on a disk in memory, round by round, with a clock that the test sets;
-a start is a new node on what the disk has.
+a restart is a new node on the same disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batonmq.errors import (
     WrongBroker,
 )
 from batonmq_server.storage.core.retention import DiskUsage
-from batonmq_server.storage.core.store import TopicQueues
+from batonmq_server.storage.core.store import LocalTopic
 from batonmq_server.storage.schedule_server import decode_id, encode_id
 from batonmq_server.storage.scheduled_deliverer import UNDELIVERED_MAX
 from batonmq_server.testing.memory_disks import MemoryDisk
@@ -50,7 +50,7 @@ def reasons(outcomes: list[pb.ScheduleOutcome]) -> list[str]:
     ]
 
 
-async def test_it_comes_at_its_time_with_everything_it_had() -> None:
+async def test_batch_is_delivered_at_its_time_unchanged() -> None:
     message = Message(b"body", tag="paid", keys=("a", "b"), properties={"x": "y"})
     async with scene() as here:
         receipt = await here.schedule(batch(message, b"second", queue_id=3), NOW + 5_000)
@@ -69,14 +69,14 @@ async def test_it_comes_at_its_time_with_everything_it_had() -> None:
         assert here.metric("appended_messages_total") == 2
 
 
-async def test_a_time_that_has_passed_means_at_once() -> None:
+async def test_batch_with_a_past_time_is_delivered_at_once() -> None:
     async with scene() as here:
         await here.schedule(batch(b"a"), 1)
         await here.deliver()
         assert here.bodies() == [b"a"]
 
 
-async def test_earlier_ones_come_first_whatever_the_order_of_scheduling() -> None:
+async def test_earlier_batches_are_delivered_first_whatever_the_order_of_scheduling() -> None:
     async with scene() as here:
         for after in (30, 10, 20, 10):
             await here.schedule(batch(b"%d" % after), NOW + after)
@@ -85,7 +85,7 @@ async def test_earlier_ones_come_first_whatever_the_order_of_scheduling() -> Non
         assert here.bodies() == [b"10", b"10", b"20", b"30"]
 
 
-async def test_a_repeated_batch_has_the_first_receipt_also_after_delivery_and_start() -> None:
+async def test_retry_gets_the_first_receipt_even_after_delivery_and_restart() -> None:
     raw = batch(b"a", producer=(5, 1))
     async with scene() as here:
         first = await here.schedule(raw, NOW + 10)
@@ -106,7 +106,7 @@ async def test_a_repeated_batch_has_the_first_receipt_also_after_delivery_and_st
         assert here.bodies() == [b"a", b"b"]
 
 
-async def test_producers_errors_are_those_of_append() -> None:
+async def test_producer_errors_are_those_of_append() -> None:
     async with scene() as here:
         for sequence in range(6):
             await here.schedule(batch(b"x", producer=(5, 2), sequence=sequence), NOW)
@@ -120,12 +120,12 @@ async def test_producers_errors_are_those_of_append() -> None:
             await here.schedule(batch(b"x", producer=(5, 2), sequence=0), NOW)
 
 
-async def test_a_bad_item_is_refused_alone() -> None:
+async def test_bad_item_is_rejected_alone() -> None:
     async with scene() as here:
         end = here.store.log.next_position
         refused = await here.outcomes(
             (b"junk", NOW),
-            (batch(b"a", topic="nobody"), NOW),
+            (batch(b"a", topic="missing"), NOW),
             (batch(b"a", queue_id=8), NOW),
             (batch(b"a"), 0),
             (batch(b"a"), -5),
@@ -141,7 +141,7 @@ async def test_a_bad_item_is_refused_alone() -> None:
         assert reasons(outcomes) == ["BAD_BATCH", "stored"]
 
 
-async def test_a_request_without_items_or_with_too_many_is_refused() -> None:
+async def test_request_without_items_or_with_too_many_is_rejected() -> None:
     async with scene() as here:
         with pytest.raises(InvalidArgument):
             await here.outcomes()
@@ -149,7 +149,7 @@ async def test_a_request_without_items_or_with_too_many_is_refused() -> None:
             await here.outcomes(*((batch(b"a"), NOW) for _ in range(1_025)))
 
 
-async def test_a_receipt_means_that_it_survives_a_power_cut() -> None:
+async def test_batch_with_a_receipt_survives_a_power_cut() -> None:
     async with scene() as here:
         await here.schedule(batch(b"a"), NOW + 1)
         disk = here.disk.power_cut(lambda _: 0)
@@ -159,7 +159,7 @@ async def test_a_receipt_means_that_it_survives_a_power_cut() -> None:
         assert here.bodies() == [b"a"]
 
 
-async def test_what_is_cancelled_never_comes_also_after_a_start() -> None:
+async def test_cancelled_batch_is_never_delivered_even_after_a_restart() -> None:
     async with scene() as here:
         kept = await here.schedule(batch(b"kept"), NOW + 1)
         receipt = await here.schedule(batch(b"cancelled"), NOW + 1)
@@ -193,9 +193,7 @@ async def test_what_is_cancelled_never_comes_also_after_a_start() -> None:
         ("broker-a-" + "f" * 32, NotScheduled),
     ],
 )
-async def test_an_id_that_names_nothing_is_refused(
-    schedule_id: str, kind: type[BatonError]
-) -> None:
+async def test_unknown_schedule_id_is_rejected(schedule_id: str, kind: type[BatonError]) -> None:
     async with scene() as here:
         await here.schedule(batch(b"a"), NOW + 1)
         end = here.store.log.next_position
@@ -205,13 +203,13 @@ async def test_an_id_that_names_nothing_is_refused(
         assert here.waiting() == 1
 
 
-def test_ids_come_back() -> None:
+def test_schedule_id_is_decoded_as_it_was_encoded() -> None:
     for key in ((1, 0), (NOW, (1 << 63) - 1), (NOW + AHEAD_MS_MAX, 12_345)):
         assert decode_id(encode_id(key, "broker-a"), "broker-a") == key
     assert encode_id((0x18BCFE56800, 0x2A), "broker-a") == "broker-a-18bcfe56800000000000000002a"
 
 
-async def test_a_cancellation_in_the_middle_of_a_delivery_wins_or_is_refused() -> None:
+async def test_cancellation_during_a_delivery_succeeds_or_is_rejected() -> None:
     async with scene() as here, asyncio.TaskGroup() as tasks:
         receipt = await here.schedule(batch(b"cancelled"), NOW)
         await here.schedule(batch(b"delivered"), NOW)
@@ -226,7 +224,7 @@ async def test_a_cancellation_in_the_middle_of_a_delivery_wins_or_is_refused() -
         assert here.waiting() == 0
 
 
-async def test_a_clock_that_steps_back_makes_nothing_early_and_one_that_steps_ahead_delivers() -> (
+async def test_clock_that_steps_back_delivers_nothing_early_and_one_that_steps_ahead_delivers() -> (
     None
 ):
     async with scene() as here:
@@ -243,12 +241,14 @@ async def test_a_clock_that_steps_back_makes_nothing_early_and_one_that_steps_ah
         assert here.bodies() == [b"first", b"second"]
 
 
-@pytest.mark.parametrize("made_anew", [False, True])
-async def test_a_batch_without_a_topic_goes_nowhere_and_that_is_told(made_anew: bool) -> None:
+@pytest.mark.parametrize("recreated", [False, True])
+async def test_batch_of_a_deleted_topic_is_not_delivered_and_that_is_reported(
+    recreated: bool,
+) -> None:
     async with scene() as here:
         await here.schedule(batch(b"lost"), NOW + 1)
-        if made_anew:
-            here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID + 1, 8)
+        if recreated:
+            here.topics.topics[TOPIC] = LocalTopic(TOPIC_ID + 1, 8)
         else:
             del here.topics.topics[TOPIC]
         here.clock.pass_ms(1)
@@ -262,36 +262,36 @@ async def test_a_batch_without_a_topic_goes_nowhere_and_that_is_told(made_anew: 
         assert here.metric("undeliverable_batches_total", reason="TOPIC_NOT_FOUND") == 0
 
 
-async def test_a_batch_whose_topic_has_no_queues_here_goes_nowhere() -> None:
+async def test_batch_whose_topic_has_no_queues_on_this_broker_is_not_delivered() -> None:
     async with scene() as here:
         await here.schedule(batch(b"lost"), NOW)
-        here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID, 0)
+        here.topics.topics[TOPIC] = LocalTopic(TOPIC_ID, 0)
         await here.deliver()
         assert here.waiting() == 0
         assert here.metric("undeliverable_batches_total", reason="QUEUE_NOT_FOUND") == 1
 
 
-async def test_of_a_queue_that_takes_no_more_it_goes_to_one_that_does() -> None:
+async def test_batch_of_a_closed_queue_is_delivered_to_an_open_one() -> None:
     async with scene() as here:
         await here.schedule(batch(b"a", queue_id=5), NOW)
-        here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID, 8, write_queue_count=4)
+        here.topics.topics[TOPIC] = LocalTopic(TOPIC_ID, 8, write_queue_count=4)
         await here.deliver()
         assert (here.bodies(5), here.bodies(1)) == ([], [b"a"])
 
 
-async def test_a_topic_that_became_read_only_gets_what_was_accepted_and_nothing_new() -> None:
+async def test_read_only_topic_gets_accepted_batches_and_no_new_ones() -> None:
     async with scene() as here:
         await here.schedule(batch(b"a"), NOW)
-        here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID, 8, writable=False)
+        here.topics.topics[TOPIC] = LocalTopic(TOPIC_ID, 8, writable=False)
         with pytest.raises(NotWritable):
             await here.schedule(batch(b"b"), NOW)
         await here.deliver()
         assert here.bodies() == [b"a"]
 
 
-async def test_what_nobody_knows_the_topic_of_waits_and_the_others_go() -> None:
+async def test_batch_whose_topic_is_unknown_waits_and_the_others_are_delivered() -> None:
     async with scene() as here:
-        here.topics.topics["other"] = TopicQueues(9, 1)
+        here.topics.topics["other"] = LocalTopic(9, 1)
         await here.schedule(batch(b"other", topic="other"), NOW)
         await here.schedule(batch(b"a"), NOW)
         here.topics.errors["other"] = NoQuorum("etcd is away")
@@ -299,14 +299,14 @@ async def test_what_nobody_knows_the_topic_of_waits_and_the_others_go() -> None:
         assert (here.bodies(), here.waiting()) == ([b"a"], 1)
         del here.topics.errors["other"]
         await here.deliver()
-        assert here.waiting() == 1  # it is not tried again at once
+        assert here.waiting() == 1  # it is not retried at once
         here.clock.pass_ms(1_000)
         await here.deliver()
         assert here.waiting() == 0
         assert here.store.offsets((9, 0)).next_offset == 1
 
 
-async def test_what_waits_for_its_topic_can_be_cancelled() -> None:
+async def test_batch_that_waits_for_its_topic_can_be_cancelled() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"a"), NOW)
         here.topics.errors[TOPIC] = NoQuorum("etcd is away")
@@ -318,7 +318,7 @@ async def test_what_waits_for_its_topic_can_be_cancelled() -> None:
         assert here.bodies() == []
 
 
-async def test_no_more_than_a_bound_is_kept_aside() -> None:
+async def test_number_of_undelivered_due_batches_is_bounded() -> None:
     async with scene() as here:
         for _ in range(UNDELIVERED_MAX // 1_024 + 1):
             await here.outcomes(*((batch(b"a"), NOW) for _ in range(1_024)))
@@ -332,7 +332,7 @@ async def test_no_more_than_a_bound_is_kept_aside() -> None:
         assert here.store.offsets((TOPIC_ID, 0)).next_offset == UNDELIVERED_MAX + 1_024
 
 
-async def test_on_a_full_disk_it_waits_and_goes_on_when_there_is_room() -> None:
+async def test_delivery_waits_on_a_full_disk_and_continues_when_there_is_space() -> None:
     async with scene() as here:
         await here.schedule(batch(b"a"), NOW)
         here.retention.observe(DiskUsage(95, 5), 0, 1)
@@ -345,7 +345,7 @@ async def test_on_a_full_disk_it_waits_and_goes_on_when_there_is_room() -> None:
         assert (here.bodies(), here.waiting()) == ([b"a"], 0)
 
 
-async def test_without_room_for_a_segment_it_waits_and_comes_once() -> None:
+async def test_delivery_without_space_for_a_segment_waits_and_happens_once() -> None:
     async with scene(MemoryDisk(room=2 * SEGMENT_BYTES)) as here:
         sent: list[bytes] = []
         while True:
@@ -365,7 +365,7 @@ async def test_without_room_for_a_segment_it_waits_and_comes_once() -> None:
         assert here.bodies()[::2] == sent
 
 
-async def test_many_that_are_due_share_few_writes_and_syncs() -> None:
+async def test_many_due_batches_share_few_writes_and_syncs() -> None:
     syncs = []
 
     async def counted(call, argument) -> None:  # type: ignore[no-untyped-def]
@@ -381,9 +381,9 @@ async def test_many_that_are_due_share_few_writes_and_syncs() -> None:
         assert len(syncs) < 30
 
 
-async def test_very_long_batches_come_a_few_at_a_time_and_in_order() -> None:
+async def test_very_long_batches_are_delivered_a_few_at_a_time_in_order() -> None:
     async with scene() as here:
-        here.store.log._segment_bytes = 1 << 26  # room for the longest batches
+        here.store.log._segment_bytes = 1 << 26  # space for the longest batches
         sent = [bytes([n]) * (3 << 20) for n in range(8)]
         for n, body in enumerate(sent):
             await here.schedule(batch(body), NOW + n)
@@ -394,7 +394,7 @@ async def test_very_long_batches_come_a_few_at_a_time_and_in_order() -> None:
         assert [body[0] for body in here.bodies()] == list(range(8))
 
 
-async def test_a_failed_sync_is_no_receipt() -> None:
+async def test_failed_sync_returns_no_receipt() -> None:
     with pytest.raises(BaseExceptionGroup) as ended:
         async with scene() as here:
             here.store.log._create() if not here.store.log._segments else None
@@ -408,7 +408,7 @@ async def test_a_failed_sync_is_no_receipt() -> None:
     assert ended.group_contains(OSError)
 
 
-async def test_what_waits_long_is_written_anew_and_frees_the_old_segments() -> None:
+async def test_old_waiting_batch_is_rewritten_and_frees_its_segment() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"cancelled"), NOW + 40 * HOUR_MS)
         kept = await here.schedule(batch(b"kept", producer=(5, 1)), NOW + 40 * HOUR_MS)
@@ -437,7 +437,7 @@ async def test_what_waits_long_is_written_anew_and_frees_the_old_segments() -> N
         assert here.bodies() == [FILL, FILL, b"kept"]
 
 
-async def test_a_start_from_a_checkpoint_knows_what_waits() -> None:
+async def test_recovery_from_a_checkpoint_knows_the_waiting_batches() -> None:
     async with scene() as here:
         receipt = await here.schedule(batch(b"before"), NOW + 10)
         await here.schedule(batch(b"delivered"), NOW)
@@ -457,7 +457,7 @@ async def test_a_start_from_a_checkpoint_knows_what_waits() -> None:
         assert here.bodies() == [b"delivered", b"before", b"after"]
 
 
-async def test_a_damaged_batch_is_not_served_and_that_is_told() -> None:
+async def test_damaged_scheduled_batch_is_not_delivered_and_that_is_reported() -> None:
     async with scene() as here:
         await here.schedule(batch(b"damaged"), NOW)
         await here.schedule(batch(b"good"), NOW)
@@ -470,7 +470,7 @@ async def test_a_damaged_batch_is_not_served_and_that_is_told() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 30, 200])
-async def test_a_damaged_batch_that_waits_holds_up_neither_retention_nor_the_node(at: int) -> None:
+async def test_damaged_waiting_batch_blocks_neither_retention_nor_the_node(at: int) -> None:
     async with scene() as here:
         await here.schedule(batch(b"damaged"), NOW + 40 * HOUR_MS)
         await here.schedule(batch(b"good"), NOW + 40 * HOUR_MS)
@@ -488,9 +488,7 @@ async def test_a_damaged_batch_that_waits_holds_up_neither_retention_nor_the_nod
         assert here.metric("undeliverable_batches_total", reason="DATA_LOSS") == 1
 
 
-async def test_a_batch_that_the_disk_does_not_give_goes_nowhere_and_the_others_are_delivered() -> (
-    None
-):
+async def test_unreadable_scheduled_batch_is_not_delivered_and_the_others_are() -> None:
     async with scene() as here:
         for number in range(3):
             await here.schedule(batch(b"%d" % number * 1_000), NOW + number)

@@ -1,6 +1,6 @@
-"""Goal: the scrub goes over everything that is safe on disk, and finds every damaged batch, once.
+"""Goal: the scrub checks everything synced to disk and finds every damaged batch once.
 
-Method: the core on a disk in memory, range_ by range_; the loop on a temporary folder.
+Method: the core on a disk in memory, range by range; the loop on a temporary folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def filled(count: int = 60) -> Opened:
 
 
 def round_of(scrub: LogScrub) -> tuple[dict[int, str], int]:
-    """What one round finds, and how many pieces it has."""
+    """Run one round; return the damage and the number of ranges."""
     damaged: dict[int, str] = {}
     pieces = 0
     while (range_ := scrub.next_range()) is not None:
@@ -49,7 +49,7 @@ def round_of(scrub: LogScrub) -> tuple[dict[int, str], int]:
     return damaged, pieces
 
 
-def test_a_good_log_is_gone_over_to_its_end_again_and_again() -> None:
+def test_undamaged_log_is_checked_to_its_end_in_each_round() -> None:
     made = filled()
     scrub = LogScrub(made.disk, made.store.log)
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_a_good_log_is_gone_over_to_its_end_again_and_again() -> None:
         assert scrub.position == made.store.log.first_position
 
 
-def test_every_damaged_batch_is_found_wherever_it_is_damaged() -> None:
+def test_each_damaged_batch_is_found_wherever_it_is_damaged() -> None:
     made = filled()
     positions = sorted({int(queue.first_position) for queue in made.store.queues.values()})
     entries = made.store.queues[7, 0]
@@ -72,7 +72,7 @@ def test_every_damaged_batch_is_found_wherever_it_is_damaged() -> None:
         assert list(damaged) == [position]
 
 
-def test_a_part_that_became_zero_is_damage() -> None:
+def test_zeroed_part_is_damage() -> None:
     made = filled()
     path, begin, end = made.store.log.segment_of(1_500)
     made.disk.files[path].content[:] = bytes(end - begin)
@@ -81,7 +81,7 @@ def test_a_part_that_became_zero_is_damage() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 100, 700])
-def test_a_file_that_was_cut_short_is_damage(kept: int) -> None:
+def test_short_file_is_damage(kept: int) -> None:
     made = filled()
     path, begin, _ = made.store.log.segment_of(1_500)
     del made.disk.files[path].content[kept:]
@@ -91,7 +91,7 @@ def test_a_file_that_was_cut_short_is_damage(kept: int) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
-def test_a_sector_that_cant_be_read_is_damage_and_the_rest_is_gone_over(number: int) -> None:
+def test_unreadable_sector_is_damage_and_the_rest_is_checked(number: int) -> None:
     class Rotten(MemoryFile):
         def read(self, at: int, bytes_max: int) -> bytes:
             if at <= 400 < at + bytes_max:
@@ -112,7 +112,7 @@ def test_a_sector_that_cant_be_read_is_damage_and_the_rest_is_gone_over(number: 
     assert damaged.keys() < round_of(scrub)[0].keys()
 
 
-def test_what_is_not_synced_is_not_looked_at() -> None:
+def test_unsynced_part_is_not_checked() -> None:
     made = filled(3)
     append(made.store, batch(b"unsynced"))
     last = made.disk.files[f"log/{0:020d}"]
@@ -121,7 +121,7 @@ def test_what_is_not_synced_is_not_looked_at() -> None:
     assert round_of(scrub)[0] == {}
 
 
-def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
+def test_round_continues_after_segments_that_retention_has_removed() -> None:
     made = filled()
     scrub = LogScrub(made.disk, made.store.log)
     range_ = scrub.next_range()
@@ -136,7 +136,7 @@ def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
     assert following.position == position
 
 
-def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_damage_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     damage = DamageTracker(lambda: None)
     for _ in range(2):
         damage.report_batch(7, "rotten")

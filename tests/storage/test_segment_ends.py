@@ -1,9 +1,9 @@
-"""A last segment that ends too early, as a crash within a cut, or a full disk, once left it.
+"""A last segment that is too short, after a crash during a cut or on a full disk.
 
-Goal: nothing that stops a cut makes a segment of it that others can't follow, and two logs whose
-last segments end in different places go on together, with the same bytes and good indexes.
+Goal: no interrupted cut leaves a segment that followers can't copy, and two logs whose last
+segments have different ends continue together, with the same bytes and valid indexes.
 Method: the real files with system calls that fail; the log on a disk in memory; three real nodes in
-one process (tests/storage/replicas.py), one of which gets such a segment while it is down.
+one process (tests/storage/replicas.py), one of which gets such a segment while it is stopped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def opened(disk: MemoryDisk | RealDisk) -> CommitLog:
 
 
 def fail_call(patch: pytest.MonkeyPatch, number: int, error: int) -> list[str]:
-    """Let call `number` of those that change a file fail; the names of all, as they are made."""
+    """Let the call with this number that changes a file fail; return the names of all calls."""
     calls: list[str] = []
     for name in CALLS:
         real = getattr(os, name)
@@ -58,7 +58,7 @@ def fail_call(patch: pytest.MonkeyPatch, number: int, error: int) -> list[str]:
     return calls
 
 
-def test_a_cut_without_room_to_allocate_anew_is_a_cut_all_the_same(
+def test_cut_without_space_to_allocate_still_cuts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = RealDisk(tmp_path).create("log/x", SIZE)
@@ -75,7 +75,7 @@ def test_a_cut_without_room_to_allocate_anew_is_a_cut_all_the_same(
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_wherever_a_cut_is_stopped_the_log_goes_on_like_another_one(
+def test_log_continues_like_the_other_one_after_a_cut_interrupted_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     segment = 0, SIZE
@@ -96,7 +96,7 @@ def test_wherever_a_cut_is_stopped_the_log_goes_on_like_another_one(
     log.close()
 
 
-def test_a_segment_that_is_removed_is_not_allocated_once_more(
+def test_removed_segment_is_not_allocated_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = opened(RealDisk(tmp_path))
@@ -110,7 +110,7 @@ def test_a_segment_that_is_removed_is_not_allocated_once_more(
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(1_000, SIZE), (SIZE, 1_000), (SIZE, 2 * SIZE)])
-def test_the_last_segment_gets_the_end_that_it_has_in_the_other_log(mine: int, theirs: int) -> None:
+def test_last_segment_gets_the_end_that_it_has_in_the_other_log(mine: int, theirs: int) -> None:
     disk = MemoryDisk()
     log = opened(disk)
     log.copy(b"a" * 700, (0, mine))
@@ -121,7 +121,7 @@ def test_the_last_segment_gets_the_end_that_it_has_in_the_other_log(mine: int, t
     assert again.read(0, 1_001) == (b"a" * 700 + b"b" * 300).ljust(min(theirs, 1_001), b"\0")
 
 
-def test_a_segment_ends_where_the_other_log_has_begun_the_next_one() -> None:
+def test_segment_ends_where_the_other_log_begins_the_next_one() -> None:
     disk = MemoryDisk()
     log = opened(disk)
     log.copy(b"a" * 1_000, (0, SIZE))
@@ -132,7 +132,7 @@ def test_a_segment_ends_where_the_other_log_has_begun_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("segment", [(0, 999), (1, SIZE), (999, SIZE), (1_001, SIZE)])
-def test_nothing_is_changed_for_a_segment_that_can_not_be_the_next(
+def test_segment_that_does_not_follow_changes_nothing(
     segment: tuple[int, int],
 ) -> None:
     disk = MemoryDisk()
@@ -145,8 +145,8 @@ def test_nothing_is_changed_for_a_segment_that_can_not_be_the_next(
 
 
 @pytest.mark.parametrize("end", [1_024, 4_096])
-def test_runs_of_the_key_index_end_where_the_segment_ends_in_the_end(end: int) -> None:
-    """As if the segment had been made like that: else the index would differ from one made anew."""
+def test_key_index_runs_end_at_the_final_end_of_the_segment(end: int) -> None:
+    """As if the segment had been created with that size: a rebuilt index must be equal."""
     disk = MemoryDisk()
     first = open_store(disk, segment_bytes=2_048).store
     stored(first, keyed(0))
@@ -154,9 +154,9 @@ def test_runs_of_the_key_index_end_where_the_segment_ends_in_the_end(end: int) -
     assert first.log.end_position == end
     for number in range(1, 40):
         stored(first, keyed(number))
-    anew = open_store(disk.killed(), segment_bytes=2_048).store
-    assert bodies(anew) == [b"%d" % number for number in range(40)]
-    one, other = (store.keys.unsaved(store.log.next_position) for store in (first, anew))
+    rebuilt = open_store(disk.killed(), segment_bytes=2_048).store
+    assert bodies(rebuilt) == [b"%d" % number for number in range(40)]
+    one, other = (store.keys.unsaved(store.log.next_position) for store in (first, rebuilt))
     assert len(one.ended) > 0
     assert [run.stretch for run in one.ended] == [run.stretch for run in other.ended]
     assert one.open_run == other.open_run
@@ -171,19 +171,19 @@ def numbers(count: int) -> list[bytes]:
 
 
 def shorten(node: Replica) -> None:
-    """End its last segment behind the last batch; the node is down."""
+    """Cut the last segment of a stopped node after its last batch."""
     last = max((node.folder / "log").iterdir())
     os.truncate(last, len(last.read_bytes().rstrip(b"\0")))
 
 
 def assert_good(node: Replica) -> None:
-    """A look at everything that it has, as `baton fsck` takes; the node is down."""
+    """Run fsck on a stopped node."""
     report = Fsck(RealDisk(node.folder), 0).run()
     assert not report.problems
 
 
 async def together(scene: Scene) -> None:
-    """All follow, without having ended; each one's indexes are those of its log."""
+    """Wait until all nodes follow without a restart; their indexes match their logs."""
     await scene.in_sync("a", "b", "c")
     await scene.alike()
     assert not [name for name, node in scene.nodes.items() if node.ended.is_set()]
@@ -192,7 +192,7 @@ async def together(scene: Scene) -> None:
         assert_good(node)
 
 
-async def test_a_follower_with_a_short_segment_follows_again(scene: Scene) -> None:
+async def test_follower_with_a_short_segment_follows_again(scene: Scene) -> None:
     await scene.start("a", "b", "c")
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
@@ -220,7 +220,7 @@ async def test_followers_follow_a_leader_with_a_short_segment(scene: Scene) -> N
     await scene.in_sync(first.name)
     await first.stop()
     shorten(first)
-    await scene.start(first.name)  # nobody else may be elected
+    await scene.start(first.name)  # no other node may be elected
     leader = await scene.leader()
     await scene.start(*sorted(scene.nodes.keys() - {first.name}))
     await scene.in_sync("a", "b", "c")

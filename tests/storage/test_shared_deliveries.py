@@ -1,6 +1,6 @@
-"""Goal: what one puller claims costs the others that ride in the same call nothing.
+"""Goal: a wrong claim of one consumer does not fail the other deliveries of the same call.
 
-Method: the offsets twin behind a real channel; while it holds its answer back, deliveries gather.
+Method: the offsets twin behind a real channel; while its answer is delayed, deliveries gather.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ PATIENT_MS = 20_000
 async def together(
     asked: DeliveryRecorder, twin: OffsetsTwin, *some: PendingDelivery
 ) -> Sequence[BatonError | None]:
-    """What becomes of deliveries that gather while the first of them is under way."""
+    """Return the results of deliveries that gather while the first one is in flight."""
     twin.answering.clear()
     async with asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(refusal_of(asked, some[0]))]
         await until(lambda: twin.calls == [1])
         waiting += [tasks.create_task(refusal_of(asked, one)) for one in some[1:]]
-        await asyncio.sleep(0)  # now they are in the queue
+        await asyncio.sleep(0)  # now the deliveries are queued
         twin.answering.set()
     return [one.result() for one in waiting]
 
 
-async def test_who_claims_an_epoch_to_come_costs_no_other_that_has_seen_a_new_one() -> None:
-    """As after a restart of storage, which has seen none yet."""
+async def test_wrongly_claimed_epoch_does_not_fail_other_pulls_of_the_call() -> None:
+    """As after a restart of storage, which has not seen an epoch yet."""
     liar, honest = PendingDelivery(HOLDER, 1, 2, 1 << 40), PendingDelivery(HOLDER, 2, 3, 7)
     async with asking(Clock(), PATIENT_MS) as (asked, twin):
         twin.epoch = 7
@@ -56,8 +56,10 @@ async def test_who_claims_an_epoch_to_come_costs_no_other_that_has_seen_a_new_on
         ]
 
 
-async def test_acks_without_end_ride_in_calls_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC refuses a whole message that is too large."""
+async def test_very_large_acks_are_split_over_several_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC rejects a message that is too large as a whole."""
     assert 2 * CALL_BYTES_MAX < MESSAGE_BYTES_MAX
     monkeypatch.setattr(deliveries, "CALL_BYTES_MAX", 1_000)
     acks = pb.Acks(acked=[queue_pb2.OffsetRange(first_offset=1 << 40, next_offset=1 << 41)] * 50)

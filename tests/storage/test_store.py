@@ -1,6 +1,6 @@
-"""Goal: what is appended gets dense offsets and one receipt, and is read once it is safe.
+"""Goal: appended batches get dense offsets and one receipt, and can be read once they are safe.
 
-Method: the store on a disk in memory; refusals are followed by a look at the log's end.
+Method: the store on a disk in memory; after each rejection the end of the log is checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from batonmq_server.storage.core.producers import StoreReceipt
-from batonmq_server.storage.core.store import SCANNED_MAX, TopicQueues, VisibleRange, check
+from batonmq_server.storage.core.store import SCANNED_MAX, LocalTopic, VisibleRange, check
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
@@ -81,7 +81,7 @@ def test_nothing_is_visible_before_the_sync() -> None:
     assert sync(store) == frozenset()
 
 
-def test_a_sync_shows_only_what_was_written_before_it_began() -> None:
+def test_sync_makes_visible_only_what_was_written_before_it_began() -> None:
     store = open_store(MemoryDisk()).store
     append(store, batch(b"a"))
     position = store.log.unsynced().position
@@ -90,13 +90,13 @@ def test_a_sync_shows_only_what_was_written_before_it_began() -> None:
     assert bodies(store) == [b"a"]
 
 
-def test_store_time_never_goes_back() -> None:
+def test_store_time_never_decreases() -> None:
     store = open_store(MemoryDisk()).store
     times = [append(store, batch(b"x"), now=now)[0] for now in (NOW, NOW - 5_000, NOW + 1)]
     assert [t.store_unix_ms for t in times if isinstance(t, StoreReceipt)] == [NOW, NOW, NOW + 1]
 
 
-def test_one_bad_batch_does_not_stop_the_others() -> None:
+def test_bad_batch_does_not_stop_the_other_batches() -> None:
     store = open_store(MemoryDisk()).store
     outcomes = append(store, batch(b"a"), batch(b"b", queue_id=8), batch(b"c" * 9_000), batch(b"d"))
     assert [reason(one) for one in outcomes] == [
@@ -106,7 +106,7 @@ def test_one_bad_batch_does_not_stop_the_others() -> None:
     assert bodies(store) == [b"a", b"d"]
 
 
-def test_a_missing_queue_is_told_with_the_number_there_is() -> None:
+def test_missing_queue_is_reported_with_the_queue_count() -> None:
     store = open_store(MemoryDisk()).store
     (refused,) = append(store, batch(b"b", queue_id=8))
     assert isinstance(refused, QueueNotFound)
@@ -114,7 +114,7 @@ def test_a_missing_queue_is_told_with_the_number_there_is() -> None:
     assert store.log.next_position == 0
 
 
-def test_an_unknown_topic_writes_nothing() -> None:
+def test_unknown_topic_writes_nothing() -> None:
     store = open_store(MemoryDisk()).store
     checked = [check(batch(b"a"))]
     (refused,) = store.append(checked, {TOPIC: TopicNotFound("gone")}, NOW)
@@ -122,23 +122,23 @@ def test_an_unknown_topic_writes_nothing() -> None:
     assert store.log.next_position == 0
 
 
-def test_a_changed_byte_is_refused() -> None:
+def test_changed_byte_is_rejected() -> None:
     raw = bytearray(batch(b"hello"))
     raw[-1] ^= 1
     with pytest.raises(BadChecksum):
         check(bytes(raw))
 
 
-def test_a_topic_of_the_same_name_shares_nothing_with_the_old_one() -> None:
+def test_topic_of_the_same_name_shares_nothing_with_the_old_one() -> None:
     store = open_store(MemoryDisk()).store
     stored(store, batch(b"old"))
-    store.append([check(batch(b"new"))], {TOPIC: TopicQueues(TOPIC_ID + 1, 8)}, NOW)
+    store.append([check(batch(b"new"))], {TOPIC: LocalTopic(TOPIC_ID + 1, 8)}, NOW)
     sync(store)
     assert store.offsets((TOPIC_ID + 1, 0)) == VisibleRange(0, 1)
     assert bodies(store) == [b"old"]
 
 
-def test_a_retry_gets_the_first_receipt_and_writes_nothing() -> None:
+def test_retry_gets_the_first_receipt_and_writes_nothing() -> None:
     store = open_store(MemoryDisk()).store
     sent = batch(b"a", b"b", producer=(5, 1), sequence=0)
     (first,) = stored(store, sent)
@@ -150,7 +150,7 @@ def test_a_retry_gets_the_first_receipt_and_writes_nothing() -> None:
     assert store.log.next_position == end
 
 
-def test_a_retry_in_the_same_request_is_found_too() -> None:
+def test_retry_in_the_same_request_gets_the_first_receipt() -> None:
     store = open_store(MemoryDisk()).store
     sent = batch(b"a", producer=(5, 1), sequence=0)
     _first, again, following = append(store, sent, sent, batch(b"b", producer=(5, 1), sequence=1))
@@ -162,7 +162,7 @@ def test_a_retry_in_the_same_request_is_found_too() -> None:
     assert bodies(store) == [b"a", b"b"]
 
 
-def test_producers_errors_write_nothing() -> None:
+def test_producer_errors_write_nothing() -> None:
     store = open_store(MemoryDisk()).store
     stored(store, batch(b"a", producer=(5, 2), sequence=0))
     end = store.log.next_position
@@ -176,7 +176,7 @@ def test_producers_errors_write_nothing() -> None:
     assert store.log.next_position == end
 
 
-def test_an_old_epoch_is_fenced_within_one_request() -> None:
+def test_old_epoch_is_fenced_within_one_request() -> None:
     store = open_store(MemoryDisk()).store
     outcomes = append(
         store,
@@ -186,7 +186,7 @@ def test_an_old_epoch_is_fenced_within_one_request() -> None:
     assert [reason(one) for one in outcomes] == ["stored", "PRODUCER_FENCED"]
 
 
-def test_without_space_batches_are_refused_and_reads_go_on() -> None:
+def test_batches_without_space_are_rejected_and_reads_continue() -> None:
     disk = MemoryDisk(room=4_096)
     store = open_store(disk).store
     stored(store, batch(b"a" * 3_000))
@@ -199,7 +199,7 @@ def test_without_space_batches_are_refused_and_reads_go_on() -> None:
     assert not receipt.duplicate
 
 
-def test_an_offset_beyond_the_log_is_told_so() -> None:
+def test_offset_beyond_the_log_is_ahead_of_log() -> None:
     store = open_store(MemoryDisk()).store
     stored(store, batch(b"a"))
     with pytest.raises(OffsetAheadOfLog) as refused:
@@ -210,7 +210,7 @@ def test_an_offset_beyond_the_log_is_told_so() -> None:
         store.read((TOPIC_ID, 3), wanted(1))
 
 
-def test_an_offset_before_the_first_is_out_of_range() -> None:
+def test_offset_before_the_first_is_out_of_range() -> None:
     disk = MemoryDisk()
     store = open_store(disk, segment_bytes=300).store
     stored(store, batch(b"a" * 150), batch(b"b" * 150), batch(b"c" * 150))
@@ -222,7 +222,7 @@ def test_an_offset_before_the_first_is_out_of_range() -> None:
     assert refused.value.facts == {"offset": "0", "first_offset": "1", "next_offset": "3"}
 
 
-def test_messages_max_ends_inside_a_batch() -> None:
+def test_messages_max_may_end_inside_a_batch() -> None:
     store = open_store(MemoryDisk()).store
     stored(store, batch(b"a", b"b", b"c"))
     reading = store.read(KEY, wanted(0, messages_max=2))
@@ -230,8 +230,8 @@ def test_messages_max_ends_inside_a_batch() -> None:
     assert (reading.next_offset, reading.message_count, len(reading.batches)) == (2, 2, 1)
 
 
-def test_a_backlog_is_read_in_few_large_reads() -> None:
-    """Batches of another queue in between are read along, unless they are very many."""
+def test_backlog_is_read_in_few_large_reads() -> None:
+    """Bytes of other queues in between are read too, unless they are many."""
     opened = open_store(MemoryDisk(), segment_bytes=1 << 22)
     mine, other = batch(bytes(900)), batch(bytes(900), queue_id=1)
     for _ in range(8):
@@ -253,7 +253,7 @@ def test_a_backlog_is_read_in_few_large_reads() -> None:
     assert reads[-1] == len(mine)
 
 
-def test_a_filter_that_drops_everything_still_advances() -> None:
+def test_read_advances_even_if_the_filter_keeps_nothing() -> None:
     store = open_store(MemoryDisk(), segment_bytes=1 << 22).store
     for _ in range(5):
         stored(store, tagged(*["x"] * 5_000))
@@ -268,7 +268,7 @@ def test_a_filter_that_drops_everything_still_advances() -> None:
     assert second.next_offset == 25_000
 
 
-def test_only_batches_with_a_wanted_message_are_sent() -> None:
+def test_only_batches_with_a_message_to_deliver_are_sent() -> None:
     store = open_store(MemoryDisk()).store
     stored(store, tagged("a", "b"), tagged("b"), tagged("a"), tagged("b", "b"))
     hash_of_a = HashFilter(frozenset({97}))
@@ -279,7 +279,7 @@ def test_only_batches_with_a_wanted_message_are_sent() -> None:
     assert (reading.next_offset, reading.message_count, reading.filtered_count) == (6, 2, 4)
 
 
-def test_a_damaged_batch_is_never_served() -> None:
+def test_damaged_batch_is_never_served() -> None:
     disk = MemoryDisk()
     store = open_store(disk).store
     _good, bad = stored(store, batch(b"good"), batch(b"bad"))
@@ -292,7 +292,7 @@ def test_a_damaged_batch_is_never_served() -> None:
     assert reading.batches[0].endswith(b"good")
 
 
-def test_an_entry_that_points_elsewhere_is_data_loss() -> None:
+def test_index_entry_that_points_to_a_wrong_batch_is_data_loss() -> None:
     disk = MemoryDisk()
     store = open_store(disk).store
     first, second = stored(store, batch(b"a"), batch(b"b"))
@@ -314,7 +314,7 @@ def test_an_entry_that_points_elsewhere_is_data_loss() -> None:
     ),
     st.integers(400, 2_000),
 )
-def test_every_message_is_read_in_order_with_its_offset(
+def test_each_message_is_read_in_order_with_its_offset(
     appends: list[list[tuple[int, list[bytes]]]], segment_bytes: int
 ) -> None:
     store = open_store(MemoryDisk(), segment_bytes=segment_bytes).store

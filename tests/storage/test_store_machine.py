@@ -1,8 +1,8 @@
-"""Goal: whatever happens to a node, in whatever order, it serves what a list of batches would.
+"""Goal: after any sequence of events a node serves what a list of batches would serve.
 
-Method: a Hypothesis state machine. The node is the real one, from recovery to retention, on a disk
-in memory that may be cut off at every byte of what was not synced. The model is a list of batches
-in the order of the log; what can be read, found by time or key, retried or lost follows from it.
+Method: a Hypothesis state machine. The node is real, from recovery to retention, on a disk in
+memory that may be cut at every unsynced byte. The model is a list of batches in log order; it
+decides what can be read, found by time or key, retried or lost.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ spoilt = st.sampled_from(("", "checkpoint", "consumequeue", "keyindex"))
 
 
 class Crash(Exception):
-    """The node is gone in the middle of what it did."""
+    """The node crashed during a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A batch of the model; `raw` is what was sent."""
+    """A batch of the model; `raw` is the batch that was sent."""
 
     queue_id: int
     producer_id: int
@@ -99,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.node = self.opening.__enter__()
         self.store = self.node.store
 
-    # What is written.
+    # Writes.
 
     @rule(
         wanted=st.lists(
@@ -148,7 +148,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.sync()
         self.node.checkpointing.run()
 
-    # What ends a node, and what comes back.
+    # Crashes and restarts.
 
     @rule(spoil=spoilt)
     def kill(self, spoil: str) -> None:
@@ -164,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.store.log.sealed()) > 0)
     @rule(kept_segments=st.integers(0, 2), steps=st.one_of(st.none(), st.integers(1, 4)))
     def drop(self, kept_segments: int, steps: int | None) -> None:
-        """Retention by size; with `steps`, killed at the call to the disk of that number."""
+        """Run retention by size; with `steps`, crash at the disk call with that number."""
         log, bytes_max = self.store.log, kept_segments * SEGMENT_BYTES
         may_go_to, end = log.sealed()[-1][1], log.end_position
         policy = RetentionPolicy(age_ms_max=0, hours=frozenset(), log_bytes_max=max(bytes_max, 1))
@@ -193,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert end - log.first_position <= max(bytes_max, end - may_go_to)
 
-    # What is read.
+    # Reads.
 
     @rule(
         queue_id=queue_ids,
@@ -293,7 +293,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.pull_everything(queue_id, None, 500, 5)
 
     def _append(self, *wanted: tuple[int, int, list[Message]]) -> None:
-        """Append batches in one call: queue id, producer id, messages."""
+        """Append batches in one call; each is queue id, producer id, messages."""
         sent = [self._sent(*one) for one in wanted]
         before = self.store.log.next_position
         outcomes = append(self.store, *(one.raw for one in sent), now=self.now)
@@ -349,7 +349,7 @@ class StoreMachine(RuleBasedStateMachine):
         }
 
     def _safe(self) -> list[Stored]:
-        """What readers may see, in the order of the log."""
+        """Return the visible batches in log order."""
         first_position = self.store.log.first_position
         return [
             one for one in self.log[: self.synced_count] if one.receipt.position >= first_position
@@ -385,7 +385,7 @@ class StoreMachine(RuleBasedStateMachine):
         return batches[-1].offsets.stop if batches else 0
 
     def _retriable(self) -> list[Stored]:
-        """Batches whose receipts the log still tells."""
+        """Return the batches with a receipt that the log still contains."""
         found = []
         for queue_id in range(QUEUES):
             for producer_id in PRODUCERS[1:]:
@@ -398,7 +398,7 @@ class StoreMachine(RuleBasedStateMachine):
 def _delivered(
     batches: list[bytes], offsets: range, tags: frozenset[str] | None
 ) -> Iterator[tuple[int, Message]]:
-    """What a consumer makes of an answer."""
+    """Return the messages that a consumer takes from an answer."""
     for raw in batches:
         header = read_header(raw)
         for record in decode_records(raw, header, range(header.count)):
@@ -407,7 +407,7 @@ def _delivered(
 
 
 def _calls(steps: int | None) -> Callable[[Callable[[Any], None], Any], Any]:
-    """Makes calls at once; instead of that of number `steps` the node crashes."""
+    """Run calls at once; instead of the call with number `steps` the node crashes."""
     made = 0
 
     async def call(function: Callable[[Any], None], argument: Any) -> None:
@@ -424,7 +424,7 @@ StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 TestStore = StoreMachine.TestCase
 
 
-def test_an_index_that_is_lost_after_retention_costs_no_message() -> None:
+def test_lost_index_after_retention_loses_no_message() -> None:
     machine = StoreMachine()
     machine.start()
     machine.append_nearly_to_the_end_of_the_segment(queue_id=0, left=0)
@@ -439,7 +439,7 @@ def test_an_index_that_is_lost_after_retention_costs_no_message() -> None:
     machine.teardown()
 
 
-def test_offsets_go_on_if_all_that_retention_left_of_a_queue_was_never_synced() -> None:
+def test_offsets_continue_if_the_remaining_messages_of_a_queue_were_never_synced() -> None:
     machine = StoreMachine()
     machine.start()
     machine.append_nearly_to_the_end_of_the_segment(queue_id=0, left=0)

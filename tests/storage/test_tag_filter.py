@@ -1,6 +1,6 @@
-"""Goal: a pull delivers exactly the run its limits allow, and passes over what the filter drops.
+"""Goal: a pull delivers exactly the run that its limits allow, and skips filtered messages.
 
-Method: entries by hand; Hypothesis against a loop over messages.
+Method: entries are built directly; Hypothesis compares with a loop over messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HASHES = {
 
 
 def entries(*batches: tuple[int, int, list[int]]) -> Entries:
-    """Entries of batches of (position, size, tag hashes)."""
+    """Return the entries of batches of (position, size, tag hashes)."""
     rows = [(position, size, tag) for position, size, tags in batches for tag in tags]
     columns = np.array(rows, np.int64).reshape(-1, 3).T
     return Entries(*columns)
@@ -33,7 +33,7 @@ def hash_filter(expression: str) -> HashFilter:
 
 
 @pytest.mark.parametrize("tag", HASHES)
-def test_a_tag_passes_by_its_java_hash(tag: str) -> None:
+def test_tag_passes_by_its_java_hash(tag: str) -> None:
     column = np.array([0, HASHES[tag], 42], np.int64)
     assert hash_filter(tag).kept(column).tolist() == [1]
 
@@ -44,19 +44,19 @@ def test_colliding_tags_both_pass() -> None:
     assert not TagFilter.parse("Aa").accepts("BB")
 
 
-def test_star_passes_everything_untagged_included() -> None:
+def test_star_passes_all_messages_including_untagged_ones() -> None:
     assert hash_filter("*").kept(np.array([0, 5], np.int64)).tolist() == [0, 1]
     assert hash_filter("*").keeps_all
 
 
-def test_the_first_batch_always_fits() -> None:
+def test_first_batch_always_fits() -> None:
     found = select(
         entries((0, 900, [1, 1]), (900, 5, [1])), HashFilter(None), bytes_max=10, messages_max=9
     )
     assert found == Selection([0], [900], scanned_count=2, kept_count=2)
 
 
-def test_the_byte_limit_ends_before_the_next_batch() -> None:
+def test_byte_limit_ends_before_the_next_batch() -> None:
     found = select(
         entries((0, 6, [1, 1]), (6, 4, [1]), (10, 1, [1])),
         HashFilter(None),
@@ -66,12 +66,12 @@ def test_the_byte_limit_ends_before_the_next_batch() -> None:
     assert found == Selection([0, 6], [6, 4], scanned_count=3, kept_count=3)
 
 
-def test_the_message_limit_may_end_inside_a_batch() -> None:
+def test_message_limit_may_end_inside_a_batch() -> None:
     found = select(entries((0, 6, [1, 1, 1])), HashFilter(None), bytes_max=10, messages_max=2)
     assert found == Selection([0], [6], scanned_count=2, kept_count=2)
 
 
-def test_what_the_filter_drops_is_passed_over() -> None:
+def test_filtered_messages_are_skipped() -> None:
     found = select(
         entries((0, 6, [1, 1]), (6, 6, [2])),
         HashFilter(frozenset({5})),
@@ -81,7 +81,7 @@ def test_what_the_filter_drops_is_passed_over() -> None:
     assert found == Selection([], [], scanned_count=3, kept_count=0)
 
 
-def test_dropped_messages_up_to_the_next_kept_one_are_covered() -> None:
+def test_filtered_messages_before_the_next_kept_one_are_covered() -> None:
     found = select(
         entries((0, 6, [5]), (6, 6, [1, 1, 5])),
         HashFilter(frozenset({5})),
@@ -101,7 +101,7 @@ def test_dropped_messages_up_to_the_next_kept_one_are_covered() -> None:
     bytes_max=st.integers(1, 200),
     messages_max=st.integers(1, 30),
 )
-def test_a_selection_is_what_a_loop_over_messages_selects(
+def test_selection_equals_a_loop_over_messages(
     batches: list[tuple[int, list[int]]], wanted: set[int], bytes_max: int, messages_max: int
 ) -> None:
     positions = np.cumsum([0] + [size for size, _ in batches]).tolist()

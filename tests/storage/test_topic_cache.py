@@ -1,6 +1,6 @@
-"""Goal: a topic is known as soon as it exists, and asking for one that does not costs little.
+"""Goal: a topic is known as soon as it exists, and a lookup of a missing topic is cheap.
 
-Method: a real etcd and a mirror that follows it, or does not yet.
+Method: a real etcd and a mirror that follows it, or does not follow yet.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum, TopicNotFound
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
-from batonmq_server.storage.core.store import TopicQueues
+from batonmq_server.storage.core.store import LocalTopic
 from batonmq_server.storage.topic_cache import MISSING_MS, TopicCache
 from tests.storage.clock import JumpingClock
 
 
 class CountingSession(EtcdSession):
-    """Counts the keys it is asked for."""
+    """A session that records the keys that are read."""
 
     asked_count = 0
 
@@ -34,7 +34,7 @@ class CountingSession(EtcdSession):
 
 
 class Scene:
-    """TopicCache over a mirror that follows etcd only when told to."""
+    """A topic cache over a mirror that follows etcd only when the test says so."""
 
     def __init__(self, session: CountingSession) -> None:
         self.session, self.clock = session, JumpingClock()
@@ -70,22 +70,22 @@ async def test_queues_are_those_of_this_broker(etcd_endpoint: str) -> None:
         await here.put("a", 7, broker_a=3, broker_b=5)
         await here.put("b", 8, broker_b=5)
         async with here.following():
-            assert await here.topics.find("a") == TopicQueues(7, 3)
-            assert await here.topics.find("b") == TopicQueues(8, 0)
+            assert await here.topics.find("a") == LocalTopic(7, 3)
+            assert await here.topics.find("b") == LocalTopic(8, 0)
         assert here.session.asked_count == 0
 
 
-async def test_a_topic_the_mirror_does_not_have_yet_is_asked_for_once(
+async def test_topic_that_the_mirror_does_not_have_yet_is_looked_up_once(
     etcd_endpoint: str,
 ) -> None:
     async with scene(etcd_endpoint) as here:
         await here.put("a", 7, broker_a=3)
         for _ in range(3):
-            assert await here.topics.find("a") == TopicQueues(7, 3)
+            assert await here.topics.find("a") == LocalTopic(7, 3)
         assert here.session.asked_count == 1
 
 
-async def test_a_missing_topic_is_not_asked_for_again_within_a_second(
+async def test_missing_topic_is_not_looked_up_again_within_a_second(
     etcd_endpoint: str,
 ) -> None:
     async with scene(etcd_endpoint) as here:
@@ -104,29 +104,29 @@ async def missing(here: Scene) -> None:
     assert refused.value.facts == {"topic": "a"}
 
 
-async def test_a_topic_made_within_that_second_is_known_at_once(etcd_endpoint: str) -> None:
+async def test_topic_created_within_that_second_is_known_at_once(etcd_endpoint: str) -> None:
     async with scene(etcd_endpoint) as here, here.following():
         await missing(here)
         revision = await here.put("a", 7, broker_a=3)
         await here.mirror.reached(revision)
-        assert await here.topics.find("a") == TopicQueues(7, 3)
+        assert await here.topics.find("a") == LocalTopic(7, 3)
 
 
-async def test_a_topic_that_is_gone_or_made_anew_is_not_the_old_one(etcd_endpoint: str) -> None:
+async def test_deleted_or_recreated_topic_is_not_the_old_topic(etcd_endpoint: str) -> None:
     async with scene(etcd_endpoint) as here:
         await here.put("a", 7, broker_a=3)
-        assert await here.topics.find("a") == TopicQueues(7, 3)
+        assert await here.topics.find("a") == LocalTopic(7, 3)
         async with here.following():
             await here.mirror.reached(await here.put("a", 8, broker_a=4))
-            assert here.topics.known("a") == TopicQueues(8, 4)
+            assert here.topics.known("a") == LocalTopic(8, 4)
             await here.session.delete(here.session.key("topics", "a"))
             await here.mirror.reached(await here.put("marker", 9, broker_a=1))
             assert here.topics.known("a") is None
             await missing(here)
 
 
-async def test_a_topic_that_cant_be_read_is_not_found_and_not_gone(etcd_endpoint: str) -> None:
-    """If it were gone, its queues could be forgotten, and would begin at 0 once it is repaired."""
+async def test_undecodable_topic_is_neither_found_nor_deleted(etcd_endpoint: str) -> None:
+    """If it counted as deleted, its queues would be removed and start at 0 after the repair."""
     async with scene(etcd_endpoint) as here:
         await here.put("a", 7, broker_a=3)
         key = here.session.key("topics", "a")
@@ -136,10 +136,10 @@ async def test_a_topic_that_cant_be_read_is_not_found_and_not_gone(etcd_endpoint
             assert not here.topics.is_gone("a", 7)
             assert here.topics.revision("a") == 0
             await here.mirror.reached(await here.put("a", 7, broker_a=4))
-            assert await here.topics.find("a") == TopicQueues(7, 4)
+            assert await here.topics.find("a") == LocalTopic(7, 4)
 
 
-async def test_without_etcd_what_is_not_known_stays_open() -> None:
+async def test_lookup_without_etcd_is_no_quorum() -> None:
     session = CountingSession("127.0.0.1:1", "none", Clock(), timeout_ms=500)
     async with session:
         with pytest.raises(NoQuorum):
@@ -155,7 +155,7 @@ async def test_without_etcd_what_is_not_known_stays_open() -> None:
         (pb.TOPIC_PERMISSION_WRITE, False, True),
     ],
 )
-async def test_what_a_topic_permits_is_known_queue_by_queue(
+async def test_permission_of_a_topic_is_known_for_each_queue(
     etcd_endpoint: str,
     permission: pb.TopicPermission.ValueType,
     readable: bool,
@@ -176,7 +176,7 @@ async def test_what_a_topic_permits_is_known_queue_by_queue(
         assert here.topics.revision("b") == 0
 
 
-async def test_a_topic_is_gone_only_if_the_mirror_says_so(etcd_endpoint: str) -> None:
+async def test_topic_is_deleted_only_if_the_mirror_says_so(etcd_endpoint: str) -> None:
     async with scene(etcd_endpoint) as here:
         assert not here.topics.is_gone("a", 7), "nothing is known yet"
         await here.put("a", 7, broker_a=3)

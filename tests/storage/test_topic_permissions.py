@@ -1,4 +1,4 @@
-"""Goal: a topic takes and gives messages only as it may, queue by queue, from the change on.
+"""Goal: the permission of a topic decides, queue by queue, what can be written and read.
 
 Method: the whole node over gRPC with a real etcd; the topic is changed as the nameserver does.
 """
@@ -33,7 +33,7 @@ async def change(
     write_queue_count: int = 0,
     queue_count: int = 8,
 ) -> int:
-    """Write the topic, and wait until the node knows; the revision."""
+    """Write the topic and wait until the node has it; return the revision."""
     spread = nameserver_pb.QueueSpread(
         broker=BROKER, queue_count=queue_count, write_queue_count=write_queue_count
     )
@@ -49,7 +49,7 @@ async def change(
 
 
 async def ends(node: Running, *queue_ids: int) -> tuple[int, list[int]]:
-    """The revision that QueryOffsets answers by, and the next offsets of queues."""
+    """Return the revision that QueryOffsets used, and the next offsets of queues."""
     request = pb.QueryOffsetsRequest(
         queues=[
             queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
@@ -62,14 +62,14 @@ async def ends(node: Running, *queue_ids: int) -> tuple[int, list[int]]:
 
 
 async def reasons(node: Running, *batches: bytes) -> list[str]:
-    """The reason of each refusal; `stored` for what was stored."""
+    """Return the error reason of each batch; `stored` if it was stored."""
     return [
         error_from_pb(outcome.error).reason if outcome.HasField("error") else "stored"
         for outcome in await node.outcomes(*batches)
     ]
 
 
-async def test_a_topic_to_be_read_takes_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_read_only_topic_accepts_no_messages(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         await change(node, READ)
@@ -82,7 +82,7 @@ async def test_a_topic_to_be_read_takes_nothing(etcd_endpoint: str, tmp_path: Pa
         assert await reasons(node, batch(b"b")) == ["stored"]
 
 
-async def test_a_topic_to_be_written_gives_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_write_only_topic_returns_no_messages(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await change(node, WRITE)
         assert await reasons(node, batch(b"a")) == ["stored"]
@@ -93,7 +93,7 @@ async def test_a_topic_to_be_written_gives_nothing(etcd_endpoint: str, tmp_path:
         assert node.offsets.recorded == []
 
 
-async def test_a_parked_pull_learns_that_its_topic_gives_nothing_any_more(
+async def test_long_poll_ends_when_its_topic_becomes_write_only(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
@@ -111,7 +111,7 @@ async def refusal_of_pull(node: Running) -> BatonError | None:
     return None
 
 
-async def test_queues_that_are_given_up_take_nothing_and_give_what_they_have(
+async def test_closed_queues_accept_no_messages_and_can_be_read(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -128,7 +128,7 @@ async def test_queues_that_are_given_up_take_nothing_and_give_what_they_have(
         assert receipt.first_offset == 1, "the index has kept its place"
 
 
-async def test_a_retry_of_what_was_stored_has_its_receipt_though_the_queue_takes_nothing_more(
+async def test_retry_of_a_stored_batch_gets_its_receipt_from_a_closed_queue(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
@@ -141,10 +141,8 @@ async def test_a_retry_of_what_was_stored_has_its_receipt_though_the_queue_takes
             assert again.duplicate
 
 
-async def test_the_end_of_a_queue_that_takes_nothing_more_is_final(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    """A message that is stored but not safe yet counts, and none comes after it."""
+async def test_end_of_a_closed_queue_is_final(etcd_endpoint: str, tmp_path: Path) -> None:
+    """A message that is stored but not safe yet counts; no message follows it."""
     async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
         await node.append(batch(b"a", queue_id=5), durability=pb.DURABILITY_MEMORY)
         assert (await ends(node, 5))[1] == [0], "nobody has asked for it to be safe"
@@ -153,7 +151,7 @@ async def test_the_end_of_a_queue_that_takes_nothing_more_is_final(
         assert await reasons(node, batch(b"b", queue_id=5)) == ["NOT_WRITABLE"]
 
 
-async def test_what_a_reader_finds_below_the_first_offset_is_told_as_lost(
+async def test_offsets_below_the_first_offset_are_reported_as_lost(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(
@@ -175,7 +173,7 @@ async def test_what_a_reader_finds_below_the_first_offset_is_told_as_lost(
         assert counted == first - 1, "the hole counts once"
 
 
-async def test_a_hole_without_anything_behind_it_is_answered_at_once(
+async def test_pull_over_only_lost_messages_is_answered_at_once(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(
@@ -193,7 +191,7 @@ async def test_a_hole_without_anything_behind_it_is_answered_at_once(
         assert (await node.pull(queue_id=3, offset=2)).lost_count == 0
 
 
-async def test_a_hole_that_was_not_recorded_does_not_count(
+async def test_lost_messages_of_an_unrecorded_pull_do_not_count(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running(
@@ -213,7 +211,7 @@ async def test_a_hole_that_was_not_recorded_does_not_count(
 
 
 async def cleaned(node: Running) -> int:
-    """Until two of six segments are left; the first offset that queue 0 has then."""
+    """Wait until two of six segments are left; return the first offset of queue 0."""
 
     async def done() -> bool:
         return (await node.describe()).first_position == 4 * 4_096

@@ -1,8 +1,8 @@
-"""Messages by topic and group, for Prometheus.
+"""Prometheus metrics by topic and group.
 
-Goal: what comes and goes is counted under its topic and its group, and what is deleted has no
-series any more. Method: a real node on a real disk, with an etcd in which topics and groups come
-and go.
+Goal: stored and delivered messages are counted by topic and group; deleted topics and groups have
+no series. Method: a real node on a real disk, with an etcd in which topics and groups are created
+and deleted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def messages(topic: str, *tags: str) -> bytes:
 
 
 def shown(node: Running, name: str) -> dict[tuple[str, ...], float]:
-    """Values by those of the labels."""
+    """Return the values of a metric by label values."""
     return {
         tuple(sample.labels.values()): sample.value
         for metric in node.runtime.registry.collect()
@@ -40,12 +40,12 @@ def shown(node: Running, name: str) -> dict[tuple[str, ...], float]:
 
 
 def labels(node: Running) -> set[str]:
-    """Every topic and group that has a series."""
+    """Return every topic and group that has a series."""
     return {label for name in NAMES for values in shown(node, name) for label in values}
 
 
 async def delivering(node: Running, *topics: str) -> None:
-    """The group has got what there is."""
+    """Pull everything for the group."""
     await node.put_gate()
     for topic in topics:
         await node.put_topic(topic)
@@ -54,12 +54,12 @@ async def delivering(node: Running, *topics: str) -> None:
 
 
 async def _delivered(node: Running, topic: str) -> bool:
-    """Whether a delivery counts: it does once the group has arrived here."""
+    """Return whether a delivery is counted: only once the node knows the group."""
     await node.pull(topic=topic, expression="x")
     return (topic, GROUP) in shown(node, "rocketmq_messages_out_total")
 
 
-async def test_messages_count_under_topic_and_group(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_messages_are_counted_by_topic_and_group(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await delivering(node, TOPIC)
         assert shown(node, "rocketmq_messages_in_total") == {(TOPIC,): 3}
@@ -68,7 +68,7 @@ async def test_messages_count_under_topic_and_group(etcd_endpoint: str, tmp_path
         assert shown(node, "rocketmq_throughput_out_total") == {(TOPIC, GROUP): came}
 
 
-async def test_dead_letters_count_under_their_group(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_dead_letters_are_counted_by_group(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         dead = dead_letter_topic(GROUP)
         await node.put_topic(dead)
@@ -76,7 +76,7 @@ async def test_dead_letters_count_under_their_group(etcd_endpoint: str, tmp_path
         assert shown(node, "rocketmq_send_to_dlq_messages_total") == {(GROUP,): 2}
 
 
-async def test_a_topic_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_topic_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await delivering(node, TOPIC, "bills")
         await node.etcd.delete(node.etcd.key("topics", "bills"))
@@ -84,7 +84,7 @@ async def test_a_topic_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_pat
         assert labels(node) == {TOPIC, GROUP}
 
 
-async def test_a_group_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_group_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await delivering(node, TOPIC)
         dead = dead_letter_topic(GROUP)
@@ -95,7 +95,7 @@ async def test_a_group_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_pat
         assert labels(node) == {TOPIC, dead}
 
 
-async def test_who_is_no_group_gets_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_unknown_group_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         await node.append(messages(TOPIC, "x"))
         await node.pull()

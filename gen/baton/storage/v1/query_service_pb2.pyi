@@ -81,13 +81,13 @@ class ReadRequest(_message.Message):
     BYTES_MAX_FIELD_NUMBER: _builtins.int
     MESSAGES_MAX_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """First offset wanted."""
+    """First offset to read."""
     expression: _builtins.str
     """Filter, as in Pull."""
     bytes_max: _builtins.int
-    """Stop at about this many bytes, 1 to 4 MiB; 0 means 1 MiB."""
+    """Approximate maximum of bytes, 1 to 4 MiB; 0 means 1 MiB."""
     messages_max: _builtins.int
-    """Stop at this many messages that pass the filter, 1 to 65,535; 0 means 1,000."""
+    """Maximum number of messages that pass the filter, 1 to 65,535; 0 means 1,000."""
     @_builtins.property
     def queue(self) -> _queue_pb2.QueueRef:
         """The queue. Required."""
@@ -120,11 +120,11 @@ class ReadResponse(_message.Message):
     QUEUE_FIRST_OFFSET_FIELD_NUMBER: _builtins.int
     QUEUE_NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     next_offset: _builtins.int
-    """One past the last offset scanned; equal to `offset` at the end of the queue."""
+    """Offset after the last scanned one; equal to `offset` at the end of the queue."""
     queue_first_offset: _builtins.int
-    """First offset the queue still holds."""
+    """First offset that the queue still has."""
     queue_next_offset: _builtins.int
-    """Next offset the queue will assign."""
+    """Next offset that the queue will assign."""
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Stored batches with at least one message that passes the filter, as in Pull."""
@@ -161,11 +161,11 @@ class FindByKeyRequest(_message.Message):
     key: _builtins.str
     """The key, 1 to 1,024 bytes without white space. Required."""
     from_unix_ms: _builtins.int
-    """Stored at or after this time; 0 for no bound."""
+    """Earliest store time, inclusive; 0 for no bound."""
     to_unix_ms: _builtins.int
-    """Stored before this time; 0 for no bound."""
+    """Latest store time, exclusive; 0 for no bound."""
     messages_max: _builtins.int
-    """At most this many messages, 1 to 1,000; 0 means 64."""
+    """Maximum number of messages, 1 to 1,000; 0 means 64."""
     def __init__(
         self,
         *,
@@ -192,8 +192,8 @@ class FindByKeyResponse(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     more: _builtins.bool
-    """True if there may be more: in this answer is no room, or 2,000 messages were looked at, whose
-    keys may only have had the same hash. Ask again for the time before.
+    """True if there may be more messages: the answer is full, or 2,000 messages with the hash of the
+    key were read. Ask again with an earlier `to_unix_ms`.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredMessage]:
@@ -221,8 +221,8 @@ class GetMessageRequest(_message.Message):
 
     MESSAGE_ID_FIELD_NUMBER: _builtins.int
     message_id: _builtins.str
-    """Id as in the producer's receipt: broker, position of the batch and index, the numbers in hex,
-    joined by `-`. Required.
+    """Id as in the producer's receipt: broker, position of the batch and index, joined by `-`; the
+    numbers are in hex. Required.
     """
     def __init__(
         self,
@@ -270,7 +270,7 @@ class StoredMessage(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     batch: _builtins.bytes
-    """The stored batch, whole."""
+    """The whole stored batch."""
     index: _builtins.int
     """Index of the message in the batch, 0-based."""
     def __init__(

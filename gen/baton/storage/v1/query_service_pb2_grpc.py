@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class QueryServiceStub:
-    """Looks messages up. Nothing here needs ownership, records a delivery or moves progress.
+    """Finds messages by offset, time, key or id. These calls need no ownership, record no delivery and
+    change no progress.
     """
 
     def __init__(self, channel):
@@ -58,22 +59,23 @@ class QueryServiceStub:
 
 
 class QueryServiceServicer:
-    """Looks messages up. Nothing here needs ownership, records a delivery or moves progress.
+    """Finds messages by offset, time, key or id. These calls need no ownership, record no delivery and
+    change no progress.
     """
 
     def SearchOffset(self, request, context):
-        """First offset of a queue whose message was stored at or after a time.
+        """Returns the offset of the first message of a queue that was stored at or after a time.
 
         Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
-        INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be looked
-        at is damaged).
+        INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be read is
+        damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """Messages of a queue from an offset on.
+        """Returns messages of a queue from an offset on.
 
         Statuses: as SearchOffset; OUT_OF_RANGE (OFFSET_OUT_OF_RANGE) outside of [first, next];
         FAILED_PRECONDITION (NOT_READABLE).
@@ -83,7 +85,7 @@ class QueryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FindByKey(self, request, context):
-        """Messages of a topic that carry a key, newest first.
+        """Returns messages of a topic with a key, newest first.
 
         Statuses: as SearchOffset.
         """
@@ -92,7 +94,7 @@ class QueryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetMessage(self, request, context):
-        """The message with an id.
+        """Returns the message with an id.
 
         Statuses: NOT_FOUND (MESSAGE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT,
         DATA_LOSS, UNAVAILABLE (NO_QUORUM, NOT_SERVING).
@@ -133,7 +135,8 @@ def add_QueryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class QueryService:
-    """Looks messages up. Nothing here needs ownership, records a delivery or moves progress.
+    """Finds messages by offset, time, key or id. These calls need no ownership, record no delivery and
+    change no progress.
     """
 
     @staticmethod

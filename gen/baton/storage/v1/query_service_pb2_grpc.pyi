@@ -27,32 +27,34 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class QueryServiceStub:
-    """Looks messages up. Nothing here needs ownership, records a delivery or moves progress."""
+    """Finds messages by offset, time, key or id. These calls need no ownership, record no delivery and
+    change no progress.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> QueryServiceAsyncStub: ...
     SearchOffset: _grpc.UnaryUnaryMultiCallable[_query_service_pb2.SearchOffsetRequest, _query_service_pb2.SearchOffsetResponse]
-    """First offset of a queue whose message was stored at or after a time.
+    """Returns the offset of the first message of a queue that was stored at or after a time.
 
     Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
-    INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be looked
-    at is damaged).
+    INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be read is
+    damaged).
     """
     Read: _grpc.UnaryUnaryMultiCallable[_query_service_pb2.ReadRequest, _query_service_pb2.ReadResponse]
-    """Messages of a queue from an offset on.
+    """Returns messages of a queue from an offset on.
 
     Statuses: as SearchOffset; OUT_OF_RANGE (OFFSET_OUT_OF_RANGE) outside of [first, next];
     FAILED_PRECONDITION (NOT_READABLE).
     """
     FindByKey: _grpc.UnaryUnaryMultiCallable[_query_service_pb2.FindByKeyRequest, _query_service_pb2.FindByKeyResponse]
-    """Messages of a topic that carry a key, newest first.
+    """Returns messages of a topic with a key, newest first.
 
     Statuses: as SearchOffset.
     """
     GetMessage: _grpc.UnaryUnaryMultiCallable[_query_service_pb2.GetMessageRequest, _query_service_pb2.GetMessageResponse]
-    """The message with an id.
+    """Returns the message with an id.
 
     Statuses: NOT_FOUND (MESSAGE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT,
     DATA_LOSS, UNAVAILABLE (NO_QUORUM, NOT_SERVING).
@@ -60,36 +62,40 @@ class QueryServiceStub:
 
 @_typing.type_check_only
 class QueryServiceAsyncStub(QueryServiceStub):
-    """Looks messages up. Nothing here needs ownership, records a delivery or moves progress."""
+    """Finds messages by offset, time, key or id. These calls need no ownership, record no delivery and
+    change no progress.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SearchOffset: _aio.UnaryUnaryMultiCallable[_query_service_pb2.SearchOffsetRequest, _query_service_pb2.SearchOffsetResponse]  # type: ignore[assignment]
-    """First offset of a queue whose message was stored at or after a time.
+    """Returns the offset of the first message of a queue that was stored at or after a time.
 
     Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
-    INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be looked
-    at is damaged).
+    INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be read is
+    damaged).
     """
     Read: _aio.UnaryUnaryMultiCallable[_query_service_pb2.ReadRequest, _query_service_pb2.ReadResponse]  # type: ignore[assignment]
-    """Messages of a queue from an offset on.
+    """Returns messages of a queue from an offset on.
 
     Statuses: as SearchOffset; OUT_OF_RANGE (OFFSET_OUT_OF_RANGE) outside of [first, next];
     FAILED_PRECONDITION (NOT_READABLE).
     """
     FindByKey: _aio.UnaryUnaryMultiCallable[_query_service_pb2.FindByKeyRequest, _query_service_pb2.FindByKeyResponse]  # type: ignore[assignment]
-    """Messages of a topic that carry a key, newest first.
+    """Returns messages of a topic with a key, newest first.
 
     Statuses: as SearchOffset.
     """
     GetMessage: _aio.UnaryUnaryMultiCallable[_query_service_pb2.GetMessageRequest, _query_service_pb2.GetMessageResponse]  # type: ignore[assignment]
-    """The message with an id.
+    """Returns the message with an id.
 
     Statuses: NOT_FOUND (MESSAGE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT,
     DATA_LOSS, UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
 
 class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Looks messages up. Nothing here needs ownership, records a delivery or moves progress."""
+    """Finds messages by offset, time, key or id. These calls need no ownership, record no delivery and
+    change no progress.
+    """
 
     @_abc_1.abstractmethod
     def SearchOffset(
@@ -97,11 +103,11 @@ class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _query_service_pb2.SearchOffsetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_query_service_pb2.SearchOffsetResponse, _abc.Awaitable[_query_service_pb2.SearchOffsetResponse]]:
-        """First offset of a queue whose message was stored at or after a time.
+        """Returns the offset of the first message of a queue that was stored at or after a time.
 
         Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
-        INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be looked
-        at is damaged).
+        INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be read is
+        damaged).
         """
 
     @_abc_1.abstractmethod
@@ -110,7 +116,7 @@ class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _query_service_pb2.ReadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_query_service_pb2.ReadResponse, _abc.Awaitable[_query_service_pb2.ReadResponse]]:
-        """Messages of a queue from an offset on.
+        """Returns messages of a queue from an offset on.
 
         Statuses: as SearchOffset; OUT_OF_RANGE (OFFSET_OUT_OF_RANGE) outside of [first, next];
         FAILED_PRECONDITION (NOT_READABLE).
@@ -122,7 +128,7 @@ class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _query_service_pb2.FindByKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_query_service_pb2.FindByKeyResponse, _abc.Awaitable[_query_service_pb2.FindByKeyResponse]]:
-        """Messages of a topic that carry a key, newest first.
+        """Returns messages of a topic with a key, newest first.
 
         Statuses: as SearchOffset.
         """
@@ -133,7 +139,7 @@ class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _query_service_pb2.GetMessageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_query_service_pb2.GetMessageResponse, _abc.Awaitable[_query_service_pb2.GetMessageResponse]]:
-        """The message with an id.
+        """Returns the message with an id.
 
         Statuses: NOT_FOUND (MESSAGE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT,
         DATA_LOSS, UNAVAILABLE (NO_QUORUM, NOT_SERVING).

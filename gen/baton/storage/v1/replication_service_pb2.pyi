@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class EpochStart(_message.Message):
-    """Where an epoch began to write."""
+    """The position at which an epoch began to write."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -30,7 +30,7 @@ class EpochStart(_message.Message):
     epoch: _builtins.int
     """The epoch."""
     position: _builtins.int
-    """First position it wrote, or would have written."""
+    """First position that it wrote, or would have written."""
     def __init__(
         self,
         *,
@@ -61,18 +61,18 @@ class FetchRequest(_message.Message):
     node_id: _builtins.str
     """Node id of the follower. Required."""
     broker: _builtins.str
-    """Broker, the replica set. Required."""
+    """Broker name of the replica set. Required."""
     position: _builtins.int
-    """End of the follower's log, all of it durable."""
+    """End of the follower's log; everything before it is durable."""
     hold_ms: _builtins.int
-    """Hold the call this long if there is nothing, 0 to 10,000 ms."""
+    """Maximum time to wait for new bytes, 0 to 10,000 ms."""
     bytes_max: _builtins.int
-    """Send no more than about this many bytes, 64 KiB to 16 MiB; 0 means 4 MiB. One batch always fits."""
+    """Approximate maximum of bytes to send, 64 KiB to 16 MiB; 0 means 4 MiB. One batch always fits."""
     problem: _builtins.str
-    """Why the follower could do nothing with the last answers, if that does not pass by itself; else empty."""
+    """Why the follower can't apply the leader's answers, if that needs an operator; otherwise empty."""
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]:
-        """Its history, ascending; empty if it has nothing."""
+        """History of the follower's log, ascending; empty if the log is empty."""
 
     def __init__(
         self,
@@ -113,34 +113,36 @@ class FetchResponse(_message.Message):
     epoch: _builtins.int
     """Epoch of the leader."""
     position: _builtins.int
-    """Where `data` begins. Equal to the follower's end, unless it has to cut its log first: then less; or to
-    begin anew, because the leader has nothing so old any more: then `floors` is set.
+    """Position of `data`. Normally the follower's end. If it is less, the follower must cut its log
+    there. If `floors` is set, the leader no longer has the log at the follower's end: the follower
+    must discard its copy and start an empty one at this position.
     """
     data: _builtins.bytes
-    """Whole batches and fillers of one segment and one epoch, as they are in the log; empty if there is
-    nothing yet.
+    """Whole batches and fillers of one segment and one epoch, as they are in the log; empty if there
+    are no new bytes.
     """
     confirmed_position: _builtins.int
-    """Everything below is in the whole in-sync set: consumers may see it."""
+    """The whole in-sync set has everything below this position: consumers may read it."""
     end_position: _builtins.int
     """End of the leader's log."""
     floors: _builtins.bytes
-    """Where the queues go on whose messages the leader has removed, for a follower that begins anew, as in
-    the file `floors` (docs/reference/format.md); unset otherwise.
+    """For a follower that must discard its copy: first offsets of the queues that have lost messages to
+    retention at the leader, in the format of the file `floors` (docs/reference/format.md). Otherwise unset.
     """
     segment_position: _builtins.int
-    """First position of the segment that holds `position`, or will."""
+    """First position of the segment that contains, or will contain, `position`."""
     segment_bytes: _builtins.int
-    """Size of that segment: the follower's has the same."""
+    """Size of that segment; the follower's segment has the same size."""
     first_position: _builtins.int
-    """Position of the oldest byte that the leader keeps: the follower may remove what is before."""
+    """First position of the leader's log: the follower may remove what lies before."""
     producers: _builtins.bytes
-    """With `floors`: the sequences of producers that the log says nothing about any more, as a
-    checkpoint (docs/reference/format.md) that has nothing else. Of many producers those that wrote last.
+    """With `floors`: the producer sequences that the remaining log no longer contains, as a checkpoint
+    (docs/reference/format.md) with nothing else. If there are too many producers, those that wrote
+    last.
     """
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]:
-        """Its history, ascending."""
+        """History of the leader's log, ascending."""
 
     def __init__(
         self,
@@ -196,16 +198,18 @@ class DescribeReplicasResponse(_message.Message):
     MIN_IN_SYNC_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     broker: _builtins.str
-    """Broker, the replica set."""
+    """Broker name of the replica set."""
     epoch: _builtins.int
     """Epoch of the leader."""
     confirmed_position: _builtins.int
-    """Everything below is in the whole in-sync set."""
+    """The whole in-sync set has everything below this position."""
     min_in_sync: _builtins.int
-    """With fewer members in sync nothing is written."""
+    """Minimum size of the in-sync set; with fewer members the leader rejects writes."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_replicas_pb2.Replica]:
-        """All members, and whoever else fetches; by node id. Positions and lags are in bytes of the log."""
+        """All members and all other nodes that fetch, by node id. Positions and lags are in bytes of the
+        log.
+        """
 
     def __init__(
         self,

@@ -28,9 +28,9 @@ if _version_not_supported:
 class ReplicationServiceStub:
     """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
-    The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the leader only, others
-    refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
+    The history of a log states the position at which each epoch began to write. Two logs are equal up
+    to the first position at which their histories differ. Only the leader answers these calls; other
+    nodes reject them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
     def __init__(self, channel):
@@ -54,18 +54,18 @@ class ReplicationServiceStub:
 class ReplicationServiceServicer:
     """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
-    The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the leader only, others
-    refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
+    The history of a log states the position at which each epoch began to write. Two logs are equal up
+    to the first position at which their histories differ. Only the leader answers these calls; other
+    nodes reject them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
     def Fetch(self, request, context):
-        """The bytes of the log from the follower's end on. The call tells the leader that the follower has
-        everything up to there, durably, and by which history. With nothing to tell it is held up to
-        `hold_ms`.
+        """Returns the bytes of the log from the follower's end on. The request tells the leader that the
+        follower has everything before that position, durably, and the history of its log. If there are
+        no new bytes, the leader waits up to `hold_ms`.
 
-        The follower first takes over the part of `history` that begins at or before its own end, durably,
-        and then writes `data`. So its history never claims what it does not have.
+        The follower first adopts, durably, the part of `history` that begins at or before its own end,
+        and then writes `data`. So its history never has an epoch that begins after its end.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
         WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
@@ -75,7 +75,7 @@ class ReplicationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DescribeReplicas(self, request, context):
-        """How far every member of the set has come.
+        """Returns the position of every member of the replica set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,9 +105,9 @@ def add_ReplicationServiceServicer_to_server(servicer, server):
 class ReplicationService:
     """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
-    The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the leader only, others
-    refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
+    The history of a log states the position at which each epoch began to write. Two logs are equal up
+    to the first position at which their histories differ. Only the leader answers these calls; other
+    nodes reject them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
     @staticmethod

@@ -29,9 +29,9 @@ GRPC_VERSION: str
 class ReplicationServiceStub:
     """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
-    The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the leader only, others
-    refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
+    The history of a log states the position at which each epoch began to write. Two logs are equal up
+    to the first position at which their histories differ. Only the leader answers these calls; other
+    nodes reject them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
     @_typing.overload
@@ -39,49 +39,49 @@ class ReplicationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReplicationServiceAsyncStub: ...
     Fetch: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.FetchRequest, _replication_service_pb2.FetchResponse]
-    """The bytes of the log from the follower's end on. The call tells the leader that the follower has
-    everything up to there, durably, and by which history. With nothing to tell it is held up to
-    `hold_ms`.
+    """Returns the bytes of the log from the follower's end on. The request tells the leader that the
+    follower has everything before that position, durably, and the history of its log. If there are
+    no new bytes, the leader waits up to `hold_ms`.
 
-    The follower first takes over the part of `history` that begins at or before its own end, durably,
-    and then writes `data`. So its history never claims what it does not have.
+    The follower first adopts, durably, the part of `history` that begins at or before its own end,
+    and then writes `data`. So its history never has an epoch that begins after its end.
 
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
     WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
     """
     DescribeReplicas: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.DescribeReplicasRequest, _replication_service_pb2.DescribeReplicasResponse]
-    """How far every member of the set has come."""
+    """Returns the position of every member of the replica set."""
 
 @_typing.type_check_only
 class ReplicationServiceAsyncStub(ReplicationServiceStub):
     """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
-    The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the leader only, others
-    refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
+    The history of a log states the position at which each epoch began to write. Two logs are equal up
+    to the first position at which their histories differ. Only the leader answers these calls; other
+    nodes reject them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fetch: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.FetchRequest, _replication_service_pb2.FetchResponse]  # type: ignore[assignment]
-    """The bytes of the log from the follower's end on. The call tells the leader that the follower has
-    everything up to there, durably, and by which history. With nothing to tell it is held up to
-    `hold_ms`.
+    """Returns the bytes of the log from the follower's end on. The request tells the leader that the
+    follower has everything before that position, durably, and the history of its log. If there are
+    no new bytes, the leader waits up to `hold_ms`.
 
-    The follower first takes over the part of `history` that begins at or before its own end, durably,
-    and then writes `data`. So its history never claims what it does not have.
+    The follower first adopts, durably, the part of `history` that begins at or before its own end,
+    and then writes `data`. So its history never has an epoch that begins after its end.
 
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
     WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
     """
     DescribeReplicas: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.DescribeReplicasRequest, _replication_service_pb2.DescribeReplicasResponse]  # type: ignore[assignment]
-    """How far every member of the set has come."""
+    """Returns the position of every member of the replica set."""
 
 class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
-    The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the leader only, others
-    refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
+    The history of a log states the position at which each epoch began to write. Two logs are equal up
+    to the first position at which their histories differ. Only the leader answers these calls; other
+    nodes reject them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
     @_abc_1.abstractmethod
@@ -90,12 +90,12 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.FetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_service_pb2.FetchResponse, _abc.Awaitable[_replication_service_pb2.FetchResponse]]:
-        """The bytes of the log from the follower's end on. The call tells the leader that the follower has
-        everything up to there, durably, and by which history. With nothing to tell it is held up to
-        `hold_ms`.
+        """Returns the bytes of the log from the follower's end on. The request tells the leader that the
+        follower has everything before that position, durably, and the history of its log. If there are
+        no new bytes, the leader waits up to `hold_ms`.
 
-        The follower first takes over the part of `history` that begins at or before its own end, durably,
-        and then writes `data`. So its history never claims what it does not have.
+        The follower first adopts, durably, the part of `history` that begins at or before its own end,
+        and then writes `data`. So its history never has an epoch that begins after its end.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
         WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
@@ -107,6 +107,6 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.DescribeReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_service_pb2.DescribeReplicasResponse, _abc.Awaitable[_replication_service_pb2.DescribeReplicasResponse]]:
-        """How far every member of the set has come."""
+        """Returns the position of every member of the replica set."""
 
 def add_ReplicationServiceServicer_to_server(servicer: ReplicationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -28,7 +28,7 @@ class ScheduleRequest(_message.Message):
     ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduleItem]:
-        """Batches, 1 to 1,024, all together up to 32 MiB. Required."""
+        """Batches, 1 to 1,024, together up to 32 MiB. Required."""
 
     def __init__(
         self,
@@ -45,16 +45,18 @@ Global___ScheduleRequest: _TypeAlias = ScheduleRequest  # noqa: Y015
 
 @_typing.final
 class ScheduleItem(_message.Message):
-    """One batch for later."""
+    """One batch to schedule."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
     DELIVER_UNIX_MS_FIELD_NUMBER: _builtins.int
     batch: _builtins.bytes
-    """The batch as for Append; all its messages become visible together. Required."""
+    """The batch, as for Append; all its messages become visible together. Required."""
     deliver_unix_ms: _builtins.int
-    """When, wall clock of the storage node, up to 40 days ahead. Required."""
+    """Delivery time, wall clock of the storage node, milliseconds since the Unix epoch; up to 40 days
+    ahead. Required.
+    """
     def __init__(
         self,
         *,
@@ -103,11 +105,11 @@ class ScheduleOutcome(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def receipt(self) -> Global___ScheduleReceipt:
-        """It is stored, durably, and will be delivered."""
+        """The batch is stored durably and will be delivered."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """It is refused; nothing was written."""
+        """The batch is rejected; nothing was written."""
 
     def __init__(
         self,
@@ -135,11 +137,11 @@ class ScheduleReceipt(_message.Message):
     DELIVER_UNIX_MS_FIELD_NUMBER: _builtins.int
     DUPLICATE_FIELD_NUMBER: _builtins.int
     schedule_id: _builtins.str
-    """Names the batch until it is delivered: broker and a number in hex, joined by `-`."""
+    """Id of the scheduled batch: broker and a number in hex, joined by `-`."""
     deliver_unix_ms: _builtins.int
-    """When it will be delivered."""
+    """Delivery time."""
     duplicate: _builtins.bool
-    """True if an earlier try of the same sequence had stored it."""
+    """True if an earlier attempt with the same sequence has stored the batch."""
     def __init__(
         self,
         *,
@@ -163,7 +165,7 @@ class CancelScheduledRequest(_message.Message):
 
     SCHEDULE_ID_FIELD_NUMBER: _builtins.int
     schedule_id: _builtins.str
-    """Id of the receipt. Required."""
+    """Schedule id of the receipt. Required."""
     def __init__(
         self,
         *,

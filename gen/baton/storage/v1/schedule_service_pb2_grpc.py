@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ScheduleServiceStub:
-    """Messages that are stored now and become visible in their queue later.
+    """Stores messages now that become visible in their queue at a later time.
     """
 
     def __init__(self, channel):
@@ -48,28 +48,28 @@ class ScheduleServiceStub:
 
 
 class ScheduleServiceServicer:
-    """Messages that are stored now and become visible in their queue later.
+    """Stores messages now that become visible in their queue at a later time.
     """
 
     def Schedule(self, request, context):
-        """Stores batches that are delivered to their queues at a time of their own: never early, and
-        exactly once also after a crash. A time that has passed means at once.
+        """Stores batches and delivers each to its queue at its delivery time: never early, and exactly
+        once, also after a crash. A time in the past means at once.
 
-        Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
-        was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
-        or too large, UNAVAILABLE as Append.
+        Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) if the time is more than 40 days ahead;
+        DATA_LOSS (an earlier attempt has stored the batch, and it is damaged). Statuses: INVALID_ARGUMENT
+        if the request is empty or too large, UNAVAILABLE as Append.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelScheduled(self, request, context):
-        """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
-        first one does.
+        """Cancels a scheduled batch. The call returns once the cancellation is safe; a repeated call waits
+        for the same cancellation.
 
-        Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
+        Statuses: NOT_FOUND (NOT_SCHEDULED) if the batch is delivered, cancelled or unknown;
         FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
-        scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: not known whether it is).
+        scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: whether it is cancelled is unknown).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +97,7 @@ def add_ScheduleServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ScheduleService:
-    """Messages that are stored now and become visible in their queue later.
+    """Stores messages now that become visible in their queue at a later time.
     """
 
     @staticmethod

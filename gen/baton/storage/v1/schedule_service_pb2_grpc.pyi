@@ -27,53 +27,53 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ScheduleServiceStub:
-    """Messages that are stored now and become visible in their queue later."""
+    """Stores messages now that become visible in their queue at a later time."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ScheduleServiceAsyncStub: ...
     Schedule: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.ScheduleRequest, _schedule_service_pb2.ScheduleResponse]
-    """Stores batches that are delivered to their queues at a time of their own: never early, and
-    exactly once also after a crash. A time that has passed means at once.
+    """Stores batches and delivers each to its queue at its delivery time: never early, and exactly
+    once, also after a crash. A time in the past means at once.
 
-    Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
-    was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
-    or too large, UNAVAILABLE as Append.
+    Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) if the time is more than 40 days ahead;
+    DATA_LOSS (an earlier attempt has stored the batch, and it is damaged). Statuses: INVALID_ARGUMENT
+    if the request is empty or too large, UNAVAILABLE as Append.
     """
     CancelScheduled: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.CancelScheduledRequest, _schedule_service_pb2.CancelScheduledResponse]
-    """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
-    first one does.
+    """Cancels a scheduled batch. The call returns once the cancellation is safe; a repeated call waits
+    for the same cancellation.
 
-    Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
+    Statuses: NOT_FOUND (NOT_SCHEDULED) if the batch is delivered, cancelled or unknown;
     FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
-    scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: not known whether it is).
+    scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: whether it is cancelled is unknown).
     """
 
 @_typing.type_check_only
 class ScheduleServiceAsyncStub(ScheduleServiceStub):
-    """Messages that are stored now and become visible in their queue later."""
+    """Stores messages now that become visible in their queue at a later time."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Schedule: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.ScheduleRequest, _schedule_service_pb2.ScheduleResponse]  # type: ignore[assignment]
-    """Stores batches that are delivered to their queues at a time of their own: never early, and
-    exactly once also after a crash. A time that has passed means at once.
+    """Stores batches and delivers each to its queue at its delivery time: never early, and exactly
+    once, also after a crash. A time in the past means at once.
 
-    Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
-    was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
-    or too large, UNAVAILABLE as Append.
+    Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) if the time is more than 40 days ahead;
+    DATA_LOSS (an earlier attempt has stored the batch, and it is damaged). Statuses: INVALID_ARGUMENT
+    if the request is empty or too large, UNAVAILABLE as Append.
     """
     CancelScheduled: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.CancelScheduledRequest, _schedule_service_pb2.CancelScheduledResponse]  # type: ignore[assignment]
-    """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
-    first one does.
+    """Cancels a scheduled batch. The call returns once the cancellation is safe; a repeated call waits
+    for the same cancellation.
 
-    Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
+    Statuses: NOT_FOUND (NOT_SCHEDULED) if the batch is delivered, cancelled or unknown;
     FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
-    scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: not known whether it is).
+    scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: whether it is cancelled is unknown).
     """
 
 class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Messages that are stored now and become visible in their queue later."""
+    """Stores messages now that become visible in their queue at a later time."""
 
     @_abc_1.abstractmethod
     def Schedule(
@@ -81,12 +81,12 @@ class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _schedule_service_pb2.ScheduleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_schedule_service_pb2.ScheduleResponse, _abc.Awaitable[_schedule_service_pb2.ScheduleResponse]]:
-        """Stores batches that are delivered to their queues at a time of their own: never early, and
-        exactly once also after a crash. A time that has passed means at once.
+        """Stores batches and delivers each to its queue at its delivery time: never early, and exactly
+        once, also after a crash. A time in the past means at once.
 
-        Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
-        was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
-        or too large, UNAVAILABLE as Append.
+        Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) if the time is more than 40 days ahead;
+        DATA_LOSS (an earlier attempt has stored the batch, and it is damaged). Statuses: INVALID_ARGUMENT
+        if the request is empty or too large, UNAVAILABLE as Append.
         """
 
     @_abc_1.abstractmethod
@@ -95,12 +95,12 @@ class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _schedule_service_pb2.CancelScheduledRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_schedule_service_pb2.CancelScheduledResponse, _abc.Awaitable[_schedule_service_pb2.CancelScheduledResponse]]:
-        """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
-        first one does.
+        """Cancels a scheduled batch. The call returns once the cancellation is safe; a repeated call waits
+        for the same cancellation.
 
-        Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
+        Statuses: NOT_FOUND (NOT_SCHEDULED) if the batch is delivered, cancelled or unknown;
         FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
-        scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: not known whether it is).
+        scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: whether it is cancelled is unknown).
         """
 
 def add_ScheduleServiceServicer_to_server(servicer: ScheduleServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

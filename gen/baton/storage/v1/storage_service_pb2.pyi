@@ -29,33 +29,35 @@ class _Durability:
 class _DurabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Durability.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DURABILITY_UNSPECIFIED: _Durability.ValueType  # 0
-    """Not set; the server's default, which is DURABILITY_FSYNCED, and on a broker with replicas the
-    whole in-sync set however large it is.
+    """Not set: the default of the broker. Without replicas it follows the setting `flush`:
+    DURABILITY_FSYNCED or, with `async`, DURABILITY_MEMORY. With replicas it waits for the whole
+    in-sync set, whatever its size.
     """
     DURABILITY_MEMORY: _Durability.ValueType  # 1
     """In the page cache of one node: survives kill -9, not a power cut."""
     DURABILITY_FSYNCED: _Durability.ValueType  # 2
-    """On the disk of one node. A broker with replicas answers only once the whole in-sync set has it:
-    so that no failover loses it.
+    """On the disk of one node. A broker with replicas answers only once the whole in-sync set has the
+    message on disk, so that no failover loses it.
     """
     DURABILITY_REPLICATED: _Durability.ValueType  # 3
-    """On the disk of the in-sync set, of two members at least."""
+    """On the disks of the whole in-sync set, which has at least two members."""
 
 class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
     """How safe a message is."""
 
 DURABILITY_UNSPECIFIED: Durability.ValueType  # 0
-"""Not set; the server's default, which is DURABILITY_FSYNCED, and on a broker with replicas the
-whole in-sync set however large it is.
+"""Not set: the default of the broker. Without replicas it follows the setting `flush`:
+DURABILITY_FSYNCED or, with `async`, DURABILITY_MEMORY. With replicas it waits for the whole
+in-sync set, whatever its size.
 """
 DURABILITY_MEMORY: Durability.ValueType  # 1
 """In the page cache of one node: survives kill -9, not a power cut."""
 DURABILITY_FSYNCED: Durability.ValueType  # 2
-"""On the disk of one node. A broker with replicas answers only once the whole in-sync set has it:
-so that no failover loses it.
+"""On the disk of one node. A broker with replicas answers only once the whole in-sync set has the
+message on disk, so that no failover loses it.
 """
 DURABILITY_REPLICATED: Durability.ValueType  # 3
-"""On the disk of the in-sync set, of two members at least."""
+"""On the disks of the whole in-sync set, which has at least two members."""
 Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
 class _DiskState:
@@ -69,13 +71,13 @@ class _DiskStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DiskState.V
     DISK_STATE_OK: _DiskState.ValueType  # 1
     """Below every watermark."""
     DISK_STATE_WARN: _DiskState.ValueType  # 2
-    """Above the first watermark: worth a look."""
+    """Above the first watermark; no action."""
     DISK_STATE_CLEAN: _DiskState.ValueType  # 3
     """Expired segments are removed at any hour."""
     DISK_STATE_CLEAN_FORCIBLY: _DiskState.ValueType  # 4
-    """The oldest segments are removed although they have not expired."""
+    """The oldest segments are removed even if they have not expired."""
     DISK_STATE_FULL: _DiskState.ValueType  # 5
-    """Writes are refused with DISK_FULL; everything else goes on."""
+    """Writes are rejected with DISK_FULL; all other calls are served."""
 
 class DiskState(_DiskState, metaclass=_DiskStateEnumTypeWrapper):
     """How full the disk is."""
@@ -85,13 +87,13 @@ DISK_STATE_UNSPECIFIED: DiskState.ValueType  # 0
 DISK_STATE_OK: DiskState.ValueType  # 1
 """Below every watermark."""
 DISK_STATE_WARN: DiskState.ValueType  # 2
-"""Above the first watermark: worth a look."""
+"""Above the first watermark; no action."""
 DISK_STATE_CLEAN: DiskState.ValueType  # 3
 """Expired segments are removed at any hour."""
 DISK_STATE_CLEAN_FORCIBLY: DiskState.ValueType  # 4
-"""The oldest segments are removed although they have not expired."""
+"""The oldest segments are removed even if they have not expired."""
 DISK_STATE_FULL: DiskState.ValueType  # 5
-"""Writes are refused with DISK_FULL; everything else goes on."""
+"""Writes are rejected with DISK_FULL; all other calls are served."""
 Global___DiskState: _TypeAlias = DiskState  # noqa: Y015
 
 @_typing.final
@@ -103,13 +105,12 @@ class AppendRequest(_message.Message):
     BATCHES_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     durability: Global___Durability.ValueType
-    """Answer once this is reached. Should a follower fall out of the in-sync set while the call waits, a
-    receipt says DURABILITY_FSYNCED though DURABILITY_REPLICATED was asked for: the message is stored,
-    and receipts don't lie.
+    """Durability to wait for. If a follower leaves the in-sync set while the call waits, the receipt of a
+    request for DURABILITY_REPLICATED may say DURABILITY_FSYNCED: it states what was reached.
     """
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Encoded batches, 1 to 1,024, each up to 8 MiB, all together up to 32 MiB. Required."""
+        """Encoded batches, 1 to 1,024, each up to 8 MiB, together up to 32 MiB. Required."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class AppendOutcome(_message.Message):
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """The batch is refused; nothing was written."""
+        """The batch is rejected; nothing was written."""
 
     def __init__(
         self,
@@ -195,15 +196,15 @@ class AppendReceipt(_message.Message):
     first_offset: _builtins.int
     """Queue offset of the first message of the batch; the others follow without gaps."""
     position: _builtins.int
-    """Physical position of the batch in the commit log, in bytes. Together with the broker and an
-    index it is the message id.
+    """Position of the batch in the commit log, in bytes. Broker, position and index in the batch form
+    the message id.
     """
     store_unix_ms: _builtins.int
     """Store time of the batch, wall clock of the storage node."""
     durability: Global___Durability.ValueType
-    """The durability that was really reached."""
+    """The durability that was reached."""
     duplicate: _builtins.bool
-    """True if the batch was stored by an earlier try of the same sequence."""
+    """True if an earlier attempt with the same sequence has stored the batch."""
     def __init__(
         self,
         *,
@@ -241,44 +242,45 @@ class PullRequest(_message.Message):
     OFFSETS_SET_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """First offset wanted, in messages, 0-based."""
+    """First offset to read, in messages, 0-based."""
     token: _builtins.int
-    """Token of the grant under which the caller owns the queue. 0 for groups whose queues nobody owns:
-    broadcasting ones, and those with ownership off; nothing is recorded for them.
+    """Fencing token of the grant under which the caller owns the queue. 0 for groups without queue
+    owners (broadcasting, or ownership off); no delivery is recorded for them.
     """
     pull_id: _builtins.int
-    """Chosen by the caller and returned, so that it can drop the answer of an abandoned pull."""
+    """Chosen by the caller and returned, so that it can drop the response to an abandoned pull."""
     expression: _builtins.str
     """Filter: `*` or empty for all, tags separated by `||`, or `sql:`, a space and a condition on
-    properties (docs/reference/filters.md); at most 2,048 characters. A condition is tested on a bounded number
-    of messages: an answer without batches whose `next_offset` has moved is no sign of the end.
+    properties (docs/reference/filters.md); at most 2,048 characters. One call tests a condition on a
+    bounded number of messages: a response without batches and with a greater `next_offset` does not
+    mean that the queue has no further messages.
     """
     bytes_max: _builtins.int
-    """Stop reading at about this many bytes, 1 to 4 MiB; 0 means 1 MiB. The first batch always fits."""
+    """Approximate maximum of bytes, 1 to 4 MiB; 0 means 1 MiB. The first batch always fits."""
     messages_max: _builtins.int
-    """Deliver at most this many messages that pass the filter, 1 to 65,535; 0 means 1,000. With a
-    filter more offsets may be scanned, and recorded, up to 16,384.
+    """Maximum number of messages that pass the filter, 1 to 65,535; 0 means 1,000. With a filter, more
+    offsets may be scanned and recorded, up to 16,384.
     """
     hold_ms: _builtins.int
-    """Hold the call this long if there is nothing, 0 to 30,000 ms; 0 answers at once."""
+    """Maximum time to wait for a message (long poll), 0 to 30,000 ms; 0 answers at once."""
     offsets_epoch: _builtins.int
-    """Highest epoch of `offsets_set` the caller has seen; 0 for none."""
+    """Highest epoch of `offsets_set` that the caller has seen; 0 for none."""
     subscription_generation: _builtins.int
     """Generation of the group's subscription that `expression` belongs to."""
     offsets_set: _builtins.str
-    """Replica set of offsets that keeps the group, as far as the caller knows; empty if there is but
-    one. If storage knows of another one, `offsets_epoch` says nothing.
+    """Replica set of offsets that keeps the group, as the caller knows it; empty if there is only one.
+    If storage knows that another set keeps the group, it ignores `offsets_epoch`.
     """
     client_id: _builtins.str
-    """Who pulls; only told in events, never trusted. May be empty."""
+    """Client id of the caller, for metric events only; it is not verified. May be empty."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
 
     @_builtins.property
     def progress(self) -> _offsets_service_pb2.Acks:
-        """Acks that ride along, as in a Commit of the same queue and token; unset for none. They are
-        taken with the delivery of this pull; if it finds nothing they are not taken.
+        """Acknowledgements to commit with the delivery of this pull, as in a Commit of the same queue and
+        token; unset for none. If the pull finds no message at once, they are not committed.
         """
 
     def __init__(
@@ -327,35 +329,35 @@ class PullResponse(_message.Message):
     pull_id: _builtins.int
     """`pull_id` of the request."""
     next_offset: _builtins.int
-    """One past the last offset scanned: where to pull next."""
+    """Offset after the last scanned one: pull from here next."""
     queue_first_offset: _builtins.int
-    """First offset the queue still holds."""
+    """First offset that the queue still has."""
     queue_next_offset: _builtins.int
-    """Next offset the queue will assign."""
+    """Next offset that the queue will assign."""
     offsets_epoch: _builtins.int
     """Epoch of offsets that recorded the delivery; 0 if nothing was recorded."""
     filtered_count: _builtins.int
-    """Messages in [offset, next_offset) that the filter dropped."""
+    """Messages in [offset, next_offset) that did not pass the filter."""
     lost_count: _builtins.int
-    """Messages in [offset, next_offset) that retention had removed before the group had read them."""
+    """Messages in [offset, next_offset) that retention removed before the group read them."""
     progress_taken: _builtins.bool
-    """True if `progress` of the request was taken: durable, as after a Commit. A follower takes none."""
+    """True if `progress` of the request was committed, durably, as by a Commit. Followers never commit."""
     next_node_id: _builtins.str
-    """Node id from which to pull next; empty for the leader. A follower is named to those who are so far
-    behind that the leader would have to read from its disk, and while there is no leader.
+    """Node id to pull from next; empty for the leader. It is a follower if the consumer lags so far
+    behind that the leader would have to read from its disk, or if there is no leader.
     """
     offsets_set: _builtins.str
-    """Replica set of offsets whose epoch `offsets_epoch` is; empty if there is but one."""
+    """Replica set of offsets to which `offsets_epoch` belongs; empty if there is only one."""
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Stored batches that hold at least one message that passes the filter, whole and as they are
-        in the log, ascending. The first may start before `offset` and the last may end after
-        `next_offset`: only messages in [offset, next_offset) were delivered.
+        """Stored batches with at least one message that passes the filter: whole, as they are in the log,
+        ascending. The first may start before `offset` and the last may end after `next_offset`: only
+        messages in [offset, next_offset) were delivered.
         """
 
     @_builtins.property
     def redelivered(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Offsets in [offset, next_offset) that an earlier holder may have started."""
+        """Offsets in [offset, next_offset) that an earlier owner may have started."""
 
     def __init__(
         self,
@@ -443,7 +445,7 @@ class QueryOffsetsOutcome(_message.Message):
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """The queue is not here."""
+        """Why the offsets are unknown."""
 
     def __init__(
         self,
@@ -471,11 +473,11 @@ class QueueOffsets(_message.Message):
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     TOPIC_ID_FIELD_NUMBER: _builtins.int
     first_offset: _builtins.int
-    """First offset still held, in messages."""
+    """First offset that the queue still has, in messages."""
     next_offset: _builtins.int
-    """Next offset to be assigned, counting only what is durable and visible to consumers."""
+    """Offset after the last message that is durable and visible to consumers."""
     topic_id: _builtins.int
-    """Id of the topic; a later topic of the name has a greater one."""
+    """Id of the topic; a later topic with the same name has a greater id."""
     def __init__(
         self,
         *,
@@ -530,29 +532,31 @@ class DescribeResponse(_message.Message):
     broker: _builtins.str
     """Broker (replica set) name."""
     first_position: _builtins.int
-    """Physical position of the oldest byte kept."""
+    """Position of the oldest byte of the log."""
     next_position: _builtins.int
-    """Physical position after the last byte written."""
+    """Position after the last byte written."""
     synced_position: _builtins.int
-    """Physical position up to which the log is durable."""
+    """Position up to which the log is synced to this node's disk."""
     queue_count: _builtins.int
     """Number of queues."""
     long_poll_count: _builtins.int
-    """Number of parked pulls."""
+    """Number of long polls: pulls that wait for messages."""
     appended_count: _builtins.int
     """Messages appended since the node started."""
     disk_state: Global___DiskState.ValueType
     """State of the disk."""
     disk_used_percent: _builtins.float
-    """Space in use on the file system of the log, in percent, 0 to 100."""
+    """Used share of the file system of the log, in percent, 0 to 100."""
     disk_seconds_until_full: _builtins.int
-    """Seconds until the disk is full at the rate of the last minutes; 0 if that is not in sight."""
+    """Estimated seconds until the disk is full, at the growth rate of the last 5 minutes; 0 if that is
+    not in sight.
+    """
     scheduled_count: _builtins.int
-    """Messages that wait for their time."""
+    """Scheduled batches that are not delivered yet."""
     scrubbed_position: _builtins.int
-    """Physical position up to which the background scrub has checked the log in its present round."""
+    """Position that the background scrub has reached in its current round."""
     damaged_batch_count: _builtins.int
-    """Batches that failed their checksum since the node started."""
+    """Damaged batches and indexes found since the node started."""
     def __init__(
         self,
         *,

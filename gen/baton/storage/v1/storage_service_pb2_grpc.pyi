@@ -27,113 +27,117 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StorageServiceStub:
-    """Keeps the bytes: one commit log per node, one consume queue per (topic, queue)."""
+    """Stores messages: one commit log per node, one consume queue per queue of a topic."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StorageServiceAsyncStub: ...
     Append: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.AppendRequest, _storage_service_pb2.AppendResponse]
-    """Appends batches, in the format of docs/reference/format.md, and answers once each has reached the
-    durability asked for. Every batch has its own outcome, in request order: an outcome of one
-    batch says nothing about the others.
+    """Appends batches, in the format of docs/reference/format.md. The call returns once each stored
+    batch has reached the requested durability. Every batch has its own outcome, in request order; the
+    outcome of one batch says nothing about the others.
 
     Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED, INVALID_NAME), NOT_FOUND
     (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
-    DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
-    known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
-    than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
-    large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
-    it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, and from a
-    leader that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
-    while it was at work on the call: not known.
+    DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: it
+    is unknown whether the topic exists; NOT_ENOUGH_REPLICAS: fewer replicas are in sync than
+    `min_in_sync`, or than two for DURABILITY_REPLICATED).
+
+    Statuses: INVALID_ARGUMENT if the request is empty or too large. UNAVAILABLE (NOT_SERVING) while
+    starting or draining, and once the disk has failed: then it is unknown what was stored.
+    UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, or a leader with a possibly expired lease:
+    nothing was stored. UNAVAILABLE (UNREACHABLE) if the leader lost its lease during the call: it is
+    unknown what was stored.
     """
     Pull: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.PullRequest, _storage_service_pb2.PullResponse]
-    """Reads stored batches from `offset`, records the delivery at offsets under `token`, and only
-    then answers. With nothing to read the call is held up to `hold_ms` and woken by the next
-    append. A reply without batches whose `next_offset` is past `offset` means that everything
-    between was filtered, or is no longer kept: see `lost_count`.
+    """Reads stored batches from `offset` on, records the delivery at offsets under `token`, and only
+    then answers. If there is no message, the call waits up to `hold_ms` for the next append (long
+    poll). A response without batches but with `next_offset` above `offset` means that all
+    messages between were filtered out, or are no longer kept: see `lost_count`.
 
-    Followers answer too, with what the whole in-sync set has. One whose leader is there does not hold
-    the call. One that lags behind `offset` refuses with NOT_LEADER.
+    Followers answer too, with the messages that the whole in-sync set has. A follower that has a
+    leader answers at once. A follower with a log that ends before `offset` rejects the call: NOT_LEADER.
 
     Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
     QUEUE_NOT_FOUND, GROUP_NOT_FOUND for a pull without token), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG),
     FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP, BEYOND_DELIVERED,
-    PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many calls are held), UNAVAILABLE
+    PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many long polls), UNAVAILABLE
     (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING), DATA_LOSS (a stored checksum does not match).
     """
     QueryOffsets: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.QueryOffsetsRequest, _storage_service_pb2.QueryOffsetsResponse]
-    """First and next offset of queues.
+    """Returns first and next offsets of queues.
 
     The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of the topic that
-    the answer goes by; of several topics the lowest, and 0 if one is not known. Once a queue takes no
-    more messages by that revision, its next offset in the answer is final.
+    this node used for the answer; the lowest one of several topics, and 0 if a topic is not known. If
+    a queue accepts no more messages at that revision, its next offset in the answer is final.
 
     Item errors: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND,
     QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     Statuses: INVALID_ARGUMENT if the request is empty or too large.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.DescribeRequest, _storage_service_pb2.DescribeResponse]
-    """What this node is and holds; for `baton cluster status`.
+    """Returns the state of this node; for `baton cluster status`.
 
     Statuses: UNAVAILABLE while starting.
     """
 
 @_typing.type_check_only
 class StorageServiceAsyncStub(StorageServiceStub):
-    """Keeps the bytes: one commit log per node, one consume queue per (topic, queue)."""
+    """Stores messages: one commit log per node, one consume queue per queue of a topic."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Append: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.AppendRequest, _storage_service_pb2.AppendResponse]  # type: ignore[assignment]
-    """Appends batches, in the format of docs/reference/format.md, and answers once each has reached the
-    durability asked for. Every batch has its own outcome, in request order: an outcome of one
-    batch says nothing about the others.
+    """Appends batches, in the format of docs/reference/format.md. The call returns once each stored
+    batch has reached the requested durability. Every batch has its own outcome, in request order; the
+    outcome of one batch says nothing about the others.
 
     Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED, INVALID_NAME), NOT_FOUND
     (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
-    DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
-    known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
-    than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
-    large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
-    it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, and from a
-    leader that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
-    while it was at work on the call: not known.
+    DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: it
+    is unknown whether the topic exists; NOT_ENOUGH_REPLICAS: fewer replicas are in sync than
+    `min_in_sync`, or than two for DURABILITY_REPLICATED).
+
+    Statuses: INVALID_ARGUMENT if the request is empty or too large. UNAVAILABLE (NOT_SERVING) while
+    starting or draining, and once the disk has failed: then it is unknown what was stored.
+    UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, or a leader with a possibly expired lease:
+    nothing was stored. UNAVAILABLE (UNREACHABLE) if the leader lost its lease during the call: it is
+    unknown what was stored.
     """
     Pull: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.PullRequest, _storage_service_pb2.PullResponse]  # type: ignore[assignment]
-    """Reads stored batches from `offset`, records the delivery at offsets under `token`, and only
-    then answers. With nothing to read the call is held up to `hold_ms` and woken by the next
-    append. A reply without batches whose `next_offset` is past `offset` means that everything
-    between was filtered, or is no longer kept: see `lost_count`.
+    """Reads stored batches from `offset` on, records the delivery at offsets under `token`, and only
+    then answers. If there is no message, the call waits up to `hold_ms` for the next append (long
+    poll). A response without batches but with `next_offset` above `offset` means that all
+    messages between were filtered out, or are no longer kept: see `lost_count`.
 
-    Followers answer too, with what the whole in-sync set has. One whose leader is there does not hold
-    the call. One that lags behind `offset` refuses with NOT_LEADER.
+    Followers answer too, with the messages that the whole in-sync set has. A follower that has a
+    leader answers at once. A follower with a log that ends before `offset` rejects the call: NOT_LEADER.
 
     Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
     QUEUE_NOT_FOUND, GROUP_NOT_FOUND for a pull without token), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG),
     FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP, BEYOND_DELIVERED,
-    PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many calls are held), UNAVAILABLE
+    PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many long polls), UNAVAILABLE
     (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING), DATA_LOSS (a stored checksum does not match).
     """
     QueryOffsets: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.QueryOffsetsRequest, _storage_service_pb2.QueryOffsetsResponse]  # type: ignore[assignment]
-    """First and next offset of queues.
+    """Returns first and next offsets of queues.
 
     The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of the topic that
-    the answer goes by; of several topics the lowest, and 0 if one is not known. Once a queue takes no
-    more messages by that revision, its next offset in the answer is final.
+    this node used for the answer; the lowest one of several topics, and 0 if a topic is not known. If
+    a queue accepts no more messages at that revision, its next offset in the answer is final.
 
     Item errors: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND,
     QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     Statuses: INVALID_ARGUMENT if the request is empty or too large.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.DescribeRequest, _storage_service_pb2.DescribeResponse]  # type: ignore[assignment]
-    """What this node is and holds; for `baton cluster status`.
+    """Returns the state of this node; for `baton cluster status`.
 
     Statuses: UNAVAILABLE while starting.
     """
 
 class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Keeps the bytes: one commit log per node, one consume queue per (topic, queue)."""
+    """Stores messages: one commit log per node, one consume queue per queue of a topic."""
 
     @_abc_1.abstractmethod
     def Append(
@@ -141,19 +145,21 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _storage_service_pb2.AppendRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_storage_service_pb2.AppendResponse, _abc.Awaitable[_storage_service_pb2.AppendResponse]]:
-        """Appends batches, in the format of docs/reference/format.md, and answers once each has reached the
-        durability asked for. Every batch has its own outcome, in request order: an outcome of one
-        batch says nothing about the others.
+        """Appends batches, in the format of docs/reference/format.md. The call returns once each stored
+        batch has reached the requested durability. Every batch has its own outcome, in request order; the
+        outcome of one batch says nothing about the others.
 
         Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED, INVALID_NAME), NOT_FOUND
         (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
-        DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
-        known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
-        than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
-        large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
-        it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, and from a
-        leader that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
-        while it was at work on the call: not known.
+        DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: it
+        is unknown whether the topic exists; NOT_ENOUGH_REPLICAS: fewer replicas are in sync than
+        `min_in_sync`, or than two for DURABILITY_REPLICATED).
+
+        Statuses: INVALID_ARGUMENT if the request is empty or too large. UNAVAILABLE (NOT_SERVING) while
+        starting or draining, and once the disk has failed: then it is unknown what was stored.
+        UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, or a leader with a possibly expired lease:
+        nothing was stored. UNAVAILABLE (UNREACHABLE) if the leader lost its lease during the call: it is
+        unknown what was stored.
         """
 
     @_abc_1.abstractmethod
@@ -162,18 +168,18 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _storage_service_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_storage_service_pb2.PullResponse, _abc.Awaitable[_storage_service_pb2.PullResponse]]:
-        """Reads stored batches from `offset`, records the delivery at offsets under `token`, and only
-        then answers. With nothing to read the call is held up to `hold_ms` and woken by the next
-        append. A reply without batches whose `next_offset` is past `offset` means that everything
-        between was filtered, or is no longer kept: see `lost_count`.
+        """Reads stored batches from `offset` on, records the delivery at offsets under `token`, and only
+        then answers. If there is no message, the call waits up to `hold_ms` for the next append (long
+        poll). A response without batches but with `next_offset` above `offset` means that all
+        messages between were filtered out, or are no longer kept: see `lost_count`.
 
-        Followers answer too, with what the whole in-sync set has. One whose leader is there does not hold
-        the call. One that lags behind `offset` refuses with NOT_LEADER.
+        Followers answer too, with the messages that the whole in-sync set has. A follower that has a
+        leader answers at once. A follower with a log that ends before `offset` rejects the call: NOT_LEADER.
 
         Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
         QUEUE_NOT_FOUND, GROUP_NOT_FOUND for a pull without token), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG),
         FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP, BEYOND_DELIVERED,
-        PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many calls are held), UNAVAILABLE
+        PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many long polls), UNAVAILABLE
         (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING), DATA_LOSS (a stored checksum does not match).
         """
 
@@ -183,11 +189,11 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _storage_service_pb2.QueryOffsetsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_storage_service_pb2.QueryOffsetsResponse, _abc.Awaitable[_storage_service_pb2.QueryOffsetsResponse]]:
-        """First and next offset of queues.
+        """Returns first and next offsets of queues.
 
         The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of the topic that
-        the answer goes by; of several topics the lowest, and 0 if one is not known. Once a queue takes no
-        more messages by that revision, its next offset in the answer is final.
+        this node used for the answer; the lowest one of several topics, and 0 if a topic is not known. If
+        a queue accepts no more messages at that revision, its next offset in the answer is final.
 
         Item errors: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND,
         QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
@@ -200,7 +206,7 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _storage_service_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_storage_service_pb2.DescribeResponse, _abc.Awaitable[_storage_service_pb2.DescribeResponse]]:
-        """What this node is and holds; for `baton cluster status`.
+        """Returns the state of this node; for `baton cluster status`.
 
         Statuses: UNAVAILABLE while starting.
         """

@@ -11,7 +11,7 @@ import pytest
 
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import CreatedTopic
-from batonmq.cli.benchmark import BenchLoad, BenchResult, departures, own_topic, percentiles_ms
+from batonmq.cli.benchmark import BenchLoad, BenchResult, due_times, percentiles_ms, temporary_topic
 from batonmq.errors import TopicNotFound
 
 
@@ -35,14 +35,14 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 def test_with_a_rate_every_departure_is_set_whatever_the_time_is() -> None:
     for step_s in (0.0, 100.0):  # nothing delays, or everything does
-        times = list(departures(BenchLoad(per_s=4, count=5), _Watch(step_s)))
+        times = list(due_times(BenchLoad(per_s=4, count=5), _Watch(step_s)))
         assert [time - times[0] for time in times if time and times[0]] == [0, 0.25, 0.5, 0.75, 1]
-    assert len(list(departures(BenchLoad(per_s=4, seconds=3), _Watch(0)))) == 12
+    assert len(list(due_times(BenchLoad(per_s=4, seconds=3), _Watch(0)))) == 12
 
 
 def test_without_a_rate_they_leave_at_once_until_the_count_or_the_time() -> None:
-    assert list(departures(BenchLoad(count=3), _Watch(100))) == [None] * 3
-    assert list(departures(BenchLoad(seconds=2), _Watch(0.5))) == [None] * 3
+    assert list(due_times(BenchLoad(count=3), _Watch(100))) == [None] * 3
+    assert list(due_times(BenchLoad(seconds=2), _Watch(0.5))) == [None] * 3
 
 
 def test_rates_follow_from_count_and_time() -> None:
@@ -67,7 +67,7 @@ class _Interrupted(Admin):
 async def test_an_interrupted_creation_leaves_no_topic(nameserver: str) -> None:
     async with _Interrupted(nameserver) as admin:
         with pytest.raises(asyncio.CancelledError):
-            async with own_topic(admin, "interrupted", 1, keep=False):
+            async with temporary_topic(admin, "interrupted", 1, keep=False):
                 raise AssertionError("it went on")
         with pytest.raises(TopicNotFound):
             await admin.delete_topic("interrupted")
