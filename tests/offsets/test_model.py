@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         self.in_hand: set[int] = set()
         """Offsets that the holder may have started under the current token."""
         self.must_flag: set[int] = set()
-        """Offsets that were started under an earlier token, as its owner reported, or acked. So were
+        """Offsets that were started under an earlier token, as its owner reported, or acked. And
         offsets that a reset made unacked."""
 
     @property
