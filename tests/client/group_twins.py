@@ -102,9 +102,9 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
         self.group.generation += 1
         places = {m.incarnation.client_id: n for n, m in enumerate(self.group.members, 1)}
         owners = [places.get(self.deal.get(q, ""), 0) for q in range(self.queue_count)]
-        dealt = nameserver_pb.BrokerAssignment(broker=BROKER, member_numbers=owners)
+        assignment = nameserver_pb.BrokerAssignment(broker=BROKER, member_numbers=owners)
         del self.group.assignments[:]
-        self.group.assignments.add(topic=TOPIC, brokers=[dealt])
+        self.group.assignments.add(topic=TOPIC, brokers=[assignment])
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

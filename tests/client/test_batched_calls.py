@@ -213,7 +213,7 @@ async def acquired(calls: BatchedCalls, queue_id: int) -> int | BatonError:
 
 async def test_requests_of_one_moment_share_an_acquire_and_get_their_own_outcomes() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
-        lockmgr.answer({0: 70, 1: Held("somebody has it"), 2: 72})
+        lockmgr.answer({0: 70, 1: Held("another member owns it"), 2: 72})
         asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in range(3)]
         outcomes = [await task for task in asked]
         assert [outcomes[0], type(outcomes[1]), outcomes[2]] == [70, Held, 72]

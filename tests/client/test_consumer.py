@@ -228,7 +228,11 @@ async def test_queues_that_stay_keep_their_tokens_while_members_join_and_leave(
             await until(lambda: len(at.handled) == 100)
         await until(lambda: len(a.assignment) == 8)
         for queue in kept:
-            events = [event.kind for who, event in at.events if who == "a" and event.queue == queue]
+            events = [
+                event.kind
+                for client_id, event in at.events
+                if client_id == "a" and event.queue == queue
+            ]
             assert events == ["granted"]
         assert_once_and_in_order(at, numbers(100))
 
@@ -345,7 +349,7 @@ async def take_token(at: Scene) -> None:
             items=[
                 offsets_pb.FenceItem(
                     queue=lock.queue,
-                    attempt="of-nobody",
+                    attempt="unknown",
                     expected_token=lock.token,
                     condition=offsets_pb.FENCE_CONDITION_FORCED,
                     forced_by="test",

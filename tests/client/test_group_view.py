@@ -29,7 +29,7 @@ def record(members: list[str], owners: dict[QueueRef, str]) -> pb.Group:
     """Return a record that assigns queues by `owners`; names that are no members get none."""
     places = {client_id: place for place, client_id in enumerate(members, 1)}
 
-    def dealt(topic: str, broker: str) -> pb.BrokerAssignment:
+    def assignment_of(topic: str, broker: str) -> pb.BrokerAssignment:
         mine = [q for q in QUEUES if (q.topic, q.broker) == (topic, broker)]
         return pb.BrokerAssignment(
             broker=broker, member_numbers=[places.get(owners.get(queue, ""), 0) for queue in mine]
@@ -42,7 +42,8 @@ def record(members: list[str], owners: dict[QueueRef, str]) -> pb.Group:
         subscriptions=[pb.Subscription(topic=topic, expression="*") for topic in TOPICS],
         subscription_generation=3,
         assignments=[
-            pb.TopicAssignment(topic=t, brokers=[dealt(t, b) for b in BROKERS]) for t in TOPICS
+            pb.TopicAssignment(topic=t, brokers=[assignment_of(t, b) for b in BROKERS])
+            for t in TOPICS
         ],
     )
 

@@ -112,7 +112,7 @@ async def wait_for_held_pulls(at: Twins, *queues: int) -> None:
 
 async def test_consumer_acquires_the_queues_that_are_assigned_to_it_and_no_others() -> None:
     async with twins(4) as at, running_consumer(at) as running:
-        at.nameserver.give("somebody", [0])
+        at.nameserver.give("other", [0])
         at.nameserver.give("a", [1, 3])
         await wait_for_held_pulls(at, 1, 3)
         assert running.queues() == {1, 3}

@@ -153,7 +153,7 @@ async def test_commit_of_an_unknown_queue_or_offset_is_refused_and_changes_nothi
     async with unowned_group(nameserver, 1) as at, puller(at) as pulling:
         await at.send(numbers(3))
         (queue,) = await pulling.queues(at.topic)
-        for unknown in (QueueRef(at.topic, queue.broker, 9), QueueRef(at.topic, "nobody", 0)):
+        for unknown in (QueueRef(at.topic, queue.broker, 9), QueueRef(at.topic, "unknown", 0)):
             with pytest.raises(QueueNotFound) as refused:
                 await pulling.commit({queue: 1, unknown: 0})
             assert "queues()" in refused.value.remedy

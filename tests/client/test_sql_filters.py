@@ -27,7 +27,7 @@ from batonmq_server.testing import MemoryBroker
 from tests.client.group import QUICK, Scene, handle_all, scene
 from tests.support.waiting import until
 
-NOBODY = "127.0.0.1:1"
+NO_SERVER = "127.0.0.1:1"
 
 
 async def send(at: Scene, *prices: int | None) -> None:
@@ -133,9 +133,9 @@ async def test_members_with_a_condition_and_with_tags_conflict_with_the_differen
 
 async def test_invalid_condition_is_refused_before_any_call() -> None:
     with pytest.raises(BadExpression, match="column 11: 'x' where"):
-        Consumer(NOBODY, "g", {"orders": "sql: a > 5x"})
+        Consumer(NO_SERVER, "g", {"orders": "sql: a > 5x"})
     with pytest.raises(BadExpression, match="the end where"):
-        Puller(NOBODY, filters={"orders": "sql: a >"})
+        Puller(NO_SERVER, filters={"orders": "sql: a >"})
 
 
 async def _create_unowned(at: Scene) -> None:
