@@ -351,7 +351,7 @@ def test_files_are_looked_at_before_anything_starts(node: Security) -> None:
 @pytest.mark.parametrize(
     ("settings", "reach"),
     [
-        ({}, "this machine, at loopback only"),
+        ({}, "this machine (loopback only)"),
         ({"insecure_network": "true"}, "this network"),
     ],
 )
@@ -362,7 +362,7 @@ async def test_a_server_without_tls_says_so_aloud(
     with caplog.at_level(logging.WARNING):
         assert listen(server, settings_of(**settings))
     (told,) = caplog.messages
-    assert told.startswith(f"TLS IS OFF: whoever is on {reach}")
+    assert told.startswith(f"TLS IS OFF: every program on {reach}")
     await server.stop(None)
 
 
