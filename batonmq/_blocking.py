@@ -1,8 +1,8 @@
-"""The clients for code without asyncio: the same ones, in an event loop of their own.
+"""Clients for programs without asyncio: each wraps a client of the same name.
 
-Each object runs one event loop in one thread. Calls from any thread are handed over to it and
-waited for. An error that leaves the block leaves the client in the loop as well, which ends as it
-does without threads.
+Each object runs the wrapped client in an event loop in a thread of its own. A call in any thread
+runs there, and the caller waits for its result. An error that leaves the `with` block also leaves
+the block of the wrapped client, which then closes as it does in asyncio.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class _LoopThread:
-    """An event loop in a thread."""
+    """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -49,14 +49,20 @@ class _LoopThread:
 
     @property
     def open(self) -> bool:
-        """Whether calls are done."""
+        """Whether the loop runs."""
         return self._loop is not None and not self._loop.is_closed()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, done in the loop."""
+        """Run `work` in the loop and return its result.
+
+        Raises:
+            Unreachable: the loop does not run.
+        """
         if self._loop is None or self._loop.is_closed():
             work.close()
-            raise Unreachable("it is not open")
+            raise Unreachable(
+                "the client is not open", remedy="Use the client inside of its with block."
+            )
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def stop(self) -> None:
@@ -70,8 +76,11 @@ class _LoopThread:
         await self._stop.wait()
 
 
-class _Life:
-    """Enters and leaves an async context manager in one task of the loop, as it has to be."""
+class _ClientContext:
+    """Enters and leaves the block of a client in one task of the loop.
+
+    The client's TaskGroup requires that one task does both.
+    """
 
     def __init__(self, thread: _LoopThread, context: AbstractAsyncContextManager[Any]) -> None:
         self._thread, self._context = thread, context
@@ -88,7 +97,7 @@ class _Life:
             raise
 
     def close(self, error: BaseException | None) -> None:
-        """Leave by `error`, which is the caller's to raise, if there is one."""
+        """Leave the block, by `error` if it is not None; the caller raises the error itself."""
         try:
             self._thread.call(self._close(error))
         finally:
@@ -127,7 +136,7 @@ class _Life:
 
 
 class BlockingProducer:
-    """See `Producer`; a context manager whose calls block. Safe to share between threads."""
+    """A `Producer` whose calls block. Use it as a context manager; threads may share it."""
 
     def __init__(self, nameserver: str, settings: ProducerSettings | None = None) -> None:
         self._thread = _LoopThread()
@@ -135,8 +144,8 @@ class BlockingProducer:
 
     def __enter__(self) -> Self:
         self._producer = self._make()
-        self._life = _Life(self._thread, self._producer)
-        self._life.open()
+        self._context = _ClientContext(self._thread, self._producer)
+        self._context.open()
         return self
 
     def __exit__(
@@ -145,7 +154,7 @@ class BlockingProducer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._life.close(error)
+        self._context.close(error)
 
     @overload
     def send(
@@ -220,15 +229,16 @@ class BlockingProducer:
         self._thread.call(self._producer.flush())
 
     def close(self) -> None:
-        """See `Producer.close`; after the block there is nothing left to do."""
+        """See `Producer.close`; does nothing after the block."""
         if self._thread.open:
             self._thread.call(self._producer.close())
 
 
 class BlockingConsumer:
-    """See `Consumer`; a context manager. Iterate over it in one thread, or hand `run` a function.
+    """A `Consumer` whose calls block. Use it as a context manager.
 
-    All of it can be used from any thread while the block runs.
+    Iterate over it in one thread, or pass a handler to `run`. All other methods may be called in
+    any thread while the block runs. Arguments and errors are those of `Consumer`.
     """
 
     def __init__(
@@ -247,8 +257,8 @@ class BlockingConsumer:
         )
 
     def __enter__(self) -> Self:
-        self._life = _Life(self._thread, self._consumer)
-        self._life.open()
+        self._context = _ClientContext(self._thread, self._consumer)
+        self._context.open()
         return self
 
     def __exit__(
@@ -257,10 +267,10 @@ class BlockingConsumer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._life.close(error)
+        self._context.close(error)
 
     def __iter__(self) -> Iterator[ReceivedMessage]:
-        """Messages, each acknowledged when the next one is asked for."""
+        """Yield messages; each is acknowledged when the next one is requested."""
         while True:
             message = self._thread.call(self._next())
             if message is None:
@@ -276,7 +286,7 @@ class BlockingConsumer:
         self._thread.call(self._consumer.run_batches(handler, messages_max=messages_max))
 
     def stop(self) -> None:
-        """End the iteration, or `run`; from any thread."""
+        """Start no more messages: `run`, `run_batches` and the iteration end."""
         self._thread.call(_done(self._consumer.stop))
 
     def close(self, *, drain_ms: int | None) -> None:
@@ -323,7 +333,7 @@ class BlockingConsumer:
 
 
 class BlockingPuller:
-    """See `Puller`; a context manager whose calls block."""
+    """A `Puller` whose calls block. Use it as a context manager."""
 
     def __init__(
         self,
@@ -337,8 +347,8 @@ class BlockingPuller:
         self._puller = Puller(nameserver, group, settings, filters=filters)
 
     def __enter__(self) -> Self:
-        self._life = _Life(self._thread, self._puller)
-        self._life.open()
+        self._context = _ClientContext(self._thread, self._puller)
+        self._context.open()
         return self
 
     def __exit__(
@@ -347,7 +357,7 @@ class BlockingPuller:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._life.close(error)
+        self._context.close(error)
 
     def queues(self, topic: str) -> tuple[QueueRef, ...]:
         """See `Puller.queues`."""
@@ -398,5 +408,5 @@ class BlockingPuller:
 
 
 async def _done(work: Callable[[], T]) -> T:
-    """The result of `work`, which does not wait, in the loop that runs this."""
+    """Call `work`, which does not block, in the loop that runs this coroutine."""
     return work()

@@ -1,4 +1,4 @@
-"""Small things asyncio lacks."""
+"""Helpers that asyncio lacks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 async def interruptible(main: Coroutine[Any, Any, T]) -> T:
-    """The result of `main`, which SIGINT, SIGTERM and SIGHUP cancel, so that it ends in good order.
+    """Return the result of `main`; SIGINT, SIGTERM and SIGHUP cancel it, so that it cleans up.
 
-    A signal that the process ignores stays ignored, as under nohup.
+    A signal that the process ignores, as under nohup, stays ignored.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -26,17 +26,17 @@ async def interruptible(main: Coroutine[Any, Any, T]) -> T:
 
 
 class Waitable(Protocol):
-    """An event, or something else that can be waited for."""
+    """An `asyncio.Event`, or another object whose `wait` returns once."""
 
     def wait(self) -> Coroutine[Any, Any, object]:
-        """Return when it has happened."""
+        """Return when the event has happened."""
         ...
 
 
 async def unless(event: Waitable, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None if `event` is set first, in which case `work` is cancelled.
+    """Return the result of `work`; cancel `work` and return None if `event` happens first.
 
-    If both happen, the result wins. What `work` raises is raised as it is.
+    If both happen, the result is returned. Exceptions of `work` are raised without a group.
     """
     results: list[T] = []
     errors: list[Exception] = []
@@ -44,7 +44,7 @@ async def unless(event: Waitable, work: Coroutine[Any, Any, T]) -> T | None:
     async def run() -> None:
         try:
             results.append(await work)
-        except Exception as error:  # noqa: BLE001  raised below, outside of the group
+        except Exception as error:  # noqa: BLE001  raised below, without a group
             errors.append(error)
 
     try:
@@ -55,14 +55,14 @@ async def unless(event: Waitable, work: Coroutine[Any, Any, T]) -> T | None:
             waiting.cancel()
             working.cancel()
     finally:
-        work.close()  # who is cancelled at once has not begun it
+        work.close()  # if the task group was cancelled before the work began
     for error in errors:
         raise error
     return results[0] if results else None
 
 
 async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:
-    """Whether `event` was set within `timeout_ms`."""
+    """Return whether `event` is set within `timeout_ms`."""
     try:
         async with asyncio.timeout(timeout_ms / 1000):
             await event.wait()
@@ -72,12 +72,12 @@ async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:
 
 
 class KeyedLocks:
-    """Those who wait under one name go on one by one, in the order in which they came.
+    """One fair lock per key: tasks acquire it in the order in which they asked.
 
-    `name in lines` tells whether somebody is there, whom who does not line up would overtake.
+    `key in locks` is true while a task has or waits for the lock of the key.
 
     Attributes:
-        count: How many are in all lines, those included whose turn it is.
+        count: Number of tasks that have a lock or wait for one.
     """
 
     def __init__(self) -> None:
@@ -85,27 +85,27 @@ class KeyedLocks:
         self._locks: dict[Hashable, asyncio.Lock] = {}
         self._counts: Counter[Hashable] = Counter()
 
-    def __contains__(self, name: Hashable) -> bool:
-        return name in self._locks
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._locks
 
     @asynccontextmanager
-    async def turn(self, name: Hashable) -> AsyncIterator[None]:
-        """Wait for one's turn, which ends with the block."""
-        lock = self._locks.setdefault(name, asyncio.Lock())
+    async def acquire(self, key: Hashable) -> AsyncIterator[None]:
+        """Acquire the lock of `key` for the length of the block."""
+        lock = self._locks.setdefault(key, asyncio.Lock())
         self.count += 1
-        self._counts[name] += 1
+        self._counts[key] += 1
         try:
             async with lock:
                 yield
         finally:
             self.count -= 1
-            self._counts[name] -= 1
-            if not self._counts[name]:
-                del self._counts[name], self._locks[name]
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key], self._locks[key]
 
 
 def only_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error inside, however deep, or the group if there are several."""
+    """Return the only error in nested groups; the innermost group if it has several."""
     inner: BaseException = group
     while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
         inner = inner.exceptions[0]

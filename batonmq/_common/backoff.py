@@ -1,4 +1,4 @@
-"""How long to wait before the next try."""
+"""Delays between retries."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from random import Random
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Delays that double from `first_ms` to `delay_ms_max`, each with full jitter above half."""
+    """Delays that double from `first_ms` to `delay_ms_max`, each with jitter from half to full."""
 
     first_ms: int = 100
     delay_ms_max: int = 5_000
 
     def delay_ms(self, attempt: int, random: Random, at_least_ms: int = 0) -> int:
-        """Delay before try number `attempt` + 1, in milliseconds.
+        """Return the delay before the next try, in milliseconds.
 
         Args:
-            attempt: Failed tries so far, from 0.
-            at_least_ms: The server's advice (`retry_after_ms`); never waited less.
+            attempt: Number of retries so far, from 0.
+            at_least_ms: Lower bound, such as the server's advice `retry_after_ms`.
         """
         ceiling = min(self.first_ms << min(attempt, 20), self.delay_ms_max)
         return max(at_least_ms, random.randint(ceiling // 2, ceiling))

@@ -1,4 +1,4 @@
-"""Many callers, one call in flight: what arrives meanwhile rides in the next one."""
+"""Batching of calls: one call in flight, and items that arrive meanwhile go into the next."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Outcome = TypeVar("Outcome")
 
 
 class Batcher(Generic[Item, Outcome]):
-    """Collects items while a batch is under way and sends them together, in order.
+    """Collects items while a batch is in flight and sends them together, in order.
 
     Args:
         send: Takes 1 to `items_max` items and returns as many outcomes, in order. An exception
             is raised in every caller of that batch.
-        items_max: Largest batch.
-        waiting_max: More waiting items than this are refused with `Overloaded`.
+        items_max: Largest number of items in a batch.
+        waiting_max: Largest number of waiting items; more are rejected with `Overloaded`.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class Batcher(Generic[Item, Outcome]):
         self._ended = False
 
     async def call(self, item: Item) -> Outcome:
-        """The outcome of `item`. A caller that is cancelled leaves its item in the batch.
+        """Return the outcome of `item`. Cancelling the call leaves the item in its batch.
 
         Raises:
-            Overloaded: too many items wait.
+            Overloaded: Too many items wait.
         """
         if len(self._waiting) >= self._waiting_max:
             raise Overloaded(
-                f"{len(self._waiting)} items wait to be sent",
+                f"{len(self._waiting)} items wait to be sent; the limit is {self._waiting_max}",
                 retry_after_ms=100,
                 facts={"limit": self._waiting_max},
             )
@@ -56,9 +56,9 @@ class Batcher(Generic[Item, Outcome]):
         return await future
 
     async def run(self) -> None:
-        """Send for ever; to be run as one task, once.
+        """Send batches until cancelled; to be run once, as one task.
 
-        On cancellation all waiting callers are cancelled too, and whoever calls afterwards.
+        Cancellation also cancels all waiting callers, and every later call.
         """
         try:
             while True:
@@ -81,7 +81,7 @@ class Batcher(Generic[Item, Outcome]):
             for _, future in batch:
                 future.cancel()
             raise
-        except Exception as error:  # noqa: BLE001  handed to every caller, who decides
+        except Exception as error:  # noqa: BLE001  raised in every caller
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)

@@ -1,4 +1,4 @@
-"""Threads that the end of the process does not wait for, unlike those of `ThreadPoolExecutor`."""
+"""Threads that do not delay the end of the process, unlike those of `ThreadPoolExecutor`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads:
-    """Starts a thread for a call when none is free; the caller bounds how many calls run.
+    """Runs calls in daemon threads; starts a thread when none is free.
+
+    The caller limits the number of concurrent calls.
 
     Args:
-        name: What the threads are called, with a number.
+        name: Prefix of the threads' names; a number follows.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,7 +27,7 @@ class DaemonThreads:
         self._free = threading.Semaphore(0)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Call it in a thread. To be used by one thread."""
+        """Run `call` in a thread. Not thread-safe: only one thread may submit."""
         future = Future[T]()
         self._jobs.put((future, call))
         if not self._free.acquire(blocking=False):
@@ -35,23 +37,23 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Let the threads end when their calls have ended; nothing is submitted any more."""
+        """End each thread after its current call. No call may be submitted afterwards."""
         for _ in range(self._count):
             self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._run(*job)
-            del job  # what was called may hold a lot
+            del job  # frees what the call refers to while the thread waits
 
     def _run(self, future: Future[Any], call: Callable[[], Any]) -> None:
-        """Free again before who waits hears of the result, and submits the next."""
+        """Mark the thread free before setting the result: the waiter may submit the next call."""
         if not future.set_running_or_notify_cancel():
             self._free.release()
             return
         try:
             result = call()
-        except BaseException as error:  # noqa: BLE001  raised where the result is waited for
+        except BaseException as error:  # noqa: BLE001  raised by the future
             self._free.release()
             future.set_exception(error)
         else:

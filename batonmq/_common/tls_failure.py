@@ -1,4 +1,4 @@
-"""What it means when TLS fails, and what to do: from the words of gRPC and of OpenSSL."""
+"""Explanation of TLS failures from the error texts of gRPC and OpenSSL."""
 
 from __future__ import annotations
 
@@ -6,52 +6,57 @@ from typing import NamedTuple
 
 
 class TlsFailure(NamedTuple):
-    """Why there is no connection, as a sentence about the server, and what to do about it."""
+    """Why a connection failed.
+
+    Attributes:
+        reason: A sentence about the server, to follow its address.
+        remedy: A sentence that says what to do.
+    """
 
     reason: str
     remedy: str
 
 
-_OTHER_NAME = TlsFailure(
-    "it shows a certificate for other names than that of its address",
-    "Use an address that is in the certificate, or give the name: server_name, or --server-name.",
+_WRONG_NAME = TlsFailure(
+    "its certificate is not valid for its address",
+    "Use an address that the certificate contains, or set the name: server_name, or --server-name.",
 )
 _KNOWN = (
     (
         "has expired",
         TlsFailure(
-            "it shows a certificate that has expired",
-            "Renew the certificate of the services; they take the new files by themselves.",
+            "its certificate has expired",
+            "Renew the certificate of the services; they load new files without a restart.",
         ),
     ),
-    ("Hostname", _OTHER_NAME),
-    ("IP address mismatch", _OTHER_NAME),
+    ("Hostname", _WRONG_NAME),
+    ("IP address mismatch", _WRONG_NAME),
     (
         "CERTIFICATE_VERIFY_FAILED",
         TlsFailure(
-            "it shows a certificate of no authority that is trusted here",
+            "its certificate is not signed by a trusted authority",
             "Give the authority of the cluster's certificates: ca_file, or --ca-file.",
         ),
     ),
     (
         "WRONG_VERSION_NUMBER",
         TlsFailure(
-            "it does not speak TLS",
-            "Leave TLS out: no files, or --no-tls where a context gives them.",
+            "it does not use TLS",
+            "Connect without TLS: give no files, or --no-tls if a context gives them.",
         ),
     ),
 )
-_ENDED = TlsFailure(
-    "it ended the connection before the first call",
-    "If it speaks TLS give ca_file, and cert_file and key_file of a certificate that it trusts and "
-    "that has not expired; its log says what it missed.",
+_CLOSED = TlsFailure(
+    "it closed the connection before the first call",
+    "If it uses TLS, give ca_file, and cert_file and key_file of a certificate that it trusts and "
+    "that has not expired; its log has the reason.",
 )
-"""gRPC's servers do not tell what they miss."""
+"""gRPC servers do not tell the client why they reject a handshake."""
 
 
 def explain_tls_failure(text: str) -> TlsFailure | None:
-    """What `text` means; None if it does not tell of TLS."""
+    """Return the TLS failure that an error text describes; None if it describes none."""
     for words, found in _KNOWN:
         if words in text:
             return found
-    return _ENDED if "failed to connect" in text and "Socket closed" in text else None
+    return _CLOSED if "failed to connect" in text and "Socket closed" in text else None

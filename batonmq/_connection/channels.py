@@ -1,4 +1,4 @@
-"""Channels to services: one set of options for everybody."""
+"""gRPC channels to services, with one set of options for all clients and servers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from batonmq._connection.secure_channel import ChannelIdentity, Options, SecureC
 from batonmq._connection.security import Security
 
 MESSAGE_BYTES_MAX = 40 * 1024 * 1024
-"""Largest request or response: 32 MiB of batches and room around them."""
+"""Largest request or response: 32 MiB of batches and 8 MiB for everything else."""
 METADATA_BYTES_MAX = 1024 * 1024
-"""Largest error detail: 64 topics on which two subscriptions differ are about 400 KiB."""
+"""Largest error detail: a conflict of two subscriptions over 64 topics has about 400 KiB."""
 PENDING_CALLS_MAX = 200_000
-"""Calls that have reached a server, and that its loop has not taken yet. Left alone gRPC drops some
-of more than 1,000 as CANCELLED, and a few thousand consumers that come back at once are normal."""
+"""Calls that have reached a server and are not accepted by its event loop yet. By default gRPC
+cancels some of more than 1,000, and a few thousand consumers may reconnect at once."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -27,38 +27,38 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # So long may it take to connect, TLS included: a peer that is far away, or busy, is there.
+    # Time to connect, TLS included: a distant or busy peer needs it.
     ("grpc.min_reconnect_backoff_ms", 2_000),
-    # A process that comes back under its name may have another address: 30 s by itself.
+    # A restarted process may have another address under the same name; the default is 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-    # A peer that died without a word, its cable cut, is found out within 5 s by every call to it,
-    # also by one that may be held for long; servers take such pings as often as they come.
+    # Every call to a peer that fails without closing its connections ends within 5 s, also a long
+    # poll; servers accept such pings at any rate.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_500),
-    ("grpc.http2.ping_timeout_ms", 2_500),  # left alone a minute, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", 2_500),  # 60 s by default, whatever keepalive_timeout says
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    # Who has not called for 30 to 60 s lets go, and looks the name up anew for the next call; a
-    # server closes after 60 s, of which gRPC would tell everybody's standard error.
+    # A client without calls for 30 to 60 s disconnects, and resolves the name again for the next
+    # call; a server would disconnect it after 60 s, which gRPC logs to standard error.
     ("grpc.client_idle_timeout_ms", 30_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 Connect = Callable[[str], grpc.aio.Channel]
-"""Makes a channel to `host:port`, which connects, and connects again, by itself."""
+"""Returns a channel to `host:port`, which connects and reconnects by itself."""
 
 
 def connect(address: str, options: Options = OPTIONS) -> grpc.aio.Channel:
-    """A channel without TLS."""
+    """Return a channel without TLS."""
     return grpc.aio.insecure_channel(address, options=options)
 
 
 def connector(security: Security | None, options: Options = OPTIONS) -> Connect:
-    """Makes channels over TLS; without it if there is no `security`.
+    """Return a function that makes channels: with TLS, or without if `security` is None.
 
     Raises:
-        InvalidArgument: a file can't be used.
+        InvalidArgument: A file can't be read or used.
     """
     if security is None:
         return partial(connect, options=options)

@@ -1,4 +1,4 @@
-"""Where everything is: one nameserver address in, stubs for every service out."""
+"""Nodes of a cluster, found through its nameserver, and stubs of their services."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from batonmq.errors import (
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 5.0
-"""Bound of a call that is not held by the server."""
+"""Timeout of a call that is not a long poll."""
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 T = TypeVar("T")
@@ -51,33 +51,34 @@ def _fresh_random() -> Random:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientEnvironment:
-    """What a client takes from outside: time, chance and the wire. A simulation brings its own."""
+    """Clock, random source and network of a client; a simulation replaces them."""
 
     clock: Clock = field(default_factory=Clock)
     random: Random = field(default_factory=_fresh_random)
     connect: Connect = connect
 
     def secured(self, security: Security | None) -> Self:
-        """The same, over TLS if there is `security`.
+        """Return this environment with TLS; unchanged if `security` is None.
 
         Raises:
-            InvalidArgument: a file can't be used.
+            InvalidArgument: A file can't be read or used.
         """
         return self if security is None else replace(self, connect=connector(security))
 
 
 class OffsetsLeader(NamedTuple):
-    """Who keeps a group's progress: an offsets set, and its leader."""
+    """The offsets set that keeps a group, and a stub for its leader."""
 
     offsets_set: str
     stub: offsets_grpc.OffsetsServiceAsyncStub
 
 
 def with_reachable_addresses(nodes: Iterable[pb.Node], asked: str) -> list[pb.Node]:
-    """The nodes, each with the address at which it is reached by who has asked for them.
+    """Return the nodes, each with the address at which this client reaches it.
 
     Args:
-        asked: Address of the nameserver that was asked. Who came to it from outside is outside.
+        asked: Address of the nameserver that returned the nodes. A client that used the outside
+            address of the nameserver is outside of the cluster's network.
     """
     found = list(nodes)
     if any(n.service == pb.SERVICE_KIND_NAMESERVER and n.outside_address == asked for n in found):
@@ -91,10 +92,10 @@ class Directory:
 
     Args:
         nameserver: host:port of a nameserver; several, separated by commas, are tried in turn.
-        connect: Makes a channel to `host:port`.
+        connect: Returns a channel to `host:port`.
 
     Raises:
-        InvalidArgument: `nameserver` names no address.
+        InvalidArgument: `nameserver` has no address.
     """
 
     def __init__(
@@ -107,56 +108,56 @@ class Directory:
         self._addresses = [part.strip() for part in nameserver.split(",") if part.strip()]
         if not self._addresses:
             raise InvalidArgument(
-                f"{nameserver!r} names no nameserver",
-                remedy="Give host:port; several separated by commas.",
+                f"{nameserver!r} is not an address of a nameserver",
+                remedy="Give host:port, or several separated by commas.",
                 facts={"field": "nameserver"},
             )
         self._random = random
-        self._turn = 0
+        self._current_address = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._nodes: list[pb.Node] = []
-        self._places: dict[str, pb.Placement] = {}
+        self._placements: dict[str, pb.Placement] = {}
         self._refreshing = asyncio.Lock()
 
     async def close(self) -> None:
-        """Close every channel; calls under way end."""
+        """Close every channel; calls in flight end."""
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
 
     @property
     def nameserver_address(self) -> str:
-        """Of the nameserver whose turn it is."""
-        return self._addresses[self._turn % len(self._addresses)]
+        """Address of the current nameserver."""
+        return self._addresses[self._current_address % len(self._addresses)]
 
     def nameserver(self) -> nameserver_grpc.NameserverServiceAsyncStub:
-        """A stub for the nameserver whose turn it is."""
+        """Return a stub for the current nameserver."""
         return nameserver_grpc.NameserverServiceStub(self._channel(self.nameserver_address))
 
     def access(self) -> access_grpc.AccessServiceAsyncStub:
-        """A stub for who may do what, at the nameserver whose turn it is."""
+        """Return a stub for authorization at the current nameserver."""
         return access_grpc.AccessServiceStub(self._channel(self.nameserver_address))
 
     def next_nameserver(self) -> None:
-        """Try another nameserver from now on, if there is one."""
-        self._turn += 1
+        """Make the next nameserver the current one."""
+        self._current_address += 1
 
     async def ask_nameserver(
         self, ask: Callable[[nameserver_grpc.NameserverServiceAsyncStub], Awaitable[T]]
     ) -> T:
-        """The answer of the nameserver whose turn it is; of the next if that one does not answer.
+        """Return the response of the current nameserver; of the next one if it does not respond.
 
         Raises:
-            BatonError: it refused for good.
-            Unreachable: no nameserver answers.
+            BatonError: The nameserver rejected the request, and a retry is useless.
+            Unreachable: No nameserver responds.
         """
         return (await self._ask(ask))[1]
 
     async def storage(self, broker: str) -> storage_grpc.StorageServiceAsyncStub:
-        """A stub for the storage leader of `broker`.
+        """Return a stub for the storage leader of `broker`.
 
         Raises:
-            Unreachable: it is not registered, or no nameserver answers.
+            Unreachable: The broker is not registered, or no nameserver responds.
         """
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return storage_grpc.StorageServiceStub(self._channel(address))
@@ -164,10 +165,11 @@ class Directory:
     async def connected_storage(
         self, broker: str, timeout_s: float
     ) -> storage_grpc.StorageServiceAsyncStub:
-        """As `storage`, once there is a connection: what fails before that was never sent.
+        """As `storage`, after connecting: a failure to connect means that nothing was sent.
 
         Raises:
-            Unreachable: it is not registered, no nameserver answers, or it can't be connected to.
+            Unreachable: The broker is not registered, no nameserver responds, or the connection
+                fails.
         """
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         channel = self._channel(address)
@@ -181,18 +183,18 @@ class Directory:
             pass
         if state is not grpc.ChannelConnectivity.READY:
             raise Unreachable(
-                f"no connection to storage node {broker} at {address}", facts={"service": "storage"}
+                f"can't connect to storage node {broker} at {address}", facts={"service": "storage"}
             )
         return storage_grpc.StorageServiceStub(channel)
 
     async def reader(self, broker: str, node_id: str) -> storage_grpc.StorageServiceAsyncStub:
-        """A stub for pulling from a node of `broker`; from the leader if there is no such node.
+        """Return a stub for pulls from a node of `broker`; for the leader if the node is unknown.
 
         Args:
-            node_id: As the last answer, or `next_reader`, named it; empty for the leader.
+            node_id: The node that the last response, or `next_reader`, named; empty for the leader.
 
         Raises:
-            Unreachable: it is not registered, or no nameserver answers.
+            Unreachable: The broker is not registered, or no nameserver responds.
         """
         for node in self._of_broker(broker):
             if node.node_id == node_id:
@@ -200,34 +202,36 @@ class Directory:
         return await self.storage(broker)
 
     def next_reader(self, broker: str, node_id: str) -> str:
-        """Whom to ask after `node_id` did not answer: each node in turn, and then the leader."""
+        """Return the node to use after `node_id` failed: each node in turn, then the leader."""
         names = ["", *sorted(node.node_id for node in self._of_broker(broker))]
         at = names.index(node_id) if node_id in names else -1
         return names[(at + 1) % len(names)]
 
     async def schedule(self, broker: str) -> schedule_grpc.ScheduleServiceAsyncStub:
-        """A stub for messages for later at the storage leader of `broker`.
+        """Return a stub for scheduled messages at the storage leader of `broker`.
 
         Raises:
-            Unreachable: it is not registered, or no nameserver answers.
+            Unreachable: The broker is not registered, or no nameserver responds.
         """
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return schedule_grpc.ScheduleServiceStub(self._channel(address))
 
     async def query(self, broker: str, node_id: str = "") -> query_grpc.QueryServiceAsyncStub:
-        """A stub for looking messages up at `broker`.
+        """Return a stub for queries of messages at `broker`.
+
+        While the broker has no leader, this is a stub for a follower.
 
         Args:
-            node_id: Which of its nodes, if that is registered; else, and if empty, the leader.
-
-        While nobody leads, at another node: it has what all in sync have.
+            node_id: The node; the leader if the node is not registered, or if empty.
 
         Raises:
-            Unreachable: none is registered, or no nameserver answers.
+            Unreachable: No node of the broker is registered, or no nameserver responds.
         """
-        there = [node.address for node in self._of_broker(broker) if node.node_id == node_id]
+        addresses = [node.address for node in self._of_broker(broker) if node.node_id == node_id]
         try:
-            address = there[0] if there else await self._address(pb.SERVICE_KIND_STORAGE, broker)
+            address = (
+                addresses[0] if addresses else await self._address(pb.SERVICE_KIND_STORAGE, broker)
+            )
         except Unreachable:
             followers = self._of_broker(broker)
             if not followers:
@@ -236,37 +240,39 @@ class Directory:
         return query_grpc.QueryServiceStub(self._channel(address))
 
     async def followers(self, broker: str) -> list[str]:
-        """Node ids of the followers of `broker`, ascending, as a nameserver knows them now.
+        """Ask a nameserver for the node ids of the followers of `broker`; ascending.
 
         Raises:
-            Unreachable: no nameserver answers.
+            Unreachable: No nameserver responds.
         """
         await self.refresh()
         return sorted(node.node_id for node in self._of_broker(broker) if not node.leader)
 
     async def offsets(self, group: str) -> offsets_grpc.OffsetsServiceAsyncStub:
-        """A stub for the leader of the offsets set that keeps `group`.
+        """Return a stub for the leader of the offsets set that keeps `group`.
 
         Raises:
-            Unreachable: none is registered, or no nameserver answers.
+            Unreachable: No leader is registered, or no nameserver responds.
         """
-        return (await self.keeper(group)).stub
+        return (await self.offsets_leader(group)).stub
 
-    async def keeper(self, group: str) -> OffsetsLeader:
-        """As `offsets`, with the name of the set."""
+    async def offsets_leader(self, group: str) -> OffsetsLeader:
+        """As `offsets`, with the name of the offsets set."""
         name = await self.offsets_set(group)
         address = await self._address(pb.SERVICE_KIND_OFFSETS, name)
         return OffsetsLeader(name, offsets_grpc.OffsetsServiceStub(self._channel(address)))
 
     async def offsets_set(self, group: str) -> str:
-        """Name of the offsets set that keeps `group`, as far as is known; empty if there is none.
+        """Return the name of the offsets set that keeps `group`; empty if no set is registered.
+
+        A cached name may be out of date: the set then raises GroupMoved, see `pause`.
 
         Raises:
-            Unreachable: no nameserver answers.
+            Unreachable: No nameserver responds.
         """
-        place = self._places.get(group)
-        if place is not None:
-            return place.offsets_set
+        placement = self._placements.get(group)
+        if placement is not None:
+            return placement.offsets_set
         nodes = self._nodes or await self.refresh()
         names = {
             node.replica_set or node.node_id
@@ -279,24 +285,26 @@ class Directory:
         answer = await self.ask_nameserver(
             lambda stub: stub.LocateGroup(request, timeout=CALL_TIMEOUT_S)
         )
-        self._places[group] = answer.placement
+        self._placements[group] = answer.placement
         return answer.placement.offsets_set
 
-    def moved(self, error: GroupMoved) -> None:
-        """Note where an offsets set says that a group is."""
+    def note_moved(self, error: GroupMoved) -> None:
+        """Cache the placement of a group that an offsets set has reported."""
         moved = error.detail
-        known = self._places.get(moved.group)
+        known = self._placements.get(moved.group)
         if known is None or known.move < moved.move:
-            place = pb.Placement(offsets_set=moved.offsets_set, move=moved.move)
-            self._places[moved.group] = place
+            placement = pb.Placement(offsets_set=moved.offsets_set, move=moved.move)
+            self._placements[moved.group] = placement
 
     async def storage_replication(
         self, broker: str
     ) -> storage_replication_grpc.ReplicationServiceAsyncStub:
-        """A stub for the replication of `broker`, at its leader; a node without followers has none.
+        """Return a stub for the replication service of the leader of `broker`.
+
+        A node that is not replicated does not have that service.
 
         Raises:
-            Unreachable: it is not registered, or no nameserver answers.
+            Unreachable: The broker is not registered, or no nameserver responds.
         """
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return storage_replication_grpc.ReplicationServiceStub(self._channel(address))
@@ -304,28 +312,30 @@ class Directory:
     async def offsets_replication(
         self, offsets_set: str
     ) -> replication_grpc.ReplicationServiceAsyncStub:
-        """A stub for the replication of an offsets set, at its leader; a node alone has none.
+        """Return a stub for the replication service of the leader of an offsets set.
+
+        A node that is not replicated does not have that service.
 
         Raises:
-            Unreachable: none is registered, or no nameserver answers.
+            Unreachable: No leader is registered, or no nameserver responds.
         """
         address = await self._address(pb.SERVICE_KIND_OFFSETS, offsets_set)
         return replication_grpc.ReplicationServiceStub(self._channel(address))
 
     async def lockmgr(self) -> lockmgr_grpc.LockmgrServiceAsyncStub:
-        """A stub for the lockmgr leader.
+        """Return a stub for the leader of lockmgr.
 
         Raises:
-            Unreachable: none is registered, or no nameserver answers.
+            Unreachable: No leader is registered, or no nameserver responds.
         """
         address = await self._address(pb.SERVICE_KIND_LOCKMGR)
         return lockmgr_grpc.LockmgrServiceStub(self._channel(address))
 
     async def refresh(self) -> list[pb.Node]:
-        """Ask a nameserver for the nodes again.
+        """Ask a nameserver for all nodes, and return them.
 
         Raises:
-            Unreachable: no nameserver answers.
+            Unreachable: No nameserver responds.
         """
         before = self._nodes
         async with self._refreshing:
@@ -339,35 +349,35 @@ class Directory:
             self._nodes = with_reachable_addresses(answer.nodes, asked)
             return self._nodes
 
-    def doubt(self, error: BatonError) -> None:
-        """Look the nodes up again before the next call, if the error says that somebody moved."""
+    def invalidate(self, error: BatonError) -> None:
+        """Forget the nodes if the error means that a service may have another address."""
         if isinstance(error, Unreachable | NoQuorum) or error.retry is Retry.REFRESH_ROUTE:
             self._nodes = []
 
     async def pause(self, error: BatonError, failures: int) -> None:
-        """Wait before the next try, as long as `error` and the failures so far suggest.
+        """Wait before a retry, for a time that depends on `error` and on the failures so far.
 
-        Looks the nodes up again if the error says that somebody moved.
+        Refreshes the nodes if the error means that a service may have another address.
         """
         if isinstance(error, Unreachable):
-            # Who is away may come back elsewhere: a channel that tries meanwhile knows by then.
+            # Reconnecting during the pause finds a service that restarted at another address.
             for channel in self._channels.values():
                 channel.get_state(try_to_connect=True)
         if isinstance(error, GroupMoved):
-            self.moved(error)
+            self.note_moved(error)
         await asyncio.sleep(_BACKOFF.delay_ms(failures, self._random, error.retry_after_ms) / 1000)
         if isinstance(error, Unreachable | NoQuorum) or error.retry is Retry.REFRESH_ROUTE:
             if not isinstance(error, GroupMoved):
-                self._places.clear()  # who could tell that a group has moved may be away
+                self._placements.clear()  # the set that could report a move may be down
             try:
                 await self.refresh()
             except BatonError as failure:
-                log.debug("nodes not refreshed error=%s", failure)
+                log.debug("could not refresh nodes error=%s", failure)
 
     async def _ask(
         self, ask: Callable[[nameserver_grpc.NameserverServiceAsyncStub], Awaitable[T]]
     ) -> tuple[str, T]:
-        """As `ask_nameserver`, with the address that has answered."""
+        """As `ask_nameserver`, with the address of the nameserver that responded."""
         untried = len(self._addresses)
         while True:
             asked = self.nameserver_address
@@ -402,7 +412,7 @@ class Directory:
         return found
 
     def _of_broker(self, broker: str) -> list[pb.Node]:
-        """The nodes of a broker, unless it is one that leads alone."""
+        """Return the nodes of a replicated broker; none for a node that is not replicated."""
         nodes = [
             node
             for node in self._nodes
@@ -411,7 +421,7 @@ class Directory:
         return nodes if len(nodes) > 1 or not all(node.leader for node in nodes) else []
 
     def _find(self, service: pb.ServiceKind.ValueType, replica_set: str) -> str | None:
-        """Of all that claim to lead, the one with the highest epoch does."""
+        """Return the address of the leader: of all nodes that claim to lead, the highest epoch."""
         nodes = [
             node
             for node in self._nodes

@@ -1,4 +1,4 @@
-"""Routes of topics, kept fresh by a nameserver's push."""
+"""Routes of topics: queried, or watched at a nameserver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def queues_of(route: pb.Route) -> tuple[QueueRef, ...]:
-    """All queues of a route, ascending."""
+    """Return all queues of a route, ascending."""
     return tuple(
         sorted(
             QueueRef(route.topic.name, spread.broker, queue_id)
@@ -29,7 +29,7 @@ def queues_of(route: pb.Route) -> tuple[QueueRef, ...]:
 
 
 def writable_queues_of(route: pb.Route) -> tuple[QueueRef, ...]:
-    """The queues of a route that take messages, ascending."""
+    """Return the queues of a route that take messages, ascending."""
     if route.topic.permission == pb.TOPIC_PERMISSION_READ:
         return ()
     return tuple(
@@ -42,11 +42,11 @@ def writable_queues_of(route: pb.Route) -> tuple[QueueRef, ...]:
 
 
 async def query_route(directory: Directory, topic: str) -> pb.Route:
-    """The route of `topic` as a nameserver knows it now.
+    """Ask a nameserver for the route of `topic`.
 
     Raises:
-        TopicNotFound: there is no such topic.
-        Unreachable: no nameserver answers.
+        TopicNotFound: The topic does not exist.
+        Unreachable: No nameserver responds.
     """
     request = pb.QueryRouteRequest(topic=topic)
     answer = await directory.ask_nameserver(
@@ -58,10 +58,10 @@ async def query_route(directory: Directory, topic: str) -> pb.Route:
 async def follow_route(
     directory: Directory, topic: str, on_route: Callable[[pb.Route], None]
 ) -> None:
-    """Hand every newer route of `topic` to `on_route`, for ever; a lost stream is reopened.
+    """Call `on_route` with every newer route of `topic`, until cancelled; reopen a lost watch.
 
     Raises:
-        TopicNotFound: the topic is gone.
+        TopicNotFound: The topic was deleted.
     """
     generation, failures = 0, 0
     while True:
@@ -73,12 +73,14 @@ async def follow_route(
                 if answer.route.generation > generation:
                     generation = answer.route.generation
                     on_route(answer.route)
-            error: BatonError = TopicNotFound(f"the watch of {topic} ended", retry_after_ms=100)
+            error: BatonError = TopicNotFound(
+                f"the watch of topic {topic} ended", retry_after_ms=100
+            )
         except grpc.aio.AioRpcError as failure:
             error = from_rpc_error(failure)
             if isinstance(error, TopicNotFound):
                 raise error from failure
-        log.debug("route watch reopens topic=%s error=%s", topic, error)
+        log.debug("reopening route watch topic=%s error=%s", topic, error)
         if error.retry is not Retry.NEVER:
             directory.next_nameserver()
         await directory.pause(error, failures)
@@ -86,11 +88,11 @@ async def follow_route(
 
 
 async def wait_for_route(directory: Directory, topic: str, timeout_ms: int) -> pb.Route:
-    """The route of `topic`, waiting up to `timeout_ms` for a nameserver that answers.
+    """Return the route of `topic`; retry for up to `timeout_ms` until a nameserver responds.
 
     Raises:
-        TopicNotFound: there is no such topic.
-        Unreachable: nobody answered in time.
+        TopicNotFound: The topic does not exist.
+        Unreachable: No nameserver responded in time.
     """
     deadline = asyncio.get_running_loop().time() + timeout_ms / 1000
     failures = 0

@@ -1,7 +1,8 @@
-"""A channel over TLS that goes on when the files it was made from are replaced.
+"""A TLS channel that uses new certificates once their files are replaced.
 
-gRPC reads certificates when a channel is made. So this one makes another when there are others:
-calls that begin later use it; those under way end on the connection on which they began.
+gRPC reads certificates when a channel is made. A `SecureChannel` therefore makes another gRPC
+channel when the certificates change. Later calls use the new channel; calls in flight end on the
+channel on which they started.
 """
 
 from __future__ import annotations
@@ -17,42 +18,42 @@ import grpc.aio
 
 from batonmq._connection.security import CredentialFiles, Pems, Security
 
-LOOK_INTERVAL_S = 1.0
-"""How often the files are looked at, while there are calls."""
+CHECK_INTERVAL_S = 1.0
+"""Interval at which calls check the files for changes."""
 
 Options = Sequence[tuple[str, int | str]]
 
 
 class ChannelIdentity:
-    """Who all channels of one client say they are, and whom they trust.
+    """Certificates and token of a client, shared by all of its channels.
 
     Raises:
-        InvalidArgument: a file can't be used.
+        InvalidArgument: A file can't be read or used.
     """
 
     def __init__(self, security: Security) -> None:
-        self._papers = CredentialFiles(security)
-        self._next_look_s = 0.0
+        self._files = CredentialFiles(security)
+        self._next_check_s = 0.0
         self.server_name = security.server_name
 
     @property
     def pems(self) -> Pems:
-        """The same object until there are others."""
+        """The certificates: the same object until they change."""
         now_s = asyncio.get_running_loop().time()
-        if now_s >= self._next_look_s:
-            self._next_look_s = now_s + LOOK_INTERVAL_S
-            self._papers.renew()
-        return self._papers.pems
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + CHECK_INTERVAL_S
+            self._files.renew()
+        return self._files.pems
 
-    def signed(self, metadata: Sequence[tuple[str, Any]] | None) -> Sequence[tuple[str, Any]]:
-        """Metadata of a call, with the token if there is one."""
-        token = self._papers.token
-        given = metadata or ()
-        return (*given, ("authorization", f"Bearer {token}")) if token else given
+    def with_token(self, metadata: Sequence[tuple[str, Any]] | None) -> Sequence[tuple[str, Any]]:
+        """Return the metadata of a call with the token, if there is one."""
+        token = self._files.token
+        metadata = metadata or ()
+        return (*metadata, ("authorization", f"Bearer {token}")) if token else metadata
 
 
 class SecureChannel(grpc.aio.Channel):
-    """To `host:port`; made in the event loop that it is used in."""
+    """Channel to `host:port`; must be made in the event loop in which it is used."""
 
     def __init__(self, address: str, identity: ChannelIdentity, options: Options) -> None:
         self._identity = identity
@@ -62,16 +63,16 @@ class SecureChannel(grpc.aio.Channel):
         self._all: WeakSet[grpc.aio.Channel] = WeakSet()
         self._make(identity.pems)
 
-    def present(self) -> grpc.aio.Channel:
-        """The channel for what begins now."""
+    def current(self) -> grpc.aio.Channel:
+        """Return the gRPC channel for calls that start now."""
         pems = self._identity.pems
         if pems is not self._pems:
             self._make(pems)
         return self._channel
 
     def method(self, path: str, make: Callable[[grpc.aio.Channel], Any]) -> Any:
-        """What calls an RPC now, made once for each channel."""
-        self.present()
+        """Return the callable of an RPC, made once for each gRPC channel."""
+        self.current()
         found = self._methods.get(path)
         if found is None:
             found = self._methods[path] = make(self._channel)
@@ -95,48 +96,50 @@ class SecureChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """End it; calls under way end, too."""
+        """Close all gRPC channels; calls in flight end."""
         for channel in list(self._all):
             await channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Of the connection for what begins now."""
-        return self.present().get_state(try_to_connect)
+        """Return the state of the gRPC channel for calls that start now."""
+        return self.current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Until the connection is in another state."""
+        """Wait until the connection is in another state."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Until there is a connection."""
-        await self.present().channel_ready()
+        """Wait until there is a connection."""
+        await self.current().channel_ready()
 
     def unary_unary(self, method: str, *args: Any, **given: Any) -> Any:
-        """See grpc.aio."""
-        return self._stand_in(method, lambda to: to.unary_unary(method, *args, **given))
+        """As in `grpc.aio.Channel`."""
+        return self._forward(method, lambda to: to.unary_unary(method, *args, **given))
 
     def unary_stream(self, method: str, *args: Any, **given: Any) -> Any:
-        """See grpc.aio."""
-        return self._stand_in(method, lambda to: to.unary_stream(method, *args, **given))
+        """As in `grpc.aio.Channel`."""
+        return self._forward(method, lambda to: to.unary_stream(method, *args, **given))
 
     def stream_unary(self, method: str, *args: Any, **given: Any) -> Any:
-        """See grpc.aio."""
-        return self._stand_in(method, lambda to: to.stream_unary(method, *args, **given))
+        """As in `grpc.aio.Channel`."""
+        return self._forward(method, lambda to: to.stream_unary(method, *args, **given))
 
     def stream_stream(self, method: str, *args: Any, **given: Any) -> Any:
-        """See grpc.aio."""
-        return self._stand_in(method, lambda to: to.stream_stream(method, *args, **given))
+        """As in `grpc.aio.Channel`."""
+        return self._forward(method, lambda to: to.stream_stream(method, *args, **given))
 
-    def _stand_in(self, path: str, make: Callable[[grpc.aio.Channel], Any]) -> Callable[..., Any]:
-        """Finds out at each call which connection is the present one."""
+    def _forward(self, path: str, make: Callable[[grpc.aio.Channel], Any]) -> Callable[..., Any]:
+        """Return a callable that chooses the gRPC channel at each call."""
 
         def call(
             *request: Any, metadata: Sequence[tuple[str, Any]] | None = None, **options: Any
         ) -> Any:
             method = self.method(path, make)
-            under_way = method(*request, metadata=self._identity.signed(metadata), **options)
-            # A channel that nobody holds is closed, and with it all that is under way.
-            under_way.channel_in_use = self._channel
-            return under_way
+            call_in_flight = method(
+                *request, metadata=self._identity.with_token(metadata), **options
+            )
+            # Without this reference the channel may be collected, which ends its calls.
+            call_in_flight.channel_in_use = self._channel
+            return call_in_flight
 
         return call

@@ -1,7 +1,4 @@
-"""What proves who somebody is: certificates, their keys, a token; read from files that may change.
-
-Knows files and whether they go together, nothing of connections.
-"""
+"""Credentials of a client or a service: certificates, keys and tokens, in files that may change."""
 
 from __future__ import annotations
 
@@ -23,21 +20,21 @@ _TOKEN_BYTES_MAX = 4_096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """How a client, or a service that calls another one, uses TLS. All files are PEM.
+    """TLS settings of a client, or of a service that calls another one. All files are PEM.
 
-    Files may be replaced at any time: what is begun later uses the new ones.
+    The files may be replaced at any time: later calls use the new ones.
 
     Attributes:
-        ca_file: Certificates of the authorities that are trusted; those that gRPC brings if empty.
-        cert_file: Certificate to show, with those that lead to an authority after it; empty for
+        ca_file: Certificates of the trusted authorities; those that gRPC contains if empty.
+        cert_file: The client's certificate, followed by its intermediate certificates; empty for
             none.
-        key_file: Its key, without a passphrase.
-        server_name: Name that servers' certificates have, where it is not that of their addresses.
-        token: Goes with every call, as `authorization: Bearer ...`; None for none.
-        token_file: Holds the token, in place of `token`.
+        key_file: Key of the certificate, without a passphrase.
+        server_name: Name in the servers' certificates, if it is not that of their addresses.
+        token: Bearer token, sent with every call as `authorization: Bearer ...`; None for none.
+        token_file: File that contains the token, in place of `token`.
 
     Raises:
-        InvalidArgument: one of certificate and key is missing, or there are two tokens.
+        InvalidArgument: Only one of certificate and key is given, or both `token` and `token_file`.
     """
 
     ca_file: str = ""
@@ -48,30 +45,30 @@ class Security:
     token_file: str = ""
 
     def __post_init__(self) -> None:
-        """Check what belongs together."""
+        """Check that the settings fit together."""
         if bool(self.cert_file) != bool(self.key_file):
             missing = "key_file" if self.cert_file else "cert_file"
             raise InvalidArgument(
-                "a certificate and its key go together",
-                remedy=f"Give {missing}, too.",
+                f"{missing} is missing: a certificate and its key are given together",
+                remedy=f"Give {missing} too.",
                 facts={"field": missing},
             )
         if self.token is not None and self.token_file:
             raise InvalidArgument(
-                "there are two tokens",
+                "both token and token_file are given",
                 remedy="Give one of token and token_file.",
                 facts={"field": "token_file"},
             )
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Paths of the files that are named."""
+        """Paths of all files that are given."""
         named = (self.ca_file, self.cert_file, self.key_file, self.token_file)
         return tuple(path for path in named if path)
 
 
 def to_json(security: Security) -> str:
-    """For another process; the token stands there in clear."""
+    """Return `security` as JSON for another process; the token is not hidden in it."""
     token = security.token.reveal() if security.token else None
     return json.dumps({"token": token} | {name: getattr(security, name) for name in _TEXTS})
 
@@ -85,7 +82,7 @@ def from_json(text: str) -> Security:
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """What the files of certificates hold; None for one that is not named."""
+    """Contents of the certificate files; None for a file that is not given."""
 
     ca: bytes | None
     key: bytes | None = field(repr=False)
@@ -93,32 +90,32 @@ class Pems:
 
 
 class CredentialFiles:
-    """What the files of a `Security` hold, as far as it goes together.
+    """The last usable contents of the files of a `Security`.
 
     Attributes:
-        pems: The same object until other certificates are there.
-        token: Empty for none.
+        pems: The certificates: the same object until they change.
+        token: The bearer token; empty for none.
 
     Raises:
-        InvalidArgument: a file can't be read or used; it is named.
+        InvalidArgument: A file can't be read or used; the message names it.
     """
 
     def __init__(self, security: Security) -> None:
         self._security = security
         self._stamps = _stamps(security)
-        self._refused = ""
+        self._logged_error = ""
         self.pems, self._token = _read(security)
 
     @property
     def token(self) -> str:
-        """The present one; nothing prints it, since nothing prints properties."""
+        """The current bearer token. It is a property so that dumps of attributes do not show it."""
         return self._token
 
     def renew(self) -> bool:
-        """Read the files again if they have changed; True if there are other certificates.
+        """Read the files again if they have changed; return whether the certificates changed.
 
-        What can't be used, such as a new certificate beside the old key, leaves everything as it
-        was, and is looked at again.
+        Unusable files, such as a new certificate with the old key, change nothing; the next call
+        reads them again.
         """
         try:
             stamps = _stamps(self._security)
@@ -126,11 +123,11 @@ class CredentialFiles:
                 return False
             pems, self._token = _read(self._security)
         except InvalidArgument as error:
-            if error.message != self._refused:
-                log.warning("new certificates not used yet error=%s", error.message)
-                self._refused = error.message
+            if error.message != self._logged_error:
+                log.warning("new certificates are not usable yet error=%s", error.message)
+                self._logged_error = error.message
             return False
-        self._stamps, self._refused = stamps, ""
+        self._stamps, self._logged_error = stamps, ""
         if pems == self.pems:
             return False
         self.pems = pems
@@ -139,7 +136,7 @@ class CredentialFiles:
 
 
 def _stamps(security: Security) -> tuple[tuple[int, int, int], ...]:
-    """Tell two states of the files apart; links, as Kubernetes swaps them, are followed."""
+    """Return values that differ when a file changes; follows links, which Kubernetes swaps."""
     found = []
     for path in security.files:
         try:
@@ -157,8 +154,8 @@ def _read(security: Security) -> tuple[Pems, str]:
         if before == _stamps(security):
             return found
     raise InvalidArgument(
-        f"{', '.join(security.files)}: they change all the time",
-        remedy="Replace them once, each in one step.",
+        f"{', '.join(security.files)}: the files changed during each of {_TRIES} reads",
+        remedy="Replace the files once, each in one step.",
     )
 
 
@@ -187,13 +184,13 @@ def _read_once(security: Security) -> tuple[Pems, str]:
 
 
 def _check_token(token: str, security: Security) -> None:
-    """What can't stand in a header would fail every call, and show itself in the error."""
+    """Reject a token that is no valid header: it would fail every call and appear in the error."""
     wanted = security.token is not None or bool(security.token_file)
     sendable = token.isascii() and token.isprintable() and " " not in token
     if wanted and not (sendable and 0 < len(token) <= _TOKEN_BYTES_MAX):
-        place = security.token_file or "the token"
+        source = security.token_file or "the token"
         raise InvalidArgument(
-            f"{place}: no token: 1 to {_TOKEN_BYTES_MAX} visible ASCII characters",
+            f"{source}: a token has 1 to {_TOKEN_BYTES_MAX} visible ASCII characters",
             facts={"field": "token_file" if security.token_file else "token"},
         )
 
@@ -206,7 +203,7 @@ def _unusable(path: str, error: Exception) -> InvalidArgument:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return InvalidArgument(
         f"{path}: {reason}",
-        remedy="Give files that this process may read: PEM, of a certificate and its own key; of a "
-        "token nothing but the token.",
+        remedy="Give files that this process may read: a certificate and its own key as PEM, or a "
+        "file with nothing but the token.",
         facts={"file": path},
     )

@@ -27,7 +27,9 @@ from batonmq.errors import BatonError, NotAssigned, Unreachable
 log = logging.getLogger(__name__)
 
 ACQUIRE_HOLD_MS = 15_000
+"""How long the lock manager may hold a request for a queue that has an owner."""
 ITEMS_MAX = 1_024
+"""Queues of one call, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class _PendingAcquire:
     )
 
     def settle(self, outcome: ReceivedGrant | BatonError) -> None:
-        """Set the outcome, unless the caller has stopped to wait."""
+        """Set the outcome, unless the caller has stopped waiting."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 

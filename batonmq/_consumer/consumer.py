@@ -77,16 +77,20 @@ class Consumer:
         group: 1 to 127 characters of A-Z a-z 0-9 _ % -; created when the first member joins.
         subscriptions: Topic to expression: `*`, tags joined by `||`, or `sql:` and a condition on
             properties, as in `sql: price > 5 AND region IN ('eu', 'us')`. All members of a group
-            must have the same subscriptions; the group's policy decides otherwise, see `verdict`.
+            should have the same subscriptions; if not, the group's policy decides, see `verdict`.
         client_id: Unique within the group, up to 255 visible ASCII characters without `/`; by
             default the host name and a random part.
         on_ownership: Called in the event loop when the ownership of a queue changes.
         metrics: Counts what this consumer does, if given.
         surroundings: Clock, random numbers and transport, for tests.
 
+    Raises:
+        BadExpression, LimitExceeded: an expression is invalid.
+
     Raises on entering:
         SubscriptionConflict: the group has another subscription; the error names both clients.
-        ClientIdInUse, TopicNotFound, InvalidName, BadExpression: the nameserver refused to join.
+        ClientIdInUse: another live member of the group has the client id.
+        TopicNotFound, InvalidName: a topic does not exist, or a name is not valid.
         Unreachable: no nameserver answered within `start_timeout_ms`.
         DataLoss: the offsets file of a broadcasting member is damaged.
         InvalidArgument: the offsets file can't be read or written, or another process uses it.

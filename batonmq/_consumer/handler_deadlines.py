@@ -100,8 +100,8 @@ class HandlerCall:
     ) -> None:
         self._deadlines.end(self)
         if self.expired:
-            ours = self._task.uncancel() <= self._cancelling
-            if ours and kind is asyncio.CancelledError:
+            own_cancellation = self._task.uncancel() <= self._cancelling
+            if own_cancellation and kind is asyncio.CancelledError:
                 raise TimeoutError from error
 
     @property

@@ -322,7 +322,7 @@ class Puller:
         self._need_group()
 
         async def query() -> offsets_pb.QueryOutcome:
-            name, stub = await self._directory.keeper(self._group)
+            name, stub = await self._directory.offsets_leader(self._group)
             request = offsets_pb.QueryRequest(
                 offsets_epoch=self._epochs.of(name), queues=[self._key(queue)]
             )
@@ -411,7 +411,7 @@ class Puller:
 
     async def _commit(self, items: list[offsets_pb.CommitItem]) -> None:
         async def commit() -> Sequence[offsets_pb.CommitOutcome]:
-            name, stub = await self._directory.keeper(self._group)
+            name, stub = await self._directory.offsets_leader(self._group)
             request = offsets_pb.CommitRequest(offsets_epoch=self._epochs.of(name), items=items)
             answer = await self._answered(stub.Commit(request, timeout=CALL_TIMEOUT_S))
             self._check_epoch(name, answer.offsets_epoch)
@@ -525,7 +525,7 @@ class Puller:
         try:
             return await answered(call)
         except BatonError as error:
-            self._directory.doubt(error)
+            self._directory.invalidate(error)
             self._with_remedy(error)
             raise
 

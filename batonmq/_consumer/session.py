@@ -122,7 +122,7 @@ class Session:
         Raises:
             Unreachable: no set is registered, or no nameserver answered.
         """
-        return await self.directory.keeper(self.group)
+        return await self.directory.offsets_leader(self.group)
 
     def key(self, queue: QueueRef) -> queue_pb2.GroupQueue:
         """Return the key of the queue at offsets and at the lock manager."""

@@ -1,8 +1,8 @@
 """Settings of a process: a frozen model, read once from a file and the environment.
 
-A setting `port` of the service `storage` is `BATON_STORAGE_PORT` in the environment and `port`
-in the TOML file that `BATON_STORAGE_CONFIG_FILE` names. The environment wins. A name that is
-not known, in either place, is an error: a misspelt setting never silently does nothing.
+The setting `port` of the service `storage` is `BATON_STORAGE_PORT` in the environment, and `port`
+in the TOML file that `BATON_STORAGE_CONFIG_FILE` names. The environment takes precedence. An
+unknown name is an error in both, so that a misspelt setting is not ignored.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from batonmq._process.logs import LogFormat
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """What is wrong with a configuration.
+    """One error in a configuration.
 
     Attributes:
-        place: The variable, or the file and the name in it.
-        text: A sentence that has the place, too.
+        source: The variable, or the file and the setting in it.
+        text: The message; contains the source.
     """
 
-    place: str
+    source: str
     text: str
 
 
 class ConfigError(Exception):
-    """File and environment do not describe a valid configuration."""
+    """The file and the environment are not a valid configuration."""
 
     def __init__(self, *problems: ConfigProblem) -> None:
         super().__init__("; ".join(problem.text for problem in problems))
@@ -42,10 +42,10 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RawSettings:
-    """What stands in the environment and in the file it names; nothing is checked yet.
+    """Settings as text, from the environment and the file that it names; not validated.
 
     Attributes:
-        path: The file; empty if none is named.
+        path: The file; empty if there is none.
     """
 
     by_env: Mapping[str, str]
@@ -54,28 +54,27 @@ class RawSettings:
 
 
 class Settings(BaseModel):
-    """Base of every service's settings. A field's name ends in its unit."""
+    """Base of every service's settings. The name of a field ends in its unit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     log_level: str = Field("INFO", pattern=r"^(?i:debug|info|warning|error|critical)$")
-    """Lowest level that is logged."""
+    """Lowest level of log lines that are written."""
     log_format: LogFormat = "auto"
-    """`json`, `text`, or `auto`: text on a terminal, JSON elsewhere."""
+    """Format of log lines: `json`, `text`, or `auto` for text on a terminal and JSON elsewhere."""
 
 
 S = TypeVar("S", bound=Settings)
 
 
 def load(kind: type[S], prefix: str, env: Mapping[str, str] | None = None) -> S:
-    """Settings of `kind` from `<prefix>_CONFIG_FILE` and `<prefix>_*`.
+    """Return the settings of `kind` from `<prefix>_CONFIG_FILE` and `<prefix>_*`.
 
     Args:
-        env: The environment; the process's if not given.
+        env: The environment; that of the process if None.
 
     Raises:
-        ConfigError: a name is unknown, a value does not parse, one is missing, or the file can't
-            be read.
+        ConfigError: A name is unknown, a value is invalid or missing, or the file can't be read.
     """
     found = read_raw_settings(prefix, env)
     known = set(kind.model_fields)
@@ -90,8 +89,8 @@ def load(kind: type[S], prefix: str, env: Mapping[str, str] | None = None) -> S:
         settings = kind(**values)  # type: ignore[arg-type]
     except ValidationError as error:
         for wrong in error.errors():
-            place = "_".join([prefix, *map(str, wrong["loc"])]).upper()
-            problems.append(ConfigProblem(place, f"{place}: {wrong['msg']}"))
+            variable = "_".join([prefix, *map(str, wrong["loc"])]).upper()
+            problems.append(ConfigProblem(variable, f"{variable}: {wrong['msg']}"))
         raise ConfigError(*problems) from error
     if problems:
         raise ConfigError(*problems)
@@ -99,18 +98,20 @@ def load(kind: type[S], prefix: str, env: Mapping[str, str] | None = None) -> S:
 
 
 def read_raw_settings(prefix: str, env: Mapping[str, str] | None = None) -> RawSettings:
-    """What `<prefix>_CONFIG_FILE` and `<prefix>_*` say, in lower case and without the prefix.
+    """Return the values of `<prefix>_*` and of the file `<prefix>_CONFIG_FILE`, not validated.
+
+    Names are in lower case and without the prefix.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: The file can't be read.
     """
-    env = os.environ if env is None else env  # noqa: TID251  the one place that reads it
+    env = os.environ if env is None else env  # noqa: TID251  the only reader of the environment
     start = f"{prefix}_"
     by_env = {k[len(start) :].lower(): v for k, v in env.items() if k.startswith(start)}
     path = by_env.pop("config_file", "")
     try:
         by_file = tomllib.loads(Path(path).read_text()) if path else {}
-    except (OSError, ValueError) as error:  # no such file, no UTF-8, no TOML
-        place = f"{start}CONFIG_FILE"
-        raise ConfigError(ConfigProblem(place, f"{place}={path}: {error}")) from error
+    except (OSError, ValueError) as error:  # no such file, not UTF-8, not TOML
+        variable = f"{start}CONFIG_FILE"
+        raise ConfigError(ConfigProblem(variable, f"{variable}={path}: {error}")) from error
     return RawSettings(by_env, by_file, path)

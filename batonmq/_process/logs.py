@@ -1,6 +1,6 @@
-"""Logs of a process: structlog renders what the standard library's loggers say.
+"""Log output of a process: structlog renders the records of the standard library's loggers.
 
-Events are `"segment sealed topic=%s queue_id=%d"`: what happened, then key=value.
+A message is an event and its values: `"segment sealed topic=%s queue_id=%d"`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ LogFormat = Literal["auto", "json", "text"]
 
 
 def configure(level: str, log_format: LogFormat, **fields: str) -> None:
-    """Send the root logger to standard error.
+    """Make the root logger write to standard error.
 
     Args:
-        level: Name of a logging level.
-        log_format: `auto` is text on a terminal and JSON elsewhere.
-        fields: Added to every line, such as service and node.
+        level: Name of the lowest level that is written.
+        log_format: `auto` means text on a terminal and JSON elsewhere.
+        fields: Fields of every line, such as service and node.
     """
     as_text = log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
 

@@ -1,4 +1,4 @@
-"""What there is to set, what it means, and where a value comes from: settings told to people."""
+"""Description of the settings of a process: meaning, default, value, and source of the value."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class SettingHelp:
     """One setting of a process.
 
     Attributes:
-        default: As people type it; None if it has to be given.
-        allowed: What values there may be, in Markdown; empty for any.
-        value: What it is here, as it was typed, also if that is not allowed.
-        source: default, environment, or the name of the file; empty if it is missing.
+        default: The default, as a user types it; None if the setting is required.
+        allowed: The allowed values, in Markdown; empty for any.
+        value: The current value as it was typed, even if it is invalid; None if it is missing.
+        source: `default`, `environment`, or the path of the file; empty if the value is missing.
     """
 
     name: str
@@ -41,10 +41,10 @@ class SettingHelp:
 def settings_help(
     kind: type[Settings], prefix: str, env: Mapping[str, str] | None = None
 ) -> tuple[tuple[SettingHelp, ...], tuple[ConfigProblem, ...]]:
-    """Every setting of `kind`, and what is wrong with them.
+    """Return a description of every setting of `kind`, and the errors in the configuration.
 
     Args:
-        env: The environment; the process's if not given.
+        env: The environment; that of the process if None.
     """
     problems: tuple[ConfigProblem, ...] = ()
     by_env: Mapping[str, object] = {}
@@ -56,7 +56,7 @@ def settings_help(
         load(kind, prefix, env)
     except ConfigError as error:
         problems = error.problems
-    told, settings = meanings(kind), []
+    texts, settings = meanings(kind), []
     for name, field in kind.model_fields.items():
         value, source = default_of(field), "default"
         if name in by_env:
@@ -72,7 +72,7 @@ def settings_help(
                 unit=unit_of(name, field),
                 default=default_of(field),
                 allowed=allowed_of(field),
-                meaning=told[name],
+                meaning=texts[name],
                 value=value,
                 source=source,
             )
@@ -81,7 +81,7 @@ def settings_help(
 
 
 def meanings(kind: type[Settings]) -> dict[str, str]:
-    """What the class says of each setting: the string below its field, on one line."""
+    """Return the meaning of each setting: the docstring below its field, on one line."""
     found: dict[str, str] = {}
     for cls in reversed(kind.__mro__):
         if not issubclass(cls, Settings):
@@ -100,7 +100,7 @@ def meanings(kind: type[Settings]) -> dict[str, str]:
 
 
 def unit_of(name: str, field: FieldInfo) -> str:
-    """In what it is measured, or its kind."""
+    """Return the unit of a setting, or the kind of its value if it has no unit."""
     units = {"_ms": "ms", "_s": "s", "bytes": "bytes", "_percent": "%", "port": "port"}
     for part, unit in units.items():
         if name.endswith(part) or f"{part}_" in name:
@@ -110,7 +110,7 @@ def unit_of(name: str, field: FieldInfo) -> str:
 
 
 def default_of(field: FieldInfo) -> str | None:
-    """Its default as people type it; None if it has to be given."""
+    """Return the default of a setting as a user types it; None if the setting is required."""
     if field.default is PydanticUndefined:
         return None
     value = field.default.value if isinstance(field.default, Enum) else field.default
@@ -118,7 +118,7 @@ def default_of(field: FieldInfo) -> str | None:
 
 
 def allowed_of(field: FieldInfo) -> str:
-    """What values it may have, in Markdown; empty for any."""
+    """Return the allowed values of a setting, in Markdown; empty for any."""
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
     limits = {

@@ -326,7 +326,7 @@ class Producer:
     async def _admitted(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues:
         """The topic, once it is the record's turn: nothing of its key overtakes it."""
         begin_ms = self._clock.monotonic_ms()
-        async with self._lines.turn((topic, ordering_key)):
+        async with self._lines.acquire((topic, ordering_key)):
             known = self._placing.topics.get(topic)
             if known is None:
                 known = await self._open_topic(topic, self._clock.monotonic_ms() - begin_ms)

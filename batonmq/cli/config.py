@@ -82,7 +82,7 @@ def check(
     problems = [
         {"service": name} | problem for name, one in found.items() for problem in one["problems"]
     ]
-    columns: Columns = {"SERVICE": "service", "PLACE": "place", "PROBLEM": "text"}
+    columns: Columns = {"SERVICE": "service", "SOURCE": "source", "PROBLEM": "text"}
     item = {"services": list(found), "problems": problems}
     if problems:
         session.output.detail(item, problems, columns)

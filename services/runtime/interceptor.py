@@ -1,4 +1,4 @@
-"""The edge of every service: who may call, deadlines, error mapping, metrics of calls."""
+"""The edge of every service: admission, deadlines, error mapping and metrics of calls."""
 
 from __future__ import annotations
 
@@ -11,61 +11,50 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import abort
 from batonmq.errors import BatonError, Internal, NoDeadline, NotServing
 from batonmq_server.runtime.access.admission import Admission
 from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.metrics import RpcMetrics
 
 log = logging.getLogger(__name__)
 
-_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every call of the `baton.` packages; of others it only asks who may call.
+    """Wraps the handlers of all calls; third-party services get admission only.
 
-    - With a `guard` that is on, whoever may not call is refused, and what is held ends when access
-      is revoked. The request of somebody who is not known is not read.
-    - A call without a deadline is refused; streams that watch are open-ended and need none.
-    - A `BatonError` becomes its status with details; anything else a bare INTERNAL, logged here.
-    - Counts, times and in-flight numbers go to Prometheus by service, method and reason.
-    - After `drain`, new calls are refused with NOT_SERVING, and so are those that are only held:
-      watches, and calls of the methods named in `held`.
+    - With a `guard` that is on, calls without permission are rejected, and long polls and streams
+      end when access is revoked. The request of an unauthenticated caller is not read.
+    - A call without a deadline is rejected; watches are open-ended and need none.
+    - A `BatonError` is sent as its status with details, any other error as INTERNAL without
+      details; the latter is logged here.
+    - Counts, times and open calls are exported to Prometheus by service, method and reason.
+    - After `drain`, new calls are rejected with NOT_SERVING, and watches and long polls end with
+      it.
+
+    Args:
+        long_polls: Names of the methods without a stream that are long polls.
     """
 
     def __init__(
         self,
         clock: Clock,
         registry: CollectorRegistry,
-        held: frozenset[str] = frozenset(),
+        long_polls: frozenset[str] = frozenset(),
         guard: Guard | None = None,
     ) -> None:
-        self._clock, self._held = clock, held
+        self._clock, self._long_polls = clock, long_polls
         self.draining = False
-        self._admission = Admission(guard, held) if guard is not None and guard.on else None
+        self._admission = Admission(guard, long_polls) if guard is not None and guard.on else None
         self._waiting: set[asyncio.Task[Any]] = set()
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._by_method = lru_cache(maxsize=None)(self._metrics_of)
-        self._calls = Counter(
-            "baton_rpc_calls",
-            "Calls by outcome; reason is OK or the reason of the error.",
-            ("service", "method", "reason"),
-            registry=registry,
-        )
-        self._seconds = Histogram(
-            "baton_rpc_seconds",
-            "Time from request to answer, held calls included.",
-            ("service", "method"),
-            buckets=_BUCKETS,
-            registry=registry,
-        )
-        self._open = Gauge(
-            "baton_rpc_open", "Calls under way.", ("service", "method"), registry=registry
-        )
+        self._metrics = RpcMetrics(registry)
 
     async def intercept_service(
         self,
@@ -83,8 +72,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             self._wrapped[name] = self._handler(name, handler)
         if self._admission is not None:
             metadata = handler_call_details.invocation_metadata or ()
-            if (error := self._admission.unread(name, metadata)) is not None:
-                return self._refusing(name, error)
+            if (error := self._admission.authentication_error(name, metadata)) is not None:
+                return self._rejecting(name, error)
         return self._wrapped[name]
 
     def _handler(
@@ -93,18 +82,18 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         _, service, method = name.split("/")
         if service.startswith("baton."):
             return self._wrap(handler, service, method)
-        return handler if self._admission is None else self._admission.foreign(name, handler)
+        return handler if self._admission is None else self._admission.third_party(name, handler)
 
-    def _refusing(self, name: str, error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
-        """Answers a call of any form without a look at what was sent."""
+    def _rejecting(self, name: str, error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler for any kind of call that sends `error` without reading the request."""
         _, service, method = name.split("/")
 
-        async def refuse(_: Any, context: Context) -> None:
+        async def reject(_: Any, context: Context) -> None:
             with self.counted(service.rpartition(".")[2], method) as outcome:
                 outcome.reason = error.reason
                 await abort(context, error)
 
-        return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.stream_stream_rpc_method_handler(reject)
 
     def _wrap(
         self, handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
@@ -123,20 +112,20 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     def _metrics_of(self, service: str, method: str) -> tuple[Gauge, Histogram]:
         labels = (service, method)
-        return self._open.labels(*labels), self._seconds.labels(*labels)
+        return self._metrics.open.labels(*labels), self._metrics.seconds.labels(*labels)
 
     def drain(self) -> None:
-        """Take no more calls, and end the held ones."""
+        """Reject new calls, and end watches and long polls."""
         self.draining = True
         for task in self._waiting:
             task.cancel()
 
     def admit(self, method: str, context: Context) -> None:
-        """Refuse a call before its handler sees it.
+        """Return if the call may reach its handler.
 
         Raises:
             NotServing: the process is stopping.
-            NoDeadline: the caller set none.
+            NoDeadline: the call has no deadline.
         """
         if self.draining:
             raise _stopping()
@@ -145,11 +134,11 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def counted(self, service: str, method: str) -> Iterator[_Outcome]:
-        """Note the start and the end of a call, and as what it ends."""
+        """Export the start, end and outcome of the call inside."""
         outcome, start_ms = _Outcome(), self._clock.monotonic_ms()
-        # A stream that is abandoned ends in another task than the one that runs it now.
+        # The end of an abandoned stream runs in another task than the one that runs it now.
         task = _this_task()
-        if method.startswith("Watch") or method in self._held:
+        if method.startswith("Watch") or method in self._long_polls:
             self._waiting.add(task)
         is_open, seconds = self._by_method(service, method)
         is_open.inc()
@@ -158,12 +147,12 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         finally:
             self._waiting.discard(task)
             is_open.dec()
-            self._calls.labels(service, method, outcome.reason).inc()
+            self._metrics.calls.labels(service, method, outcome.reason).inc()
             seconds.observe((self._clock.monotonic_ms() - start_ms) / 1e3)
 
 
 class _Outcome:
-    """How a call ended: OK, the reason of its error, or CANCELLED while nothing else is known."""
+    """Outcome of a call: OK, the reason of its error, or CANCELLED until one of them is known."""
 
     reason = "CANCELLED"
 

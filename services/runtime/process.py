@@ -33,7 +33,7 @@ from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.server_options import SERVER_OPTIONS
 from batonmq_server.runtime.service_runtime import Runtime, StopRequested
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.runtime.tls import check_files, listen, show_expiry
+from batonmq_server.runtime.tls import check_files, export_expiry, listen
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ async def _nodes_followed(runtime: Runtime) -> AsyncIterator[None]:
 async def _serve(runtime: Runtime, app: App, answers: Health) -> None:
     settings = runtime.settings
     runtime.guard.add_rules(app.rules)
-    show_expiry(settings, runtime.registry)
+    export_expiry(settings, runtime.registry)
     edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls, runtime.guard)
     server = grpc.aio.server(interceptors=[edge], options=SERVER_OPTIONS)
     answers.add(server)

@@ -14,91 +14,98 @@ _ADDRESS = r"^([^,\s]+:\d+)?$"
 
 
 class ServiceSettings(Settings):
-    """Read from BATON_<SERVICE>_<NAME> and the file BATON_<SERVICE>_CONFIG_FILE names."""
+    """Read from BATON_<SERVICE>_<NAME> and the file named by BATON_<SERVICE>_CONFIG_FILE."""
 
     cluster: str = Field("baton", pattern=r"^[A-Za-z0-9_-]{1,63}$")
-    """Cluster the process belongs to; part of every key in etcd."""
+    """Cluster of the process; part of every key in etcd."""
     node_id: str = Field(pattern=r"^[a-z0-9-]{1,63}$")
-    """Name of the process, unique within its service; for storage, the broker name."""
+    """Name of the process, unique within its service; for storage also the default broker name."""
     host: str = "127.0.0.1"
-    """Address the gRPC and metrics servers bind to."""
+    """Address that the gRPC and metrics servers bind to."""
     port: int = Field(0, ge=0, le=65_535)
-    """Port of the gRPC server; 0 takes a free one."""
+    """Port of the gRPC server; 0 picks a free port."""
     advertise_address: str = ""
-    """host:port at which others reach the gRPC server; empty means host:port as bound."""
+    """host:port at which other processes reach the gRPC server; empty: the bound address."""
     outside_address: str = Field("", pattern=_ADDRESS)
-    """host:port at which clients outside the services' network reach it; empty if they reach it as
-    others do. Who asks a nameserver at its own outside address is given those of all nodes."""
+    """host:port at which clients outside the services' network reach the gRPC server; empty: the
+    same as other processes. A client that calls a nameserver at its outside address gets the
+    outside addresses of all nodes."""
     health_port: int = Field(0, ge=0, le=65_535)
-    """Port that answers health checks only, without TLS, from the very start; 0 for none."""
+    """Port for health checks only, without TLS, open from the start of the process; 0: none."""
     metrics_port: int = Field(0, ge=0, le=65_535)
-    """Port of the Prometheus endpoint; 0 takes a free one."""
+    """Port of the Prometheus endpoint; 0 picks a free port."""
     tls_cert_file: str = ""
-    """PEM file of the process's certificate, with those that lead to an authority after it; shown
-    to clients and to other services. Empty: no TLS."""
+    """PEM file with the certificate of the process, followed by its intermediate certificates;
+    shown to clients and other services. Empty: no TLS."""
     tls_key_file: str = ""
-    """PEM file of its key, without a passphrase."""
+    """PEM file with the key of `tls_cert_file`, without a passphrase."""
     tls_ca_file: str = ""
-    """PEM file of the authorities whose certificates are trusted, of clients and of services."""
+    """PEM file with the authorities that sign the certificates of clients and services."""
     tls_require_client_cert: bool = True
-    """Whether clients, other services among them, need a certificate. If not, none is asked for,
-    and only tokens tell who calls."""
+    """Whether clients and other services must show a certificate. If false, none is requested, and
+    callers are identified by tokens only."""
     token_file: str = ""
-    """File of the token that the process shows to other services; empty for none. Over TLS only."""
+    """File with the token that the process sends to other services over TLS; empty: none."""
     insecure_network: bool = False
-    """Whether `host` may be an address that others reach although there is no TLS: whoever reaches
-    it can read and write everything, and so can who listens on the way."""
+    """Whether `host` may be reachable from other machines without TLS. Every program that reaches
+    it can then read and write everything, and traffic can be read on the network."""
     etcd: str = Field("127.0.0.1:2379", pattern=r"^[^,]+:\d+(,[^,]+:\d+)*$")
-    """host:port of etcd; of several members separated by commas."""
+    """host:port of each member of etcd, separated by commas."""
     etcd_ca_file: str = ""
-    """PEM file of the authorities whose certificates are trusted of etcd. Empty: no TLS to etcd."""
+    """PEM file with the authorities that sign etcd's certificates. Empty: no TLS to etcd."""
     etcd_cert_file: str = ""
-    """PEM file of the certificate that is shown to etcd; empty for none."""
+    """PEM file with the certificate that is shown to etcd; empty: none."""
     etcd_key_file: str = ""
-    """PEM file of its key, without a passphrase."""
+    """PEM file with the key of `etcd_cert_file`, without a passphrase."""
     access: bool = False
-    """Whether callers have to prove who they are, and may do only what is granted to them."""
+    """Whether callers must authenticate and need a grant for each call."""
     access_admins: str = ""
-    """Identities that may do everything, whatever is granted; several separated by commas."""
+    """Identities with the role admin on the cluster without a grant, separated by commas."""
     node_lease_ms: int = Field(5_000, ge=2_000)
-    """A process that is silent for so long is no longer listed, in milliseconds."""
+    """Lease of the node's entry in etcd, in milliseconds; a dead process stays listed as long."""
     metrics_stream: bool = True
-    """Whether what the process does is published to the topic BATON_SYS_METRICS; at a nameserver,
+    """Whether the process publishes its events to the topic BATON_SYS_METRICS; at a nameserver,
     also whether it creates that topic and BATON_SYS_ALERTS."""
     metrics_encoding: Literal["protobuf", "arrow"] = "protobuf"
-    """How: `arrow` is read faster by Spark, and needs the package pyarrow."""
+    """Encoding of these events: Spark reads `arrow` faster; it needs the package pyarrow."""
     shutdown_grace_ms: int = Field(10_000, ge=0)
-    """How long calls under way may take to end after SIGTERM, in milliseconds."""
+    """Time that calls in progress have to end after SIGTERM, in milliseconds."""
 
     @model_validator(mode="after")
-    def _tells_all_of_tls(self) -> Self:
+    def _check_tls_files(self) -> Self:
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             raise ValueError("tls_cert_file and tls_key_file go together")
         if bool(self.etcd_cert_file) != bool(self.etcd_key_file):
             raise ValueError("etcd_cert_file and etcd_key_file go together")
         if self.etcd_cert_file and not self.etcd_ca_file:
-            raise ValueError("etcd_cert_file needs etcd_ca_file: whom to trust")
+            raise ValueError("etcd_cert_file needs etcd_ca_file")
         if (self.tls_ca_file or self.token_file) and not self.tls_cert_file:
-            raise ValueError("tls_ca_file and token_file need tls_cert_file: there is no TLS")
+            raise ValueError(
+                "tls_ca_file and token_file need tls_cert_file: without it there is no TLS"
+            )
         if self.access and not self.tls_cert_file:
-            raise ValueError("access needs tls_cert_file: without TLS nothing proves who calls")
+            raise ValueError(
+                "access needs tls_cert_file: without TLS callers can't be authenticated"
+            )
         if self.tls_cert_file and self.tls_require_client_cert and not self.tls_ca_file:
-            raise ValueError("tls_require_client_cert needs tls_ca_file: whose certificates")
+            raise ValueError(
+                "tls_require_client_cert needs tls_ca_file: the authorities of the certificates"
+            )
         return self
 
     @model_validator(mode="after")
-    def _keeps_to_itself_without_tls(self) -> Self:
+    def _check_host_without_tls(self) -> Self:
         if not (self.tls_cert_file or self.insecure_network or self.on_loopback):
             raise ValueError(
                 f"host {self.host} can be reached from other machines, and there is no TLS: set "
                 "tls_cert_file, tls_key_file and tls_ca_file; or host to 127.0.0.1; or "
-                "insecure_network to true if whoever reaches it may read and write everything"
+                "insecure_network to true if every program there may read and write everything"
             )
         return self
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine reaches `host`, for all that its name tells."""
+        """Whether `host` is a loopback address, judged by its name."""
         try:
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
         except ValueError:
@@ -106,7 +113,7 @@ class ServiceSettings(Settings):
 
     @property
     def security(self) -> Security | None:
-        """How other services are called; None without TLS."""
+        """TLS settings for calls to other services; None without TLS."""
         if not self.tls_cert_file:
             return None
         return Security(
@@ -118,7 +125,7 @@ class ServiceSettings(Settings):
 
     @property
     def etcd_security(self) -> Security | None:
-        """How etcd is called; None without TLS."""
+        """TLS settings for calls to etcd; None without TLS."""
         if not self.etcd_ca_file:
             return None
         return Security(

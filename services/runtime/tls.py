@@ -1,4 +1,4 @@
-"""The server's side of TLS: its certificate, whether clients have to show one, when it ends."""
+"""TLS of the server: its certificate, client certificates, and expiry times."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from functools import partial
 
 import grpc
 import grpc.aio
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from batonmq._connection.security import CredentialFiles, Pems, Security
 from batonmq._process.config import ConfigError, ConfigProblem
 from batonmq.errors import InvalidArgument
 from batonmq_server.runtime.certificate_expiry import expiry_unix_s
+from batonmq_server.runtime.metrics import certificate_expiry
 from batonmq_server.runtime.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
 
 def check_files(settings: ServiceSettings) -> None:
-    """Read the files that the settings name.
+    """Read the certificate, key and token files that the settings name.
 
     Raises:
-        ConfigError: one can't be used.
+        ConfigError: a file can't be used.
     """
     for name, security in (
         ("tls_cert_file", settings.security),
@@ -37,46 +38,39 @@ def check_files(settings: ServiceSettings) -> None:
                 raise ConfigError(ConfigProblem(name, text)) from error
 
 
-def show_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> None:
-    """Let Prometheus know when certificates end: those of connections that are made now."""
-    gauge = Gauge(
-        "baton_tls_certificate_expiry_timestamp_seconds",
-        "When what proves who is who ends, as Unix time: of service, the certificate that the "
-        "process shows; of authority, those it trusts; of etcd_client and etcd_authority, the same "
-        "towards etcd. Of several in a file the first that ends. NaN: it can't be told.",
-        ("certificate",),
-        registry=registry,
-    )
+def export_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> None:
+    """Export the expiry times of the certificates that new connections use."""
+    gauge = certificate_expiry(registry)
     for security, own, authority in (
         (settings.security, "service", "authority"),
         (settings.etcd_security, "etcd_client", "etcd_authority"),
     ):
         if security is None:
             continue
-        papers = CredentialFiles(security)
+        files = CredentialFiles(security)
         if security.cert_file:
-            gauge.labels(own).set_function(partial(_expiry, papers, "cert"))
+            gauge.labels(own).set_function(partial(_expiry, files, "cert"))
         if security.ca_file:
-            gauge.labels(authority).set_function(partial(_expiry, papers, "ca"))
+            gauge.labels(authority).set_function(partial(_expiry, files, "ca"))
 
 
-def _expiry(papers: CredentialFiles, name: str) -> float:
-    papers.renew()
-    found = expiry_unix_s(getattr(papers.pems, name))
+def _expiry(files: CredentialFiles, name: str) -> float:
+    files.renew()
+    found = expiry_unix_s(getattr(files.pems, name))
     return math.nan if found is None else found
 
 
 def listen(server: grpc.aio.Server, settings: ServiceSettings) -> int:
-    """Take calls at the address of the settings, over TLS if they say so.
+    """Bind the server to the address of the settings, with TLS if they have a certificate.
 
     Returns:
         The port.
     """
     address, security = f"{settings.host}:{settings.port}", settings.security
     if security is None:
-        reach = "this network" if settings.insecure_network else "this machine, at loopback only,"
+        reach = "this network" if settings.insecure_network else "this machine (loopback only)"
         log.warning(
-            "TLS IS OFF: whoever is on %s can read and write everything host=%s",
+            "TLS IS OFF: every program on %s can read and write everything host=%s",
             reach,
             settings.host,
         )
@@ -89,22 +83,25 @@ def listen(server: grpc.aio.Server, settings: ServiceSettings) -> int:
 def server_credentials(
     security: Security, *, require_client_cert: bool = True
 ) -> grpc.ServerCredentials:
-    """Of a server; every new connection gets the certificate that the files hold then.
+    """Return credentials that give each new connection the current certificate of the files.
 
     Args:
-        require_client_cert: If not, clients are not asked for one.
+        require_client_cert: Whether clients must show a certificate; if not, none is requested.
 
     Raises:
         InvalidArgument: a file can't be used.
     """
-    papers = CredentialFiles(security)
+    files = CredentialFiles(security)
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        """Called at each handshake, in a thread of gRPC, which takes None for no change."""
-        return _configuration(papers.pems) if papers.renew() else None
+        """Return the new configuration, or None if nothing changed.
+
+        gRPC calls this at each handshake, in a thread of its own.
+        """
+        return _configuration(files.pems) if files.renew() else None
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(papers.pems),
+        _configuration(files.pems),
         renewed,  # type: ignore[arg-type]
         require_client_authentication=require_client_cert,
     )

@@ -39,7 +39,7 @@ def test_every_wrong_setting_is_named(tmp_path: Path) -> None:
     arguments = ("config", "check", "storage", "--env-file", str(env_file))
     wrong = baton(*arguments, "--format", "json")
     assert wrong.code == 1
-    places = [problem["place"] for problem in wrong.json["problems"]]
+    places = [problem["source"] for problem in wrong.json["problems"]]
     assert places == ["BATON_STORAGE_SPORT", "BATON_STORAGE_FLUSH"]
     env_file.write_text("BATON_STORAGE_FLUSH=async\n")
     assert baton(*arguments).code == 0

@@ -60,7 +60,7 @@ def test_a_failed_handshake_is_told_once() -> None:
         done = _run("-m", "batonmq", "--tls", "--nameserver", address, "topic", "list")
         server.shutdown()
     told, remedy = done.stderr.splitlines()
-    assert told == f"error: UNREACHABLE: {address}: it does not speak TLS"
+    assert told == f"error: UNREACHABLE: {address}: it does not use TLS"
     assert "--no-tls" in remedy
 
 

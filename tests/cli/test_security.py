@@ -235,7 +235,7 @@ def test_who_is_not_let_in_is_told_what_is_missing(
     trusting = ("--ca-file", str(authority.ca_file))
     asked = ("--nameserver", running.nameserver, "--format", "json")
     cases = {
-        (): "it speaks TLS",
+        (): "it uses TLS",
         (*trusting, "--cert-file", old.cert_file, "--key-file", old.key_file): "has expired",
     }  # fmt: skip
     for options, reason in cases.items():

@@ -1,4 +1,4 @@
-"""Messages in a topic of the test's own, and consumers that note what they handle."""
+"""A topic and a group of one test, and consumers that record the messages they handle."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ QUICK = ConsumerSettings(
     drain_timeout_ms=5_000,
     send_back=False,
 )
-"""Of a member that has the queues of its topic, and no others; what fails stays in hand."""
+"""Short intervals; failed messages are handled again by the same member."""
 
 
 @dataclass
 class Handled:
-    """One start of a message."""
+    """One call of a handler with a message."""
 
     client_id: str
     queue: QueueRef
@@ -43,7 +43,7 @@ class Handled:
 
 @dataclass
 class Scene:
-    """A topic and a group."""
+    """A topic and a group, and what their consumers did."""
 
     nameserver: str
     topic: str
@@ -80,14 +80,14 @@ class Scene:
 
     @property
     def bodies(self) -> Counter[str]:
-        """How often each message was started."""
+        """How often a handler was called with each body."""
         return Counter(one.body for one in self.handled)
 
     def by(self, client_id: str) -> list[str]:
         return [one.body for one in self.handled if one.client_id == client_id]
 
     async def send(self, bodies: Sequence[str], *, queue_id: int | None = None) -> None:
-        """Send in order; round the queues unless one is named."""
+        """Send in order; to all queues in turn unless one is given."""
         async with Producer(self.nameserver) as producer:
             for number, body in enumerate(bodies):
                 message = Message(body.encode(), tag=body.partition(":")[0] if ":" in body else "")
@@ -95,7 +95,7 @@ class Scene:
                 await producer.submit(self.topic, message, ordering_key=f"{number}", queue=chosen)
 
     async def lag(self) -> int | None:
-        """Messages that the group has not committed; None while that is not known."""
+        """Return the number of messages that the group has not committed; None if not known yet."""
         async with Admin(self.nameserver) as admin:
             rows = (await admin.group_progress(self.group)).queues
         lags = [row.lag for row in rows]
@@ -111,10 +111,10 @@ async def scene(nameserver: str, queue_count: int = 4) -> AsyncIterator[Scene]:
 
 
 @asynccontextmanager
-async def noting(
+async def handle_all(
     at: Scene, client_id: str, expression: str = "*", settings: ConsumerSettings = QUICK
 ) -> AsyncIterator[Consumer]:
-    """A member that handles everything until the block ends."""
+    """Run a member that handles every message until the block ends."""
 
     async with at.consumer(client_id, expression, settings) as consumer:
 

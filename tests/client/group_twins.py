@@ -1,9 +1,8 @@
-"""A cluster of one process for a consumer: all that its group and its queues meet, kept in
-dictionaries, noted, and told what to do by the test; behind real servers and the services' own
-edge.
+"""Twins: simulated services for one consumer group, in this process, behind real gRPC servers.
 
-It obeys the contracts in what a consumer can see of them: tokens, reset epochs, acks as sets,
-subscription generations and the group's mode are checked; time and conditions are not.
+They keep their state in dictionaries, record all calls, and do what the test says. They obey the
+contracts that a consumer can observe: they check tokens, reset epochs, subscription generations and
+the group's mode, and keep acks as sets. They do not check time or fence conditions.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Key = int
 
 @dataclass
 class Progress:
-    """One queue at offsets; `handled` is C and A in one."""
+    """One queue at offsets; `handled` holds C and A."""
 
     token: int = 0
     reset_epoch: int = 0
@@ -74,14 +73,14 @@ class Progress:
 
 
 class GroupTwin(nameserver_grpc.NameserverServiceServicer):
-    """One group; whose queue is whose, the test deals.
+    """The nameserver of one group; the test assigns the queues.
 
     Attributes:
-        group: Its record.
-        deal: Client id by queue id.
-        heartbeats: All that came.
-        sessions: Incarnation named by each WatchGroup.
-        verdict: What a heartbeat is answered with, besides the group.
+        group: The record.
+        deal: Client id of the member by queue id.
+        heartbeats: All requests.
+        sessions: Incarnation of each WatchGroup.
+        verdict: The answer to a heartbeat, without the group.
     """
 
     def __init__(self, queue_count: int) -> None:
@@ -98,25 +97,25 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
         self._broken = asyncio.Event()
 
     def change(self, edit: Callable[[nameserver_pb.Group], object] = lambda _: None) -> None:
-        """Edit the record, deal by `deal`, raise the generation and push."""
+        """Edit the record, assign by `deal`, raise the generation and push it."""
         edit(self.group)
         self.group.generation += 1
         places = {m.incarnation.client_id: n for n, m in enumerate(self.group.members, 1)}
         owners = [places.get(self.deal.get(q, ""), 0) for q in range(self.queue_count)]
-        dealt = nameserver_pb.BrokerAssignment(broker=BROKER, member_numbers=owners)
+        assignment = nameserver_pb.BrokerAssignment(broker=BROKER, member_numbers=owners)
         del self.group.assignments[:]
-        self.group.assignments.add(topic=TOPIC, brokers=[dealt])
+        self.group.assignments.add(topic=TOPIC, brokers=[assignment])
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def change_unheard(self) -> None:
-        """As `change`, but nobody is told: who wants to know has to ask."""
+        """Change the record without a push; a heartbeat returns it."""
         changed, self._changed = self._changed, asyncio.Event()
         self.change()
         self._changed = changed
 
     def give(self, client_id: str, queues: Iterable[int]) -> None:
-        """Deal these queues to a client."""
+        """Assign these queues to a client."""
         self.deal |= dict.fromkeys(queues, client_id)
         self.change()
 
@@ -131,7 +130,7 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
         self.change(edit)
 
     def pause(self, by: str) -> None:
-        """Pause, or with an empty name go on."""
+        """Pause the group; resume it if `by` is empty."""
 
         def edit(group: nameserver_pb.Group) -> None:
             group.ClearField("pause")
@@ -198,10 +197,10 @@ class GroupTwin(nameserver_grpc.NameserverServiceServicer):
 
 
 class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
-    """Progress by queue.
+    """Offsets with the progress by queue.
 
     Attributes:
-        owned: The group's mode; calls of the other one are refused.
+        owned: Whether the group has ownership; calls of the other mode are refused.
         commits: Every item that was committed.
         closes: Every item that was closed.
     """
@@ -213,17 +212,17 @@ class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
         self.closes: list[offsets_pb.CloseItem] = []
 
     def reset(self, queue_id: Key, to: int) -> None:
-        """As an operator's reset."""
+        """Reset a queue as an operator does."""
         progress = self.queues[queue_id]
         progress.token += 1 if self.owned else 0
         progress.reset_epoch += 1
         progress.closed, progress.handled, progress.why = True, set(range(to)), FenceCause.RESET
 
     def check(self, queue_id: Key, token: int, reset_epoch: int | None = None) -> Progress:
-        """The progress, if the token is in force.
+        """Return the progress if the token is valid.
 
         Raises:
-            ModeChanged, UnknownQueue, Fenced: it is not.
+            ModeChanged, UnknownQueue, Fenced: the token is not valid.
         """
         if self.owned != bool(token):
             raise ModeChanged("the group is in the other mode")
@@ -302,14 +301,14 @@ class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
 
 
 class LockmgrTwin(lockmgr_grpc.LockmgrServiceServicer):
-    """Grants what is asked for, unless the test has something against it.
+    """A lock manager that grants every request, unless the test has set a refusal.
 
     Attributes:
-        refusals: What the next Acquires of a queue are refused with, one after the other.
-        acquires: Queue id and `acquire_seq` of all that came.
+        refusals: Refusals of the next Acquires of a queue, one after the other.
+        acquires: Queue id and `acquire_seq` of all requests.
         kept: Holds of every keep-alive.
         releases: Queue ids in the order of their release.
-        states: What keep-alives say of a queue; otherwise that it is renewed.
+        states: Reports of keep-alives by queue; a queue without one is renewed.
         watchers: Number of Watch streams so far.
     """
 
@@ -325,12 +324,12 @@ class LockmgrTwin(lockmgr_grpc.LockmgrServiceServicer):
         self._streams: set[asyncio.Queue[lockmgr_pb.WatchResponse | None]] = set()
 
     def tell(self, event: lockmgr_pb.WatchResponse | None) -> None:
-        """Push to everybody; None ends the streams."""
+        """Push to all streams; None ends them."""
         for stream in self._streams:
             stream.put_nowait(event)
 
     def want(self, queue_id: Key, reason: lockmgr_pb.WantedReason.ValueType) -> None:
-        """Push that a queue is wanted from its owner."""
+        """Push to its owner that a queue is wanted."""
         token = self._offsets.queues[queue_id].token
         wanted = lockmgr_pb.Wanted(queue=_key(queue_id), token=token, reason=reason)
         self.tell(lockmgr_pb.WatchResponse(wanted=wanted))
@@ -400,12 +399,12 @@ class LockmgrTwin(lockmgr_grpc.LockmgrServiceServicer):
 
 
 class StorageTwin(storage_grpc.StorageServiceServicer):
-    """Queues as lists of messages.
+    """Storage whose queues are lists of messages.
 
     Attributes:
         pulls: Every request.
         paused: Whether pulls are refused with PAUSED.
-        parked: Ids of the queues whose pulls are held at the moment.
+        parked: Ids of the queues whose pulls are held now.
     """
 
     def __init__(self, offsets: OffsetsTwin) -> None:
@@ -417,14 +416,14 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
         self._arrived = asyncio.Event()
 
     def send(self, queue_id: Key, *bodies: str) -> None:
-        """Store messages; what stands before a colon is the tag."""
+        """Store messages; the text before a colon is the tag."""
         for body in bodies:
             tag = body.partition(":")[0] if ":" in body else ""
             self._queues[queue_id].append(Message(body.encode(), tag))
         self.wake()
 
     def wake(self) -> None:
-        """Let parked pulls look again, as an append does, or the check of their tokens."""
+        """Wake the held pulls, as an append or the check of their tokens does."""
         arrived, self._arrived = self._arrived, asyncio.Event()
         arrived.set()
 
@@ -492,7 +491,7 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
 
 @dataclass(frozen=True, slots=True)
 class Twins:
-    """The cluster, and where clients find it."""
+    """The simulated services, and their address."""
 
     nameserver: GroupTwin
     lockmgr: LockmgrTwin
@@ -501,7 +500,7 @@ class Twins:
     address: str
 
     def set_owned(self, *, owned: bool) -> None:
-        """Change the group's mode; pushes it."""
+        """Switch ownership on or off, and push the record."""
         self.offsets.owned = owned
         mode = nameserver_pb.OWNERSHIP_ON if owned else nameserver_pb.OWNERSHIP_OFF
         self.nameserver.change(lambda group: setattr(group, "ownership", mode))
@@ -512,7 +511,7 @@ class Twins:
 
 @asynccontextmanager
 async def twins(queue_count: int, *, owned: bool = True) -> AsyncIterator[Twins]:
-    """A cluster that serves until the block ends."""
+    """Run the services until the block ends."""
     offsets = OffsetsTwin()  # type: ignore[abstract]
     nameserver = GroupTwin(queue_count)  # type: ignore[abstract]
     lockmgr = LockmgrTwin(offsets)  # type: ignore[abstract]

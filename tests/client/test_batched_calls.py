@@ -1,8 +1,8 @@
-"""What the queues of one consumer ask of the services together.
+"""Calls of the queues of one consumer, joined into batches.
 
-Goal: what is asked in one moment is one call; each queue gets its own outcome; whoever stops
-waiting gets no queue, and no grant is left behind (protocol section 5).
-Method: real gRPC; behind it services that note what comes and answer when the test says so.
+Goal: requests of one moment share a call; each queue gets its own outcome; a caller that is
+cancelled gets no queue, and no grant is left behind (protocol section 5).
+Method: real gRPC to services that record requests and answer when the test says so.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ ASSIGNED = 3
 
 
 class Lockmgr(pb_grpc.LockmgrServiceServicer):
-    """Answers an item once `answers` has something for its queue; notes every request.
+    """Answers an item when `answers` has an entry for its queue; records every request.
 
     Attributes:
         answers: Token of the grant, or the refusal, by queue id.
-        ended: Number of Acquire streams that are over.
-        failing: Acquire ends without outcomes.
-        mute: Release is not answered until it is set; None answers at once.
+        ended: Number of Acquire streams that have ended.
+        failing: Whether Acquire ends without outcomes.
+        mute: Event that Release waits for; None answers at once.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Lockmgr(pb_grpc.LockmgrServiceServicer):
 
 
 class Nameserver(nameserver_grpc.NameserverServiceServicer):
-    """Knows one node of each service, all at one address."""
+    """Lists one node of each service, all at one address."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -118,7 +118,7 @@ class Nameserver(nameserver_grpc.NameserverServiceServicer):
 
 
 class Offsets(offsets_grpc.OffsetsServiceServicer):
-    """Closes everything; notes how many items came in each call."""
+    """Closes everything; records the number of items of each call."""
 
     def __init__(self) -> None:
         self.closes: list[int] = []
@@ -137,7 +137,7 @@ class Offsets(offsets_grpc.OffsetsServiceServicer):
 
 
 class Storage(storage_grpc.StorageServiceServicer):
-    """Knows every queue; notes how many queues were asked for in each call."""
+    """Knows every queue; records the number of queues of each call."""
 
     def __init__(self) -> None:
         self.extents: list[int] = []
@@ -157,18 +157,18 @@ class Storage(storage_grpc.StorageServiceServicer):
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
-    """Who is called besides lockmgr."""
+class OtherServices:
+    """The services besides the lock manager."""
 
     offsets: Offsets
     storage: Storage
 
 
 @asynccontextmanager
-async def scene() -> AsyncIterator[tuple[BatchedCalls, Lockmgr, Others]]:
-    """Joint calls that run, and whom they call."""
+async def scene() -> AsyncIterator[tuple[BatchedCalls, Lockmgr, OtherServices]]:
+    """Run batched calls and the services that they call."""
     nameserver, lockmgr = Nameserver(), Lockmgr()  # type: ignore[abstract]
-    others = Others(Offsets(), Storage())  # type: ignore[abstract]
+    others = OtherServices(Offsets(), Storage())  # type: ignore[abstract]
     adders: list[Any] = [
         lambda server: pb_grpc.add_LockmgrServiceServicer_to_server(lockmgr, server),
         lambda server: offsets_grpc.add_OffsetsServiceServicer_to_server(others.offsets, server),
@@ -203,7 +203,7 @@ def queue(queue_id: int, broker: str = BROKER) -> QueueRef:
 
 
 async def acquired(calls: BatchedCalls, queue_id: int) -> int | BatonError:
-    """Token of the grant, or the refusal."""
+    """Acquire a queue; return the token of the grant, or the refusal."""
     try:
         item = pb.AcquireItem(queue=_key(queue_id))
         return (await calls.acquire(queue(queue_id), item)).grant.token
@@ -211,9 +211,9 @@ async def acquired(calls: BatchedCalls, queue_id: int) -> int | BatonError:
         return error
 
 
-async def test_wishes_of_one_moment_are_one_acquire_and_each_gets_its_own_outcome() -> None:
+async def test_requests_of_one_moment_share_an_acquire_and_get_their_own_outcomes() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
-        lockmgr.answer({0: 70, 1: Held("somebody has it"), 2: 72})
+        lockmgr.answer({0: 70, 1: Held("another member owns it"), 2: 72})
         asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in range(3)]
         outcomes = [await task for task in asked]
         assert [outcomes[0], type(outcomes[1]), outcomes[2]] == [70, Held, 72]
@@ -222,7 +222,7 @@ async def test_wishes_of_one_moment_are_one_acquire_and_each_gets_its_own_outcom
         assert request.acquire_seq == 1
 
 
-async def test_an_outcome_does_not_wait_for_the_others() -> None:
+async def test_outcome_does_not_wait_for_the_others() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
         lockmgr.answer({0: 70})
         late = tasks.create_task(acquired(calls, 1))
@@ -234,7 +234,7 @@ async def test_an_outcome_does_not_wait_for_the_others() -> None:
         await until(lambda: not calls.acquires(queue(1)))
 
 
-async def test_every_acquire_has_a_higher_number_and_only_those_that_ended_count_as_seen() -> None:
+async def test_each_acquire_has_a_higher_number_and_counts_as_seen_when_it_ends() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
         first = tasks.create_task(acquired(calls, 0))
         await until(lambda: len(lockmgr.acquires) == 1)
@@ -242,14 +242,14 @@ async def test_every_acquire_has_a_higher_number_and_only_those_that_ended_count
         lockmgr.answer({1: 71})
         assert await acquired(calls, 1) == 71
         await until(lambda: lockmgr.ended == 1)
-        assert calls.seen_seq == 0, "the outcome of the first is not seen yet"
+        assert calls.seen_seq == 0, "the outcome of the first has not arrived"
         lockmgr.answer({0: 70})
         assert await first == 70
         await until(lambda: calls.seen_seq == 2)
         assert [request.acquire_seq for request in lockmgr.acquires] == [1, 2]
 
 
-async def test_an_acquire_ends_when_nobody_waits_for_it_any_more() -> None:
+async def test_acquire_ends_when_no_caller_waits_for_it() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in range(2)]
         await until(lambda: len(lockmgr.acquires) == 1)
@@ -259,7 +259,7 @@ async def test_an_acquire_ends_when_nobody_waits_for_it_any_more() -> None:
         await until(lambda: not calls.acquires(queue(0)))
 
 
-async def test_a_grant_that_nobody_waits_for_any_more_is_released() -> None:
+async def test_grant_whose_caller_was_cancelled_is_released() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
         gone = tasks.create_task(acquired(calls, 0))
         waits = tasks.create_task(acquired(calls, 1))
@@ -271,7 +271,7 @@ async def test_a_grant_that_nobody_waits_for_any_more_is_released() -> None:
         assert await waits == 71
 
 
-async def test_a_grant_does_not_wait_for_the_release_of_another_that_nobody_wants() -> None:
+async def test_grant_does_not_wait_for_the_release_of_an_unwanted_one() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
         lockmgr.mute = asyncio.Event()
         gone = tasks.create_task(acquired(calls, 0))
@@ -285,8 +285,8 @@ async def test_a_grant_does_not_wait_for_the_release_of_another_that_nobody_want
         lockmgr.mute.set()
 
 
-async def test_what_is_not_ours_by_the_record_is_not_asked_for_by_its_generation() -> None:
-    """A wish outlives a newer record by a moment; both together would claim what is another's."""
+async def test_queue_that_the_record_does_not_assign_is_not_requested() -> None:
+    """A request may outlive a newer record; with its generation it would claim another's queue."""
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
         lockmgr.answer({0: 70})
         asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in (0, ASSIGNED)]
@@ -297,8 +297,8 @@ async def test_what_is_not_ours_by_the_record_is_not_asked_for_by_its_generation
         assert request.generation == 5
 
 
-async def test_a_grant_given_back_is_closed_first_if_it_brought_work_along() -> None:
-    """Section 11: what is dropped comes again flagged, and at once, not after the lease."""
+async def test_unwanted_grant_with_claimed_work_is_closed_before_its_release() -> None:
+    """Section 11: dropped messages are delivered again, flagged, before the lease expires."""
     async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
         resume = queue_pb2.OffsetRange(first_offset=3, next_offset=5)
         item = pb.AcquireItem(queue=_key(0), resume=[resume])
@@ -314,19 +314,19 @@ async def test_a_grant_given_back_is_closed_first_if_it_brought_work_along() -> 
         assert await waits == 71
 
 
-async def test_a_call_that_ends_without_outcomes_refuses_all_that_still_wait() -> None:
+async def test_acquire_that_ends_without_outcomes_fails_all_waiting_requests() -> None:
     async with scene() as (calls, lockmgr, _):
         lockmgr.failing = True
         outcome = await acquired(calls, 0)
         assert isinstance(outcome, Unreachable)
 
 
-async def test_at_the_end_what_may_be_left_is_released_if_somebody_gave_up() -> None:
+async def test_grants_that_may_be_left_are_released_at_the_end() -> None:
     async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
         lockmgr.answer({0: 70})
         assert await acquired(calls, 0) == 70
         await calls.release_rest()
-        assert lockmgr.released_all == [], "every outcome was seen"
+        assert lockmgr.released_all == [], "every outcome has arrived"
         gone = tasks.create_task(acquired(calls, 1))
         await until(lambda: len(lockmgr.acquires) == 2)
         gone.cancel()
@@ -352,7 +352,7 @@ async def test_closes_and_releases_of_one_moment_share_calls() -> None:
         assert len(lockmgr.releases) <= 2
 
 
-async def test_extents_of_one_moment_are_one_call_per_broker() -> None:
+async def test_extents_of_one_moment_share_one_call_per_broker() -> None:
     async with scene() as (calls, _, others), asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(calls.extent(queue(queue_id))) for queue_id in range(20)]
         found = [await task for task in asked]
@@ -360,7 +360,7 @@ async def test_extents_of_one_moment_are_one_call_per_broker() -> None:
         assert len(others.storage.extents) <= 2
 
 
-async def test_a_broker_that_is_away_concerns_only_its_own_queues() -> None:
+async def test_unreachable_broker_fails_only_its_own_queues() -> None:
     async with scene() as (calls, _, _others), asyncio.TaskGroup() as tasks:
         here = tasks.create_task(calls.extent(queue(3)))
         with pytest.raises(BatonError):

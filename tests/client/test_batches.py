@@ -1,9 +1,9 @@
-"""Handlers that take lists.
+"""Handlers of lists of messages.
 
-Goal: a list is a run of one queue in order, as long as was asked; what a handler says of each
-message counts for that message alone, what it says by raising or hanging counts for all; one that
-has failed before comes alone; where order matters nothing overtakes a failure.
-Method: a real cluster; handlers note the lists they get, and fail on purpose.
+Goal: a list is a run of one queue in order, within `messages_max`; a result applies to its message
+alone, an error or a timeout to the whole list; a message that has failed before is in a list of its
+own; with `orderly` no message overtakes a failed one.
+Method: a real cluster; handlers record their lists and fail on purpose.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ TEN = [str(number) for number in range(10)]
 
 
 @asynccontextmanager
-async def batching(
+async def running_batches(
     at: Scene, handler: BatchHandler, settings: ConsumerSettings = QUICK, messages_max: int = 1_000
 ) -> AsyncIterator[Consumer]:
-    """A member that hands lists to `handler` until the block ends."""
+    """Run a member that calls `handler` with lists until the block ends."""
     async with at.consumer("a", settings=settings) as consumer, asyncio.TaskGroup() as tasks:
         tasks.create_task(consumer.run_batches(handler, messages_max=messages_max))
         yield consumer
@@ -53,7 +53,7 @@ async def handled_all(at: Scene) -> bool:
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["coroutine", "thread"])
-async def test_lists_are_runs_of_one_queue_and_no_longer_than_asked(
+async def test_lists_are_runs_of_one_queue_within_messages_max(
     nameserver: str, plain: bool
 ) -> None:
     async with scene(nameserver, queue_count=2) as at:
@@ -67,7 +67,7 @@ async def test_lists_are_runs_of_one_queue_and_no_longer_than_asked(
         def handle_in_thread(messages: list[ReceivedMessage]) -> None:
             lists.append(messages)
 
-        async with batching(at, handle_in_thread if plain else handle, messages_max=20):
+        async with running_batches(at, handle_in_thread if plain else handle, messages_max=20):
             await until(lambda: handled_all(at))
         for queue_id in range(2):
             own = [each for each in lists if each[0].queue_id == queue_id]
@@ -78,7 +78,7 @@ async def test_lists_are_runs_of_one_queue_and_no_longer_than_asked(
         assert max(map(len, lists)) == 20
 
 
-async def test_results_count_for_each_message_and_only_failed_ones_come_again(
+async def test_results_apply_to_each_message_and_only_failed_ones_are_retried(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -92,7 +92,7 @@ async def test_results_count_for_each_message_and_only_failed_ones_come_again(
                 for message in messages
             ]
 
-        async with batching(at, handle, BACK):
+        async with running_batches(at, handle, BACK):
             await until(lambda: sum(map(len, lists)) == 12)
             await until(lambda: handled_all(at))
         again = [each for each in lists if each in (["3"], ["7"])]
@@ -100,7 +100,7 @@ async def test_results_count_for_each_message_and_only_failed_ones_come_again(
         assert sorted(chain.from_iterable(lists)) == sorted([*TEN, "3", "7"])
 
 
-async def test_raised_error_fails_all_and_each_comes_alone_so_the_bad_one_is_found(
+async def test_raised_error_fails_the_list_and_each_message_is_retried_alone(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -114,7 +114,7 @@ async def test_raised_error_fails_all_and_each_comes_alone_so_the_bad_one_is_fou
                 raise ValueError("no five")
             taken.extend(lists[-1])
 
-        async with batching(at, handle, messages_max=10):
+        async with running_batches(at, handle, messages_max=10):
             await until(lambda: handled_all(at))
         first = next(each for each in lists if "5" in each)
         assert len(first) > 1
@@ -122,7 +122,7 @@ async def test_raised_error_fails_all_and_each_comes_alone_so_the_bad_one_is_fou
         assert sorted(taken) == TEN, "each counts once"
 
 
-async def test_answer_of_the_wrong_length_fails_all(
+async def test_result_of_the_wrong_length_fails_the_list(
     nameserver: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -133,13 +133,13 @@ async def test_answer_of_the_wrong_length_fails_all(
             attempts.extend(message.attempts for message in messages)
             return None if messages[0].attempts > 1 else [None] * (len(messages) + 1)
 
-        async with batching(at, handle):
+        async with running_batches(at, handle):
             await until(lambda: handled_all(at))
         assert sorted(attempts) == [1, 1, 2, 2]
         assert "returned [None" in caplog.text
 
 
-async def test_where_order_matters_nothing_behind_a_failure_counts(nameserver: str) -> None:
+async def test_orderly_list_counts_only_up_to_the_first_failure(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(TEN)
         lists: list[list[tuple[str, int]]] = []
@@ -151,7 +151,7 @@ async def test_where_order_matters_nothing_behind_a_failure_counts(nameserver: s
                 for message in messages
             ]
 
-        async with batching(at, handle, ORDERLY):
+        async with running_batches(at, handle, ORDERLY):
             await until(lambda: handled_all(at))
         index = next(i for i, each in enumerate(lists) if ("4", 1) in each)
         tail = [body for body, _ in lists[index]]
@@ -161,7 +161,7 @@ async def test_where_order_matters_nothing_behind_a_failure_counts(nameserver: s
         assert rest == [[(body, 2)] for body in behind]
 
 
-async def test_time_limit_is_for_the_list_and_any_message_extends_it(nameserver: str) -> None:
+async def test_handle_timeout_is_for_the_list_and_any_message_extends_it(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(TEN)
         ended: list[str] = []
@@ -177,12 +177,12 @@ async def test_time_limit_is_for_the_list_and_any_message_extends_it(nameserver:
             ended.extend(bodies_of(messages))
 
         settings = replace(QUICK, handle_timeout_ms=100, concurrency=1)
-        async with batching(at, handle, settings, messages_max=10):
+        async with running_batches(at, handle, settings, messages_max=10):
             await until(lambda: handled_all(at))
         assert sorted(one for one in ended if one != "cancelled") == TEN
 
 
-async def test_thread_that_hangs_with_a_list_is_given_up_and_its_messages_come_again(
+async def test_list_of_a_thread_that_hangs_is_retried(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -195,14 +195,16 @@ async def test_thread_that_hangs_with_a_list_is_given_up_and_its_messages_come_a
                 return
             taken.extend(bodies_of(messages))
 
-        # Long enough for a thread that is to be in time, on any machine.
-        async with batching(at, handle, replace(QUICK, handle_timeout_ms=3_000)):
+        # Long enough, on any machine, for a thread that must end in time.
+        async with running_batches(at, handle, replace(QUICK, handle_timeout_ms=3_000)):
             await until(lambda: handled_all(at))
             let_go.set()
         assert sorted(taken) == ["1", "2", "3"]
 
 
-async def test_consumer_that_is_to_stop_gives_back_the_whole_list(nameserver: str) -> None:
+async def test_consumer_that_stops_on_a_failure_acknowledges_nothing_of_the_list(
+    nameserver: str,
+) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(TEN)
 
@@ -218,13 +220,13 @@ async def test_consumer_that_is_to_stop_gives_back_the_whole_list(nameserver: st
         async def take(messages: list[ReceivedMessage]) -> None:
             taken.extend(messages)
 
-        async with batching(at, take, settings):
+        async with running_batches(at, take, settings):
             await until(lambda: handled_all(at))
         assert bodies_of(taken) == TEN
         assert taken[0].redelivered
 
 
-async def test_lists_of_no_message_are_refused() -> None:
+async def test_messages_max_of_zero_is_refused() -> None:
     async def handle(_: list[ReceivedMessage]) -> None:
         pass
 

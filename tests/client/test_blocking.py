@@ -1,7 +1,7 @@
-"""The clients for code without asyncio.
+"""The clients for programs without asyncio.
 
-Goal: they do what the asynchronous ones do, from plain threads, and leave no thread behind.
-Method: a real cluster; everything runs in threads of the test's own while it waits.
+Goal: they do in plain threads what the asyncio clients do, and leave no thread behind.
+Method: a real cluster; the calls run in threads of the test.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def our_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "batonmq"]
 
 
-def test_many_threads_send_and_one_receives(at: Scene) -> None:
+def test_many_threads_send_and_one_thread_receives(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer, ThreadPoolExecutor(8) as pool:
         assert our_threads()
         receipts = list(pool.map(lambda n: producer.send(at.topic, b"%d" % n), range(200)))
@@ -50,7 +50,7 @@ def test_many_threads_send_and_one_receives(at: Scene) -> None:
     assert not our_threads()
 
 
-def test_message_in_hand_at_the_break_comes_again(at: Scene) -> None:
+def test_message_at_the_break_of_an_iteration_is_delivered_again(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         producer.send(at.topic, b"x")
     for expected in (False, True):
@@ -60,13 +60,13 @@ def test_message_in_hand_at_the_break_comes_again(at: Scene) -> None:
             assert message.redelivered is expected
 
 
-def test_stop_from_another_thread_ends_the_iteration(at: Scene) -> None:
+def test_stop_in_another_thread_ends_the_iteration(at: Scene) -> None:
     with BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer:
         threading.Timer(0.05, consumer.stop).start()
         assert list(consumer) == []
 
 
-def test_options_of_a_message_are_passed_on(at: Scene) -> None:
+def test_send_passes_the_options_of_a_message(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         producer.send(at.topic, b"no", tag="other")
         sent = producer.send(
@@ -82,7 +82,7 @@ def test_options_of_a_message_are_passed_on(at: Scene) -> None:
     assert message.properties == {"a": "b"}
 
 
-def test_function_in_threads_handles_every_message_and_is_stopped_from_outside(at: Scene) -> None:
+def test_plain_function_handles_every_message_until_stop(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         for number in range(50):
             producer.send(at.topic, b"%d" % number)
@@ -99,7 +99,7 @@ def test_function_in_threads_handles_every_message_and_is_stopped_from_outside(a
     assert not our_threads()
 
 
-def test_lists_are_handled_queues_paused_and_what_is_so_is_told(at: Scene) -> None:
+def test_consumer_handles_lists_pauses_queues_and_reports_its_state(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         for number in range(50):
             producer.send(at.topic, b"%d" % number)
@@ -171,14 +171,14 @@ def _polled(puller: BlockingPuller, count: int) -> list[bytes]:
 # ---- errors
 
 
-def test_refused_message_raises_where_it_was_sent(at: Scene) -> None:
+def test_refused_message_raises_in_the_sending_thread(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         with pytest.raises(TopicNotFound):
             producer.send("absent", b"")
         assert producer.send(at.topic, b"").offset == 0
 
 
-def test_consumer_that_is_refused_leaves_no_thread_behind(nameserver: str) -> None:
+def test_refused_consumer_leaves_no_thread(nameserver: str) -> None:
     with (
         pytest.raises(TopicNotFound),
         BlockingConsumer(nameserver, "g", {"absent": "*"}, QUICK),
@@ -187,20 +187,20 @@ def test_consumer_that_is_refused_leaves_no_thread_behind(nameserver: str) -> No
     assert not our_threads()
 
 
-def test_consumer_that_is_never_opened_is_no_trouble() -> None:
+def test_consumer_that_is_never_opened_leaves_no_thread() -> None:
     with pytest.raises(BadExpression):
         BlockingConsumer(NOBODY, "g", {"t": "a || "})
     BlockingConsumer(NOBODY, "g", {"t": "a"})
 
 
-def test_closed_producer_takes_nothing(at: Scene) -> None:
+def test_closed_producer_refuses_messages(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         producer.send(at.topic, b"")
     with pytest.raises(Unreachable, match="not open"):
         producer.send(at.topic, b"")
 
 
-def test_close_waits_for_what_was_handed_over_and_can_be_done_again(at: Scene) -> None:
+def test_close_waits_for_submitted_messages_and_may_be_repeated(at: Scene) -> None:
     with BlockingProducer(at.nameserver) as producer:
         for number in range(50):
             producer.send_one_way(at.topic, b"%d" % number)
@@ -215,7 +215,7 @@ def test_close_waits_for_what_was_handed_over_and_can_be_done_again(at: Scene) -
     assert not our_threads()
 
 
-def test_error_in_the_block_passes_through(at: Scene) -> None:
+def test_error_in_the_block_reaches_the_caller(at: Scene) -> None:
     with pytest.raises(ValueError, match="on purpose"), BlockingProducer(at.nameserver) as producer:
         producer.send(at.topic, b"")
         raise ValueError("on purpose")

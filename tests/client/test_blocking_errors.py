@@ -1,7 +1,7 @@
-"""An error that leaves the block of a client for code without asyncio.
+"""An error that leaves the block of a client for programs without asyncio.
 
-Goal: the client within is left by the same error as its block, and the caller gets it untouched.
-Method: a real server whose storage answers nothing, and blocks in threads of the test's own.
+Goal: the wrapped client's block is left by the same error, and the caller gets the error unchanged.
+Method: a real server whose storage never answers, and blocks in threads of the test.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PATIENT = ProducerSettings(delivery_timeout_ms=600_000, request_timeout_ms=600_0
 
 
 class OnPurpose(Exception):
-    """What the tests raise."""
+    """The error that the tests raise."""
 
 
 @pytest.mark.parametrize("error", [OnPurpose(), KeyboardInterrupt(), GeneratorExit()])
-async def test_producer_whose_block_is_left_by_an_error_waits_for_nothing(
+async def test_producer_whose_block_raises_does_not_wait_for_messages(
     error: BaseException,
 ) -> None:
     async with twins(orders=1) as cluster, asyncio.TaskGroup() as tasks:
@@ -49,7 +49,7 @@ async def test_producer_whose_block_is_left_by_an_error_waits_for_nothing(
         assert not cluster.storage.stored
 
 
-async def test_producer_whose_block_ends_waits_for_what_was_handed_over() -> None:
+async def test_producer_whose_block_ends_waits_for_submitted_messages() -> None:
     async with twins(orders=1) as cluster, asyncio.TaskGroup() as tasks:
         gate = cluster.storage.before = Gate()
 
@@ -65,29 +65,29 @@ async def test_producer_whose_block_ends_waits_for_what_was_handed_over() -> Non
         assert cluster.storage.stored == [b"last"]
 
 
-def fail() -> None:
-    """An error that has a cause."""
+def raise_with_cause() -> None:
+    """Raise an error that has a cause."""
     try:
         raise KeyError("the cause")
     except KeyError as cause:
         raise OnPurpose from cause
 
 
-def told(error: BaseException) -> list[str]:
-    """Where the error has come by, as its traceback tells; and that of its cause."""
+def traceback_functions(error: BaseException) -> list[str]:
+    """Return the functions in the tracebacks of the error and of its cause."""
     assert isinstance(error.__cause__, KeyError)
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_caller_of_a_blocking_client_gets_the_error_as_it_was_raised() -> None:
+def test_caller_of_a_blocking_client_gets_the_error_unchanged() -> None:
     with pytest.raises(OnPurpose) as caught, BlockingPuller("127.0.0.1:1"):
-        fail()
-    name = "test_caller_of_a_blocking_client_gets_the_error_as_it_was_raised"
-    assert set(told(caught.value)) == {name, "fail"}
+        raise_with_cause()
+    name = "test_caller_of_a_blocking_client_gets_the_error_unchanged"
+    assert set(traceback_functions(caught.value)) == {name, "raise_with_cause"}
 
 
 async def test_error_that_leaves_the_block_of_a_client_keeps_its_cause() -> None:
     with pytest.raises(OnPurpose) as caught:
         async with Producer("127.0.0.1:1"):
-            fail()
-    assert told(caught.value)[-1] == "fail"
+            raise_with_cause()
+    assert traceback_functions(caught.value)[-1] == "raise_with_cause"

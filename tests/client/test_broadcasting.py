@@ -1,8 +1,8 @@
 """Broadcasting: every member gets every message, and keeps its progress in a file of its own.
 
-Goal: nothing is missed or repeated over restarts, also when queues are added meanwhile; a file that
-is damaged, another group's or in use is refused with a remedy; what fails again and again is
-skipped, and nothing is sent back.
+Goal: no message is missed or repeated after a restart, even if queues are added meanwhile; a file
+that is damaged, in use or of another group is refused with a remedy; a message that fails too often
+is skipped, and none is sent back.
 Method: the file alone, on disk; members on a real cluster.
 """
 
@@ -22,7 +22,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.errors import DataLoss, InvalidArgument
-from tests.client.group import QUICK, Scene, noting, scene
+from tests.client.group import QUICK, Scene, handle_all, scene
 from tests.support.waiting import until
 
 Q0, Q1, Q2 = (QueueRef("t", "b", queue_id) for queue_id in range(3))
@@ -35,8 +35,8 @@ def broadcasting(file: Path, base: ConsumerSettings = QUICK) -> ConsumerSettings
 # ---- the file
 
 
-async def written(file: Path) -> None:
-    """A file of group g."""
+async def written_file(file: Path) -> None:
+    """Write an offsets file of group g."""
     offsets = LocalOffsets(file, "g")
     await offsets.open()
     offsets.note_topic("t", 1, [Q0, Q1])
@@ -44,9 +44,9 @@ async def written(file: Path) -> None:
     await offsets.close()
 
 
-async def test_file_brings_back_what_was_put_and_what_had_not_begun(tmp_path: Path) -> None:
+async def test_file_keeps_progress_and_queues_without_progress(tmp_path: Path) -> None:
     file = tmp_path / "new" / "offsets.json"
-    await written(file)
+    await written_file(file)
     offsets = LocalOffsets(file, "g")
     await offsets.open()
     assert not offsets.note_topic("t", 1, [Q0, Q1, Q2])
@@ -57,8 +57,8 @@ async def test_file_brings_back_what_was_put_and_what_had_not_begun(tmp_path: Pa
     assert {each.name for each in file.parent.iterdir()} == {"offsets.json", "offsets.json.lock"}
 
 
-async def test_topic_created_again_begins_afresh(tmp_path: Path) -> None:
-    await written(tmp_path / "f")
+async def test_file_forgets_a_topic_that_was_created_again(tmp_path: Path) -> None:
+    await written_file(tmp_path / "f")
     offsets = LocalOffsets(tmp_path / "f", "g")
     await offsets.open()
     assert offsets.note_topic("t", 2, [Q0])
@@ -77,11 +77,11 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-async def test_damaged_file_is_refused_untouched(
+async def test_damaged_file_is_refused_and_not_changed(
     tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     file = tmp_path / "f"
-    await written(file)
+    await written_file(file)
     raw = damage(file.read_bytes())
     assert raw != file.read_bytes()
     file.write_bytes(raw)
@@ -94,7 +94,7 @@ async def test_damaged_file_is_refused_untouched(
 
 
 async def test_file_of_another_group_is_refused(tmp_path: Path) -> None:
-    await written(tmp_path / "f")
+    await written_file(tmp_path / "f")
     with pytest.raises(InvalidArgument, match="belongs to group g, not h"):
         await LocalOffsets(tmp_path / "f", "h").open()
 
@@ -109,7 +109,7 @@ async def test_file_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> None
     await second.close()
 
 
-async def test_save_that_fails_is_made_good_by_the_next(tmp_path: Path) -> None:
+async def test_failed_save_is_repeated_by_the_next(tmp_path: Path) -> None:
     file = tmp_path / "f"
     offsets = LocalOffsets(file, "g")
     await offsets.open()
@@ -124,7 +124,7 @@ async def test_save_that_fails_is_made_good_by_the_next(tmp_path: Path) -> None:
     await offsets.close()
 
 
-def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
+def test_contradicting_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="offsets_file"):
         ConsumerSettings(model="broadcasting")
     with pytest.raises(InvalidArgument, match="offsets_file"):
@@ -136,8 +136,8 @@ def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
 # ---- members
 
 
-def saved(file: Path) -> int:
-    """Offsets that the file says are handled."""
+def saved_offsets(file: Path) -> int:
+    """Return the offsets that are handled according to the file."""
     topics = json.loads(file.read_bytes())["topics"] if file.exists() else {}
     return sum(q.get("committed_offset", 0) for topic in topics.values() for q in topic["queues"])
 
@@ -153,15 +153,16 @@ async def test_every_member_gets_every_message_once_also_over_a_restart(
     async with scene(nameserver, queue_count=2) as at:
         other = Scene(nameserver, at.topic, at.group)
         one, two = broadcasting(tmp_path / "1"), broadcasting(tmp_path / "2")
-        async with noting(other, "b", settings=two):
-            async with noting(at, "a", settings=one):
+        async with handle_all(other, "b", settings=two):
+            async with handle_all(at, "a", settings=one):
                 await at.send([str(n) for n in range(50)])
                 await until(lambda: len(at.handled) == len(other.handled) == 50)
-                await until(lambda: saved(tmp_path / "1") == 50)  # not only when it is closed
+                # The file is saved while the member runs, too.
+                await until(lambda: saved_offsets(tmp_path / "1") == 50)
             await at.send([str(n) for n in range(50, 80)])
             await until(lambda: len(other.handled) == 80)
         assert at.bodies == of_all(50)
-        async with noting(at, "a", settings=one):
+        async with handle_all(at, "a", settings=one):
             await until(lambda: len(at.handled) == 80)
         assert at.bodies == other.bodies == of_all(80)
 
@@ -173,20 +174,20 @@ async def test_queue_added_while_the_member_runs_or_is_away_is_read_from_its_fir
     last = broadcasting(tmp_path / "f", replace(QUICK, consume_from="last"))
     async with scene(nameserver, queue_count=1) as at, Admin(nameserver) as admin:
         await at.send(["before"])
-        async with noting(at, "a", settings=last) as member:
+        async with handle_all(at, "a", settings=last) as member:
             await until(lambda: len(member.assignment) == 1)
             await admin.update_topic(at.topic, queue_count=2)
             await at.send(["1"], queue_id=1)
             await until(lambda: at.bodies == {"1": 1})
         await admin.update_topic(at.topic, queue_count=3)
         await at.send(["2"], queue_id=2)
-        async with noting(at, "a", settings=last):
+        async with handle_all(at, "a", settings=last):
             await until(lambda: len(at.handled) == 2)
         assert at.bodies == {"1": 1, "2": 1}
 
 
 @pytest.mark.e2e
-async def test_message_that_fails_too_often_is_skipped_and_comes_back_from_nowhere(
+async def test_message_that_fails_too_often_is_skipped_and_not_sent_back(
     nameserver: str, tmp_path: Path
 ) -> None:
     settings = broadcasting(tmp_path / "f", replace(QUICK, retries_max=2))
@@ -204,7 +205,7 @@ async def test_message_that_fails_too_often_is_skipped_and_comes_back_from_nowhe
             member.stop()
         assert at.bodies == {"bad": 3, "good": 1}
         await at.send(["next"])
-        async with noting(at, "a", settings=settings):
+        async with handle_all(at, "a", settings=settings):
             await until(lambda: at.bodies["next"])
         assert at.bodies == {"bad": 3, "good": 1, "next": 1}
         async with Admin(nameserver) as admin:
@@ -213,29 +214,31 @@ async def test_message_that_fails_too_often_is_skipped_and_comes_back_from_nowhe
 
 
 @pytest.mark.e2e
-async def test_topic_created_again_under_a_member_that_is_away_starts_afresh(
+async def test_topic_created_again_while_the_member_is_down_is_read_from_its_start(
     nameserver: str, tmp_path: Path
 ) -> None:
     settings = broadcasting(tmp_path / "f")
     async with scene(nameserver, queue_count=1) as at, Admin(nameserver) as admin:
         await at.send(["1", "2"])
-        async with noting(at, "a", settings=settings):
+        async with handle_all(at, "a", settings=settings):
             await until(lambda: len(at.handled) == 2)
         await admin.delete_topic(at.topic)
         await admin.create_topic(at.topic, 1)
         await at.send(["3"])
-        async with noting(at, "a", settings=settings):
+        async with handle_all(at, "a", settings=settings):
             await until(lambda: len(at.handled) == 3)
         assert at.bodies == {"1": 1, "2": 1, "3": 1}
 
 
 @pytest.mark.e2e
-async def test_members_of_one_group_filter_each_for_itself(nameserver: str, tmp_path: Path) -> None:
+async def test_members_of_one_group_filter_by_their_own_subscriptions(
+    nameserver: str, tmp_path: Path
+) -> None:
     async with scene(nameserver, queue_count=1) as at:
         other = Scene(nameserver, at.topic, at.group)
         async with (
-            noting(at, "a", "x", broadcasting(tmp_path / "1")),
-            noting(other, "b", "y", broadcasting(tmp_path / "2")),
+            handle_all(at, "a", "x", broadcasting(tmp_path / "1")),
+            handle_all(other, "b", "y", broadcasting(tmp_path / "2")),
         ):
             await at.send(["x:1", "y:1", "x:2"])
             await until(lambda: len(at.handled) == 2 and len(other.handled) == 1)

@@ -1,6 +1,6 @@
 """A consumer that is cancelled while it closes.
 
-Goal: whoever does not want to wait for the drain any longer, waits no longer.
+Goal: cancellation ends the drain at once.
 Method: a real cluster, and a handler that never ends by itself.
 """
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 FOR_EVER = replace(QUICK, drain_timeout_ms=None)
 
 
-class Closing:
+class ClosingConsumer:
     """A consumer whose block has ended while its handler runs.
 
     Attributes:
@@ -54,30 +54,30 @@ class Closing:
                 await begun.wait()
                 consumer.stop()
 
-    async def draining(self) -> None:
-        """Wait until it drains."""
+    async def wait_until_draining(self) -> None:
+        """Wait until the consumer drains."""
         await until(lambda: "draining" in [event.kind for _, event in self._at.events])
         assert self.handling
 
 
-async def test_consumer_that_is_cancelled_while_it_drains_ends(nameserver: str) -> None:
+async def test_consumer_cancelled_while_it_drains_ends_at_once(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at, asyncio.TaskGroup() as tasks:
         await at.send(["hangs"])
-        closing = Closing(at)
+        closing = ClosingConsumer(at)
         task = tasks.create_task(closing.run())
-        await closing.draining()
+        await closing.wait_until_draining()
         task.cancel()
         await asyncio.wait({task}, timeout=20)
         assert task.cancelled()
         assert not closing.handling
 
 
-async def test_time_limit_around_the_block_holds_for_its_end_too(nameserver: str) -> None:
+async def test_timeout_around_the_block_includes_its_close(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at, asyncio.TaskGroup() as tasks:
         await at.send(["hangs"])
-        closing = Closing(at)
+        closing = ClosingConsumer(at)
         task = tasks.create_task(closing.run())
-        await closing.draining()
+        await closing.wait_until_draining()
         closing.limit.reschedule(0)
         await asyncio.wait({task}, timeout=20)
         assert task.done()

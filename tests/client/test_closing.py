@@ -1,8 +1,8 @@
 """Pausing queues, closing early, and what a consumer counts.
 
-Goal: a paused queue stays ours and stands still, others go on; `close` keeps to the time it was
-given; what happened stands in the metrics, and nothing of a consumer that is gone.
-Method: a real cluster, and handlers that wait until the test lets them.
+Goal: a paused queue stays owned and waits while others go on; `close` keeps its drain time; the
+metrics show what happened, and no gauge of a closed consumer.
+Method: a real cluster, and handlers that wait for the test.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
 
-async def test_paused_queue_stays_ours_and_stands_still_while_others_go_on(
+async def test_paused_queue_stays_owned_and_waits_while_others_go_on(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=2) as at:
@@ -52,7 +52,9 @@ async def test_paused_queue_stays_ours_and_stands_still_while_others_go_on(
         assert [event.kind for _, event in at.events].count("granted") == 2
 
 
-async def test_messages_that_wait_already_wait_on_and_go_on_in_order(nameserver: str) -> None:
+async def test_buffered_messages_of_a_paused_queue_are_handled_in_order_after_resume(
+    nameserver: str,
+) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send([str(number) for number in range(20)])
         queue = QueueRef(at.topic, "broker-0", 0)
@@ -75,7 +77,7 @@ async def test_messages_that_wait_already_wait_on_and_go_on_in_order(nameserver:
         assert bodies == [b"%d" % number for number in range(20)]
 
 
-async def test_failed_message_of_a_paused_queue_is_not_handled_again_before_it_goes_on(
+async def test_failed_message_of_a_paused_queue_is_not_retried_before_resume(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -100,7 +102,7 @@ async def test_failed_message_of_a_paused_queue_is_not_handled_again_before_it_g
 
 
 @pytest.mark.parametrize("drain_ms", [0, 300])
-async def test_close_waits_as_long_as_it_is_told_and_leaves_the_rest_to_others(
+async def test_close_waits_for_its_drain_time_and_leaves_the_rest_to_other_members(
     nameserver: str, drain_ms: int
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -119,13 +121,15 @@ async def test_close_waits_as_long_as_it_is_told_and_leaves_the_rest_to_others(
             await consumer.close(drain_ms=drain_ms)
             took_ms = clock.monotonic_ms() - begin_ms
             assert consumer.assignment == ()
-        assert drain_ms <= took_ms < drain_ms + 15_000, "with no time-out it waits for ever"
+        assert drain_ms <= took_ms < drain_ms + 15_000, (
+            "without a drain timeout it waits until the handler ends"
+        )
         async with at.consumer("b") as other:
             message = await anext(other)
         assert (message.body, message.redelivered) == (b"hangs", True)
 
 
-async def test_closing_twice_at_once_is_closing_once(nameserver: str) -> None:
+async def test_two_concurrent_closes_act_as_one(nameserver: str) -> None:
     async with scene(nameserver, queue_count=2) as at, at.consumer("a") as consumer:
         await until(lambda: len(consumer.assignment) == 2)
         async with asyncio.TaskGroup() as tasks:
@@ -141,7 +145,7 @@ def sample(registry: CollectorRegistry, name: str, labels: Mapping[str, str]) ->
     return registry.get_sample_value(f"baton_consumer_{name}", dict(labels))
 
 
-async def test_what_happens_is_counted_and_what_is_held_is_shown_while_it_is_held(
+async def test_metrics_count_events_and_show_gauges_of_a_running_consumer(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -167,7 +171,7 @@ async def test_what_happens_is_counted_and_what_is_held_is_shown_while_it_is_hel
         ) as consumer, asyncio.TaskGroup() as tasks:  # fmt: skip
             tasks.create_task(consumer.run(handle))
             await waiting.wait()
-            # What was sent back may come in between, and is handled meanwhile.
+            # A message that was sent back may arrive in between, and is handled meanwhile.
             held = {
                 "in_hand_messages": 1,
                 "buffered_messages": 1,
@@ -190,10 +194,10 @@ async def test_what_happens_is_counted_and_what_is_held_is_shown_while_it_is_hel
         assert sample(registry, "handler_seconds_count", topic) == 7
         granted = {"group": at.group, "kind": "granted"}
         assert sample(registry, "queue_changes_total", granted) == 2
-        assert sample(registry, "in_hand_messages", client) is None, "it is gone"
+        assert sample(registry, "in_hand_messages", client) is None, "the gauge is removed"
 
 
-async def test_producers_count_batches_by_their_outcome_and_what_is_in_flight(
+async def test_producer_metrics_count_batches_by_outcome_and_in_flight(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:

@@ -1,10 +1,10 @@
 """The consumer, on a real cluster.
 
-Goal: every message of a group is handled once, in the order of its queue, whatever members come
-and go in good order; what was started and not finished comes again, and says so; a member that
-does not fit into the group is refused and told why.
-Method: real services; topics and groups of each test's own; handlers that wait for what the test
-wants to see, so that nothing depends on how fast something is.
+Goal: every message of a group is handled once, in the order of its queue, while members join and
+leave; a message that was started and not finished is delivered again, flagged; a member that does
+not fit the group is refused with the reason.
+Method: real services; each test has its own topic and group; handlers wait for events of the test,
+so that nothing depends on speed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from batonmq.errors import (
     TopicNotFound,
     Unreachable,
 )
-from tests.client.group import QUICK, Scene, noting, scene
+from tests.client.group import QUICK, Scene, handle_all, scene
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -62,14 +62,14 @@ async def committed(at: Scene) -> None:
 async def test_coroutine_handles_every_message_once_and_in_order(nameserver: str) -> None:
     async with scene(nameserver) as at:
         await at.send(numbers(500))
-        async with noting(at, "a"):
+        async with handle_all(at, "a"):
             await until(lambda: len(at.handled) == 500)
         assert_once_and_in_order(at, numbers(500))
         assert {one.attempts for one in at.handled} == {1}
         await committed(at)
 
 
-async def test_plain_function_handles_in_threads_of_its_own(nameserver: str) -> None:
+async def test_plain_function_runs_in_threads(nameserver: str) -> None:
     async with scene(nameserver) as at:
         await at.send(numbers(40))
         together = threading.Barrier(4, timeout=50)
@@ -79,7 +79,7 @@ async def test_plain_function_handles_in_threads_of_its_own(nameserver: str) -> 
 
             def handle(message: ReceivedMessage) -> None:
                 if message.offset == 0:
-                    together.wait()  # passes only if all four queues are handled at once
+                    together.wait()  # returns only if all four queues are handled at once
                 threads.add(threading.current_thread().name)
                 at.note(consumer, message)
 
@@ -90,7 +90,7 @@ async def test_plain_function_handles_in_threads_of_its_own(nameserver: str) -> 
         assert threading.current_thread().name not in threads
 
 
-async def test_failed_message_is_tried_again_while_other_queues_go_on(nameserver: str) -> None:
+async def test_failed_message_is_retried_while_other_queues_go_on(nameserver: str) -> None:
     async with scene(nameserver, queue_count=2) as at:
         await at.send(["bad", "behind"], queue_id=0)
         await at.send(numbers(50), queue_id=1)
@@ -108,11 +108,11 @@ async def test_failed_message_is_tried_again_while_other_queues_go_on(nameserver
         attempts = [one.attempts for one in at.handled if one.body == "bad"]
         assert len(attempts) >= 3
         assert attempts == list(range(1, len(attempts) + 1))
-        assert at.by("a")[-1] == "behind", "in order: not before the one that failed"
+        assert at.by("a")[-1] == "behind", "in order: not before the failed message"
         assert at.bodies == {"bad": len(attempts), "behind": 1} | dict.fromkeys(numbers(50), 1)
 
 
-async def test_no_more_messages_are_handled_at_once_than_allowed(nameserver: str) -> None:
+async def test_concurrency_limits_handlers_that_run_at_once(nameserver: str) -> None:
     async with scene(nameserver, queue_count=4) as at:
         for queue_id in range(4):
             await at.send([f"{queue_id}"], queue_id=queue_id)
@@ -136,7 +136,7 @@ async def test_no_more_messages_are_handled_at_once_than_allowed(nameserver: str
 # ---- iteration
 
 
-async def test_asking_for_the_next_message_acknowledges_the_one_before(nameserver: str) -> None:
+async def test_next_message_of_the_iteration_acknowledges_the_previous_one(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(numbers(10), queue_id=0)
         patient = replace(QUICK, drain_timeout_ms=60_000)
@@ -145,12 +145,12 @@ async def test_asking_for_the_next_message_acknowledges_the_one_before(nameserve
                 at.note(consumer, message)
                 if message.body == b"5":
                     break
-        async with noting(at, "b"):
+        async with handle_all(at, "b"):
             await until(lambda: at.bodies["9"])
         assert at.by("a") == numbers(6)
         assert at.by("b") == ["5", "6", "7", "8", "9"]
         flagged = [one.body for one in at.handled if one.redelivered]
-        assert flagged == ["5"], "it was started and not finished"
+        assert flagged == ["5"], "the message was started and not finished"
 
 
 async def test_block_that_fails_leaves_its_message_to_the_next_member(nameserver: str) -> None:
@@ -161,7 +161,7 @@ async def test_block_that_fails_leaves_its_message_to_the_next_member(nameserver
                 async for message in consumer:
                     at.note(consumer, message)
                     raise ValueError("on purpose")
-        async with noting(at, "b"):
+        async with handle_all(at, "b"):
             await until(lambda: at.by("b"))
         assert [(one.client_id, one.redelivered) for one in at.handled] == [
             ("a", False),
@@ -187,7 +187,7 @@ async def test_stop_ends_the_iteration(nameserver: str) -> None:
 # ---- members
 
 
-async def test_second_member_takes_its_share_and_every_message_is_handled_once(
+async def test_second_member_gets_its_share_and_every_message_is_handled_once(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=8) as at, Producer(nameserver) as producer:
@@ -203,9 +203,9 @@ async def test_second_member_takes_its_share_and_every_message_is_handled_once(
         async with asyncio.TaskGroup() as tasks:
             enough = asyncio.Event()
             tasks.create_task(send_until(enough))
-            async with noting(at, "a") as a:
+            async with handle_all(at, "a") as a:
                 await until(lambda: len(a.assignment) == 8 and at.by("a"))
-                async with noting(at, "b") as b:
+                async with handle_all(at, "b") as b:
                     await until(lambda: len(b.assignment) == len(a.assignment) == 4)
                     await until(lambda: at.by("b"))
                 await until(lambda: len(a.assignment) == 8)
@@ -216,30 +216,34 @@ async def test_second_member_takes_its_share_and_every_message_is_handled_once(
         assert {one.queue.queue_id for one in at.handled} == set(range(8))
 
 
-async def test_queues_that_stay_keep_their_tokens_while_members_come_and_go(
+async def test_queues_that_stay_keep_their_tokens_while_members_join_and_leave(
     nameserver: str,
 ) -> None:
-    async with scene(nameserver, queue_count=8) as at, noting(at, "a") as a:
+    async with scene(nameserver, queue_count=8) as at, handle_all(at, "a") as a:
         await until(lambda: len(a.assignment) == 8)
-        async with noting(at, "b") as b, noting(at, "c") as c:
+        async with handle_all(at, "b") as b, handle_all(at, "c") as c:
             await until(lambda: {len(m.assignment) for m in (a, b, c)} <= {2, 3})
             kept = set(a.assignment)
             await at.send(numbers(100))
             await until(lambda: len(at.handled) == 100)
         await until(lambda: len(a.assignment) == 8)
         for queue in kept:
-            events = [event.kind for who, event in at.events if who == "a" and event.queue == queue]
+            events = [
+                event.kind
+                for client_id, event in at.events
+                if client_id == "a" and event.queue == queue
+            ]
             assert events == ["granted"]
         assert_once_and_in_order(at, numbers(100))
 
 
 async def test_queue_is_granted_drained_and_released_in_this_order(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
-        async with noting(at, "a") as a:
+        async with handle_all(at, "a") as a:
             await until(lambda: a.assignment)
             assert a.assignment == (QueueRef(at.topic, "broker-0", 0),)
         assert not a.assignment
-        async with noting(at, "b") as b:
+        async with handle_all(at, "b") as b:
             await until(lambda: b.assignment)
         kinds = [(client_id, event.kind) for client_id, event in at.events]
         assert kinds == [
@@ -251,7 +255,7 @@ async def test_queue_is_granted_drained_and_released_in_this_order(nameserver: s
         assert tokens[0] == tokens[1] == tokens[2] < tokens[3] == tokens[5]
 
 
-async def test_closing_waits_for_the_handler_that_runs(nameserver: str) -> None:
+async def test_closing_waits_for_running_handlers(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(["slow", "next"], queue_id=0)
         started, proceed = asyncio.Event(), asyncio.Event()
@@ -273,13 +277,13 @@ async def test_closing_waits_for_the_handler_that_runs(nameserver: str) -> None:
             await until(lambda: any(event.kind == "draining" for _, event in at.events))
             assert not closing.done()
             proceed.set()
-        async with noting(at, "b"):
+        async with handle_all(at, "b"):
             await until(lambda: at.by("b"))
         assert [(one.client_id, one.body) for one in at.handled] == [("a", "slow"), ("b", "next")]
         assert not any(one.redelivered for one in at.handled)
 
 
-async def test_handler_that_does_not_end_in_time_is_cut_off_and_its_message_comes_again(
+async def test_handler_that_outlasts_the_drain_is_cancelled_and_its_message_redelivered(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -296,7 +300,7 @@ async def test_handler_that_does_not_end_in_time_is_cut_off_and_its_message_come
             tasks.create_task(consumer.run(handle))
             await started.wait()
             consumer.stop()
-        async with noting(at, "b"):
+        async with handle_all(at, "b"):
             await until(lambda: len(at.by("b")) == 2)
         assert [(one.client_id, one.body, one.redelivered) for one in at.handled] == [
             ("a", "stuck", False),
@@ -305,8 +309,8 @@ async def test_handler_that_does_not_end_in_time_is_cut_off_and_its_message_come
         ]
 
 
-async def test_work_in_hand_outlasts_the_loss_of_a_token(nameserver: str) -> None:
-    """As when a lock manager dies after it has fenced and before it has told anybody."""
+async def test_work_in_flight_survives_the_loss_of_a_token(nameserver: str) -> None:
+    """A lock manager that dies between fence and answer causes this."""
     async with scene(nameserver, queue_count=1) as at:
         await at.send(numbers(10), queue_id=0)
         proceed = asyncio.Event()
@@ -321,7 +325,7 @@ async def test_work_in_hand_outlasts_the_loss_of_a_token(nameserver: str) -> Non
             tasks.create_task(consumer.run(handle))
             await until(lambda: at.bodies["5"])
             await take_token(at)
-            await at.send(["10"], queue_id=0)  # ends the pull that waits, with FENCED
+            await at.send(["10"], queue_id=0)  # ends the held pull with FENCED
             await until(
                 lambda: [event.kind for _, event in at.events][-2:] == ["fenced", "granted"]
             )
@@ -334,7 +338,7 @@ async def test_work_in_hand_outlasts_the_loss_of_a_token(nameserver: str) -> Non
 
 
 async def take_token(at: Scene) -> None:
-    """Fence the one queue of the topic for its owner, who is not told."""
+    """Fence the one queue of the topic for its owner, without an answer to the owner."""
     directory = Directory(at.nameserver, Random(1))
     lockmgr, offsets = await directory.lockmgr(), await directory.offsets(at.group)
     locks = await lockmgr.List(lockmgr_pb.ListRequest(group=at.group), timeout=10)
@@ -345,7 +349,7 @@ async def take_token(at: Scene) -> None:
             items=[
                 offsets_pb.FenceItem(
                     queue=lock.queue,
-                    attempt="of-nobody",
+                    attempt="unknown",
                     expected_token=lock.token,
                     condition=offsets_pb.FENCE_CONDITION_FORCED,
                     forced_by="test",
@@ -360,36 +364,36 @@ async def take_token(at: Scene) -> None:
     await directory.close()
 
 
-# ---- what is received
+# ---- received messages
 
 
 async def test_tags_whose_hashes_collide_are_told_apart(nameserver: str) -> None:
     assert tag_hash("Aa") == tag_hash("BB")
     async with scene(nameserver) as at:
         await at.send([f"{tag}:{n}" for n in range(20) for tag in ("Aa", "BB", "C")])
-        async with noting(at, "a", "Aa"):
+        async with handle_all(at, "a", "Aa"):
             await until(lambda: len(at.handled) == 20)
             await committed(at)
         assert at.bodies == {f"Aa:{n}": 1 for n in range(20)}
 
 
-async def test_two_groups_each_get_everything_they_want(nameserver: str) -> None:
+async def test_each_of_two_groups_gets_every_message_it_subscribes_to(nameserver: str) -> None:
     async with scene(nameserver) as at:
         other = Scene(nameserver, at.topic)
         await at.send([f"{tag}:{n}" for n in range(20) for tag in ("x", "y")])
-        async with noting(at, "a", "x || y"), noting(other, "a", "y"):
+        async with handle_all(at, "a", "x || y"), handle_all(other, "a", "y"):
             await until(lambda: len(at.handled) == 40 and len(other.handled) == 20)
         assert set(other.bodies) == {f"y:{n}" for n in range(20)}
 
 
 @pytest.mark.parametrize("consume_from", ["first", "last"])
-async def test_group_without_progress_starts_where_it_is_told(
+async def test_group_without_progress_starts_where_consume_from_says(
     nameserver: str, consume_from: str
 ) -> None:
     settings = replace(QUICK, consume_from="first" if consume_from == "first" else "last")
     async with scene(nameserver) as at:
         await at.send(numbers(20))
-        async with noting(at, "a", settings=settings) as consumer:
+        async with handle_all(at, "a", settings=settings) as consumer:
             await until(lambda: len(consumer.assignment) == 4)
             await at.send(numbers(20, first=20))
             await until(lambda: set(at.bodies) >= set(numbers(20, first=20)))
@@ -397,18 +401,18 @@ async def test_group_without_progress_starts_where_it_is_told(
         assert at.bodies == dict.fromkeys(expected, 1)
 
 
-async def test_group_with_progress_goes_on_wherever_newcomers_would_start(nameserver: str) -> None:
+async def test_group_with_progress_continues_whatever_consume_from_says(nameserver: str) -> None:
     last = replace(QUICK, consume_from="last")
     async with scene(nameserver) as at:
-        async with noting(at, "a", settings=last) as consumer:
+        async with handle_all(at, "a", settings=last) as consumer:
             await until(lambda: len(consumer.assignment) == 4)
         await at.send(numbers(20))
-        async with noting(at, "a", settings=last):
+        async with handle_all(at, "a", settings=last):
             await until(lambda: len(at.handled) == 20)
         assert_once_and_in_order(at, numbers(20))
 
 
-async def test_message_arrives_as_it_was_sent(nameserver: str) -> None:
+async def test_received_message_has_the_fields_that_were_sent(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
         async with Producer(nameserver) as producer:
             receipt = await producer.send(
@@ -432,8 +436,10 @@ async def test_message_arrives_as_it_was_sent(nameserver: str) -> None:
 # ---- refusals
 
 
-async def test_other_subscription_is_refused_and_both_clients_are_named(nameserver: str) -> None:
-    async with scene(nameserver) as at, noting(at, "old", "a || b"):
+async def test_different_subscription_is_refused_and_both_clients_are_named(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver) as at, handle_all(at, "old", "a || b"):
         with pytest.raises(SubscriptionConflict) as refused:
             async with at.consumer("new", "b || c"):
                 pass
@@ -443,12 +449,12 @@ async def test_other_subscription_is_refused_and_both_clients_are_named(nameserv
         assert (difference.member_client_id, difference.member_value) == ("old", "a||b")
         assert "new" in refused.value.message
         assert "old" in refused.value.message
-        async with noting(at, "same", " b||a "):
+        async with handle_all(at, "same", " b||a "):
             pass
 
 
 async def test_client_id_of_a_live_member_is_refused(nameserver: str) -> None:
-    async with scene(nameserver) as at, noting(at, "a") as first:
+    async with scene(nameserver) as at, handle_all(at, "a") as first:
         with pytest.raises(ClientIdInUse) as refused:
             async with at.consumer("a"):
                 pass
@@ -459,22 +465,22 @@ async def test_client_id_of_a_live_member_is_refused(nameserver: str) -> None:
 async def test_client_id_is_free_again_after_its_member_left(nameserver: str) -> None:
     async with scene(nameserver) as at:
         for _ in range(2):
-            async with noting(at, "a") as consumer:
+            async with handle_all(at, "a") as consumer:
                 await until(lambda: len(consumer.assignment) == 4)
 
 
-async def test_topic_that_is_not_there_is_refused(nameserver: str) -> None:
+async def test_unknown_topic_is_refused(nameserver: str) -> None:
     with pytest.raises(TopicNotFound):
         async with Consumer(nameserver, "g", {"absent": "*"}):
             pass
 
 
-async def test_expression_that_cannot_be_read_is_refused_before_anything_is_sent() -> None:
+async def test_invalid_expression_is_refused_before_any_call() -> None:
     with pytest.raises(BadExpression):
         Consumer("127.0.0.1:1", "g", {"t": "a || "})
 
 
-async def test_nameserver_that_is_not_there_is_unreachable_after_the_start_timeout() -> None:
+async def test_missing_nameserver_is_unreachable_after_the_start_timeout() -> None:
     settings = replace(QUICK, start_timeout_ms=100)
     with pytest.raises(Unreachable):
         async with Consumer("127.0.0.1:1", "g", {"t": "*"}, settings):

@@ -1,11 +1,9 @@
-"""What an operator changes of a group while its members run, on a real cluster.
+"""Settings of a group that an operator changes while members run, on a real cluster.
 
-Goal: members follow at once, and what they have in hand is treated as promised: a pause loses
-and repeats nothing, a reset replays everything from its place, a group without ownership hands
-out and commits without locks, a replaced subscription is obeyed by members that did not ask for
-it, and a staged one comes into force when the last old member is gone.
-Method: real services; topics and groups of each test's own; handlers that wait for what the test
-wants to see.
+Goal: members follow at once. A pause loses and repeats nothing; a reset replays everything from its
+offset; a group without ownership delivers and commits without locks; a replaced subscription
+applies to members that did not request it; a staged one applies when the last old member has left.
+Method: real services; each test has its own topic and group; handlers wait for events of the test.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._connection.directory import Directory
 from batonmq.admin.admin import Admin
-from tests.client.group import Scene, noting, scene
+from tests.client.group import Scene, handle_all, scene
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
 
 async def reset(at: Scene, to: int) -> None:
-    """Move the group on queue 0 of its topic."""
+    """Reset the group on queue 0 of its topic."""
     queue = queue_pb2.QueueRef(topic=at.topic, broker="broker-0", queue_id=0)
     item = offsets_pb.ResetItem(
         queue=queue_pb2.GroupQueue(group=at.group, queue=queue), to_offset=to
@@ -40,19 +38,19 @@ async def reset(at: Scene, to: int) -> None:
     await directory.close()
 
 
-async def test_pause_stops_deliveries_and_nothing_else_until_the_group_goes_on(
+async def test_pause_stops_deliveries_and_nothing_else_until_the_group_is_resumed(
     nameserver: str,
 ) -> None:
     async with scene(nameserver) as at, Admin(nameserver) as admin:
         await at.send([str(n) for n in range(20)])
-        async with noting(at, "a") as consumer:
+        async with handle_all(at, "a") as consumer:
             await until(lambda: len(at.handled) == 20)
             await admin.pause_group(at.group, "ann", "deploy")
             await until(lambda: consumer._session.view.paused)
             await at.send([str(n) for n in range(20, 40)])
             await until(lambda: _committed(at, 20))
             other = Scene(nameserver, at.topic)
-            async with noting(other, "witness"):
+            async with handle_all(other, "witness"):
                 await until(lambda: len(other.handled) == 40)
             assert len(at.handled) == 20
             assert len(consumer.assignment) == 4
@@ -74,12 +72,12 @@ async def _committed(at: Scene, count: int) -> bool:
     return sum(row.committed_offset or 0 for row in rows) == count
 
 
-async def test_reset_under_a_running_member_replays_from_its_place_flagged(
+async def test_reset_under_a_running_member_replays_flagged_messages(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send([str(n) for n in range(5)], queue_id=0)
-        async with noting(at, "a"):
+        async with handle_all(at, "a"):
             await until(lambda: len(at.handled) == 5)
             await until(lambda: _committed(at, 5))
             await reset(at, to=2)
@@ -90,30 +88,30 @@ async def test_reset_under_a_running_member_replays_from_its_place_flagged(
             await until(lambda: _committed(at, 6))
 
 
-async def test_without_ownership_members_share_and_commit_and_nobody_holds_a_lock(
+async def test_members_without_ownership_share_and_commit_without_locks(
     nameserver: str,
 ) -> None:
     async with scene(nameserver) as at, Admin(nameserver) as admin:
         await admin.update_group(at.group, ownership="off")
         await at.send([str(n) for n in range(40)])
-        async with noting(at, "a") as a:
+        async with handle_all(at, "a") as a:
             await until(lambda: len(at.handled) == 40)
             await until(lambda: _committed(at, 40))
-            async with noting(at, "b") as b:
+            async with handle_all(at, "b") as b:
                 await until(lambda: len(a.assignment) == len(b.assignment) == 2)
                 await at.send([str(n) for n in range(40, 80)])
                 await until(lambda: set(at.bodies) == {str(n) for n in range(80)})
                 await until(lambda: _committed(at, 80))
         assert await admin.list_locks(at.group) == ()
         assert {event.token for _, event in at.events} == {0}
-        async with noting(at, "c") as c:
+        async with handle_all(at, "c") as c:
             await until(lambda: len(c.assignment) == 4)
             await at.send(["last"])
             await until(lambda: at.bodies["last"])
         assert at.by("c") == ["last"]
 
 
-async def test_group_goes_from_ownership_off_to_on_and_back_between_its_members(
+async def test_group_switches_ownership_while_it_has_no_member(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at, Admin(nameserver) as admin:
@@ -121,20 +119,20 @@ async def test_group_goes_from_ownership_off_to_on_and_back_between_its_members(
         for number, mode in enumerate(modes):
             await admin.update_group(at.group, ownership=mode)
             await at.send([str(number)], queue_id=0)
-            async with noting(at, f"m{number}"):
+            async with handle_all(at, f"m{number}"):
                 await _handled_and_committed(at, number + 1)
         assert dict(at.bodies) == {"0": 1, "1": 1, "2": 1, "3": 1}
 
 
-async def test_subscription_that_is_replaced_counts_for_members_that_asked_for_another(
+async def test_replaced_subscription_applies_to_members_that_requested_another(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=2) as at, Admin(nameserver) as admin:
         await admin.update_group(at.group, policy="warn")
-        async with noting(at, "old", "a") as old:
+        async with handle_all(at, "old", "a") as old:
             await until(lambda: len(old.assignment) == 2)
             assert old.verdict.kind == "accepted"
-            async with noting(at, "new", "b") as new:
+            async with handle_all(at, "new", "b") as new:
                 assert new.verdict.kind == "replaced"
                 await until(lambda: old.verdict.kind == "overruled")
                 await until(lambda: len(old.assignment) == len(new.assignment) == 1)
@@ -144,15 +142,15 @@ async def test_subscription_that_is_replaced_counts_for_members_that_asked_for_a
         assert set(at.bodies) == {"b:0", "b:1"}
 
 
-async def test_staged_member_waits_for_the_last_old_one_and_each_sees_only_what_it_wants(
+async def test_staged_member_waits_for_the_last_old_one_and_each_gets_only_its_messages(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=2) as at, Admin(nameserver) as admin:
         await admin.update_group(at.group, policy="staged")
         async with AsyncExitStack() as life_of_new:
-            async with noting(at, "old", "a") as old:
+            async with handle_all(at, "old", "a") as old:
                 await until(lambda: len(old.assignment) == 2)
-                new = await life_of_new.enter_async_context(noting(at, "new", "b"))
+                new = await life_of_new.enter_async_context(handle_all(at, "new", "b"))
                 assert new.verdict.kind == "staged"
                 (difference,) = new.verdict.differences
                 assert (difference.newcomer_value, difference.member_value) == ("b", "a")

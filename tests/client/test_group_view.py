@@ -1,8 +1,8 @@
-"""What a member reads from its group's record.
+"""The view that a member has of its group's record.
 
-Goal: a queue is taken by whom the record deals it to and by nobody else; everything else that
-a member obeys (filters, mode, pause) is taken from there too.
-Method: records by hand, and Hypothesis: every deal comes back from the members' views.
+Goal: each queue is in the view of the member that the record assigns it to, and in no other;
+filters, mode and pause are those of the record.
+Method: records by hand, and Hypothesis: the views of all members give the assignment again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def incarnation(client_id: str, number: int = 1) -> queue_pb2.Incarnation:
 
 
 def record(members: list[str], owners: dict[QueueRef, str]) -> pb.Group:
-    """A group that deals as `owners` says; who is no member deals nothing."""
+    """Return a record that assigns queues by `owners`; names that are no members get none."""
     places = {client_id: place for place, client_id in enumerate(members, 1)}
 
-    def dealt(topic: str, broker: str) -> pb.BrokerAssignment:
+    def assignment_of(topic: str, broker: str) -> pb.BrokerAssignment:
         mine = [q for q in QUEUES if (q.topic, q.broker) == (topic, broker)]
         return pb.BrokerAssignment(
             broker=broker, member_numbers=[places.get(owners.get(queue, ""), 0) for queue in mine]
@@ -42,13 +42,14 @@ def record(members: list[str], owners: dict[QueueRef, str]) -> pb.Group:
         subscriptions=[pb.Subscription(topic=topic, expression="*") for topic in TOPICS],
         subscription_generation=3,
         assignments=[
-            pb.TopicAssignment(topic=t, brokers=[dealt(t, b) for b in BROKERS]) for t in TOPICS
+            pb.TopicAssignment(topic=t, brokers=[assignment_of(t, b) for b in BROKERS])
+            for t in TOPICS
         ],
     )
 
 
 @given(st.dictionaries(st.sampled_from(QUEUES), st.sampled_from(["a", "b", "c"])))
-def test_every_member_finds_exactly_what_is_dealt_to_it(owners: dict[QueueRef, str]) -> None:
+def test_every_member_finds_exactly_its_assigned_queues(owners: dict[QueueRef, str]) -> None:
     group = record(["a", "b", "c"], owners)
     for me in ("a", "b", "c"):
         mine = {queue for queue, owner in owners.items() if owner == me}
@@ -56,13 +57,13 @@ def test_every_member_finds_exactly_what_is_dealt_to_it(owners: dict[QueueRef, s
         assert GroupView.of(group, incarnation(me)).assigned == mine
 
 
-def test_queues_dealt_to_nobody_are_nobodys() -> None:
+def test_unassigned_queues_belong_to_no_member() -> None:
     group = record(["a"], {})
     assert list(assigned_queues(group, incarnation("a"))) == []
     assert list(assigned_queues(group, incarnation("stranger"))) == []
 
 
-def test_another_incarnation_of_the_client_id_is_somebody_else() -> None:
+def test_another_incarnation_of_the_client_id_has_no_queues() -> None:
     group = record(["a"], dict.fromkeys(QUEUES, "a"))
     other = GroupView.of(group, incarnation("a", 2))
     assert not other.member
@@ -70,7 +71,7 @@ def test_another_incarnation_of_the_client_id_is_somebody_else() -> None:
     assert GroupView.of(group, incarnation("a")).member
 
 
-def test_queue_of_a_topic_that_the_group_does_not_subscribe_to_is_left_alone() -> None:
+def test_queue_of_a_topic_outside_of_the_subscription_is_ignored() -> None:
     group = record(["a"], dict.fromkeys(QUEUES, "a"))
     del group.subscriptions[1]
     found = GroupView.of(group, incarnation("a"))

@@ -1,8 +1,8 @@
 """Handlers that misbehave.
 
-Goal: whatever a handler does, its message comes again or is dead at last, the queue goes on, and
-the process can end.
-Method: the broker in memory; the ladder of delays in virtual time. Another process for its end.
+Goal: whatever a handler does, its message is delivered again or becomes a dead letter, its queue
+goes on, and the process can end.
+Method: the in-memory broker; retry delays in virtual time; another process for the last test.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SETTINGS: dict[str, Any] = {"consume_from": "first", "retries_max": 2}
 DAY_MS = 24 * 3_600_000
 
 
-def dead_after(
+def dead_letter_after(
     handler: Handler, *, properties: Mapping[str, str] | None = None, **settings: Any
 ) -> list[ReceivedMessage]:
-    """What is dead once one message was sent and nothing is left to do."""
+    """Send one message, run until nothing is left to do, and return the dead letter."""
 
     async def run() -> list[ReceivedMessage]:
         async with MemoryBroker() as broker:
@@ -53,7 +53,7 @@ def dead_after(
 
 
 @pytest.mark.parametrize("orderly", [False, True])
-def test_cancellation_of_something_else_that_a_handler_waits_for_is_a_failure(
+def test_cancellation_of_a_task_that_a_handler_awaits_is_a_failure(
     orderly: bool,
 ) -> None:
     attempts = []
@@ -65,25 +65,25 @@ def test_cancellation_of_something_else_that_a_handler_waits_for_is_a_failure(
             work.cancel()
             await work
 
-    assert dead_after(handle, orderly=orderly) == []
+    assert dead_letter_after(handle, orderly=orderly) == []
     assert attempts == [1, 2, 3]
 
 
-def test_message_whose_properties_are_at_the_limit_dies_with_its_story() -> None:
+def test_message_with_properties_at_the_limit_becomes_a_dead_letter_with_its_history() -> None:
     properties = {"a": "x" * (PROPERTIES_BYTES_MAX - 3)}
     assert len(encode_properties(properties)) == PROPERTIES_BYTES_MAX
 
     async def handle(_: ReceivedMessage) -> None:
         raise ValueError("\N{PILE OF POO}" * 1_000)
 
-    (dead,) = dead_after(handle, properties=properties)
+    (dead,) = dead_letter_after(handle, properties=properties)
     assert dead.properties["a"] == properties["a"]
     assert dead.properties["baton.attempts"] == "3"
     assert dead.properties["baton.error"].endswith("\N{PILE OF POO}")
 
 
 @pytest.mark.parametrize("delay_ms", [-1, 39 * DAY_MS + 1, 1.5])
-def test_delay_that_storage_would_not_take_is_refused_in_the_handler(delay_ms: Any) -> None:
+def test_delay_beyond_the_limit_of_storage_is_refused_in_the_handler(delay_ms: Any) -> None:
     for result in (RetryLater, Suspend):
         with pytest.raises(InvalidArgument, match="39 days"):
             result(delay_ms)
@@ -91,7 +91,7 @@ def test_delay_that_storage_would_not_take_is_refused_in_the_handler(delay_ms: A
     async def handle(_: ReceivedMessage) -> RetryLater:
         return RetryLater(delay_ms)
 
-    (dead,) = dead_after(handle)
+    (dead,) = dead_letter_after(handle)
     assert dead.properties["baton.reason"] == "failed"
 
 
@@ -121,7 +121,7 @@ asyncio.run(main())
 """
 
 
-def test_process_ends_although_a_handler_hangs_in_a_thread() -> None:
+def test_process_ends_though_a_handler_hangs_in_a_thread() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=50, check=True
     )

@@ -1,4 +1,4 @@
-"""Goal: a lock tells everything, and a queue that is taken by force is owned again.
+"""Goal: a described lock is complete, and a queue is owned again after a forced release.
 
 Method: a real cluster whose members read.
 """
@@ -15,19 +15,19 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.locks import Locks
 from batonmq.admin.operation import Operation
 from batonmq.errors import UnknownQueue
-from tests.client.group import noting, scene
+from tests.client.group import handle_all, scene
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 OPERATION = Operation("tester", "a test")
 
 
-async def test_lock_of_an_owner_tells_its_lease_and_token(nameserver: str) -> None:
+async def test_described_lock_has_owner_lease_and_token(nameserver: str) -> None:
     async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
         queue = QueueRef(at.topic, "broker-0", 0)
         never = await Locks(admin).describe(at.group, queue)
         assert (never.lock.state, never.lock.token, never.lock.client_id) == ("free", 0, None)
-        async with noting(at, "c1"):
+        async with handle_all(at, "c1"):
 
             async def owned() -> bool:
                 return (await Locks(admin).describe(at.group, queue)).lock.client_id == "c1"
@@ -44,7 +44,7 @@ async def test_lock_of_an_owner_tells_its_lease_and_token(nameserver: str) -> No
         assert (after.lock.state, after.lease_left_ms) == ("free", 0)
 
 
-async def test_live_owner_gets_a_queue_back_that_was_taken_by_force(nameserver: str) -> None:
+async def test_live_owner_acquires_a_queue_again_after_a_forced_release(nameserver: str) -> None:
     async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
         queue, let_go = QueueRef(at.topic, "broker-0", 0), asyncio.Event()
         await at.send(["x"])
@@ -77,14 +77,14 @@ async def test_live_owner_gets_a_queue_back_that_was_taken_by_force(nameserver: 
             consumer.stop()
 
 
-async def test_force_on_a_queue_that_nobody_ever_owned_is_refused(nameserver: str) -> None:
+async def test_forced_release_of_a_queue_without_progress_is_refused(nameserver: str) -> None:
     async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
         with pytest.raises(UnknownQueue):
             await Locks(admin).force_release(at.group, QueueRef(at.topic, "broker-0", 0), OPERATION)
 
 
-async def test_release_all_takes_nothing_from_a_client_at_work(nameserver: str) -> None:
-    async with scene(nameserver, 2) as at, Admin(nameserver) as admin, noting(at, "c1-release"):
+async def test_release_all_releases_no_queue_of_a_running_client(nameserver: str) -> None:
+    async with scene(nameserver, 2) as at, Admin(nameserver) as admin, handle_all(at, "c1-release"):
 
         async def owned() -> bool:
             locks = await admin.list_locks(at.group)

@@ -1,9 +1,9 @@
-"""How a consumer follows its group's record and what the servers say of its queues.
+"""A consumer and its queues: what it does when the group's record or a server says something new.
 
-Goal: a consumer has the queues that are dealt to it and no others; queues that stay are not
-touched when others move; whatever ends a token, nothing is started, acked or forgotten that
-must not be (protocol sections 5, 6, 9, 11, 13, 14, 15).
-Method: real gRPC, and behind it a cluster of one process that the test tells what to do.
+Goal: a consumer owns the queues that are assigned to it and no others; queues that stay are not
+touched when others move; when a token ends, no message is started, acked or dropped that must not
+be (protocol sections 5, 6, 9, 11, 13, 14, 15).
+Method: real gRPC to simulated services in this process, which the test controls.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ SETTINGS = ConsumerSettings(
     retry_first_ms=1,
     send_back=False,
 )
-"""Nothing happens by the clock: what happens, something has caused."""
+"""Intervals so long that no timer fires: only the test causes calls."""
 
 
 @dataclass
-class Life:
-    """A consumer that runs, and what it has done.
+class RunningConsumer:
+    """A consumer that runs, and what it did.
 
     Attributes:
-        gate: While it is cleared, handlers wait.
+        gate: Handlers wait while it is cleared.
         started: Bodies of the messages whose handlers were started.
-        ended: Of those, whose handlers ended well.
+        ended: Bodies of the messages whose handlers succeeded.
     """
 
     consumer: Consumer
@@ -73,10 +73,10 @@ class Life:
 
 
 @asynccontextmanager
-async def living(
+async def running_consumer(
     at: Twins, client_id: str = "a", expression: str = "*", **settings: Any
-) -> AsyncIterator[Life]:
-    """A member that handles what it gets until the block ends."""
+) -> AsyncIterator[RunningConsumer]:
+    """Run a member that handles all its messages until the block ends."""
     events: list[OwnershipEvent] = []
     consumer = Consumer(
         at.address,
@@ -86,109 +86,111 @@ async def living(
         client_id=client_id,
         on_ownership=events.append,
     )
-    life = Life(consumer, asyncio.Event(), events=events)
-    life.gate.set()
+    running = RunningConsumer(consumer, asyncio.Event(), events=events)
+    running.gate.set()
 
     async def handle(message: ReceivedMessage) -> None:
-        life.messages.append(message)
-        life.started.append(message.body.decode())
-        await life.gate.wait()
-        life.ended.append(message.body.decode())
+        running.messages.append(message)
+        running.started.append(message.body.decode())
+        await running.gate.wait()
+        running.ended.append(message.body.decode())
 
     async with consumer, asyncio.TaskGroup() as tasks:
         tasks.create_task(consumer.run(handle))
-        yield life
-        life.gate.set()
+        yield running
+        running.gate.set()
         consumer.stop()
 
 
-async def parked(at: Twins, *queues: int) -> None:
-    """Until exactly these queues have a pull that waits for messages."""
+async def wait_for_held_pulls(at: Twins, *queues: int) -> None:
+    """Wait until exactly these queues have a pull that storage holds."""
     await until(lambda: sorted(at.storage.parked) == sorted(queues))
 
 
 # ---- assignment
 
 
-async def test_a_consumer_acquires_what_is_dealt_to_it_and_nothing_else() -> None:
-    async with twins(4) as at, living(at) as life:
-        at.nameserver.give("somebody", [0])
+async def test_consumer_acquires_the_queues_that_are_assigned_to_it_and_no_others() -> None:
+    async with twins(4) as at, running_consumer(at) as running:
+        at.nameserver.give("other", [0])
         at.nameserver.give("a", [1, 3])
-        await parked(at, 1, 3)
-        assert life.queues() == {1, 3}
+        await wait_for_held_pulls(at, 1, 3)
+        assert running.queues() == {1, 3}
         assert {queue_id for queue_id, _ in at.lockmgr.acquires} == {1, 3}
 
 
 async def test_queues_that_stay_are_not_touched_when_others_move() -> None:
-    async with twins(4) as at, living(at) as life:
+    async with twins(4) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0, 1])
-        await parked(at, 0, 1)
+        await wait_for_held_pulls(at, 0, 1)
         pulls = len(at.storage.pulls_of(0))
         at.nameserver.give("a", [2])
-        await parked(at, 0, 1, 2)
+        await wait_for_held_pulls(at, 0, 1, 2)
         at.nameserver.give("b", [1])
         await until(lambda: at.lockmgr.releases == [1])
         for _ in range(10):
             at.nameserver.change()
         at.nameserver.give("a", [3])
-        await parked(at, 0, 2, 3)
-        assert life.kinds(0) == ["granted"], "it was never fenced, drained or granted anew"
-        assert len(at.storage.pulls_of(0)) == pulls, "the pull that waited waits still"
+        await wait_for_held_pulls(at, 0, 2, 3)
+        assert running.kinds(0) == ["granted"], (
+            "the queue was never fenced, drained or granted again"
+        )
+        assert len(at.storage.pulls_of(0)) == pulls, "storage still holds the same pull"
         assert [queue_id for queue_id, _ in at.lockmgr.acquires] == [0, 1, 2, 3]
         at.storage.send(0, "x")
-        await until(lambda: life.ended == ["x"])
+        await until(lambda: running.ended == ["x"])
 
 
-async def test_a_handler_goes_on_through_a_rebalance_that_leaves_its_queue() -> None:
-    async with twins(2) as at, living(at) as life:
-        life.gate.clear()
+async def test_handler_goes_on_during_a_rebalance_that_keeps_its_queue() -> None:
+    async with twins(2) as at, running_consumer(at) as running:
+        running.gate.clear()
         at.nameserver.give("a", [0, 1])
         at.storage.send(0, "slow", "next")
-        await until(lambda: life.started == ["slow"])
+        await until(lambda: running.started == ["slow"])
         at.nameserver.give("b", [1])
         await until(lambda: at.lockmgr.releases == [1])
-        life.gate.set()
-        await until(lambda: life.ended == ["slow", "next"])
-        assert life.kinds(0) == ["granted"]
+        running.gate.set()
+        await until(lambda: running.ended == ["slow", "next"])
+        assert running.kinds(0) == ["granted"]
 
 
-async def test_a_record_that_is_older_than_the_one_known_changes_nothing() -> None:
-    async with twins(1) as at, living(at) as life:
+async def test_record_of_an_older_generation_changes_nothing() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0])
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
 
         def older(group: nameserver_pb.Group) -> None:
             group.generation -= 10
 
         at.nameserver.deal.clear()
         at.nameserver.change(older)
-        at.nameserver.give("a", [0])  # still older, and seen after the one before
-        assert life.kinds(0) == ["granted"]
+        at.nameserver.give("a", [0])  # still older, and received after the previous one
+        assert running.kinds(0) == ["granted"]
 
 
-async def test_a_member_that_was_removed_keeps_its_queues_until_it_is_back() -> None:
-    """Section 9: it is told by the record; what is not its any more it gives back then."""
-    async with twins(2) as at, living(at) as life:
+async def test_removed_member_keeps_its_queues_until_it_has_joined_again() -> None:
+    """Section 9: the record revokes the queues that are not assigned to it any more."""
+    async with twins(2) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0, 1])
-        await parked(at, 0, 1)
+        await wait_for_held_pulls(at, 0, 1)
         beats = len(at.nameserver.heartbeats)
         at.nameserver.deal = {1: "a"}
         at.nameserver.change(lambda group: group.members.pop())
         await until(lambda: len(at.nameserver.heartbeats) > beats)
-        await until(lambda: life.kinds(0) == ["granted", "draining", "released"])
-        assert life.kinds(1) == ["granted"]
+        await until(lambda: running.kinds(0) == ["granted", "draining", "released"])
+        assert running.kinds(1) == ["granted"]
 
 
 # ---- session
 
 
-async def test_more_queues_than_one_keep_alive_takes_are_renewed_by_several(
+async def test_more_queues_than_one_keep_alive_holds_are_renewed_by_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lease_renewer, "HOLDS_MAX", 2)
-    async with twins(5) as at, living(at, keep_alive_ms=10) as life:
+    async with twins(5) as at, running_consumer(at, keep_alive_ms=10) as running:
         at.nameserver.give("a", range(5))
-        await parked(at, *range(5))
+        await wait_for_held_pulls(at, *range(5))
 
         def renewed() -> bool:
             recent = at.lockmgr.kept[-6:]
@@ -196,16 +198,14 @@ async def test_more_queues_than_one_keep_alive_takes_are_renewed_by_several(
             return [len(call) for call in recent].count(1) == 2 and len(named) == 5
 
         await until(renewed)
-        assert life.queues() == set(range(5))
+        assert running.queues() == set(range(5))
         assert max(map(len, at.lockmgr.kept)) == 2
 
 
-async def test_the_group_watch_names_its_member_and_a_broken_one_brings_a_heartbeat_at_once() -> (
-    None
-):
-    async with twins(1) as at, living(at) as life:
+async def test_broken_group_watch_causes_a_heartbeat_at_once_and_is_reopened() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0])
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
         (member,) = at.nameserver.group.members
         assert at.nameserver.sessions == [member.incarnation]
         beats = len(at.nameserver.heartbeats)
@@ -213,60 +213,60 @@ async def test_the_group_watch_names_its_member_and_a_broken_one_brings_a_heartb
         await until(lambda: len(at.nameserver.heartbeats) > beats)
         await until(lambda: len(at.nameserver.sessions) == 2)
         assert at.nameserver.sessions[1] == member.incarnation
-        assert life.kinds(0) == ["granted"]
+        assert running.kinds(0) == ["granted"]
 
 
 # ---- notices of lockmgr (section 5)
 
 
-async def test_a_waiter_makes_the_owner_look_at_its_group_and_keep_what_is_its() -> None:
-    async with twins(1) as at, living(at) as life:
+async def test_waiter_makes_the_owner_send_a_heartbeat_and_keep_an_assigned_queue() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0])
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
         beats = len(at.nameserver.heartbeats)
         at.lockmgr.want(0, lockmgr_pb.WANTED_REASON_WAITER)
         await until(lambda: len(at.nameserver.heartbeats) == beats + 1)
-        assert life.kinds(0) == ["granted"]
+        assert running.kinds(0) == ["granted"]
 
 
-async def test_a_waiter_is_let_in_by_an_owner_that_has_missed_the_push() -> None:
-    async with twins(1) as at, living(at) as life:
+async def test_waiter_makes_an_owner_that_missed_the_push_release_the_queue() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0])
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
         at.nameserver.deal = {0: "b"}
         at.nameserver.change_unheard()
         at.lockmgr.want(0, lockmgr_pb.WANTED_REASON_WAITER)
-        await until(lambda: life.kinds(0) == ["granted", "draining", "released"])
+        await until(lambda: running.kinds(0) == ["granted", "draining", "released"])
 
 
-async def test_an_owner_that_is_no_member_any_more_joins_again() -> None:
-    async with twins(1) as at, living(at) as life:
+async def test_owner_that_was_removed_from_the_group_joins_again() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0])
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
         beats = len(at.nameserver.heartbeats)
         at.lockmgr.want(0, lockmgr_pb.WANTED_REASON_NOT_MEMBER)
         await until(lambda: len(at.nameserver.heartbeats) == beats + 1)
-        assert life.kinds(0) == ["granted"]
+        assert running.kinds(0) == ["granted"]
 
 
-async def test_a_change_of_the_subscription_makes_a_member_give_back_every_queue() -> None:
-    """Section 14; the record that says so comes later here."""
-    async with twins(3) as at, living(at) as life:
+async def test_subscription_change_makes_a_member_release_every_queue() -> None:
+    """Section 14; the notice arrives before the record here."""
+    async with twins(3) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0, 1, 2])
-        await parked(at, 0, 1, 2)
+        await wait_for_held_pulls(at, 0, 1, 2)
         for queue_id in range(3):
             at.lockmgr.refusals[queue_id] = [SubscriptionDraining("it drains")] * 3
         at.lockmgr.want(1, lockmgr_pb.WANTED_REASON_SUBSCRIPTION)
         await until(lambda: sorted(at.lockmgr.releases) == [0, 1, 2])
         assert {item.queue.queue.queue_id for item in at.offsets.closes} == {0, 1, 2}
-        await parked(at, 0, 1, 2)
-        assert life.kinds(0) == ["granted", "draining", "released", "granted"]
+        await wait_for_held_pulls(at, 0, 1, 2)
+        assert running.kinds(0) == ["granted", "draining", "released", "granted"]
 
 
-async def test_a_notice_about_an_earlier_token_is_ignored() -> None:
-    async with twins(1) as at, living(at) as life:
+async def test_notice_about_an_earlier_token_is_ignored() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0])
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
         at.lockmgr.want(0, lockmgr_pb.WANTED_REASON_WAITER)
         late = lockmgr_pb.Wanted(token=99, reason=lockmgr_pb.WANTED_REASON_SUBSCRIPTION)
         late.queue.CopyFrom(at.lockmgr.acquires[0][1].queue)
@@ -274,21 +274,21 @@ async def test_a_notice_about_an_earlier_token_is_ignored() -> None:
         beats = len(at.nameserver.heartbeats)
         at.lockmgr.want(0, lockmgr_pb.WANTED_REASON_WAITER)
         await until(lambda: len(at.nameserver.heartbeats) > beats)
-        assert life.kinds(0) == ["granted"]
+        assert running.kinds(0) == ["granted"]
 
 
-async def test_a_queue_that_became_free_is_asked_for_at_once() -> None:
-    async with twins(1) as at, living(at) as life:
+async def test_queue_that_became_free_is_requested_at_once() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
         at.lockmgr.refusals[0] = [Held("it is held", retry_after_ms=3_600_000)]
         at.nameserver.give("a", [0])
         await until(lambda: len(at.lockmgr.acquires) == 1)
         await until(lambda: at.lockmgr.watchers == 1)
-        await asked_again(at)
-        await until(lambda: life.queues() == {0})
+        await notify_free_until_requested(at)
+        await until(lambda: running.queues() == {0})
 
 
-async def asked_again(at: Twins) -> None:
-    """Tell that the queue is free until it is asked for: the stream may not be open yet."""
+async def notify_free_until_requested(at: Twins) -> None:
+    """Repeat the notice until the queue is requested: the stream may not be open yet."""
 
     def told() -> bool:
         at.lockmgr.free(0)
@@ -297,10 +297,10 @@ async def asked_again(at: Twins) -> None:
     await until(told)
 
 
-async def test_a_lost_watch_is_reopened_and_keep_alives_tell_meanwhile() -> None:
-    async with twins(1) as at, living(at, keep_alive_ms=10) as life:
+async def test_lost_lock_watch_is_reopened_and_keep_alives_bring_its_notices() -> None:
+    async with twins(1) as at, running_consumer(at, keep_alive_ms=10) as running:
         at.nameserver.give("a", [0])
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
         await until(lambda: at.lockmgr.watchers == 1)
         at.lockmgr.tell(None)
         await until(lambda: at.lockmgr.watchers == 2)
@@ -309,48 +309,48 @@ async def test_a_lost_watch_is_reopened_and_keep_alives_tell_meanwhile() -> None
         )
         beats = len(at.nameserver.heartbeats)
         await until(lambda: len(at.nameserver.heartbeats) > beats)
-        assert life.kinds(0) == ["granted"]
+        assert running.kinds(0) == ["granted"]
 
 
 @pytest.mark.parametrize("refusal", [NotAssigned("newer"), NotMember("removed")])
-async def test_an_asker_whose_record_is_old_fetches_the_new_one(refusal: BatonError) -> None:
-    async with twins(1) as at, living(at):
+async def test_requester_with_an_old_record_fetches_the_new_one(refusal: BatonError) -> None:
+    async with twins(1) as at, running_consumer(at):
         at.lockmgr.refusals[0] = [refusal]
         beats = len(at.nameserver.heartbeats)
         at.nameserver.give("a", [0])
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
         assert len(at.nameserver.heartbeats) == beats + 1
 
 
 # ---- subscriptions (section 14)
 
 
-async def test_pulls_name_the_groups_filter_and_its_generation_whatever_was_asked_for() -> None:
-    async with twins(1) as at, living(at, expression="mine") as life:
+async def test_pulls_name_the_groups_filter_and_its_generation_not_the_members() -> None:
+    async with twins(1) as at, running_consumer(at, expression="mine") as running:
         at.nameserver.subscribe("theirs")
         at.nameserver.give("a", [0])
         at.storage.send(0, "mine:1", "theirs:2", "mine:3")
-        await until(lambda: life.ended == ["theirs:2"])
+        await until(lambda: running.ended == ["theirs:2"])
         generation = at.nameserver.group.subscription_generation
         (pull, *_) = at.storage.pulls
         assert (pull.expression, pull.subscription_generation) == ("theirs", generation)
 
 
-async def test_another_filter_counts_from_the_next_pull_and_no_token_changes() -> None:
-    """As under the policy WARN."""
-    async with twins(1) as at, living(at, expression="old") as life:
+async def test_new_filter_applies_from_the_next_pull_under_the_same_token() -> None:
+    """The policy WARN changes the filter in this way."""
+    async with twins(1) as at, running_consumer(at, expression="old") as running:
         at.nameserver.give("a", [0])
         at.storage.send(0, "old:1", "new:2")
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
         at.nameserver.subscribe("new")
         await until(lambda: at.storage.pulls[-1].expression == "new")
         at.storage.send(0, "old:3", "new:4")
-        await until(lambda: life.ended == ["old:1", "new:4"])
-        assert life.kinds(0) == ["granted"]
+        await until(lambda: running.ended == ["old:1", "new:4"])
+        assert running.kinds(0) == ["granted"]
 
 
-async def test_a_grant_for_a_newer_subscription_waits_for_the_record_that_has_it() -> None:
-    async with twins(1) as at, living(at, expression="old") as life:
+async def test_grant_for_a_newer_subscription_waits_for_its_record() -> None:
+    async with twins(1) as at, running_consumer(at, expression="old") as running:
         at.lockmgr.bound = at.nameserver.group.subscription_generation + 1
         at.storage.send(0, "old:1", "new:2")
         beats = len(at.nameserver.heartbeats)
@@ -358,23 +358,23 @@ async def test_a_grant_for_a_newer_subscription_waits_for_the_record_that_has_it
         await until(lambda: len(at.nameserver.heartbeats) > beats)
         assert at.storage.pulls == []
         at.nameserver.subscribe("new")
-        await until(lambda: life.ended == ["new:2"])
-        assert life.kinds(0) == ["granted"]
+        await until(lambda: running.ended == ["new:2"])
+        assert running.kinds(0) == ["granted"]
 
 
-async def test_a_pull_refused_for_its_subscription_acquires_the_queue_again() -> None:
-    async with twins(1) as at, living(at) as life:
+async def test_pull_refused_for_its_subscription_causes_a_new_acquire() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0])
-        await parked(at, 0)
+        await wait_for_held_pulls(at, 0)
         at.lockmgr.bound = at.offsets.queues[0].bound = 2
         at.storage.wake()
-        await until(lambda: life.kinds(0) == ["granted", "fenced", "granted"])
+        await until(lambda: running.kinds(0) == ["granted", "fenced", "granted"])
         at.nameserver.subscribe("*")
         at.storage.send(0, "x")
-        await until(lambda: life.ended == ["x"])
+        await until(lambda: running.ended == ["x"])
 
 
-async def test_a_staged_member_is_told_so_and_has_no_queue(
+async def test_staged_member_logs_the_differences_and_has_no_queue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with twins(1) as at:
@@ -391,97 +391,100 @@ async def test_a_staged_member_is_told_so_and_has_no_queue(
                 )
             ],
         )
-        async with living(at, "new", "b") as life:
-            verdict = life.consumer.verdict
+        async with running_consumer(at, "new", "b") as running:
+            verdict = running.consumer.verdict
             assert verdict.kind == "staged"
             (difference,) = verdict.differences
             assert (difference.newcomer_value, difference.member_value) == ("b", "a")
             assert f"{TOPIC}: new requests 'b', old has 'a'" in caplog.text
-            assert life.queues() == set()
+            assert running.queues() == set()
             at.nameserver.verdict = nameserver_pb.HeartbeatResponse(
                 verdict=nameserver_pb.SUBSCRIPTION_VERDICT_ACCEPTED
             )
             at.nameserver.subscribe("b")
-            await until(lambda: life.consumer.verdict.kind == "accepted")
+            await until(lambda: running.consumer.verdict.kind == "accepted")
 
 
 # ---- pause
 
 
-async def test_a_paused_group_is_not_pulled_for_and_what_is_in_hand_is_finished() -> None:
-    async with twins(1) as at, living(at, commit_interval_ms=10, keep_alive_ms=10) as life:
-        life.gate.clear()
+async def test_paused_group_is_not_pulled_and_running_handlers_finish() -> None:
+    async with (
+        twins(1) as at,
+        running_consumer(at, commit_interval_ms=10, keep_alive_ms=10) as running,
+    ):
+        running.gate.clear()
         at.nameserver.give("a", [0])
         at.storage.send(0, "1", "2")
-        await until(lambda: life.started == ["1"])
-        await parked(at, 0)
+        await until(lambda: running.started == ["1"])
+        await wait_for_held_pulls(at, 0)
         at.nameserver.pause("ann")
-        await parked(at)
+        await wait_for_held_pulls(at)
         pulls = len(at.storage.pulls)
         at.storage.send(0, "3")
-        life.gate.set()
+        running.gate.set()
         await until(lambda: at.committed(0) == 2)
         renewed = len(at.lockmgr.kept)
         await until(lambda: len(at.lockmgr.kept) > renewed)
-        assert (life.ended, len(at.storage.pulls)) == (["1", "2"], pulls)
+        assert (running.ended, len(at.storage.pulls)) == (["1", "2"], pulls)
         at.nameserver.pause("")
-        await until(lambda: life.ended == ["1", "2", "3"])
-        assert life.kinds(0) == ["granted"]
+        await until(lambda: running.ended == ["1", "2", "3"])
+        assert running.kinds(0) == ["granted"]
 
 
-async def test_a_pull_refused_because_of_a_pause_is_no_failure(
+async def test_pull_refused_with_paused_is_not_logged_as_a_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Storage may know of the pause before the member does."""
+    """Storage may learn of the pause before the member does."""
     caplog.set_level(logging.INFO, "batonmq")
-    async with twins(1) as at, living(at) as life:
+    async with twins(1) as at, running_consumer(at) as running:
         at.storage.paused = True
         at.nameserver.give("a", [0])
         await until(lambda: len(at.storage.pulls) > 3)
         at.storage.paused = False
         at.storage.send(0, "x")
-        await until(lambda: life.ended == ["x"])
-        assert life.kinds(0) == ["granted"]
+        await until(lambda: running.ended == ["x"])
+        assert running.kinds(0) == ["granted"]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 # ---- commits that travel with pulls (section 6.6)
 
 
-async def test_acks_ride_in_pulls_and_are_committed_without_a_call_of_their_own() -> None:
-    async with twins(1) as at, living(at, pull_messages_max=2) as life:
+async def test_acks_travel_in_pulls_and_need_no_commit_call() -> None:
+    async with twins(1) as at, running_consumer(at, pull_messages_max=2) as running:
         at.nameserver.give("a", [0])
         at.storage.send(0, "1", "2", "3")
-        await until(lambda: life.ended == ["1", "2", "3"])
-        await parked(at, 0)
+        await until(lambda: running.ended == ["1", "2", "3"])
+        await wait_for_held_pulls(at, 0)
         at.storage.send(0, "4")
         await until(lambda: at.committed(0) >= 2)
         assert at.offsets.commits == []
 
 
-async def test_acks_that_pulls_have_taken_make_room_for_more() -> None:
+async def test_acks_confirmed_by_pulls_make_room_in_the_span() -> None:
     few: dict[str, Any] = {"pull_messages_max": 2, "buffer_messages_max": 1, "span_max": 8}
-    async with twins(1) as at, living(at, **few) as life:
+    async with twins(1) as at, running_consumer(at, **few) as running:
         at.storage.send(0, *map(str, range(20)))
         at.nameserver.give("a", [0])
-        await until(lambda: len(life.ended) == 20)
+        await until(lambda: len(running.ended) == 20)
         assert at.offsets.commits == []
 
 
-async def test_acks_that_a_pull_did_not_take_are_told_again() -> None:
-    async with twins(1) as at, living(at) as life:
+async def test_acks_that_a_pull_did_not_confirm_are_sent_again() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0])
         at.storage.send(0, "1")
-        await until(lambda: life.ended == ["1"])
-        await parked(at, 0)
+        await until(lambda: running.ended == ["1"])
+        await wait_for_held_pulls(at, 0)
         at.nameserver.give("b", [0])
         await until(lambda: at.lockmgr.releases == [0])
         assert at.committed(0) == 1
 
 
-async def test_without_commit_on_pull_acks_are_committed_by_calls() -> None:
+async def test_acks_are_committed_by_calls_without_commit_on_pull() -> None:
     settings: dict[str, Any] = {"commit_on_pull": False, "commit_interval_ms": 10}
-    async with twins(1) as at, living(at, **settings):
+    async with twins(1) as at, running_consumer(at, **settings):
         at.nameserver.give("a", [0])
         at.storage.send(0, "1", "2")
         await until(lambda: 0 in at.offsets.queues and at.committed(0) == 2)
@@ -491,42 +494,42 @@ async def test_without_commit_on_pull_acks_are_committed_by_calls() -> None:
 # ---- reset (section 13)
 
 
-async def test_story_13_a_reset_discards_what_is_in_hand_and_goes_on_at_the_new_place() -> None:
-    async with twins(1) as at, living(at, commit_interval_ms=10) as life:
+async def test_story_13_reset_discards_work_in_flight_and_continues_at_the_new_offset() -> None:
+    async with twins(1) as at, running_consumer(at, commit_interval_ms=10) as running:
         at.nameserver.give("a", [0])
         at.storage.send(0, "0", "1", "2")
         await until(lambda: 0 in at.offsets.queues and at.committed(0) == 3)
-        life.gate.clear()
+        running.gate.clear()
         at.storage.send(0, "3", "4")
-        await until(lambda: life.started[-1] == "3")
-        await parked(at, 0)
+        await until(lambda: running.started[-1] == "3")
+        await wait_for_held_pulls(at, 0)
         at.offsets.reset(0, to=1)
         at.storage.wake()
-        await until(lambda: life.kinds(0) == ["granted", "fenced", "granted"])
-        assert not at.lockmgr.acquires[-1][1].resume, "nothing is brought along"
+        await until(lambda: running.kinds(0) == ["granted", "fenced", "granted"])
+        assert not at.lockmgr.acquires[-1][1].resume, "the request claims nothing"
         assert at.committed(0) == 1
-        life.gate.set()
+        running.gate.set()
         await until(lambda: at.committed(0) == 5)
-        assert life.started == ["0", "1", "2", "3", "1", "2", "3", "4"]
+        assert running.started == ["0", "1", "2", "3", "1", "2", "3", "4"]
 
 
-async def test_story_14_the_result_of_a_handler_begun_before_a_reset_does_not_count() -> None:
-    async with twins(1) as at, living(at, commit_interval_ms=10) as life:
-        life.gate.clear()
+async def test_story_14_result_of_a_handler_started_before_a_reset_does_not_count() -> None:
+    async with twins(1) as at, running_consumer(at, commit_interval_ms=10) as running:
+        running.gate.clear()
         at.nameserver.give("a", [0])
         at.storage.send(0, "0")
-        await until(lambda: life.started == ["0"])
-        await parked(at, 0)
+        await until(lambda: running.started == ["0"])
+        await wait_for_held_pulls(at, 0)
         at.offsets.reset(0, to=0)
         at.storage.wake()
-        await until(lambda: life.kinds(0) == ["granted", "fenced", "granted"])
-        assert life.ended == []
-        life.gate.set()
+        await until(lambda: running.kinds(0) == ["granted", "fenced", "granted"])
+        assert running.ended == []
+        running.gate.set()
         await until(lambda: at.committed(0) == 1)
-        assert life.started == ["0", "0"], "it was handled once in the new epoch"
+        assert running.started == ["0", "0"], "the message was handled once in the new epoch"
 
 
-async def test_a_message_that_fails_is_not_tried_again_after_a_reset() -> None:
+async def test_failed_message_is_not_retried_after_a_reset() -> None:
     async with twins(1) as at:
         tries: list[int] = []
         proceed = asyncio.Event()
@@ -543,11 +546,11 @@ async def test_a_message_that_fails_is_not_tried_again_after_a_reset() -> None:
                 at.nameserver.give("a", [0])
                 at.storage.send(0, "0")
                 await until(lambda: tries == [1])
-                await parked(at, 0)
+                await wait_for_held_pulls(at, 0)
                 at.offsets.reset(0, to=0)
                 at.storage.wake()
                 await until(lambda: len(at.lockmgr.acquires) == 2)
-                await parked(at, 0)
+                await wait_for_held_pulls(at, 0)
                 proceed.set()
                 await until(lambda: len(tries) == 2)
                 consumer.stop()
@@ -555,33 +558,36 @@ async def test_a_message_that_fails_is_not_tried_again_after_a_reset() -> None:
         assert at.committed(0) == 1
 
 
-# ---- giving back (section 9)
+# ---- release (section 9)
 
 
-async def test_handlers_may_take_as_long_as_they_like_without_a_drain_timeout() -> None:
-    async with twins(1) as at, living(at, drain_timeout_ms=None, keep_alive_ms=10) as life:
-        life.gate.clear()
+async def test_handlers_run_without_limit_without_a_drain_timeout() -> None:
+    async with (
+        twins(1) as at,
+        running_consumer(at, drain_timeout_ms=None, keep_alive_ms=10) as running,
+    ):
+        running.gate.clear()
         at.nameserver.give("a", [0])
         at.storage.send(0, "slow")
-        await until(lambda: life.started == ["slow"])
+        await until(lambda: running.started == ["slow"])
         at.nameserver.give("b", [0])
-        await until(lambda: life.kinds(0) == ["granted", "draining"])
+        await until(lambda: running.kinds(0) == ["granted", "draining"])
         renewed = len(at.lockmgr.kept)
         await until(lambda: len(at.lockmgr.kept) > renewed + 2)
         assert at.offsets.closes == []
-        assert [hold.token for hold in at.lockmgr.kept[-1]] == [1], "it is renewed meanwhile"
-        life.gate.set()
+        assert [hold.token for hold in at.lockmgr.kept[-1]] == [1], "the lease is renewed meanwhile"
+        running.gate.set()
         await until(lambda: at.lockmgr.releases == [0])
         (closing,) = at.offsets.closes
         assert (closing.committed_offset, list(closing.unfinished)) == (1, [])
 
 
-async def test_what_outlasts_the_drain_timeout_is_told_as_unfinished() -> None:
-    async with twins(1) as at, living(at, drain_timeout_ms=0) as life:
-        life.gate.clear()
+async def test_close_names_messages_that_outlast_the_drain_timeout_as_unfinished() -> None:
+    async with twins(1) as at, running_consumer(at, drain_timeout_ms=0) as running:
+        running.gate.clear()
         at.nameserver.give("a", [0])
         at.storage.send(0, "slow", "next")
-        await until(lambda: life.started == ["slow"])
+        await until(lambda: running.started == ["slow"])
         at.nameserver.give("b", [0])
         await until(lambda: at.lockmgr.releases == [0])
         (closing,) = at.offsets.closes
@@ -591,39 +597,39 @@ async def test_what_outlasts_the_drain_timeout_is_told_as_unfinished() -> None:
 # ---- ownership off (section 15)
 
 
-async def test_story_15_without_ownership_nothing_is_acquired_and_acks_are_unions() -> None:
+async def test_story_15_group_without_ownership_acquires_nothing_and_commits_unions() -> None:
     async with twins(2, owned=False) as at:
         at.storage.send(0, "0", "1")
-        async with living(at, commit_interval_ms=10, keep_alive_ms=10) as life:
+        async with running_consumer(at, commit_interval_ms=10, keep_alive_ms=10) as running:
             at.nameserver.give("a", [0, 1])
-            await until(lambda: life.ended == ["0", "1"])
+            await until(lambda: running.ended == ["0", "1"])
             await until(lambda: at.committed(0) == 2)
-            assert life.queues() == {0, 1}
+            assert running.queues() == {0, 1}
             assert {pull.token for pull in at.storage.pulls} == {0}
-            assert {message.token for message in life.messages} == {0}
+            assert {message.token for message in running.messages} == {0}
             at.storage.send(0, "2")
-            await until(lambda: life.ended == ["0", "1", "2"])
-        assert at.committed(0) == 3, "it ends by committing"
-        assert life.kinds(0) == ["granted", "draining", "released"]
+            await until(lambda: running.ended == ["0", "1", "2"])
+        assert at.committed(0) == 3, "the last call is a commit"
+        assert running.kinds(0) == ["granted", "draining", "released"]
         lockmgr = at.lockmgr
         assert (lockmgr.acquires, lockmgr.kept, lockmgr.releases) == ([], [], [])
         assert (lockmgr.watchers, at.offsets.closes) == (0, [])
 
 
-async def test_without_ownership_a_member_goes_on_where_the_group_is() -> None:
+async def test_member_without_ownership_continues_at_the_groups_progress() -> None:
     async with twins(1, owned=False) as at:
         at.storage.send(0, *map(str, range(6)))
-        async with living(at, commit_interval_ms=10) as life:
+        async with running_consumer(at, commit_interval_ms=10) as running:
             at.nameserver.give("a", [0])
             await until(lambda: at.offsets.queues and at.committed(0) == 6)
         at.offsets.queues[0].handled = {0, 1, 3}
-        async with living(at, "b") as life:
+        async with running_consumer(at, "b") as running:
             at.nameserver.give("b", [0])
-            await until(lambda: life.ended == ["2", "4", "5"])
+            await until(lambda: running.ended == ["2", "4", "5"])
 
 
-async def test_what_was_said_of_a_queue_lately_is_not_said_again_too_soon() -> None:
-    """Without news a commit goes out half a lease later: so a reset is found, a lease renewed."""
+async def test_commit_without_new_acks_is_due_half_a_lease_after_the_last() -> None:
+    """Such a commit renews the lease, and finds out about a reset."""
     session = Session(
         group=GROUP,
         incarnation=queue_pb2.Incarnation(client_id="a", incarnation_id=1),
@@ -648,66 +654,66 @@ async def test_what_was_said_of_a_queue_lately_is_not_said_again_too_soon() -> N
     assert queue.acks_due(1) is not None
 
 
-async def test_without_ownership_and_progress_where_to_start_is_decided_once() -> None:
+async def test_start_offset_without_ownership_and_progress_is_committed_once() -> None:
     async with twins(1, owned=False) as at:
         at.storage.send(0, "before")
-        async with living(at, consume_from="last") as life:
+        async with running_consumer(at, consume_from="last") as running:
             at.nameserver.give("a", [0])
-            await parked(at, 0)
-            assert at.committed(0) == 1, "although nothing was handled"
+            await wait_for_held_pulls(at, 0)
+            assert at.committed(0) == 1, "committed though nothing was handled"
             at.storage.send(0, "after")
-            await until(lambda: life.ended == ["after"])
+            await until(lambda: running.ended == ["after"])
 
 
-async def test_without_ownership_a_reset_is_found_by_the_next_commit() -> None:
+async def test_reset_without_ownership_is_found_by_the_next_commit() -> None:
     async with twins(1, owned=False) as at:
         at.storage.send(0, "0", "1", "2")
-        async with living(at, commit_interval_ms=10) as life:
+        async with running_consumer(at, commit_interval_ms=10) as running:
             at.nameserver.give("a", [0])
             await until(lambda: at.offsets.queues and at.committed(0) == 3)
-            await parked(at, 0)
+            await wait_for_held_pulls(at, 0)
             at.offsets.reset(0, to=1)
             at.storage.send(0, "3")
             await until(lambda: at.committed(0) == 4)
-            assert life.started == ["0", "1", "2", "3", "1", "2", "3"]
+            assert running.started == ["0", "1", "2", "3", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("owned", [True, False])
-async def test_a_group_that_changed_its_mode_is_consumed_in_the_new_one(owned: bool) -> None:
-    async with twins(1, owned=owned) as at, living(at) as life:
+async def test_group_that_changed_its_mode_is_consumed_in_the_new_mode(owned: bool) -> None:
+    async with twins(1, owned=owned) as at, running_consumer(at) as running:
         at.nameserver.give("a", [0])
         at.storage.send(0, "0")
-        await until(lambda: life.ended == ["0"])
-        await parked(at, 0)
+        await until(lambda: running.ended == ["0"])
+        await wait_for_held_pulls(at, 0)
         at.offsets.queues[0] = replace(at.offsets.queues[0], closed=True, handled={0})
         at.set_owned(owned=not owned)
         at.storage.send(0, "1")
-        await until(lambda: life.ended == ["0", "1"])
-        assert life.kinds(0) == ["granted", "fenced", "granted"]
-        assert bool(life.messages[-1].token) != owned
+        await until(lambda: running.ended == ["0", "1"])
+        assert running.kinds(0) == ["granted", "fenced", "granted"]
+        assert bool(running.messages[-1].token) != owned
         assert at.offsets.closes == []
 
 
-async def test_mode_changed_from_a_server_brings_the_record_and_drops_what_is_in_hand() -> None:
-    async with twins(1) as at, living(at) as life:
-        life.gate.clear()
+async def test_mode_changed_from_a_server_fetches_the_record_and_drops_work_in_flight() -> None:
+    async with twins(1) as at, running_consumer(at) as running:
+        running.gate.clear()
         at.nameserver.give("a", [0])
         at.storage.send(0, "0", "1")
-        await until(lambda: life.started == ["0"])
-        await parked(at, 0)
+        await until(lambda: running.started == ["0"])
+        await wait_for_held_pulls(at, 0)
         beats = len(at.nameserver.heartbeats)
         at.offsets.owned = False
         at.storage.wake()
         await until(lambda: len(at.nameserver.heartbeats) > beats)
-        assert life.kinds(0) == ["granted", "fenced"]
+        assert running.kinds(0) == ["granted", "fenced"]
         at.set_owned(owned=False)
-        await until(lambda: life.kinds(0) == ["granted", "fenced", "granted"])
-        life.gate.set()
-        await until(lambda: life.ended == ["0", "1"])
-        assert life.started == ["0", "0", "1"]
+        await until(lambda: running.kinds(0) == ["granted", "fenced", "granted"])
+        running.gate.set()
+        await until(lambda: running.ended == ["0", "1"])
+        assert running.started == ["0", "0", "1"]
 
 
-async def test_a_message_is_not_handled_while_what_its_handler_returned_is_not_awaited() -> None:
+async def test_message_is_handled_only_when_a_returned_coroutine_has_ended() -> None:
     """A plain function may return a coroutine, as lambdas often do."""
     gate = asyncio.Event()
     seen: list[str] = []

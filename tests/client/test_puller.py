@@ -1,8 +1,8 @@
-"""A puller: queues and places that the caller chooses.
+"""The puller: queues and offsets that the caller chooses.
 
-Goal: messages come in order from the chosen place, once, within bounds; progress moves when it is
-committed and not before; what can't be read says why and what to do.
-Method: pullers on a real cluster; for removed messages a lane of its own, fed by the test.
+Goal: messages are returned in order from the chosen offset, once, within the limits; progress
+moves only when it is committed; an error says why a queue can't be read and what to do.
+Method: pullers on a real cluster; for removed messages one prefetched queue, fed by the test.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from batonmq.errors import (
     QueueNotFound,
     TopicNotFound,
 )
-from tests.client.group import Scene, noting, scene
+from tests.client.group import Scene, handle_all, scene
 from tests.client.test_group_settings import reset
 from tests.support.waiting import until
 
@@ -49,8 +49,8 @@ FIRST = PullerSettings(consume_from="first")
 
 
 @asynccontextmanager
-async def unowned(nameserver: str, queue_count: int = 2) -> AsyncIterator[Scene]:
-    """A topic, and a group without ownership."""
+async def unowned_group(nameserver: str, queue_count: int = 2) -> AsyncIterator[Scene]:
+    """Create a topic and a group without ownership."""
     async with scene(nameserver, queue_count) as at:
         async with Admin(nameserver) as admin:
             await admin.update_group(at.group, ownership="off")
@@ -65,8 +65,8 @@ def reader(at: Scene, settings: PullerSettings = FIRST) -> Puller:
     return Puller(at.nameserver, settings=settings)
 
 
-async def gather(reading: Puller, count: int, count_max: int = 7) -> list[ReceivedMessage]:
-    """So many messages, by as many polls as it takes."""
+async def poll_messages(reading: Puller, count: int, count_max: int = 7) -> list[ReceivedMessage]:
+    """Return `count` messages, with as many polls as needed."""
     messages: list[ReceivedMessage] = []
     async with asyncio.timeout(40):
         while len(messages) < count:
@@ -92,47 +92,47 @@ def numbers(*first_and_end: int) -> list[str]:
 async def test_messages_of_each_queue_come_in_order_and_new_ones_without_delay(
     nameserver: str,
 ) -> None:
-    async with unowned(nameserver) as at, puller(at) as pulling:
+    async with unowned_group(nameserver) as at, puller(at) as pulling:
         queues = await pulling.queues(at.topic)
         await pulling.assign(queues)
         assert pulling.assignment == queues
         await at.send(numbers(20), queue_id=0)
         await at.send(numbers(20, 40), queue_id=1)
-        messages = await gather(pulling, 40)
+        messages = await poll_messages(pulling, 40)
         for queue, expected in zip(queues, (numbers(20), numbers(20, 40)), strict=True):
             assert bodies([m for m in messages if m.queue == queue]) == expected
             assert await pulling.position(queue) == 20
         assert await pulling.poll(0) == {}
         await at.send(["late"])
-        assert bodies(await gather(pulling, 1)) == ["late"]
+        assert bodies(await poll_messages(pulling, 1)) == ["late"]
 
 
 @pytest.mark.e2e
-async def test_next_puller_goes_on_where_the_last_commit_was(nameserver: str) -> None:
-    async with unowned(nameserver, 1) as at:
+async def test_next_puller_continues_at_the_committed_offset(nameserver: str) -> None:
+    async with unowned_group(nameserver, 1) as at:
         await at.send(numbers(10))
         async with puller(at) as pulling:
             (queue,) = await pulling.queues(at.topic)
             await pulling.assign([queue])
             assert await pulling.committed(queue) is None
-            await gather(pulling, 4, count_max=4)
+            await poll_messages(pulling, 4, count_max=4)
             await pulling.commit()
             assert await pulling.committed(queue) == 4
-            await gather(pulling, 3, count_max=3)
+            await poll_messages(pulling, 3, count_max=3)
         async with puller(at) as pulling:
             await pulling.assign([queue])
-            assert bodies(await gather(pulling, 6)) == numbers(4, 10)
+            assert bodies(await poll_messages(pulling, 6)) == numbers(4, 10)
             await pulling.commit({queue: 9})
             assert await pulling.committed(queue) == 9
 
 
 @pytest.mark.e2e
-async def test_commit_after_a_reset_is_refused_and_says_how_to_go_on(nameserver: str) -> None:
-    async with unowned(nameserver, 1) as at, puller(at) as pulling:
+async def test_commit_after_a_reset_is_refused_with_a_remedy(nameserver: str) -> None:
+    async with unowned_group(nameserver, 1) as at, puller(at) as pulling:
         await at.send(numbers(10))
         (queue,) = await pulling.queues(at.topic)
         await pulling.assign([queue])
-        await gather(pulling, 10)
+        await poll_messages(pulling, 10)
         await pulling.commit()
         await reset(at, 3)
         with pytest.raises(Fenced) as refused:
@@ -141,17 +141,19 @@ async def test_commit_after_a_reset_is_refused_and_says_how_to_go_on(nameserver:
         committed = await pulling.committed(queue)
         assert committed == 3
         await pulling.seek(queue, committed)
-        assert bodies(await gather(pulling, 7)) == numbers(3, 10)
+        assert bodies(await poll_messages(pulling, 7)) == numbers(3, 10)
         await pulling.commit()
         assert await pulling.committed(queue) == 10
 
 
 @pytest.mark.e2e
-async def test_commit_of_what_is_not_there_is_refused_and_changes_nothing(nameserver: str) -> None:
-    async with unowned(nameserver, 1) as at, puller(at) as pulling:
+async def test_commit_of_an_unknown_queue_or_offset_is_refused_and_changes_nothing(
+    nameserver: str,
+) -> None:
+    async with unowned_group(nameserver, 1) as at, puller(at) as pulling:
         await at.send(numbers(3))
         (queue,) = await pulling.queues(at.topic)
-        for unknown in (QueueRef(at.topic, queue.broker, 9), QueueRef(at.topic, "nobody", 0)):
+        for unknown in (QueueRef(at.topic, queue.broker, 9), QueueRef(at.topic, "unknown", 0)):
             with pytest.raises(QueueNotFound) as refused:
                 await pulling.commit({queue: 1, unknown: 0})
             assert "queues()" in refused.value.remedy
@@ -171,10 +173,10 @@ async def test_commit_of_what_is_not_there_is_refused_and_changes_nothing(namese
 
 
 @pytest.mark.e2e
-async def test_group_with_ownership_is_refused_with_the_command_that_helps(nameserver: str) -> None:
+async def test_group_with_ownership_is_refused_with_the_remedy_command(nameserver: str) -> None:
     async with scene(nameserver, 1) as at:
         await at.send(["1"])
-        async with noting(at, "a"):
+        async with handle_all(at, "a"):
             await until(lambda: bool(at.handled))
         async with puller(at) as pulling:
             (queue,) = await pulling.queues(at.topic)
@@ -187,7 +189,7 @@ async def test_group_with_ownership_is_refused_with_the_command_that_helps(names
             assert "--ownership off" in refused.value.remedy
 
 
-# ---- without one
+# ---- without a group
 
 
 @pytest.mark.e2e
@@ -201,27 +203,27 @@ async def test_reader_seeks_by_offset_time_begin_and_end(nameserver: str) -> Non
         async with reader(at) as reading:
             (queue,) = await reading.queues(at.topic)
             await reading.assign([queue])
-            assert bodies(await gather(reading, count)) == numbers(count)
+            assert bodies(await poll_messages(reading, count)) == numbers(count)
             assert await reading.seek(queue, 2) == 2
-            assert bodies(await gather(reading, count - 2)) == numbers(2, count)
+            assert bodies(await poll_messages(reading, count - 2)) == numbers(2, count)
             assert await reading.seek(queue, AtTime(times[later])) == later
-            assert bodies(await gather(reading, count - later)) == numbers(later, count)
+            assert bodies(await poll_messages(reading, count - later)) == numbers(later, count)
             assert await reading.seek(queue, "begin") == 0
             assert await reading.position(queue) == 0
             assert await reading.seek(queue, "end") == count
             assert await reading.poll(0) == {}
             await producer.send(at.topic, b"new")
-            assert bodies(await gather(reading, 1)) == ["new"]
+            assert bodies(await poll_messages(reading, 1)) == ["new"]
             with pytest.raises(InvalidArgument, match="no group"):
                 await reading.commit()
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("to", [-1, 1 << 63, AtTime(-1), AtTime(1 << 63), "start", 1.5, None])
-async def test_what_is_no_place_is_refused_and_reading_goes_on(
+async def test_invalid_seek_target_is_refused_and_reading_goes_on(
     nameserver: str, to: SeekTarget
 ) -> None:
-    async with unowned(nameserver, 1) as at, puller(at) as pulling:
+    async with unowned_group(nameserver, 1) as at, puller(at) as pulling:
         await at.send(numbers(3))
         (queue,) = await pulling.queues(at.topic)
         await pulling.assign([queue])
@@ -230,27 +232,27 @@ async def test_what_is_no_place_is_refused_and_reading_goes_on(
         if isinstance(to, int):
             with pytest.raises(InvalidArgument):
                 await pulling.commit({queue: to})
-        assert bodies(await gather(pulling, 3)) == numbers(3)
+        assert bodies(await poll_messages(pulling, 3)) == numbers(3)
 
 
 @pytest.mark.e2e
-async def test_filter_and_pause_leave_out_what_they_should(nameserver: str) -> None:
-    async with unowned(nameserver, 2) as at:
+async def test_filtered_messages_and_paused_queues_are_not_returned(nameserver: str) -> None:
+    async with unowned_group(nameserver, 2) as at:
         await at.send([f"{'xy'[n % 2]}:{n}" for n in range(10)], queue_id=0)
         await at.send(["x:other"], queue_id=1)
         async with puller(at, FIRST, **{at.topic: "x"}) as pulling:
             one, two = await pulling.queues(at.topic)
             await pulling.assign([one, two])
             pulling.pause(two)
-            assert bodies(await gather(pulling, 5)) == [f"x:{n}" for n in range(0, 10, 2)]
-            await until(lambda: _is_at(pulling, one, 10))  # what was filtered counts
+            assert bodies(await poll_messages(pulling, 5)) == [f"x:{n}" for n in range(0, 10, 2)]
+            await until(lambda: _is_at(pulling, one, 10))  # filtered messages count
             assert await pulling.poll(0) == {}
             pulling.resume(two)
-            assert bodies(await gather(pulling, 1)) == ["x:other"]
+            assert bodies(await poll_messages(pulling, 1)) == ["x:other"]
             await pulling.assign([one])
             await at.send(["x:behind"], queue_id=1)
             await at.send(["x:more"], queue_id=0)
-            assert bodies(await gather(pulling, 1)) == ["x:more"]
+            assert bodies(await poll_messages(pulling, 1)) == ["x:more"]
             with pytest.raises(InvalidArgument, match="not assigned"):
                 await pulling.position(two)
 
@@ -260,7 +262,7 @@ async def test_filter_and_pause_leave_out_what_they_should(nameserver: str) -> N
 async def test_deleted_topic_and_unknown_queue_are_errors_of_poll(
     nameserver: str, kind: Callable[[Scene], Puller]
 ) -> None:
-    async with unowned(nameserver, 1) as at, kind(at) as pulling:
+    async with unowned_group(nameserver, 1) as at, kind(at) as pulling:
         (queue,) = await pulling.queues(at.topic)
         none = QueueRef(at.topic, queue.broker, 9)
         await pulling.assign([none])
@@ -268,7 +270,7 @@ async def test_deleted_topic_and_unknown_queue_are_errors_of_poll(
             await pulling.poll(10_000)
         await at.send(["1"])
         await pulling.assign([queue])
-        assert bodies(await gather(pulling, 1)) == ["1"]
+        assert bodies(await poll_messages(pulling, 1)) == ["1"]
         async with Admin(nameserver) as admin:
             await admin.delete_topic(at.topic)
         with pytest.raises(TopicNotFound):
@@ -277,22 +279,22 @@ async def test_deleted_topic_and_unknown_queue_are_errors_of_poll(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", [puller, reader])
-async def test_offset_beyond_the_end_is_met_as_the_settings_say(
+async def test_offset_beyond_the_end_follows_the_out_of_range_policy(
     nameserver: str, kind: Callable[[Scene, PullerSettings], Puller]
 ) -> None:
-    async with unowned(nameserver, 1) as at:
+    async with unowned_group(nameserver, 1) as at:
         await at.send(numbers(3))
         (queue,) = await _queues(at)
         async with kind(at, PullerSettings(out_of_range="earliest")) as pulling:
             await pulling.assign([queue])
             await pulling.seek(queue, 1_000)
-            assert bodies(await gather(pulling, 3)) == numbers(3)
+            assert bodies(await poll_messages(pulling, 3)) == numbers(3)
         async with kind(at, PullerSettings(out_of_range="latest")) as pulling:
             await pulling.assign([queue])
             await pulling.seek(queue, 1_000)
             await until(lambda: _is_at(pulling, queue, 3))
             await at.send(["new"])
-            assert bodies(await gather(pulling, 1)) == ["new"]
+            assert bodies(await poll_messages(pulling, 1)) == ["new"]
         async with kind(at, PullerSettings(out_of_range="error")) as pulling:
             await pulling.assign([queue])
             await pulling.seek(queue, 1_000)
@@ -300,7 +302,7 @@ async def test_offset_beyond_the_end_is_met_as_the_settings_say(
                 await pulling.poll(10_000)
             assert "out_of_range" in refused.value.remedy
             await pulling.seek(queue, "begin")
-            assert bodies(await gather(pulling, 4)) == [*numbers(3), "new"]
+            assert bodies(await poll_messages(pulling, 4)) == [*numbers(3), "new"]
 
 
 async def _queues(at: Scene) -> tuple[QueueRef, ...]:
@@ -312,13 +314,13 @@ async def _is_at(pulling: Puller, queue: QueueRef, offset: int) -> bool:
     return await pulling.position(queue) == offset
 
 
-# ---- a lane alone: what retention has removed
+# ---- one prefetched queue: messages that retention removed
 
 QUEUE = QueueRef("t", "b", 0)
 
 
-class Kept:
-    """A queue of which [first, end) is kept; answers as storage does."""
+class KeptQueue:
+    """A queue that holds [first, end); answers as storage does."""
 
     def __init__(self, first: int, end: int) -> None:
         self.first, self.end = first, end
@@ -353,7 +355,7 @@ def _batch(offset: int) -> bytes:
 
 @asynccontextmanager
 async def lane(
-    kept: Kept, policy: OutOfRangePolicy, prefetch_max: int = 100
+    kept: KeptQueue, policy: OutOfRangePolicy, prefetch_max: int = 100
 ) -> AsyncIterator[tuple[PrefetchedQueue, ByteBudget]]:
     budget = ByteBudget(1_000)
     made = PrefetchedQueue(QUEUE, TagFilter(None), policy, budget, lambda: None)
@@ -365,24 +367,24 @@ async def lane(
         running.cancel()
 
 
-async def test_removed_messages_are_counted_and_what_is_kept_follows() -> None:
-    kept = Kept(5, 8)
+async def test_earliest_counts_removed_messages_and_continues_with_kept_ones() -> None:
+    kept = KeptQueue(5, 8)
     async with lane(kept, "earliest") as (made, _):
         await until(lambda: kept.fetched[-2:] == [8, 8])
-        assert made.position == 0, "nothing is taken yet"
+        assert made.position == 0, "no message is taken yet"
         assert [m.offset for m in made.take(9)] == [5, 6, 7]
         assert (made.position, made.lost_count) == (8, 5)
 
 
-async def test_latest_skips_to_the_end_and_counts_what_it_skips() -> None:
-    async with lane(Kept(5, 8), "latest") as (made, _):
+async def test_latest_skips_to_the_end_and_counts_skipped_messages() -> None:
+    async with lane(KeptQueue(5, 8), "latest") as (made, _):
         await until(lambda: made.position == 8)
         assert made.lost_count == 8
         assert made.take(9) == []
 
 
-async def test_error_stops_at_removed_messages_until_the_caller_moves() -> None:
-    async with lane(Kept(5, 8), "error") as (made, _):
+async def test_error_stops_at_removed_messages_until_a_move() -> None:
+    async with lane(KeptQueue(5, 8), "error") as (made, _):
         await until(lambda: made.error is not None)
         error: BatonError | None = made.error
         assert isinstance(error, OffsetOutOfRange)
@@ -392,8 +394,8 @@ async def test_error_stops_at_removed_messages_until_the_caller_moves() -> None:
         await until(lambda: [m.offset for m in made.take(1)] == [6])
 
 
-async def test_what_was_fetched_before_the_rest_was_removed_is_still_handed_out() -> None:
-    kept = Kept(0, 10)
+async def test_fetched_messages_are_returned_though_later_ones_were_removed() -> None:
+    kept = KeptQueue(0, 10)
     async with lane(kept, "latest", prefetch_max=2) as (made, budget):
         await until(lambda: budget.total == 2)
         kept.first = 9
@@ -403,8 +405,8 @@ async def test_what_was_fetched_before_the_rest_was_removed_is_still_handed_out(
         assert made.position == 10
 
 
-async def test_lane_that_ends_gives_back_its_bytes_and_tells_who_waits() -> None:
-    async with lane(Kept(0, 10), "earliest") as (made, budget):
+async def test_ended_queue_returns_its_bytes_and_fails_waiting_callers() -> None:
+    async with lane(KeptQueue(0, 10), "earliest") as (made, budget):
         await until(lambda: budget.total == 10)
         made.end()
         assert isinstance(made.error, InvalidArgument)
@@ -412,8 +414,8 @@ async def test_lane_that_ends_gives_back_its_bytes_and_tells_who_waits() -> None
     assert (budget.total, budget.queue_count) == (0, 0)
 
 
-async def test_lane_fetches_no_more_than_may_wait() -> None:
-    kept = Kept(0, 100)
+async def test_queue_fetches_no_more_than_may_wait() -> None:
+    kept = KeptQueue(0, 100)
     async with lane(kept, "earliest", prefetch_max=4) as (made, budget):
         await until(lambda: budget.total == 4)
         made.take(1)

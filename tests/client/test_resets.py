@@ -1,4 +1,4 @@
-"""Goal: a reset moves the queues it names, back or forth, while members work, and can be undone.
+"""Goal: a reset moves the progress on the named queues while members run, and can be undone.
 
 Method: the choice of queues as a pure function; many queues against offsets in this process; the
 rest against a real cluster whose members read.
@@ -33,7 +33,7 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from batonmq_server.runtime.etcd.session import EtcdSession
-from tests.client.group import Scene, noting, scene
+from tests.client.group import Scene, handle_all, scene
 from tests.nameserver.replica import offsets_service, replica
 from tests.support.waiting import until
 
@@ -52,7 +52,7 @@ def group(*topics: str) -> Group:
 TOPICS = [topic("s"), topic("t"), topic("u", 1)]
 
 
-def test_all_that_a_group_subscribes_to_or_has_progress_on_is_meant() -> None:
+def test_reset_selects_all_queues_with_a_subscription_or_progress() -> None:
     progress = [QueueRef("u", "a", 0), QueueRef("gone", "a", 0)]
     assert queues_in(Scope(), group("t"), progress, TOPICS) == (
         QueueRef("t", "a", 0),
@@ -61,19 +61,19 @@ def test_all_that_a_group_subscribes_to_or_has_progress_on_is_meant() -> None:
     )
 
 
-def test_retry_topic_is_meant_only_if_it_is_named() -> None:
+def test_reset_selects_the_retry_topic_only_if_it_is_named() -> None:
     topics, retries = [*TOPICS, topic("%RETRY%g")], topic("%RETRY%g").queues
     assert queues_in(Scope(), group("t", "%RETRY%g"), retries, topics) == topic("t").queues
     assert queues_in(Scope("%RETRY%g"), group("t"), retries, topics) == retries
 
 
-def test_named_topic_or_queue_is_meant_alone() -> None:
+def test_reset_selects_only_the_named_topic_or_queue() -> None:
     assert queues_in(Scope("s"), group("t"), [], TOPICS) == topic("s").queues
     chosen = queues_in(Scope("t", ("a", 1)), group("t"), [], TOPICS)
     assert chosen == (QueueRef("t", "a", 1),)
 
 
-def test_what_does_not_exist_can_not_be_meant() -> None:
+def test_reset_of_an_unknown_topic_or_queue_is_refused() -> None:
     with pytest.raises(TopicNotFound):
         queues_in(Scope("gone"), group("t"), [], TOPICS)
     for place in (("a", 2), ("b", 0)):
@@ -84,9 +84,7 @@ def test_what_does_not_exist_can_not_be_meant() -> None:
         queues_in(Scope(), group(), [], TOPICS)
 
 
-async def test_operation_on_many_queues_is_one_operation(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_reset_of_many_queues_is_one_operation(etcd_endpoint: str, tmp_path: Path) -> None:
     cluster = f"test-{secrets.token_hex(8)}"
     async with (
         EtcdSession(etcd_endpoint, cluster, Clock()) as etcd,
@@ -111,10 +109,10 @@ async def test_operation_on_many_queues_is_one_operation(
 
 @asynccontextmanager
 async def handled(nameserver: str, count: int = 6) -> AsyncIterator[tuple[Scene, Resets]]:
-    """A group that has handled `count` messages of two queues and has left."""
+    """Run a member until it has handled `count` messages of two queues."""
     async with scene(nameserver, 2) as at, Admin(nameserver) as admin:
         await at.send([str(number) for number in range(count)])
-        async with noting(at, "first"):
+        async with handle_all(at, "first"):
             await until(lambda: sum(at.bodies.values()) == count)
         assert await at.lag() == 0
         yield at, Resets(admin)
@@ -142,8 +140,8 @@ async def test_dry_run_counts_and_changes_nothing(nameserver: str) -> None:
 
 
 @pytest.mark.e2e
-async def test_reset_back_delivers_again_to_a_member_at_work(nameserver: str) -> None:
-    async with handled(nameserver) as (at, resets), noting(at, "second"):
+async def test_reset_to_an_earlier_offset_redelivers_to_a_running_member(nameserver: str) -> None:
+    async with handled(nameserver) as (at, resets), handle_all(at, "second"):
         await at.send(["new"])
 
         async def handled_and_committed() -> bool:
@@ -169,14 +167,14 @@ async def test_skipped_messages_are_not_delivered(nameserver: str) -> None:
         await at.send(["skipped"] * 5)
         done = await resets.reset(await resets.plan(at.group, ToLatest()), OPERATION)
         assert sum(step.skipped_count for step in done.steps) == 5
-        async with noting(at, "second"):
+        async with handle_all(at, "second"):
             await at.send(["later"])
             await until(lambda: at.bodies["later"] == 1)
         assert at.bodies["skipped"] == 0
 
 
 @pytest.mark.e2e
-async def test_undo_brings_back_what_was_and_is_recorded(nameserver: str) -> None:
+async def test_undo_restores_the_progress_and_is_recorded(nameserver: str) -> None:
     async with handled(nameserver) as (at, resets):
         before = await committed(at)
         there = Operation("tester", "there")
@@ -212,7 +210,7 @@ async def test_repeated_operation_changes_nothing_more(nameserver: str) -> None:
 
 
 @pytest.mark.e2e
-async def test_targets_are_looked_up_in_the_log(nameserver: str) -> None:
+async def test_reset_targets_are_resolved_in_the_log(nameserver: str) -> None:
     async with handled(nameserver) as (at, resets), Admin(nameserver) as admin:
         queue = QueueRef(at.topic, "broker-0", 0)
         await at.send(["a", "b"], queue_id=0)
@@ -235,7 +233,7 @@ async def test_targets_are_looked_up_in_the_log(nameserver: str) -> None:
 
 
 @pytest.mark.e2e
-async def test_clone_starts_where_the_other_group_is(nameserver: str) -> None:
+async def test_clone_starts_at_the_progress_of_the_other_group(nameserver: str) -> None:
     async with handled(nameserver) as (at, resets):
         twin = Scene(nameserver, at.topic)
         told = await resets.clone(at.group, twin.group, OPERATION, dry_run=True)
@@ -244,7 +242,7 @@ async def test_clone_starts_where_the_other_group_is(nameserver: str) -> None:
         assert sum(step.to_offset for step in done.steps) == 6
         assert [s.to_offset for s in told.steps] == [s.to_offset for s in done.steps]
         await at.send(["later"])
-        async with noting(twin, "twin"):
+        async with handle_all(twin, "twin"):
             await until(lambda: twin.bodies["later"] == 1)
         assert twin.bodies.total() == 1
         with pytest.raises(OperationExists):

@@ -1,7 +1,7 @@
-"""What becomes of a message that was not handled.
+"""Retry decisions, and the properties of a message that is sent back.
 
-Goal: the ladder and the limit are those promised, every client comes to the same id and the same
-queue for one message, and what travels with it comes back as it was.
+Goal: delays and limits are those promised; every client computes the same producer id and queue for
+a message; the retry properties restore the message.
 Method: the pure core with plain values; a table per decision.
 """
 
@@ -39,7 +39,7 @@ def decide(attempts: int, asked_ms: int | None = None, **settings: Any) -> Failu
     return ConsumerSettings(**settings).policy.decide(attempts, asked_ms)
 
 
-def test_ladder_is_that_of_rocketmq() -> None:
+def test_retry_delays_are_those_of_rocketmq() -> None:
     minutes = [minute * MINUTE for minute in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30)]
     assert [10 * SECOND, 30 * SECOND, *minutes, HOUR, 2 * HOUR] == list(RETRY_DELAYS_MS)
     assert sum(RETRY_DELAYS_MS) == 17_140 * SECOND
@@ -70,13 +70,13 @@ def test_seventeenth_failure_is_the_last_by_default() -> None:
         ({"orderly": True, "retries_max": 3, "exhausted": "stop"}, 4, 7, StopConsumer()),
     ],
 )
-def test_decision_follows_attempts_and_settings(
+def test_retry_decision_follows_attempts_and_settings(
     settings: dict[str, Any], attempts: int, asked_ms: int | None, expected: FailureAction
 ) -> None:
     assert decide(attempts, asked_ms, **settings) == expected
 
 
-def test_sending_back_does_not_go_with_order() -> None:
+def test_send_back_with_orderly_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="orderly and send_back are both set"):
         ConsumerSettings(orderly=True, send_back=True)
 
@@ -92,13 +92,13 @@ def test_sending_back_does_not_go_with_order() -> None:
         (Suspend(7), HandlingFailure("asked", "suspended", 7)),
     ],
 )
-def test_result_says_whether_a_message_is_handled(
+def test_handler_result_means_success_or_a_failure(
     result: object, expected: HandlingFailure | None
 ) -> None:
     assert failure_of(result) == expected
 
 
-def test_what_travels_with_a_message_comes_back() -> None:
+def test_retry_properties_restore_the_message() -> None:
     origin = Origin(QUEUE, 42, "broker-a-ff-0")
     properties = properties_of(origin, 3, HandlingFailure("failed", "ValueError: bad"), "c")
     assert origin_of(properties) == (origin, 3)
@@ -119,13 +119,13 @@ def test_error_text_is_cut_and_made_printable() -> None:
 @pytest.mark.parametrize(
     "changed", [{"baton.origin": "orders/broker-a/3"}, {"baton.attempts": "many"}]
 )
-def test_properties_that_are_not_ours_name_no_origin(changed: dict[str, str]) -> None:
+def test_invalid_retry_properties_name_no_origin(changed: dict[str, str]) -> None:
     properties = properties_of(Origin(QUEUE, 42, "m"), 3, HandlingFailure("asked"), "c")
     assert origin_of({**properties, **changed}) is None
     assert origin_of({}) is None
 
 
-def test_id_names_one_message_of_one_topic_between_two_resets() -> None:
+def test_producer_id_differs_by_message_topic_and_reset() -> None:
     once = retry_producer_id(QUEUE, 7, 42, 0)
     assert once == retry_producer_id(QUEUE, 7, 42, 0)
     others = {
@@ -139,7 +139,7 @@ def test_id_names_one_message_of_one_topic_between_two_resets() -> None:
     assert all(0 < one < 1 << 63 for one in others | {once})
 
 
-def test_message_goes_back_to_its_own_broker_if_that_has_a_queue() -> None:
+def test_message_is_sent_back_to_its_own_broker_if_that_has_a_queue() -> None:
     queues = [QueueRef("r", broker, 0) for broker in ("broker-a", "broker-b")]
     assert retry_queue(queues, "broker-b", 1) == queues[1]
     assert {retry_queue(queues, "broker-c", once) for once in range(9)} == set(queues)

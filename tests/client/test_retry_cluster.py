@@ -1,9 +1,9 @@
 """Retry, dead letters and timeouts, on a real cluster.
 
-Goal: what a handler does not take comes again with all it had, then lies with the dead letters, and
-is never lost, nor stored twice by two members, also when storage is killed meanwhile; a handler
-that hangs holds nothing up.
-Method: real services; handlers fail on purpose and ask for short delays.
+Goal: a failed message is delivered again with all its fields, then becomes a dead letter; it is
+never lost, nor stored twice by two members, even if storage is killed meanwhile; a handler that
+hangs delays no other queue.
+Method: real services; handlers fail on purpose and request short delays.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ READ = replace(QUICK, drain_timeout_ms=1_000)
 
 
 @asynccontextmanager
-async def handling(
+async def running_member(
     at: Scene, handler: Handler, settings: ConsumerSettings, client_id: str = "a"
 ) -> AsyncIterator[Consumer]:
-    """A member that hands messages to `handler` until the block ends."""
+    """Run a member with `handler` until the block ends."""
     async with (
         at.consumer(client_id, settings=settings) as consumer,
         asyncio.TaskGroup() as tasks,
@@ -57,7 +57,7 @@ async def handling(
 
 
 async def dead_letters(at: Scene, count: int) -> list[ReceivedMessage]:
-    """The first `count` dead letters of the group."""
+    """Return the first `count` dead letters of the group."""
     topic, found = dead_letter_topic(at.group), list[ReceivedMessage]()
 
     async def is_there() -> bool:
@@ -75,7 +75,7 @@ async def dead_letters(at: Scene, count: int) -> list[ReceivedMessage]:
 
 
 async def bodies_until(at: Scene, topic: str, last: bytes) -> list[bytes]:
-    """What is in a topic of one queue, up to a message."""
+    """Read a topic of one queue up to a message."""
     found: list[bytes] = []
     group = f"g-{secrets.token_hex(4)}"
     async with Consumer(at.nameserver, group, {topic: "*"}, READ) as consumer:
@@ -86,7 +86,7 @@ async def bodies_until(at: Scene, topic: str, last: bytes) -> list[bytes]:
     return found
 
 
-async def test_message_that_always_fails_ends_as_a_dead_letter_with_all_it_had(
+async def test_message_that_always_fails_becomes_a_dead_letter_with_all_its_fields(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -106,7 +106,7 @@ async def test_message_that_always_fails_ends_as_a_dead_letter_with_all_it_had(
             sent = await producer.send(
                 at.topic, b"body", tag="paid", keys=["k1", "k2"], properties={"a": "1"}
             )
-        async with handling(at, handle, replace(BACK, retries_max=2)):
+        async with running_member(at, handle, replace(BACK, retries_max=2)):
             (dead,) = await dead_letters(at, 1)
         first = (at.topic, "paid", ("k1", "k2"), b"body", {"a": "1"})
         origin = (sent.queue, sent.offset, sent.message_id)
@@ -129,7 +129,7 @@ async def _no_lag(at: Scene) -> bool:
     return await at.lag() == 0
 
 
-async def test_handler_that_hangs_is_ended_and_progress_moves(nameserver: str) -> None:
+async def test_handler_that_hangs_is_cancelled_and_progress_moves(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(["hangs", "behind"])
         begun, ended = asyncio.Event(), list[str]()
@@ -143,7 +143,7 @@ async def test_handler_that_hangs_is_ended_and_progress_moves(nameserver: str) -
                     ended.append("cancelled")
             ended.append(message.body.decode())
 
-        async with handling(at, handle, replace(BACK, retries_max=0)) as consumer:
+        async with running_member(at, handle, replace(BACK, retries_max=0)) as consumer:
             await begun.wait()
             consumer.handle_timeout_ms = 100
             (dead,) = await dead_letters(at, 1)
@@ -154,7 +154,7 @@ async def test_handler_that_hangs_is_ended_and_progress_moves(nameserver: str) -
         assert dead.properties["baton.reason"] == "timeout"
 
 
-async def test_thread_that_hangs_holds_up_no_queue_and_its_result_is_ignored(
+async def test_thread_that_hangs_delays_no_queue_and_its_result_is_ignored(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
@@ -166,9 +166,9 @@ async def test_thread_that_hangs_holds_up_no_queue_and_its_result_is_ignored(
                 let_go.wait(30)
             ended.append(message.body.decode())
 
-        # Long enough for the thread that is to be in time, on any machine.
+        # Long enough, on any machine, for the thread that must end in time.
         settings = replace(BACK, retries_max=0, handle_timeout_ms=3_000)
-        async with handling(at, handle, settings):
+        async with running_member(at, handle, settings):
             (dead,) = await dead_letters(at, 1)
             await until(lambda: ended == ["behind"])
             await until(lambda: _no_lag(at))
@@ -198,13 +198,13 @@ async def test_extended_handler_may_take_longer(nameserver: str) -> None:
                 finally:
                     failed_after.append(clock.monotonic_ms() - begin_ms)
 
-        async with handling(at, handle, replace(ORDERLY, handle_timeout_ms=100)):
+        async with running_member(at, handle, replace(ORDERLY, handle_timeout_ms=100)):
             await until(lambda: _no_lag(at))
         (after_ms,), (timer_ms,) = failed_after, due_after
-        assert 790 <= after_ms < timer_ms + 1_000, "exact to a second, as far as timers are"
+        assert 790 <= after_ms < timer_ms + 1_000, "timers are exact to a second"
 
 
-async def test_suspended_head_holds_up_its_own_queue_only(nameserver: str) -> None:
+async def test_suspended_message_delays_only_its_own_queue(nameserver: str) -> None:
     async with scene(nameserver, queue_count=2) as at:
         await at.send(["head", "behind"], queue_id=0)
         await at.send(["other"], queue_id=1)
@@ -216,7 +216,7 @@ async def test_suspended_head_holds_up_its_own_queue_only(nameserver: str) -> No
             return Suspend(10) if hold else None
 
         settings = replace(ORDERLY, queue_concurrency=8)
-        async with handling(at, handle, settings):
+        async with running_member(at, handle, settings):
             await until(lambda: "behind" in order)
         own = [body for body in order if body != "other"]
         assert own[-1] == "behind"
@@ -224,7 +224,7 @@ async def test_suspended_head_holds_up_its_own_queue_only(nameserver: str) -> No
         assert len(own) >= 4
 
 
-async def test_orderly_head_that_fails_too_often_goes_to_the_dead_letters(nameserver: str) -> None:
+async def test_orderly_message_that_fails_too_often_becomes_a_dead_letter(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(["bad", "behind"])
         order: list[str] = []
@@ -234,13 +234,15 @@ async def test_orderly_head_that_fails_too_often_goes_to_the_dead_letters(namese
             if message.body == b"bad":
                 raise ValueError
 
-        async with handling(at, handle, replace(ORDERLY, retries_max=2)):
+        async with running_member(at, handle, replace(ORDERLY, retries_max=2)):
             (dead,) = await dead_letters(at, 1)
             await until(lambda: order == ["bad", "bad", "bad", "behind"])
         assert (dead.body, dead.properties["baton.attempts"]) == (b"bad", "3")
 
 
-async def test_consumer_that_is_to_stop_leaves_the_message_to_others(nameserver: str) -> None:
+async def test_consumer_that_stops_on_a_failure_leaves_the_message_to_others(
+    nameserver: str,
+) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(["bad"])
 
@@ -256,13 +258,13 @@ async def test_consumer_that_is_to_stop_leaves_the_message_to_others(nameserver:
         async def take(message: ReceivedMessage) -> None:
             again.append(message)
 
-        async with handling(at, take, settings, "b"):
+        async with running_member(at, take, settings, "b"):
             await until(lambda: again)
         assert again[0].redelivered
 
 
-class Sender:
-    """What two members of a group have of the send-back, without the rest of a consumer."""
+class RetryMember:
+    """The part of a member that sends messages back, without the rest of a consumer."""
 
     def __init__(self, at: Scene, client_id: str, tasks: asyncio.TaskGroup) -> None:
         outside = ClientEnvironment()
@@ -291,7 +293,7 @@ class Sender:
 
 
 @pytest.mark.parametrize("delay_ms", [1_000, None], ids=["retry", "dead letter"])
-async def test_two_members_leave_one_copy_also_when_storage_is_killed_in_between(
+async def test_two_members_send_one_copy_back_though_storage_is_killed_in_between(
     tmp_path: Path, delay_ms: int | None
 ) -> None:
     async with local_cluster(tmp_path) as cluster, scene(cluster.nameserver, 1) as at:
@@ -303,7 +305,7 @@ async def test_two_members_leave_one_copy_also_when_storage_is_killed_in_between
                 if len(messages) == 2:
                     consumer.stop()
         async with asyncio.TaskGroup() as tasks:
-            zombie, heir = (Sender(at, client_id, tasks) for client_id in ("zombie", "heir"))
+            zombie, heir = (RetryMember(at, client_id, tasks) for client_id in ("zombie", "heir"))
             try:
                 assert await zombie.send(messages[0], delay_ms)
                 await cluster.kill("storage")

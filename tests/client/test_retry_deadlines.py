@@ -1,8 +1,8 @@
-"""Time-outs of handlers.
+"""Timeouts of handler calls.
 
-Goal: what takes too long is ended when its time is over, to the millisecond, also if that time was
-changed meanwhile or the run was given more; nothing else is ended or kept.
-Method: many runs in virtual time.
+Goal: a call is cancelled exactly at its deadline, to the millisecond, also if the limit was changed
+or the call was extended meanwhile; no other call is cancelled or kept.
+Method: many calls in virtual time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batonmq_server.testing.virtual_time import run_virtual
 
 
 async def hang(deadlines: HandlerDeadlines, *, begin_s: float = 0, extended_ms: int = 0) -> float:
-    """When a run that would go on for ever has ended."""
+    """Return when a call that would run without end was cancelled."""
     await asyncio.sleep(begin_s)
     run = HandlerCall(deadlines)
     with pytest.raises(TimeoutError), run:
@@ -24,11 +24,11 @@ async def hang(deadlines: HandlerDeadlines, *, begin_s: float = 0, extended_ms: 
             run.extend(extended_ms)
         await asyncio.Event().wait()
     assert run.expired
-    await asyncio.sleep(0)  # a cancellation that is left over would come now
+    await asyncio.sleep(0)  # a leftover cancellation would be raised here
     return asyncio.get_running_loop().time()
 
 
-def test_each_run_ends_when_its_own_time_is_over() -> None:
+def test_each_call_is_cancelled_at_its_own_deadline() -> None:
     async def play() -> list[float]:
         begin_s, deadlines = asyncio.get_running_loop().time(), HandlerDeadlines(1_000)
         async with asyncio.TaskGroup() as tasks:
@@ -43,7 +43,7 @@ def test_each_run_ends_when_its_own_time_is_over() -> None:
     assert run_virtual(play()) == pytest.approx([1, 1.3, 2.5, 1.3])
 
 
-def test_time_of_a_run_is_not_that_of_one_before_which_was_given_more() -> None:
+def test_extension_of_one_call_does_not_extend_the_next() -> None:
     async def play() -> list[float]:
         begin_s, deadlines = asyncio.get_running_loop().time(), HandlerDeadlines(1_000)
         async with asyncio.TaskGroup() as tasks:
@@ -55,7 +55,7 @@ def test_time_of_a_run_is_not_that_of_one_before_which_was_given_more() -> None:
 
 
 @pytest.mark.parametrize(("timeout_ms", "ended_s"), [(700, 0.7), (100, 0.4), (2_000, 2)])
-def test_changed_time_holds_for_what_runs(timeout_ms: int, ended_s: float) -> None:
+def test_changed_limit_applies_to_running_calls(timeout_ms: int, ended_s: float) -> None:
     async def play() -> float:
         begin_s, deadlines = asyncio.get_running_loop().time(), HandlerDeadlines(1_000)
         async with asyncio.TaskGroup() as tasks:
@@ -69,7 +69,7 @@ def test_changed_time_holds_for_what_runs(timeout_ms: int, ended_s: float) -> No
     assert run_virtual(play()) == pytest.approx(ended_s)
 
 
-def test_run_that_ends_in_time_is_left_alone() -> None:
+def test_call_that_ends_in_time_is_not_cancelled() -> None:
     async def play() -> None:
         deadlines = HandlerDeadlines(1_000)
         for _ in range(5):
@@ -80,7 +80,7 @@ def test_run_that_ends_in_time_is_left_alone() -> None:
     run_virtual(play())
 
 
-def test_cancellation_from_outside_stays_one() -> None:
+def test_cancellation_from_outside_is_not_turned_into_a_timeout() -> None:
     async def play() -> None:
         async def run() -> None:
             with HandlerCall(HandlerDeadlines(1_000)):
@@ -95,7 +95,7 @@ def test_cancellation_from_outside_stays_one() -> None:
     run_virtual(play())
 
 
-def test_result_that_comes_after_the_time_is_known_to_be_late() -> None:
+def test_result_after_the_deadline_is_marked_as_expired() -> None:
     async def play() -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -103,7 +103,7 @@ def test_result_that_comes_after_the_time_is_known_to_be_late() -> None:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                await asyncio.sleep(1)  # an end that takes its time
+                await asyncio.sleep(1)  # cleanup that takes time
         assert run.expired
         assert task.cancelling() == 0
 

@@ -1,8 +1,8 @@
-"""Sending messages back, by itself.
+"""The retry sender alone.
 
-Goal: what can't be sent back stays in hand and is sent again, until it is stored or is not ours any
-more; what comes back looks as it did the first time.
-Method: the sending against a nameserver and a storage node of this process that are told to fail.
+Goal: a message is sent again until it is stored or its queue is lost; a message that returns from
+the retry topic has the fields of the first delivery.
+Method: the sender against a nameserver and a storage node of this process that the test lets fail.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ PLACE = QueueRef("t", BROKER, 3)
 
 
 class ScheduleTwin(pb_grpc.ScheduleServiceServicer):
-    """Notes what is scheduled.
+    """Records what is scheduled.
 
     Attributes:
-        failures: Raised by the next calls, one each.
-        refusals: Answered to the next items, one each.
+        failures: Errors that the next calls raise, one each.
+        refusals: Refusals of the next items, one each.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class ScheduleTwin(pb_grpc.ScheduleServiceServicer):
 
 @asynccontextmanager
 async def sending() -> AsyncIterator[tuple[ScheduleTwin, RetrySender]]:
-    """A storage node, and what sends to it for the group g."""
+    """Run a storage node and the retry sender of group g."""
     storage, nameserver = ScheduleTwin(), NameserverTwin()  # type: ignore[abstract]
     nameserver.set_topic("%RETRY%g", 1)
     nameserver.set_topic("%DLQ%g", 1)
@@ -109,7 +109,7 @@ async def sending() -> AsyncIterator[tuple[ScheduleTwin, RetrySender]]:
 def message(
     offset: int = 0, body: bytes = b"body", *, queue: QueueRef = PLACE, record: Record | None = None
 ) -> ReceivedMessage:
-    """A message that was delivered for the first time."""
+    """Return a message that was delivered for the first time."""
     builder = BatchBuilder()
     builder.add(Message(b""), encode_record(Message(b"")))
     header: Header = read_header(builder.encode(topic=queue.topic, queue_id=queue.queue_id))
@@ -119,8 +119,10 @@ def message(
     return received
 
 
-def back(one: ReceivedMessage, delay_ms: int | None = 10_000, lives: int = 100) -> RetryRequest:
-    """To be sent back, if it is asked for at most `lives` times whether it still counts."""
+def request_for(
+    one: ReceivedMessage, delay_ms: int | None = 10_000, lives: int = 100
+) -> RetryRequest:
+    """Return a request whose queue counts as lost after `lives` checks."""
     left = [True] * lives
     failure = HandlingFailure("failed", "ValueError")
     return RetryRequest(one, 0, failure, delay_ms, lambda: bool(left) and left.pop())
@@ -133,18 +135,18 @@ def stored(item: pb.ScheduleItem) -> tuple[Header, Record]:
 
 
 @pytest.mark.parametrize("error", [NotServing("starts"), DiskFull("full")])
-async def test_message_stays_in_hand_until_storage_takes_it(error: BatonError) -> None:
+async def test_message_is_sent_again_until_storage_has_stored_it(error: BatonError) -> None:
     async with sending() as (storage, returns):
         storage.failures = [error, error]
         storage.refusals = [QueueNotFound("not yet")]
-        assert await returns.send(back(message()))
+        assert await returns.send(request_for(message()))
         assert (storage.calls, len(storage.items)) == (4, 1)
 
 
-async def test_message_that_is_not_ours_any_more_is_let_go() -> None:
+async def test_message_of_a_lost_queue_is_not_sent_again() -> None:
     async with sending() as (storage, returns):
         storage.failures = [NotServing("starts")] * 9
-        assert not await returns.send(back(message(), lives=2))
+        assert not await returns.send(request_for(message(), lives=2))
         assert (storage.calls, storage.items) == (2, [])
 
 
@@ -152,25 +154,27 @@ async def test_messages_that_fail_together_share_requests() -> None:
     async with sending() as (storage, returns):
         async with asyncio.TaskGroup() as tasks:
             for offset in range(100):
-                tasks.create_task(returns.send(back(message(offset))))
+                tasks.create_task(returns.send(request_for(message(offset))))
         assert len(storage.items) == 100
         assert storage.calls < 20
         assert len({stored(item)[0].producer_id for item in storage.items}) == 100
 
 
-async def test_requests_stay_short_whatever_the_messages_are() -> None:
+async def test_requests_stay_below_their_size_limit() -> None:
     async with sending() as (storage, returns):
         async with asyncio.TaskGroup() as tasks:
             for offset in range(12):
-                tasks.create_task(returns.send(back(message(offset, bytes(4 * 1024 * 1024)))))
+                tasks.create_task(
+                    returns.send(request_for(message(offset, bytes(4 * 1024 * 1024))))
+                )
         assert len(storage.items) == 12
 
 
-async def test_message_that_comes_back_looks_as_at_first_and_counts_on() -> None:
+async def test_returned_message_has_its_first_fields_and_its_attempts() -> None:
     first = message(7)
     first.attempts = 3
     async with sending() as (storage, returns):
-        await returns.send(back(first))
+        await returns.send(request_for(first))
         header, record = stored(storage.items[0])
     again = message(queue=QueueRef(header.topic, BROKER, header.queue_id), record=record)
     again.attempts = 1
@@ -181,13 +185,13 @@ async def test_message_that_comes_back_looks_as_at_first_and_counts_on() -> None
     assert again.attempts == 4
 
 
-async def test_retry_of_a_retry_names_the_first_place_under_an_id_of_its_own() -> None:
+async def test_second_retry_names_the_first_origin_under_a_new_id() -> None:
     async with sending() as (storage, returns):
-        await returns.send(back(message(7)))
+        await returns.send(request_for(message(7)))
         header, record = stored(storage.items[0])
         again = message(queue=QueueRef(header.topic, BROKER, header.queue_id), record=record)
         restore_original(again, "g")
-        await returns.send(back(again, None))
+        await returns.send(request_for(again, None))
         last_header, last = stored(storage.items[1])
     assert last_header.topic == "%DLQ%g"
     assert last_header.producer_id != header.producer_id
@@ -195,7 +199,7 @@ async def test_retry_of_a_retry_names_the_first_place_under_an_id_of_its_own() -
     assert last.properties["baton.attempts"] == "2"
 
 
-def test_messages_of_other_topics_and_of_others_are_left_alone() -> None:
+def test_messages_of_other_topics_or_without_origin_are_not_changed() -> None:
     of_other_group = message(queue=QueueRef("%RETRY%h", BROKER, 0))
     by_hand = message(queue=QueueRef("%RETRY%g", BROKER, 0))
     for one in (of_other_group, by_hand):

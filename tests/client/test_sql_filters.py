@@ -1,8 +1,8 @@
 """Conditions on properties, from the consumer to the log and back, on a real cluster.
 
-Goal: a member gets what its condition is true of and nothing else, though whole batches arrive; a
-message that fails comes back whatever the condition says; who filters otherwise is refused with
-the difference, and nonsense before anybody is asked.
+Goal: a member gets exactly the messages that match its condition, though whole batches arrive; a
+failed message is delivered again whatever the condition is; a member with another filter is refused
+with the difference, and an invalid condition before any call.
 Method: real services, and once those of `batonmq_server.testing`; messages of one batch differ in
 their properties.
 """
@@ -24,14 +24,14 @@ from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq.errors import BadExpression, SubscriptionConflict
 from batonmq_server.testing import MemoryBroker
-from tests.client.group import QUICK, Scene, noting, scene
+from tests.client.group import QUICK, Scene, handle_all, scene
 from tests.support.waiting import until
 
-NOBODY = "127.0.0.1:1"
+NO_SERVER = "127.0.0.1:1"
 
 
 async def send(at: Scene, *prices: int | None) -> None:
-    """Messages with these prices to one queue, in as few batches as they fit into."""
+    """Send messages with these prices to one queue, in as few batches as possible."""
     queue = QueueRef(at.topic, "broker-0", 0)
     async with Producer(at.nameserver) as producer:
         for number, price in enumerate(prices):
@@ -43,12 +43,12 @@ async def send(at: Scene, *prices: int | None) -> None:
 
 
 @pytest.mark.e2e
-async def test_a_consumer_gets_what_its_condition_is_true_of_and_passes_the_rest(
+async def test_consumer_gets_only_messages_that_match_its_condition(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, 1) as at:
         await send(at, 1, 20, None, 3, 40, None)
-        async with noting(at, "a", "sql: price > 10 AND region = 'eu'"):
+        async with handle_all(at, "a", "sql: price > 10 AND region = 'eu'"):
             await until(lambda: len(at.handled) == 2)
             await send(at, 5, 60)
             await until(lambda: len(at.handled) == 3)
@@ -61,19 +61,17 @@ async def test_a_consumer_gets_what_its_condition_is_true_of_and_passes_the_rest
 
 
 @pytest.mark.e2e
-async def test_a_condition_may_ask_for_the_tag_and_for_what_is_missing(nameserver: str) -> None:
+async def test_condition_may_test_the_tag_and_missing_properties(nameserver: str) -> None:
     async with scene(nameserver, 1) as at:
         await send(at, 1, 20, None, 3, None, None)
-        async with noting(at, "a", "sql: TAGS = 'odd' AND (price IS NULL OR price > 10)"):
+        async with handle_all(at, "a", "sql: TAGS = 'odd' AND (price IS NULL OR price > 10)"):
             await until(lambda: len(at.handled) == 2)
         assert at.by("a") == ["20", "None"]
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("group", [True, False])
-async def test_a_puller_filters_alike_with_and_without_a_group(
-    nameserver: str, group: bool
-) -> None:
+async def test_puller_filters_alike_with_and_without_a_group(nameserver: str, group: bool) -> None:
     async with scene(nameserver, 1) as at:
         await send(at, 1, 20, None, 3, 40)
         filters = {at.topic: "sql: price BETWEEN 2 AND 30"}
@@ -99,7 +97,7 @@ async def test_a_puller_filters_alike_with_and_without_a_group(
 
 
 @pytest.mark.e2e
-async def test_a_message_that_fails_comes_back_with_its_properties(nameserver: str) -> None:
+async def test_failed_message_is_delivered_again_with_its_properties(nameserver: str) -> None:
     async with scene(nameserver, 1) as at:
         await send(at, 1, 20)
         settings = replace(QUICK, send_back=True)
@@ -120,7 +118,7 @@ async def test_a_message_that_fails_comes_back_with_its_properties(nameserver: s
 
 
 @pytest.mark.e2e
-async def test_members_with_a_condition_and_with_tags_are_told_the_difference(
+async def test_members_with_a_condition_and_with_tags_conflict_with_the_difference(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, 1) as at, at.consumer("a", "sql: price>10"):
@@ -133,11 +131,11 @@ async def test_members_with_a_condition_and_with_tags_are_told_the_difference(
         assert (difference.newcomer_value, difference.member_value) == ("even", "sql: price > 10")
 
 
-async def test_a_bad_condition_is_refused_before_anybody_is_asked() -> None:
+async def test_invalid_condition_is_refused_before_any_call() -> None:
     with pytest.raises(BadExpression, match="column 11: 'x' where"):
-        Consumer(NOBODY, "g", {"orders": "sql: a > 5x"})
+        Consumer(NO_SERVER, "g", {"orders": "sql: a > 5x"})
     with pytest.raises(BadExpression, match="the end where"):
-        Puller(NOBODY, filters={"orders": "sql: a >"})
+        Puller(NO_SERVER, filters={"orders": "sql: a >"})
 
 
 async def _create_unowned(at: Scene) -> None:
@@ -145,7 +143,7 @@ async def _create_unowned(at: Scene) -> None:
         await admin.update_group(at.group, ownership="off")
 
 
-async def test_a_condition_filters_in_a_cluster_in_memory_too() -> None:
+async def test_condition_filters_in_the_in_memory_broker() -> None:
     async with MemoryBroker() as broker:
         await broker.create_topic("orders", 1)
         async with broker.producer() as producer:

@@ -1,9 +1,9 @@
-"""Where a member starts, and what stops it from fetching.
+"""The start offset of a group, and the flow limits of a member.
 
-Goal: a group without progress starts where it is told, by time too, on topics of a few messages;
-bounds by count, span and bytes hold, are named, and end when there is room.
-Method: the start on a real cluster, or on the broker in memory; the bounds on twins, with members
-that take nothing until the test lets them.
+Goal: a group without progress starts where `consume_from` says, by time too, on small topics; the
+limits by count, span and bytes hold, are reported, and end when there is room.
+Method: the start on a real cluster or the in-memory broker; the limits on simulated services, with
+members that take no message until the test does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq_server.testing import MemoryBroker, run_virtual
-from tests.client.group import QUICK, noting, scene
+from tests.client.group import QUICK, handle_all, scene
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
 from tests.support.waiting import until
 
@@ -31,7 +31,7 @@ from tests.support.waiting import until
 
 
 @pytest.mark.e2e
-async def test_group_starts_with_the_first_message_stored_at_or_after_a_time(
+async def test_group_starts_at_the_first_message_stored_at_or_after_a_time(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=1) as at, Producer(nameserver) as producer:
@@ -40,7 +40,7 @@ async def test_group_starts_with_the_first_message_stored_at_or_after_a_time(
             receipt = await producer.send(at.topic, b"%d" % len(times))
             times.append(receipt.store_unix_ms)
         settings = replace(QUICK, consume_from="timestamp", start_unix_ms=times[-1])
-        async with noting(at, "a", settings=settings):
+        async with handle_all(at, "a", settings=settings):
             await until(lambda: bool(at.handled))
             await producer.send(at.topic, b"new")
             await until(lambda: at.bodies["new"])
@@ -50,15 +50,15 @@ async def test_group_starts_with_the_first_message_stored_at_or_after_a_time(
 
 
 @pytest.mark.e2e
-async def test_without_a_time_the_last_half_hour_is_read(nameserver: str) -> None:
+async def test_timestamp_without_a_time_means_the_last_half_hour(nameserver: str) -> None:
     async with scene(nameserver) as at:
         await at.send([str(n) for n in range(8)])
-        async with noting(at, "a", settings=replace(QUICK, consume_from="timestamp")):
+        async with handle_all(at, "a", settings=replace(QUICK, consume_from="timestamp")):
             await until(lambda: len(at.handled) == 8)
 
 
 @pytest.mark.parametrize("ownership", ["on", "off"])
-def test_queues_that_were_added_while_the_group_was_away_are_read_from_their_first_message(
+def test_queues_added_while_the_group_was_down_are_read_from_their_first_message(
     ownership: Literal["on", "off"],
 ) -> None:
     async def run() -> list[bytes]:
@@ -67,14 +67,14 @@ def test_queues_that_were_added_while_the_group_was_away_are_read_from_their_fir
             async with Admin(broker.nameserver, surroundings=broker.surroundings) as admin:
                 await admin.update_group("billing", ownership=ownership)
                 await producer.send("orders", b"before the group")
-                await handle_all(broker)
+                await consume_rest(broker)
                 await admin.update_topic("orders", queue_count=4)
                 for n in range(8):
                     queue = QueueRef("orders", "broker-0", n % 4)
                     await producer.send("orders", b"%d" % n, queue=queue)
-            return await handle_all(broker)
+            return await consume_rest(broker)
 
-    async def handle_all(broker: MemoryBroker) -> list[bytes]:
+    async def consume_rest(broker: MemoryBroker) -> list[bytes]:
         bodies: list[bytes] = []
 
         async def handle(message: ReceivedMessage) -> None:
@@ -93,12 +93,12 @@ def test_queues_that_were_added_while_the_group_was_away_are_read_from_their_fir
     assert sorted(run_virtual(run())) == [b"%d" % n for n in range(8)]
 
 
-# ---- the bounds
+# ---- the flow limits
 
 
 @asynccontextmanager
 async def member(at: Twins, **settings: Any) -> AsyncIterator[Consumer]:
-    """One that has all queues, and takes nothing by itself."""
+    """Run a member that has all queues and takes no message by itself."""
     quick = ConsumerSettings(
         **{"commit_interval_ms": 50, "drain_timeout_ms": 100, "send_back": False, **settings}
     )
@@ -120,7 +120,7 @@ async def take(consumer: Consumer, count: int) -> list[bytes]:
         ("bytes", {"buffer_bytes_max": 30, "pull_messages_max": 1}),
     ],
 )
-async def test_bound_stops_fetching_says_so_and_ends_when_messages_are_taken(
+async def test_reached_limit_stops_pulls_until_messages_are_taken(
     reason: str, settings: dict[str, int]
 ) -> None:
     async with twins(1) as at:
@@ -133,7 +133,7 @@ async def test_bound_stops_fetching_says_so_and_ends_when_messages_are_taken(
             await until(lambda: not consumer.flow)
 
 
-async def test_bytes_of_one_queue_hold_back_others_but_do_not_starve_them() -> None:
+async def test_bytes_of_one_queue_delay_others_but_do_not_starve_them() -> None:
     async with twins(2) as at:
         at.storage.send(0, *("x" * 10 for _ in range(10)))
         settings = {"buffer_bytes_max": 30, "pull_messages_max": 1, "consume_from": "first"}

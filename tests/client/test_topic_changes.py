@@ -1,7 +1,8 @@
-"""Goal: a topic that changes under producers and consumers costs them no message and no error.
+"""Goal: producers and consumers lose no message and see no error when a topic changes.
 
 Method: a real cluster; topics grow, shrink and change their permission while messages flow, and
-retention takes what a group has not read. Everything sent is compared with everything handled.
+retention removes messages that a group has not read. All sent messages are compared with all
+handled ones.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FROM_FIRST = ConsumerSettings(consume_from="first", commit_interval_ms=100)
 
 @asynccontextmanager
 async def reading(nameserver: str) -> AsyncIterator[list[bytes]]:
-    """What a consumer of group `g` has handled; it reads until the block ends."""
+    """Run a consumer of group `g` until the block ends; yield what it has handled."""
     bodies: list[bytes] = []
     async with (
         Consumer(nameserver, "g", {TOPIC: "*"}, FROM_FIRST) as consumer,
@@ -53,7 +54,7 @@ async def reading(nameserver: str) -> AsyncIterator[list[bytes]]:
         await task
 
 
-async def test_queues_come_and_go_while_messages_flow(tmp_path: Path) -> None:
+async def test_queues_are_added_and_removed_while_messages_flow(tmp_path: Path) -> None:
     settings = {"shrink_interval_ms": 50}
     async with (
         local_cluster(tmp_path, nameserver=settings) as cluster,
@@ -85,7 +86,7 @@ async def test_queues_come_and_go_while_messages_flow(tmp_path: Path) -> None:
                 await until(lambda: len(sent) > 1_000, timeout_s=60)
                 for wanted in (2, 12, 1, 3):
                     await admin.update_topic(TOPIC, queue_count=wanted)
-                    await _has(admin, wanted)
+                    await _wait_for_queue_count(admin, wanted)
                     await _grown(sent, 1_000)
                     assert {r.queue.queue_id for r in sent[-500:]} <= set(range(wanted))
                 stop.set()
@@ -97,8 +98,8 @@ async def test_queues_come_and_go_while_messages_flow(tmp_path: Path) -> None:
         assert len({(r.queue, r.offset) for r in sent}) == len(sent)
 
 
-async def _has(admin: Admin, queue_count: int) -> None:
-    """Until the topic has so many queues, to be read or written."""
+async def _wait_for_queue_count(admin: Admin, queue_count: int) -> None:
+    """Wait until the topic has so many queues."""
 
     async def seen() -> bool:
         return len((await admin.describe_topic(TOPIC)).topic.queues) == queue_count
@@ -111,8 +112,8 @@ async def _grown(sent: list[Receipt], count: int) -> None:
     await until(lambda: len(sent) >= wanted, timeout_s=60)
 
 
-async def test_what_waits_for_a_queue_that_is_given_up_goes_elsewhere(tmp_path: Path) -> None:
-    """The topic shrinks while a batch lingers, so that the refusal meets it on its way."""
+async def test_batch_for_a_removed_queue_is_sent_to_another_queue(tmp_path: Path) -> None:
+    """The topic shrinks while a batch lingers, so that storage refuses the batch."""
     shrinks_later = {"shrink_interval_ms": 60_000}
     async with (
         local_cluster(tmp_path, nameserver=shrinks_later) as cluster,
@@ -147,7 +148,7 @@ async def test_what_waits_for_a_queue_that_is_given_up_goes_elsewhere(tmp_path: 
         assert len(moved) == 16
 
 
-async def test_a_topic_to_be_read_refuses_clearly_and_one_to_be_written_waits(
+async def test_unwritable_topic_refuses_and_unreadable_topic_delays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "batonmq")
@@ -158,20 +159,20 @@ async def test_a_topic_to_be_read_refuses_clearly_and_one_to_be_written_waits(
             await until(lambda: bodies == [b"1"])
             topic = await admin.update_topic(TOPIC, permission="read")
             assert topic.permission == "read"
-            unheard = await _stored_until_refused(producer)
+            unheard = await _send_until_refused(producer)
             await until(lambda: bodies == [b"1", *unheard])
             await admin.update_topic(TOPIC, permission="write")
             await until(lambda: "its topic is not readable" in caplog.text)
-            await _sent(producer, b"2")
-            await _sent(producer, b"3")
+            await _send_when_known(producer, b"2")
+            await _send_when_known(producer, b"3")
             assert bodies == [b"1", *unheard]
             await admin.update_topic(TOPIC, permission="read_write")
             await until(lambda: bodies == [b"1", *unheard, b"2", b"3"])
             await until(lambda: "its topic is readable again" in caplog.text)
 
 
-async def _stored_until_refused(producer: Producer) -> list[bytes]:
-    """What was still stored after the change, by who had not heard of it."""
+async def _send_until_refused(producer: Producer) -> list[bytes]:
+    """Send until refused; return what was stored before the producer knew the change."""
     stored: list[bytes] = []
 
     async def refused() -> bool:
@@ -186,8 +187,8 @@ async def _stored_until_refused(producer: Producer) -> list[bytes]:
     return stored
 
 
-async def _sent(producer: Producer, body: bytes) -> None:
-    """Send as soon as the producer has heard of the topic's change."""
+async def _send_when_known(producer: Producer, body: bytes) -> None:
+    """Send as soon as the producer knows the topic's change."""
 
     async def tried() -> bool:
         try:
@@ -199,7 +200,7 @@ async def _sent(producer: Producer, body: bytes) -> None:
     await until(tried)
 
 
-async def test_a_group_that_fell_behind_retention_goes_on_and_is_told(
+async def test_group_behind_retention_continues_and_logs_the_loss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = {"segment_bytes": 16_384, "retention_bytes": 65_536, "disk_interval_ms": 20}
@@ -229,13 +230,13 @@ async def test_a_group_that_fell_behind_retention_goes_on_and_is_told(
 
 
 async def progress_of_topic(admin: Admin) -> list[QueueProgress]:
-    """Of the group, without its retry topic."""
+    """Return the group's progress, without its retry topic."""
     rows = (await admin.group_progress("g")).queues
     return [row for row in rows if row.topic == TOPIC]
 
 
 async def _first_offset(admin: Admin) -> int:
-    """The first offset of the queue once retention has nothing more to do."""
+    """Return the first offset of the queue after retention has removed all it can."""
     found: list[int | None] = []
 
     async def stands() -> bool:
@@ -250,7 +251,7 @@ async def _first_offset(admin: Admin) -> int:
     return first
 
 
-async def test_a_topic_created_again_shares_nothing_with_the_deleted_one(tmp_path: Path) -> None:
+async def test_topic_created_again_shares_nothing_with_the_deleted_one(tmp_path: Path) -> None:
     async with local_cluster(tmp_path) as cluster, Admin(cluster.nameserver) as admin:
         await admin.create_topic(TOPIC, 2)
         async with Producer(cluster.nameserver) as producer:
@@ -274,10 +275,10 @@ async def test_a_topic_created_again_shares_nothing_with_the_deleted_one(tmp_pat
             (row.log_end_offset, 0) for row in rows
         ]
         assert sum(row.committed_offset or 0 for row in rows) == 5
-        assert min(row.token or 0 for row in rows) >= 3, "tokens go on over a deletion"
+        assert min(row.token or 0 for row in rows) >= 3, "tokens continue after a deletion"
 
 
-async def test_a_consumer_that_runs_while_its_topic_is_created_again_is_told(
+async def test_running_consumer_ends_when_its_topic_is_deleted(
     tmp_path: Path,
 ) -> None:
     async with local_cluster(tmp_path) as cluster, Admin(cluster.nameserver) as admin:

@@ -1,7 +1,5 @@
-"""Small things asyncio lacks.
+"""Goal: `unless` ends work only when its event is set, and a lock is granted in order.
 
-Goal: work ends with the event that makes it pointless, and with nothing else; its errors arrive
-as they are; nobody overtakes in a line.
 Method: events that the tests set themselves.
 """
 
@@ -16,14 +14,14 @@ from batonmq._common.aio import KeyedLocks, only_error, unless, wait_until
 from batonmq.errors import Held
 
 
-async def test_unless_gives_the_result_of_the_work() -> None:
+async def test_unless_returns_the_result_of_the_work() -> None:
     async def work() -> int:
         return 7
 
     assert await unless(asyncio.Event(), work()) == 7
 
 
-async def test_unless_cancels_the_work_when_the_event_comes() -> None:
+async def test_unless_cancels_the_work_when_the_event_is_set() -> None:
     event, ended = asyncio.Event(), list[str]()
 
     async def work() -> int:
@@ -39,8 +37,8 @@ async def test_unless_cancels_the_work_when_the_event_comes() -> None:
     assert ended == ["cancelled"]
 
 
-async def test_unless_leaves_no_work_behind_that_was_never_begun() -> None:
-    """As at the end of a program, when every task is cancelled; it would be warned of."""
+async def test_unless_closes_work_that_never_started() -> None:
+    """As at the end of a program, when every task is cancelled; Python warns of unawaited work."""
 
     async def work() -> int:
         return 7
@@ -50,7 +48,7 @@ async def test_unless_leaves_no_work_behind_that_was_never_begun() -> None:
 
     before = asyncio.all_tasks()
     task = asyncio.get_running_loop().create_task(outer())
-    await asyncio.sleep(0)  # it has begun, and its work has not
+    await asyncio.sleep(0)  # the task has started, its work has not
     for each in asyncio.all_tasks() - before:
         each.cancel()
     await asyncio.wait({task})
@@ -69,7 +67,7 @@ async def test_unless_prefers_the_result_if_both_happen() -> None:
     assert await unless(event, work()) == 7
 
 
-async def test_unless_keeps_a_result_that_cancelling_could_not_stop() -> None:
+async def test_unless_keeps_a_result_that_ignores_the_cancellation() -> None:
     event = asyncio.Event()
 
     async def work() -> int:
@@ -83,7 +81,7 @@ async def test_unless_keeps_a_result_that_cancelling_could_not_stop() -> None:
     assert await unless(event, work()) == 7
 
 
-async def test_unless_raises_what_the_work_raises_and_not_a_group() -> None:
+async def test_unless_raises_the_error_of_the_work_without_a_group() -> None:
     async def work() -> int:
         raise Held("by another")
 
@@ -109,7 +107,7 @@ async def test_unless_passes_its_own_cancellation_to_the_work() -> None:
     assert ended == ["ended"]
 
 
-async def test_wait_until_tells_of_the_event() -> None:
+async def test_wait_until_returns_true_when_the_event_is_set() -> None:
     event = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(wait_until(event, 60_000))
@@ -117,11 +115,11 @@ async def test_wait_until_tells_of_the_event() -> None:
     assert waiting.result() is True
 
 
-async def test_wait_until_tells_of_the_timeout() -> None:
+async def test_wait_until_returns_false_after_the_timeout() -> None:
     assert await wait_until(asyncio.Event(), 1) is False
 
 
-async def test_wait_until_is_cancelled_like_anything_else() -> None:
+async def test_wait_until_can_be_cancelled() -> None:
     started = asyncio.Event()
 
     async def work() -> bool:
@@ -135,39 +133,39 @@ async def test_wait_until_is_cancelled_like_anything_else() -> None:
     assert waiting.cancelled()
 
 
-async def test_those_in_a_line_go_on_in_the_order_in_which_they_came() -> None:
-    lines, gone = KeyedLocks(), list[str]()
+async def test_lock_is_granted_in_the_order_of_the_requests() -> None:
+    locks, granted = KeyedLocks(), list[str]()
 
-    async def wait(line: str, name: str) -> None:
-        async with lines.turn(line):
+    async def wait(key: str, name: str) -> None:
+        async with locks.acquire(key):
             await asyncio.sleep(0)
-            gone.append(name)
+            granted.append(name)
 
     async with asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(wait("a", name)) for name in "123"]
         await asyncio.sleep(0)
-        assert "a" in lines
-        assert "b" not in lines
-        assert lines.count == 3
+        assert "a" in locks
+        assert "b" not in locks
+        assert locks.count == 3
         waiting[1].cancel()
         tasks.create_task(wait("a", "4"))
-    assert gone == ["1", "3", "4"]
-    assert "a" not in lines
-    assert lines.count == 0
+    assert granted == ["1", "3", "4"]
+    assert "a" not in locks
+    assert locks.count == 0
 
 
-async def test_lines_do_not_wait_for_each_other() -> None:
-    lines = KeyedLocks()
-    async with lines.turn("a"), asyncio.timeout(10), lines.turn("b"):
-        assert "a" in lines
+async def test_locks_of_different_keys_are_independent() -> None:
+    locks = KeyedLocks()
+    async with locks.acquire("a"), asyncio.timeout(10), locks.acquire("b"):
+        assert "a" in locks
 
 
-def test_only_error_is_the_one_inside() -> None:
+def test_only_error_finds_the_error_in_nested_groups() -> None:
     inner = ValueError("x")
     assert only_error(ExceptionGroup("outer", [ExceptionGroup("inner", [inner])])) is inner
 
 
-def test_only_error_leaves_several_together() -> None:
+def test_only_error_returns_a_group_of_several_errors() -> None:
     group = ExceptionGroup("both", [ValueError("x"), KeyError("y")])
     assert only_error(group) is group
     assert only_error(ExceptionGroup("outer", [group])) is group

@@ -1,6 +1,5 @@
-"""How long to wait before the next try.
+"""Goal: retry delays grow to a bound, are spread, and respect the server's advice.
 
-Goal: delays grow to a bound, are spread, and never undercut the server's advice.
 Method: properties over any number of failures and any seed.
 """
 

@@ -1,7 +1,6 @@
-"""Many callers, one call in flight.
+"""Goal: items are sent in order, in batches, and every caller gets the outcome of its item.
 
-Goal: items go out in order, together when they can, and every caller hears of its own item.
-Method: a `send` that waits for the test to let it go and notes what it was given.
+Method: a `send` that records its batches and returns when the test allows it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from batonmq.errors import NoQuorum, Overloaded
 from tests.support.waiting import until
 
 
-class Far:
-    """The other end: answers the double of each number once told to."""
+class Server:
+    """Returns the double of each number, when `release` allows it."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -32,20 +31,20 @@ class Far:
             raise self.fail
         return [2 * item for item in items]
 
-    def let_go(self, count: int) -> None:
+    def release(self, count: int) -> None:
         for _ in range(count):
             self.gate.release()
 
 
 class Callers:
-    """Tasks that each call with one item."""
+    """Starts tasks that each call with one item."""
 
     def __init__(self, batcher: Batcher[int, int], tasks: asyncio.TaskGroup) -> None:
         self._batcher, self._tasks = batcher, tasks
         self._called = 0
 
     async def call(self, *numbers: int) -> list[asyncio.Task[int]]:
-        """Return once the items are handed over."""
+        """Return once every task has called the batcher."""
         wanted = self._called + len(numbers)
         made = [self._tasks.create_task(self._call(number)) for number in numbers]
         await until(lambda: self._called == wanted)
@@ -58,7 +57,7 @@ class Callers:
 
 @asynccontextmanager
 async def running(batcher: Batcher[int, int]) -> AsyncIterator[Callers]:
-    """`run` beside the block; what the block starts ends before `run` does."""
+    """Run the batcher during the block, and until the tasks of the block have ended."""
     async with asyncio.TaskGroup() as outer:
         loop = outer.create_task(batcher.run())
         async with asyncio.TaskGroup() as tasks:
@@ -67,41 +66,41 @@ async def running(batcher: Batcher[int, int]) -> AsyncIterator[Callers]:
 
 
 async def test_caller_gets_the_outcome_of_its_item() -> None:
-    far = Far()
-    far.let_go(100)
-    batcher = Batcher(far.send)
+    server = Server()
+    server.release(100)
+    batcher = Batcher(server.send)
     async with running(batcher) as callers:
         tasks = await callers.call(*range(100))
     assert [task.result() for task in tasks] == [2 * number for number in range(100)]
-    assert [item for batch in far.batches for item in batch] == list(range(100)), "in order"
+    assert [item for batch in server.batches for item in batch] == list(range(100)), "in order"
 
 
-async def test_what_arrives_while_a_call_is_in_flight_rides_together_in_the_next() -> None:
-    far = Far()
-    batcher = Batcher(far.send)
+async def test_items_that_arrive_during_a_call_go_into_the_next_one() -> None:
+    server = Server()
+    batcher = Batcher(server.send)
     async with running(batcher) as callers:
         await callers.call(0)
-        await until(lambda: far.batches)
+        await until(lambda: server.batches)
         await callers.call(1, 2, 3, 4, 5)
-        assert len(far.batches) == 1, "one call in flight"
-        far.let_go(2)
-    assert far.batches == [[0], [1, 2, 3, 4, 5]]
+        assert len(server.batches) == 1, "one call in flight"
+        server.release(2)
+    assert server.batches == [[0], [1, 2, 3, 4, 5]]
 
 
 async def test_batch_holds_no_more_items_than_allowed() -> None:
-    far = Far()
-    batcher = Batcher(far.send, items_max=3)
+    server = Server()
+    batcher = Batcher(server.send, items_max=3)
     async with running(batcher) as callers:
         await callers.call(0)
-        await until(lambda: far.batches)
+        await until(lambda: server.batches)
         await callers.call(*range(1, 8))
-        far.let_go(10)
-    assert [len(batch) for batch in far.batches] == [1, 3, 3, 1]
+        server.release(10)
+    assert [len(batch) for batch in server.batches] == [1, 3, 3, 1]
 
 
-async def test_failed_send_reaches_all_callers_of_its_batch_and_nobody_else() -> None:
-    far = Far()
-    batcher = Batcher(far.send)
+async def test_failed_send_fails_the_callers_of_its_batch_only() -> None:
+    server = Server()
+    batcher = Batcher(server.send)
     outcomes: dict[int, int | str] = {}
 
     async def call(number: int) -> None:
@@ -114,70 +113,70 @@ async def test_failed_send_reaches_all_callers_of_its_batch_and_nobody_else() ->
         loop = tasks.create_task(batcher.run())
         for number in (0, 1):
             tasks.create_task(call(number))
-        await until(lambda: far.batches == [[0, 1]])
+        await until(lambda: server.batches == [[0, 1]])
         tasks.create_task(call(2))
-        far.fail = NoQuorum("gone")
-        far.let_go(1)
-        await until(lambda: far.batches == [[0, 1], [2]])
-        far.fail = None
-        far.let_go(1)
+        server.fail = NoQuorum("gone")
+        server.release(1)
+        await until(lambda: server.batches == [[0, 1], [2]])
+        server.fail = None
+        server.release(1)
         await until(lambda: len(outcomes) == 3)
         loop.cancel()
     assert outcomes == {0: "gone", 1: "gone", 2: 4}
 
 
 async def test_cancelled_caller_leaves_the_others_their_outcomes() -> None:
-    far = Far()
-    batcher = Batcher(far.send)
+    server = Server()
+    batcher = Batcher(server.send)
     async with running(batcher) as callers:
         tasks = await callers.call(0, 1, 2)
-        await until(lambda: far.batches)
+        await until(lambda: server.batches)
         tasks[1].cancel()
         await until(tasks[1].done)
-        far.let_go(1)
-    assert far.batches == [[0, 1, 2]], "its item was on the way already"
+        server.release(1)
+    assert server.batches == [[0, 1, 2]], "its item was sent already"
     assert [tasks[0].result(), tasks[2].result()] == [0, 4]
 
 
-async def test_end_of_run_cancels_who_waits_and_who_is_in_flight() -> None:
-    far = Far()
-    batcher = Batcher(far.send)
+async def test_end_of_run_cancels_waiting_callers_and_callers_in_flight() -> None:
+    server = Server()
+    batcher = Batcher(server.send)
     async with asyncio.TaskGroup() as tasks:
         loop = tasks.create_task(batcher.run())
         callers = Callers(batcher, tasks)
         in_flight = await callers.call(0)
-        await until(lambda: far.batches)
+        await until(lambda: server.batches)
         waiting = await callers.call(1)
         loop.cancel()
     assert all(task.cancelled() for task in in_flight + waiting)
 
 
-async def test_one_item_more_than_may_wait_is_refused() -> None:
-    far = Far()
-    batcher = Batcher(far.send, waiting_max=2)
+async def test_items_beyond_the_limit_are_rejected() -> None:
+    server = Server()
+    batcher = Batcher(server.send, waiting_max=2)
     async with running(batcher) as callers:
         await callers.call(0)
-        await until(lambda: far.batches)
+        await until(lambda: server.batches)
         await callers.call(1, 2)
         with pytest.raises(Overloaded) as refused:
             await batcher.call(3)
-        far.let_go(10)
+        server.release(10)
     assert refused.value.facts == {"limit": "2"}
     assert refused.value.retry_after_ms > 0
-    assert [item for batch in far.batches for item in batch] == [0, 1, 2]
+    assert [item for batch in server.batches for item in batch] == [0, 1, 2]
 
 
-async def test_who_calls_after_the_end_of_run_is_cancelled_too() -> None:
-    far = Far()
-    batcher = Batcher(far.send)
+async def test_call_after_the_end_of_run_is_cancelled() -> None:
+    server = Server()
+    batcher = Batcher(server.send)
     async with asyncio.TaskGroup() as tasks:
         loop = tasks.create_task(batcher.run())
         await Callers(batcher, tasks).call(0)
-        await until(lambda: far.batches)
+        await until(lambda: server.batches)
         loop.cancel()
     async with asyncio.TaskGroup() as tasks:
         (late,) = await Callers(batcher, tasks).call(1)
         await asyncio.wait({late}, timeout=20)
         assert late.cancelled()
         late.cancel()
-    assert far.batches == [[0]]
+    assert server.batches == [[0]]

@@ -1,7 +1,7 @@
-"""Goal: a call that is held is not cut short, and one to a peer that fell silent ends soon.
+"""Goal: a long poll is not cut short, and one to a peer that no longer responds ends soon.
 
-Method: a server as a process of its own, which holds calls for ever, and is then stopped in its
-tracks: its machine still takes packets, and nobody answers any more.
+Method: a server process that delays its responses and is then stopped by SIGSTOP, so that its
+machine still accepts packets.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ asyncio.run(main())
 
 @asynccontextmanager
 async def server() -> AsyncIterator[tuple[int, int, asyncio.StreamReader]]:
-    """Process id, port, and a line for each call that is held."""
+    """Yield the process id, the port, and a stream with a line for each call."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVER, stdout=asyncio.subprocess.PIPE
     )
@@ -59,19 +59,19 @@ async def server() -> AsyncIterator[tuple[int, int, asyncio.StreamReader]]:
 
 
 async def held(channel: grpc.aio.Channel, hold_s: float) -> grpc.StatusCode:
-    """How a call ends that is held for so long."""
+    """Return the status of a call to which the server responds after `hold_s`."""
     method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/Test/Hold")
     return await method(b"%f" % hold_s, timeout=40).code()
 
 
 @pytest.mark.e2e
-async def test_a_call_may_be_held_for_longer_than_a_silence_is_borne() -> None:
+async def test_long_poll_may_last_longer_than_the_keepalive_timeout() -> None:
     async with server() as (_, port, _), connect(f"127.0.0.1:{port}") as channel:
         assert await held(channel, 9) is grpc.StatusCode.OK
 
 
 @pytest.mark.e2e
-async def test_a_held_call_ends_when_its_peer_falls_silent() -> None:
+async def test_long_poll_ends_when_its_server_stops_responding() -> None:
     clock = Clock()
     async with (
         server() as (pid, port, lines),

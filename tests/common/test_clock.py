@@ -1,15 +1,12 @@
-"""Time as a dependency.
+"""Goal: monotonic time follows the event loop and includes suspensions; timestamps are wall time.
 
-Goal: deadlines follow the event loop, and go on while the machine is suspended; stamps follow the
-wall.
-Method: an event loop whose time is the test's, and a machine that was suspended by what its clocks
-say.
+Method: an event loop and system clocks whose time the test sets.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time  # noqa: TID251  what is under test
+import time  # noqa: TID251  the clocks under test
 
 import pytest
 
@@ -21,18 +18,18 @@ async def test_monotonic_time_is_that_of_the_event_loop(monkeypatch: pytest.Monk
     assert Clock().monotonic_ms() == 12_345
 
 
-async def test_time_goes_on_while_the_machine_is_suspended(
+async def test_monotonic_time_includes_the_suspension_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 100.0)
-    asleep_s = 7.0  # before the process began
+    asleep_s = 7.0  # before the process started
     monkeypatch.setattr(time, "monotonic", lambda: 50.0)
     monkeypatch.setattr(time, "clock_gettime", lambda _: 50.0 + asleep_s)
     clock = Clock()
     assert clock.monotonic_ms() == 100_000
     asleep_s += 30
     assert clock.monotonic_ms() == 130_000
-    asleep_s -= 0.4  # the two are not read in the same moment
+    asleep_s -= 0.4  # the two clocks are not read at the same moment
     assert clock.monotonic_ms() == 130_000
     asleep_s += 0.9
     assert clock.monotonic_ms() == 130_000

@@ -1,8 +1,7 @@
-"""Settings of a process.
+"""Goal: settings come from the named file and the prefixed variables only; errors are named.
 
-Goal: a setting comes from the file or the environment that is ours, and from nowhere else; what
-is misspelt or wrong stops the process with one line that names it.
-Method: `load` with files and environments made here; then a real service process.
+Method: `load` with files and environments of the test; then a real service process, which ends with
+one line about a misspelt or invalid setting.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from batonmq._process.config import ConfigError, Settings, load
 
 
 class Lamp(Settings):
-    """Settings of nothing that exists."""
+    """Settings of a fictional service."""
 
     node_id: str
     watts: int = Field(60, ge=1, le=1_000)
@@ -29,35 +28,35 @@ class Lamp(Settings):
 
 
 def lamp(tmp_path: Path, file: str = "", **env: str) -> Lamp:
-    given = {f"BATON_LAMP_{key.upper()}": value for key, value in env.items()}
+    variables = {f"BATON_LAMP_{key.upper()}": value for key, value in env.items()}
     if file:
         path = tmp_path / "lamp.toml"
         path.write_text(file)
-        given["BATON_LAMP_CONFIG_FILE"] = str(path)
-    return load(Lamp, "BATON_LAMP", given)
+        variables["BATON_LAMP_CONFIG_FILE"] = str(path)
+    return load(Lamp, "BATON_LAMP", variables)
 
 
-def test_what_is_not_given_is_the_default(tmp_path: Path) -> None:
+def test_setting_that_is_not_given_has_its_default(tmp_path: Path) -> None:
     settings = lamp(tmp_path, node_id="a")
     assert (settings.watts, settings.folder, settings.log_level) == (60, Path("lamps"), "INFO")
 
 
-def test_file_and_environment_are_joined_and_the_environment_wins(tmp_path: Path) -> None:
+def test_environment_takes_precedence_over_the_file(tmp_path: Path) -> None:
     settings = lamp(tmp_path, 'node_id = "file"\nwatts = 100\nfolder = "attic"', watts="40")
     assert (settings.node_id, settings.watts, settings.folder) == ("file", 40, Path("attic"))
 
 
-def test_unknown_variable_is_refused(tmp_path: Path) -> None:
+def test_unknown_variable_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown variable BATON_LAMP_WATS"):
         lamp(tmp_path, node_id="a", wats="40")
 
 
-def test_unknown_setting_in_the_file_is_refused(tmp_path: Path) -> None:
+def test_unknown_setting_in_the_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lamp\.toml: unknown setting wats"):
         lamp(tmp_path, 'node_id = "a"\nwats = 40')
 
 
-def test_every_unknown_name_is_told_at_once(tmp_path: Path) -> None:
+def test_all_unknown_names_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown setting wats; unknown variable BATON_LAMP_HOTS"):
         lamp(tmp_path, 'node_id = "a"\nwats = 40', hots="x")
 
@@ -71,12 +70,14 @@ def test_missing_setting_is_named(tmp_path: Path) -> None:
     ("name", "value"),
     [("watts", "bright"), ("watts", "0"), ("log_level", "loud"), ("log_format", "xml")],
 )
-def test_bad_value_is_named(tmp_path: Path, name: str, value: str) -> None:
+def test_setting_with_an_invalid_value_is_named(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"BATON_LAMP_{name.upper()}: "):
         lamp(tmp_path, node_id="a", **{name: value})
 
 
-@pytest.mark.parametrize("content", [b"watts = ", b'folder = "\xff"'], ids=["no TOML", "no UTF-8"])
+@pytest.mark.parametrize(
+    "content", [b"watts = ", b'folder = "\xff"'], ids=["not TOML", "not UTF-8"]
+)
 def test_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lamp.toml").write_bytes(content)
     env = {"BATON_LAMP_CONFIG_FILE": str(tmp_path / "lamp.toml")}
@@ -84,13 +85,15 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> No
         load(Lamp, "BATON_LAMP", env)
 
 
-def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     env = {"BATON_LAMP_CONFIG_FILE": str(tmp_path / "absent.toml")}
     with pytest.raises(ConfigError, match=r"absent\.toml: .*No such file"):
         load(Lamp, "BATON_LAMP", env)
 
 
-def test_variables_of_others_are_not_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variables_without_the_prefix_are_ignored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOST", "elsewhere")
     monkeypatch.setenv("WATTS", "1")
     monkeypatch.setenv("BATON_LAMPSHADE_WATTS", "2")
@@ -103,7 +106,7 @@ def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPat
     assert load(Lamp, "BATON_LAMP").node_id == "from-the-process"
 
 
-def test_settings_do_not_change(tmp_path: Path) -> None:
+def test_settings_are_frozen(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         lamp(tmp_path, node_id="a").watts = 5
 
@@ -125,17 +128,17 @@ def offsets(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.e2e
-def test_print_config_tells_what_is_in_force_and_starts_nothing(tmp_path: Path) -> None:
+def test_print_config_shows_the_settings_and_starts_nothing(tmp_path: Path) -> None:
     file = tmp_path / "offsets.toml"
     file.write_text('port = 4000\nspan_max = 7\nlog_level = "debug"')
     ended = offsets(
         "--print-config", config_file=str(file), port="5000", data_dir=str(tmp_path / "data")
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    told = json.loads(ended.stdout)
-    assert (told["port"], told["span_max"], told["log_level"]) == (5000, 7, "debug")
-    assert told["cluster"] == "baton", "defaults, too"
-    assert told["data_dir"] == str(tmp_path / "data")
+    printed = json.loads(ended.stdout)
+    assert (printed["port"], printed["span_max"], printed["log_level"]) == (5000, 7, "debug")
+    assert printed["cluster"] == "baton", "defaults too"
+    assert printed["data_dir"] == str(tmp_path / "data")
     assert not (tmp_path / "data").exists()
 
 
@@ -158,7 +161,7 @@ def test_print_config_tells_what_is_in_force_and_starts_nothing(tmp_path: Path) 
     ],
     ids=["bad value", "unknown", "missing", "bad argument"],
 )
-def test_bad_configuration_ends_the_process_with_one_clear_line(
+def test_invalid_configuration_ends_the_process_with_one_line(
     arguments: tuple[str, ...], env: dict[str, str], line: str
 ) -> None:
     ended = offsets(*arguments, **env)
@@ -169,7 +172,7 @@ def test_bad_configuration_ends_the_process_with_one_clear_line(
 
 
 @pytest.mark.e2e
-def test_help_is_given_whatever_the_configuration() -> None:
+def test_help_needs_no_valid_configuration() -> None:
     ended = offsets("--help")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("usage: python -m batonmq_server.offsets [--print-config")

@@ -1,8 +1,8 @@
-"""Goal: errors can be raised for ever.
+"""Goal: no error object is raised twice, which would leak memory.
 
-An error that is raised keeps the frames it has passed, and those keep everything. So none may be
-kept to be raised again: a standby that refused calls with the same one grew with each of them.
-Method: all modules but entry points are looked through.
+A raised error refers to the frames it has passed and to all of their variables. A module-level
+error that is raised for every call would collect them all.
+Method: the names of all modules but entry points are checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def modules() -> Iterator[ModuleType]:
                 yield importlib.import_module(found.name)
 
 
-def test_no_module_keeps_an_error_to_raise_it_again() -> None:
+def test_no_module_has_an_error_as_a_constant() -> None:
     kept = [
         f"{module.__name__}.{name}"
         for module in modules()

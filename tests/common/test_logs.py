@@ -1,6 +1,5 @@
-"""Logs of a process.
+"""Goal: one line per event with logger and fields; exceptions stay readable.
 
-Goal: one line per event, with who said it; exceptions stay readable.
 Method: configure, log through the standard library, read standard error.
 """
 
@@ -44,13 +43,13 @@ def test_json_line_has_event_level_logger_time_and_fields(
     }
 
 
-def test_automatic_is_json_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_is_json_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("INFO", "auto")
     logging.getLogger("x").info("hello")
     assert json.loads(capsys.readouterr().err)["event"] == "hello"
 
 
-def test_lower_levels_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lower_levels_are_not_written(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("warning", "json")
     logging.getLogger("x").info("hello")
     assert capsys.readouterr().err == ""
@@ -81,7 +80,7 @@ def test_text_shows_event_fields_and_trace(capsys: pytest.CaptureFixture[str]) -
     assert "ValueError: on purpose" in err
 
 
-def test_configuring_again_does_not_log_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_configure_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("INFO", "json")
     logs.configure("INFO", "json")
     logging.getLogger("x").info("hello")

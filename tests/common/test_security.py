@@ -1,6 +1,6 @@
-"""Goal: what proves who somebody is is read whole, goes together, and is never shown.
+"""Goal: credentials are read completely, fit together, and are never shown.
 
-Method: files made by an authority of the test, replaced in every order.
+Method: files of a test authority, replaced in every order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batonmq._connection.security import CredentialFiles, Security, from_json, t
 from batonmq.errors import InvalidArgument
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 
-SECRET = "a-token-that-nobody-shows"
+SECRET = "a-token-that-must-not-be-shown"
 
 
 @pytest.fixture
@@ -36,41 +36,41 @@ def text_of(path: str) -> str:
     return Path(path).read_text()
 
 
-def test_replaced_certificate_is_there_once_its_key_is(
+def test_new_certificate_is_used_once_its_key_is_there(
     authority: CertificateAuthority,
     carol: Security,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    papers = CredentialFiles(carol)
-    before = papers.pems
-    assert not papers.renew()
+    files = CredentialFiles(carol)
+    before = files.pems
+    assert not files.renew()
     other = CertificateAuthority(tmp_path / "other")
     other.issue(CertificateSubject(name="carol"))
     (tmp_path / "other" / "carol.pem").replace(carol.cert_file)
     with caplog.at_level(logging.WARNING):
-        assert not papers.renew()
-        assert not papers.renew()
-    assert papers.pems is before
-    (told,) = caplog.messages
-    assert f"not used yet error={carol.cert_file}, {carol.key_file}: " in told
+        assert not files.renew()
+        assert not files.renew()
+    assert files.pems is before
+    (logged,) = caplog.messages
+    assert f"not usable yet error={carol.cert_file}, {carol.key_file}: " in logged
     (tmp_path / "other" / "carol.key").replace(carol.key_file)
-    assert papers.renew()
-    assert papers.pems.cert == Path(carol.cert_file).read_bytes() != before.cert
+    assert files.renew()
+    assert files.pems.cert == Path(carol.cert_file).read_bytes() != before.cert
 
 
-def test_file_that_is_written_anew_with_the_same_content_changes_nothing(carol: Security) -> None:
-    papers = CredentialFiles(carol)
-    before = papers.pems
+def test_rewritten_file_with_the_same_content_changes_nothing(carol: Security) -> None:
+    files = CredentialFiles(carol)
+    before = files.pems
     os.utime(carol.cert_file)
-    assert not papers.renew()
-    assert papers.pems is before
+    assert not files.renew()
+    assert files.pems is before
 
 
-def test_links_that_are_swapped_are_followed(
+def test_swapped_links_are_followed(
     authority: CertificateAuthority, carol: Security, tmp_path: Path
 ) -> None:
-    """As a Secret of Kubernetes is mounted: files behind a link to a folder."""
+    """Kubernetes mounts the files of a Secret behind a link to a folder."""
     for version in ("1", "2"):
         (tmp_path / version).mkdir()
         authority.issue(CertificateSubject(name="carol"))
@@ -78,26 +78,26 @@ def test_links_that_are_swapped_are_followed(
             (authority.folder / name).replace(tmp_path / version / name)
     link = tmp_path / "data"
     link.symlink_to(tmp_path / "1")
-    papers = CredentialFiles(Security(cert_file=f"{link}/carol.pem", key_file=f"{link}/carol.key"))
+    files = CredentialFiles(Security(cert_file=f"{link}/carol.pem", key_file=f"{link}/carol.key"))
     swapped = tmp_path / "new"
     swapped.symlink_to(tmp_path / "2")
     swapped.replace(link)
-    assert papers.renew()
-    assert papers.pems.cert == (tmp_path / "2" / "carol.pem").read_bytes()
+    assert files.renew()
+    assert files.pems.cert == (tmp_path / "2" / "carol.pem").read_bytes()
 
 
-def test_token_is_read_again(carol: Security, tmp_path: Path) -> None:
+def test_changed_token_is_read_without_new_certificates(carol: Security, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("first\n")
-    papers = CredentialFiles(replace(carol, token_file=str(file)))
-    assert papers.token == "first"
+    files = CredentialFiles(replace(carol, token_file=str(file)))
+    assert files.token == "first"
     file.write_text("second\n")
-    assert not papers.renew(), "a token needs no other connection"
-    assert papers.token == "second"
+    assert not files.renew(), "a token needs no new connection"
+    assert files.token == "second"
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "ümlaut", "x" * 5_000])
-def test_token_that_can_not_be_sent_is_refused_without_being_shown(
+def test_invalid_token_is_rejected_without_being_shown(
     carol: Security, tmp_path: Path, token: str
 ) -> None:
     file = tmp_path / "token"
@@ -127,7 +127,7 @@ def empty_authority(carol: Security) -> str:
 
 
 @pytest.mark.parametrize("spoil", [spoil_key, remove_authority, empty_authority])
-def test_file_that_is_of_no_use_is_named(carol: Security, spoil: Callable[[Security], str]) -> None:
+def test_unusable_file_is_named(carol: Security, spoil: Callable[[Security], str]) -> None:
     path = spoil(carol)
     with pytest.raises(InvalidArgument) as refused:
         CredentialFiles(carol)
@@ -135,7 +135,7 @@ def test_file_that_is_of_no_use_is_named(carol: Security, spoil: Callable[[Secur
     assert "a certificate and its own key" in refused.value.remedy
 
 
-def test_file_of_a_token_that_is_not_there_is_named_as_that(tmp_path: Path) -> None:
+def test_missing_token_file_is_named_with_a_remedy_for_tokens(tmp_path: Path) -> None:
     missing = str(tmp_path / "token")
     with pytest.raises(InvalidArgument) as refused:
         CredentialFiles(Security(token_file=missing))
@@ -143,23 +143,23 @@ def test_file_of_a_token_that_is_not_there_is_named_as_that(tmp_path: Path) -> N
     assert "nothing but the token" in refused.value.remedy
 
 
-def test_certificate_and_key_go_together_and_there_is_one_token() -> None:
-    with pytest.raises(InvalidArgument, match="go together"):
+def test_certificate_without_key_and_two_tokens_are_rejected() -> None:
+    with pytest.raises(InvalidArgument, match="key_file is missing"):
         Security(cert_file="carol.pem")
-    with pytest.raises(InvalidArgument, match="two tokens"):
+    with pytest.raises(InvalidArgument, match="both token and token_file"):
         Security(token=Secret(SECRET), token_file="token")
 
 
-def test_neither_token_nor_key_is_shown_and_the_token_travels(carol: Security) -> None:
+def test_token_and_key_are_not_shown_and_survive_serialization(carol: Security) -> None:
     security = replace(carol, token=Secret(SECRET))
-    shown = f"{security!r} {security} {CredentialFiles(security).__dict__.get('pems')!r}"
+    shown = f"{security!r} {security} {CredentialFiles(security).pems!r}"
     assert SECRET not in shown
     assert "PRIVATE KEY" not in shown
     assert from_json(to_json(security)) == security
     assert pickle.loads(pickle.dumps(security)) == security
 
 
-def test_keys_are_for_nobody_else(authority: CertificateAuthority, carol: Security) -> None:
+def test_only_the_owner_may_read_keys(authority: CertificateAuthority, carol: Security) -> None:
     for path in (carol.key_file, authority.folder / "ca.key"):
         assert Path(path).stat().st_mode & 0o077 == 0
     assert "PRIVATE KEY" not in text_of(carol.cert_file)

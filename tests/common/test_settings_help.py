@@ -1,6 +1,6 @@
-"""Goal: a setting is told with its meaning, its value and the place of it, also when it is wrong.
+"""Goal: the help shows the meaning, the value and the source of a setting, valid or not.
 
-Method: settings of nothing that exists, with files and environments made here.
+Method: settings of a fictional service, with files and environments of the test.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from batonmq._process.settings_help import settings_help
 
 
 class Lamp(Settings):
-    """Settings of nothing that exists."""
+    """Settings of a fictional service."""
 
     node_id: str
     """Its name."""
@@ -23,7 +23,7 @@ class Lamp(Settings):
     at most."""
 
 
-def test_values_come_from_environment_file_or_nowhere(tmp_path: Path) -> None:
+def test_source_is_environment_file_or_default(tmp_path: Path) -> None:
     file = tmp_path / "lamp.toml"
     file.write_text('node_id = "file"\nlog_level = "DEBUG"\n')
     env = {"BATON_LAMP_CONFIG_FILE": str(file), "BATON_LAMP_NODE_ID": "env", "OTHER": "x"}
@@ -38,11 +38,11 @@ def test_values_come_from_environment_file_or_nowhere(tmp_path: Path) -> None:
     assert warm.meaning == "How long it takes, at most."
 
 
-def test_everything_that_is_wrong_is_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     settings, problems = settings_help(
         Lamp, "BATON_LAMP", {"BATON_LAMP_WARM_MS": "0", "BATON_LAMP_X": ""}
     )
-    assert [problem.place for problem in problems] == [
+    assert [problem.source for problem in problems] == [
         "BATON_LAMP_X", "BATON_LAMP_NODE_ID", "BATON_LAMP_WARM_MS",
     ]  # fmt: skip
     found = {setting.name: setting for setting in settings}
@@ -55,5 +55,5 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
 def test_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     env = {"BATON_LAMP_CONFIG_FILE": str(tmp_path / "absent.toml")}
     settings, problems = settings_help(Lamp, "BATON_LAMP", env)
-    assert [problem.place for problem in problems] == ["BATON_LAMP_CONFIG_FILE"]
+    assert [problem.source for problem in problems] == ["BATON_LAMP_CONFIG_FILE"]
     assert {setting.source for setting in settings} == {"default", ""}

@@ -1,6 +1,6 @@
-"""Goal: calls run in threads that are used again, and that nobody has to wait for.
+"""Goal: calls run in reused daemon threads, and a call that hangs delays no other.
 
-Method: real threads, which events hold up.
+Method: real threads, blocked by events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from batonmq._common.threads import DaemonThreads
 TIMEOUT_S = 10
 
 
-def test_thread_that_is_free_takes_the_next_call() -> None:
+def test_free_thread_runs_the_next_call() -> None:
     threads = DaemonThreads("t")
     ran = [threads.submit(threading.current_thread).result(TIMEOUT_S) for _ in range(3)]
     assert {(thread.name, thread.daemon) for thread in ran} == {("t_1", True)}
@@ -23,7 +23,7 @@ def test_thread_that_is_free_takes_the_next_call() -> None:
     assert not ran[0].is_alive()
 
 
-def test_call_that_hangs_holds_up_no_other() -> None:
+def test_call_that_hangs_delays_no_other() -> None:
     threads, go_on = DaemonThreads("t"), threading.Event()
     hangs = threads.submit(lambda: go_on.wait(TIMEOUT_S))
     assert threads.submit(lambda: 7).result(TIMEOUT_S) == 7
@@ -34,7 +34,7 @@ def test_call_that_hangs_holds_up_no_other() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_what_a_call_raises_is_raised_to_who_waits(error: type[BaseException]) -> None:
+def test_error_of_a_call_is_raised_by_its_future(error: type[BaseException]) -> None:
     def fail() -> None:
         raise error("bad")
 

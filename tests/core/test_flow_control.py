@@ -1,7 +1,7 @@
-"""What holds a queue back.
+"""Flow control of a consumer's queues.
 
-Goal: the first bound that is reached is named; the bytes of all queues share one bound, and a
-queue of which nothing waits may fetch all the same.
+Goal: the first limit that is reached is returned; the bytes of all queues share one budget, and a
+queue without waiting messages may always fetch.
 Method: the pure core with plain values.
 """
 
@@ -20,7 +20,7 @@ from batonmq._core.flow_control import (
 LIMITS = FlowLimits(messages_max=5, span_max=9)
 
 
-class Queues:
+class TwoQueues:
     """Two queues of a client; the bytes of `a` fill its budget."""
 
     def __init__(self) -> None:
@@ -32,15 +32,15 @@ class Queues:
 
 
 @pytest.fixture
-def full() -> Queues:
-    return Queues()
+def full() -> TwoQueues:
+    return TwoQueues()
 
 
 def reason(part: QueueBytes, *, waiting_count: int = 0, span: int = 0) -> FlowReason | None:
     return blocking_limit(LIMITS, part, waiting_count=waiting_count, span=span)
 
 
-def test_each_bound_is_named(full: Queues) -> None:
+def test_first_reached_limit_is_returned(full: TwoQueues) -> None:
     free = QueueBytes(ByteBudget(100))
     assert reason(free, waiting_count=4, span=8) is None
     assert reason(free, waiting_count=5, span=8) == "count"
@@ -48,25 +48,25 @@ def test_each_bound_is_named(full: Queues) -> None:
     assert reason(full.a) == "bytes"
 
 
-def test_queue_of_which_nothing_waits_is_not_starved_by_others(full: Queues) -> None:
+def test_queue_without_waiting_messages_is_not_starved_by_others(full: TwoQueues) -> None:
     assert reason(full.b) is None
     full.b.add(1)
     assert reason(full.b) == "bytes"
 
 
-def test_queues_fetch_equal_shares_of_the_bound(full: Queues) -> None:
+def test_queues_fetch_equal_shares_of_the_budget(full: TwoQueues) -> None:
     assert full.budget.share() == 50
     full.b.leave()
     assert full.budget.share() == 100
     assert ByteBudget(0).share() == 1
 
 
-def test_queues_look_again_once_half_is_free_and_only_then(full: Queues) -> None:
+def test_waiting_queues_are_woken_once_half_of_the_budget_is_free(full: TwoQueues) -> None:
     assert [full.a.remove(10) for _ in range(10)] == [False] * 4 + [True] + [False] * 5
     assert full.budget.total == 0
 
 
-def test_queue_that_leaves_takes_its_bytes_along(full: Queues) -> None:
+def test_queue_that_leaves_frees_its_bytes(full: TwoQueues) -> None:
     full.b.add(7)
     for _ in range(2):
         full.a.leave()

@@ -1,12 +1,11 @@
-"""What the owner of a queue knows of its messages.
+"""The progress of a queue at its owner.
 
-Goal: nothing is acked that was not finished, filtered or acked before; nothing that was finished
-is forgotten or started again when the queue is granted anew; a Close names exactly what was
+Goal: only offsets that were finished, filtered or acked before are acked; finished offsets are
+neither forgotten nor started again after a new grant; a Close names exactly the offsets that were
 started and not finished.
-Method: stories by hand for what once went wrong, then a Hypothesis state machine on one queue
-against plain sets, together with an offsets service that is a set, too. Commits may be lost on
-the way there or back and be answered late and out of order; between two grants another owner may
-have handled something.
+Method: hand-written cases of known mistakes, then a Hypothesis state machine that compares one
+queue with plain sets, together with an offsets service that is a set. Commits may be lost in both
+directions and answered late and out of order; between two grants another owner may handle messages.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def runs(offsets: Iterable[int]) -> tuple[Range, ...]:
     return tuple(of_sorted(sorted(offsets)))
 
 
-def told(acks: Acks) -> set[int]:
-    """Every offset that `acks` calls handled."""
+def handled_offsets(acks: Acks) -> set[int]:
+    """Return every offset that is handled by `acks`."""
     return set(range(acks.committed)) | members(acks.ranges)
 
 
@@ -54,10 +53,10 @@ def handle(progress: QueueProgress, *offsets: int) -> None:
         assert progress.finish(offset)
 
 
-# ---- stories
+# ---- known mistakes
 
 
-def test_first_offset_of_a_later_acked_run_is_done() -> None:
+def test_first_offset_of_a_later_acked_range_is_done() -> None:
     progress = QueueProgress(GrantedProgress(1, 0, 2, acked=((4, 6), (8, 10))))
     assert [offset for offset in range(2, 12) if progress.is_done(offset)] == [4, 5, 8, 9]
 
@@ -69,7 +68,7 @@ def test_work_finished_before_a_new_grant_and_committed_after_it_is_not_started_
     progress = before.renewed(GrantedProgress(2, 0, 5))
     progress.confirm(progress.acks())
     assert progress.committed == 8
-    assert progress.next_offset == 5, "storage is asked again, and answers with 5, 6, 7"
+    assert progress.next_offset == 5, "the next pull returns 5, 6 and 7 again"
     assert all(progress.is_done(offset) for offset in (5, 6, 7))
 
 
@@ -79,32 +78,30 @@ def test_message_whose_handler_runs_through_a_new_grant_is_not_started_again() -
     assert before.start(0)
     progress = before.renewed(GrantedProgress(2, 0, 0))
     assert progress.is_done(0)
-    assert not progress.is_done(1), "it was never started"
+    assert not progress.is_done(1), "the message was never started"
     assert progress.finish(0)
-    assert told(progress.acks()) == {0}
+    assert handled_offsets(progress.acks()) == {0}
 
 
-def test_story_09_message_given_up_after_it_was_claimed_is_told_as_started() -> None:
-    """offsets was told that it is in hand, so offsets does not flag it: we have to."""
+def test_story_09_message_given_up_after_its_claim_is_flagged_as_redelivered() -> None:
+    """offsets does not flag a claimed message, so the client does."""
     before = QueueProgress(GrantedProgress(1, 0, 0))
     before.receive(2, [0, 1])
     assert before.start(0)
     assert before.claim(10) == [(0, 1)]
     before.give_up(0)
     progress = before.renewed(GrantedProgress(2, 0, 0))
-    assert not progress.is_done(0), "it comes again"
+    assert not progress.is_done(0), "the message is delivered again"
     assert progress.is_redelivered(0)
     assert not progress.is_redelivered(1)
-    assert progress.close_content().unfinished == ((0, 1),), (
-        "whoever owns the queue next flags it too"
-    )
+    assert progress.close_content().unfinished == ((0, 1),), "the next owner flags it too"
     progress.receive(1, [0])
     handle(progress, 0)
     assert progress.close_content().unfinished == ()
 
 
-def test_message_given_up_before_the_claim_is_left_to_offsets() -> None:
-    """It is not claimed, so the fence flags it, and nothing says that it is below D."""
+def test_message_given_up_before_the_claim_is_flagged_by_offsets() -> None:
+    """A message that is not claimed is flagged by the fence."""
     before = QueueProgress(GrantedProgress(1, 0, 0))
     before.receive(1, [0])
     assert before.start(0)
@@ -115,7 +112,7 @@ def test_message_given_up_before_the_claim_is_left_to_offsets() -> None:
     assert progress.close_content().unfinished == ()
 
 
-def test_result_of_a_message_that_another_owner_has_acked_meanwhile_does_not_count() -> None:
+def test_result_of_a_message_that_another_owner_has_acked_does_not_count() -> None:
     before = QueueProgress(GrantedProgress(1, 0, 0))
     before.receive(2, [0, 1])
     assert before.start(0)
@@ -133,10 +130,10 @@ def test_nothing_survives_a_reset() -> None:
     progress = before.renewed(GrantedProgress(2, 1, 0))
     assert not any(progress.is_done(offset) for offset in range(3))
     assert not progress.finish(1)
-    assert told(progress.acks()) == set()
+    assert handled_offsets(progress.acks()) == set()
 
 
-def test_gap_below_a_finished_message_holds_the_committed_offset() -> None:
+def test_unfinished_message_stops_the_committed_offset() -> None:
     progress = QueueProgress(GrantedProgress(1, 0, 0))
     progress.receive(4, [0, 1, 2, 3])
     handle(progress, 1, 3)
@@ -147,14 +144,14 @@ def test_gap_below_a_finished_message_holds_the_committed_offset() -> None:
     assert (acks.committed, acks.ranges) == (2, ((3, 4),))
 
 
-def test_what_the_filter_dropped_is_acked_without_a_handler() -> None:
+def test_filtered_messages_are_acked_without_a_handler() -> None:
     progress = QueueProgress(GrantedProgress(1, 0, 0))
     progress.receive(5, [])
     assert progress.dirty
     assert progress.acks().committed == 5
 
 
-def test_closing_names_cut_off_and_given_up_messages_and_not_those_never_started() -> None:
+def test_close_names_cancelled_and_given_up_messages_and_no_unstarted_ones() -> None:
     progress = QueueProgress(GrantedProgress(7, 3, 0))
     progress.receive(5, [0, 1, 2, 3, 4])
     handle(progress, 0)
@@ -167,7 +164,7 @@ def test_closing_names_cut_off_and_given_up_messages_and_not_those_never_started
     assert closing.unfinished == ((1, 3),)
 
 
-def test_late_answer_to_an_older_commit_does_not_take_the_newer_back() -> None:
+def test_late_answer_to_an_older_commit_does_not_undo_a_newer_one() -> None:
     progress = QueueProgress(GrantedProgress(1, 0, 0))
     progress.receive(2, [0, 1])
     handle(progress, 0)
@@ -183,8 +180,8 @@ def test_late_answer_to_an_older_commit_does_not_take_the_newer_back() -> None:
 # ---- model
 
 
-class Naive:
-    """The same on sets, for one grant."""
+class NaiveProgress:
+    """The progress of one grant, as plain sets."""
 
     def __init__(self, acked: set[int], running: set[int], finished: set[int]) -> None:
         self.next_offset = first_missing(acked)
@@ -224,7 +221,7 @@ def first_missing(offsets: set[int]) -> int:
 
 
 class OneQueue(RuleBasedStateMachine):
-    """Grants, pulls, handlers and commits in any order."""
+    """Grants, pulls, handlers and commits of one queue, in any order."""
 
     commits = Bundle("commits")
 
@@ -234,7 +231,7 @@ class OneQueue(RuleBasedStateMachine):
         """What offsets has durably."""
         self.token = self.epoch = 1
         self.maybe_seen = maybe_seen
-        self.naive = Naive(set(acked), set(), set())
+        self.naive = NaiveProgress(set(acked), set(), set())
         self.real = QueueProgress(self._start())
         self.committed = self.real.committed
 
@@ -304,16 +301,16 @@ class OneQueue(RuleBasedStateMachine):
         acks = self.real.acks()
         if not arrives:
             return multiple()
-        self.server |= told(acks)
+        self.server |= handled_offsets(acks)
         return (self.token, acks)
 
     @rule(commit=consumes(commits))
     def hear_of_commit(self, commit: tuple[int, Acks]) -> None:
         token, acks = commit
         if token != self.token:
-            return  # as the shell does
+            return  # as the puller does
         self.real.confirm(acks)
-        self.naive.known_acked |= told(acks)
+        self.naive.known_acked |= handled_offsets(acks)
 
     @rule()
     def claim(self) -> None:
@@ -327,7 +324,7 @@ class OneQueue(RuleBasedStateMachine):
         finished = before.in_hand - before.running
         self.maybe_seen = flagged
         self.real = self.real.renewed(self._start())
-        self.naive = Naive(set(self.server), set(before.running), finished)
+        self.naive = NaiveProgress(set(self.server), set(before.running), finished)
         self.naive.dropped = (before.given_up & before.claimed) - self.server
         self.committed = self.real.committed
 
@@ -337,19 +334,21 @@ class OneQueue(RuleBasedStateMachine):
         self.server = set(range(to))
         self.maybe_seen = set()
         self.real = self.real.renewed(self._start())
-        self.naive = Naive(set(self.server), set(), set())
+        self.naive = NaiveProgress(set(self.server), set(), set())
         self.committed = self.real.committed
 
     @invariant()
     def acks_are_what_was_handled(self) -> None:
         acks = self.real.acks()
-        assert told(acks) == set(range(acks.committed)) | self.naive.handled
-        assert self.naive.handled >= told(acks), "acked, and nobody handled it"
+        assert handled_offsets(acks) == set(range(acks.committed)) | self.naive.handled
+        assert self.naive.handled >= handled_offsets(acks), "acked without being handled"
         assert_ascending([(0, acks.committed), *acks.ranges])
-        assert acks.committed >= self.committed, "never back"
+        assert acks.committed >= self.committed, "committed progress never goes back"
         self.committed = acks.committed
         if not self.real.dirty:
-            assert told(acks) <= self.naive.known_acked, "finished work waits for no commit"
+            assert handled_offsets(acks) <= self.naive.known_acked, (
+                "finished work is claimed or committed"
+            )
 
     @invariant()
     def in_hand_is_what_runs_and_what_is_finished_and_not_known_to_be_acked(self) -> None:
@@ -367,8 +366,8 @@ class OneQueue(RuleBasedStateMachine):
         closing = self.real.close_content()
         assert closing.acks == self.real.acks()
         started = self.naive.started | self.naive.dropped
-        assert members(closing.unfinished) == started - told(closing.acks)
-        assert not members(closing.unfinished) & told(closing.acks)
+        assert members(closing.unfinished) == started - handled_offsets(closing.acks)
+        assert not members(closing.unfinished) & handled_offsets(closing.acks)
         assert self.real.running == self.naive.running
 
     @invariant()

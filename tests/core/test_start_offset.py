@@ -1,7 +1,7 @@
-"""Where a group without progress begins.
+"""The start offset of a group without progress.
 
-Goal: the rule is what the settings say, whatever the size of the topic; messages that were sent to
-a group that was there are never skipped.
+Goal: the start is the one of the settings, whatever the size of the topic; messages that were sent
+to an existing group are never skipped.
 Method: the pure functions with plain values.
 """
 
@@ -15,7 +15,7 @@ ALL: tuple[ConsumeFrom, ...] = ("first", "last", "timestamp")
 
 
 @pytest.mark.parametrize("wish", ALL)
-def test_queue_that_was_there_begins_as_wished(wish: ConsumeFrom) -> None:
+def test_existing_queue_starts_where_consume_from_says(wish: ConsumeFrom) -> None:
     assert effective_start(wish, retry=False, added=False) == wish
 
 
@@ -26,11 +26,11 @@ def test_retry_topic_and_added_queues_are_read_from_their_first_message(wish: Co
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 3), (500, 100_000)])
-def test_small_and_large_queues_obey_alike(first: int, end: int) -> None:
+def test_start_does_not_depend_on_the_size_of_a_queue(first: int, end: int) -> None:
     assert start_offset("first", first, end, found=0) == first
     assert start_offset("last", first, end, found=0) == end
 
 
 @pytest.mark.parametrize(("found", "begins"), [(7, 10), (10, 10), (15, 15), (20, 20), (25, 20)])
-def test_time_means_an_offset_that_the_queue_has(found: int, begins: int) -> None:
+def test_start_by_time_is_an_offset_that_the_queue_holds(found: int, begins: int) -> None:
     assert start_offset("timestamp", 10, 20, found) == begins

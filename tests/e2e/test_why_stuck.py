@@ -260,7 +260,7 @@ async def test_messages_that_nobody_wants_and_an_owner_that_lets_nothing_go_are_
         assert 0 < int(found.evidence["lease_left_ms"]) <= 18_000
 
 
-async def test_a_refused_client_is_told_with_what_it_wants(tmp_path: Path) -> None:
+async def test_refused_client_is_reported_with_its_subscription(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         await at.admin.create_topic("orders", 1)
         await at.send(3, topic="orders")

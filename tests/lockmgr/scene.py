@@ -1,7 +1,6 @@
-"""A lock manager and the offsets service with a real etcd between them, in one process.
+"""A lock manager and the offsets service in one process, with a real etcd.
 
-What can go wrong is a parameter: a clock can be moved, etcd can be cut off from one lock manager,
-and every call to offsets passes a rule of the test's own.
+A test can move a clock, cut a lock manager off from etcd, and set a rule for each call to offsets.
 """
 
 from __future__ import annotations
@@ -46,19 +45,20 @@ if TYPE_CHECKING:
 GROUP, TOPIC, BROKER = "group", "topic", "broker-a"
 TIMEOUT_S = 20.0
 LEADER_LEASE_MS = 10_000
-"""No pause of a loaded machine is as long; nobody waits for its end: see `Node.lapse`."""
+"""Longer than any pause of a loaded machine. No test waits for it: see
+`Node.cut_until_leases_expire`."""
 OPEN: dict[str, Any] = {
     "subscription_generation": 1,
     "model": nameserver_pb.MESSAGE_MODEL_CLUSTERING,
     "bound": True,
 }
-"""A gate that lets everything pass."""
+"""A gate under which every request is admitted."""
 Proceed = Callable[[], Awaitable[Any]]
 Rule = Callable[[Any, Proceed], Awaitable[Any]]
 
 
 class MovableClock(Clock):
-    """Real time, moved ahead by `ahead_ms`."""
+    """The real clock, `ahead_ms` ahead."""
 
     def __init__(self) -> None:
         self.ahead_ms = 0
@@ -68,7 +68,7 @@ class MovableClock(Clock):
 
 
 class Session(EtcdSession):
-    """A connection to etcd that can be cut, before or after a transaction is made."""
+    """A connection to etcd that can be cut, before or after a transaction is applied."""
 
     cut = False
     lose_txn_answers = False
@@ -77,10 +77,10 @@ class Session(EtcdSession):
         self.lease_clock = MovableClock()
         super().__init__(endpoint, cluster, self.lease_clock)
         self.stopped: list[dict[str, Any]] = []
-        """Transactions that did not get through."""
+        """Transactions that did not reach etcd."""
 
-    def lapse(self) -> None:
-        """Cut it, for as long as a lease that is not refreshed lives."""
+    def cut_until_leases_expire(self) -> None:
+        """Cut the connection, and move the clock by the length of the leader's lease."""
         self.cut = True
         self.lease_clock.ahead_ms += LEADER_LEASE_MS
 
@@ -112,7 +112,7 @@ class Session(EtcdSession):
 
 
 class Rules(grpc.aio.ServerInterceptor):
-    """Lets a test decide about each call of a method: `rules[method](request, proceed)`."""
+    """Calls `rules[method](request, proceed)` in place of the method, if a test has set a rule."""
 
     def __init__(self) -> None:
         self.rules: dict[str, Rule] = {}
@@ -134,13 +134,13 @@ class Rules(grpc.aio.ServerInterceptor):
         )
 
     def fences(self) -> list[offsets_pb.FenceItem]:
-        """Every fence that has arrived."""
+        """Return all fences that have arrived."""
         return [item for method, r in self.seen if method == "Fence" for item in r.items]
 
 
 @dataclass
 class Node:
-    """A lock manager that runs: what a test looks at and what it spoils."""
+    """A running lock manager, with the parts that a test observes or breaks."""
 
     session: Session
     clock: MovableClock
@@ -158,15 +158,15 @@ class Node:
         return True
 
     async def crash(self) -> None:
-        """End without another word to etcd, for which the time of the leases is up then."""
+        """Stop without another call to etcd, and expire its leases there."""
         self.session.cut = True
         self.stop.set()
         await self.ended.wait()
         await self._leases_end()
 
-    async def lapse(self) -> None:
-        """Cut it off from etcd for as long as it may lead: that ends here first, then for etcd."""
-        self.session.lapse()
+    async def cut_until_leases_expire(self) -> None:
+        """Cut the node off from etcd until its leader lease has expired, here and then in etcd."""
+        self.session.cut_until_leases_expire()
         await until(self._refuses)
         await self._leases_end()
 
@@ -174,7 +174,7 @@ class Node:
         return not await self.leads()
 
     async def _leases_end(self) -> None:
-        """What etcd does when nobody refreshes the leases of a node any more."""
+        """Revoke the leases of a node, as etcd does when they are not refreshed."""
         settings = self.runtime.settings
         async with EtcdSession(settings.etcd, settings.cluster, Clock()) as etcd:
             name = settings.node_id
@@ -186,7 +186,7 @@ class Node:
 
 @dataclass
 class Scene:
-    """One cluster."""
+    """A cluster of one offsets service and any number of lock managers."""
 
     endpoint: str
     cluster: str
@@ -200,7 +200,7 @@ class Scene:
     nodes: list[Node] = field(default_factory=list)
 
     async def lockmgr(self, **settings: Any) -> Node:
-        """A lock manager, started; not necessarily the leader."""
+        """Start a lock manager, which need not become the leader."""
         name = f"lockmgr-{len(self.nodes)}"
         started: asyncio.Future[Node] = asyncio.get_running_loop().create_future()
         lease: dict[str, Any] = {"leader_lease_ms": LEADER_LEASE_MS}
@@ -212,7 +212,7 @@ class Scene:
         return self.nodes[-1]
 
     async def leader(self, **settings: Any) -> Node:
-        """A lock manager that leads."""
+        """Start a lock manager and wait until it leads."""
         node = await self.lockmgr(**settings)
         await until(node.leads)
         return node
@@ -220,7 +220,7 @@ class Scene:
     async def set_group(
         self, *members: Member, topics: Sequence[str] = (TOPIC,), **gate: Any
     ) -> int:
-        """Write the group's record, and its gate if that has changed; its new generation."""
+        """Write the group record, and its gate if that has changed; return the new generation."""
         self.generation += 1
         group = StoredGroup(
             name=GROUP,
@@ -237,35 +237,35 @@ class Scene:
         return self.generation
 
     async def stored(self, queue_id: int = 0) -> stored_lock_pb2.StoredLock | None:
-        """The queue's entry in etcd."""
+        """Return the queue's entry in etcd."""
         found = await self.etcd.get(f"locks/{GROUP}/{TOPIC}/{BROKER}/{queue_id}")
         return stored_lock_pb2.StoredLock.FromString(found.value) if found else None
 
     async def stored_count(self) -> int:
-        """How many entries etcd has."""
+        """Return the number of entries in etcd."""
         return len((await self.etcd.get_prefix("locks/"))[0])
 
     async def registered(self, service: str) -> list[nameserver_pb.Node]:
-        """The registered nodes of a service, by name."""
+        """Return the registered nodes of a service, by name."""
         found, _ = await self.etcd.get_prefix(f"nodes/{service}/")
         return [nameserver_pb.Node.FromString(stored.value) for stored in found]
 
     async def progress(self, queue_id: int = 0) -> offsets_pb.Progress:
-        """The queue at offsets."""
+        """Return the progress of the queue at offsets."""
         request = offsets_pb.QueryRequest(queues=[queue(queue_id)])
         answer = await self.offsets.Query(request, timeout=TIMEOUT_S)
         assert answer.outcomes[0].HasField("progress"), answer
         return answer.outcomes[0].progress
 
     async def recreate_topic(self, topic_id: int = 2) -> None:
-        """End the progress on the topic, as a nameserver does before it creates another."""
+        """Delete the progress on the topic, as a nameserver does before it recreates the topic."""
         request = offsets_pb.DeleteTopicRequest(topic=TOPIC, topic_id=topic_id)
         await self.offsets.DeleteTopic(request, timeout=TIMEOUT_S)
 
     async def deliver(
         self, token: int, first: int, next_: int, queue_id: int = 0, generation: int = 1
     ) -> None:
-        """Record a delivery by the subscription of `generation`, as storage does."""
+        """Record a delivery under the subscription of `generation`, as storage does."""
         item = offsets_pb.DeliveryItem(
             queue=queue(queue_id),
             token=token,
@@ -278,7 +278,7 @@ class Scene:
         _raise(answer.outcomes[0])
 
     async def commit(self, token: int, committed: int, queue_id: int = 0) -> None:
-        """Ack everything below `committed`."""
+        """Acknowledge all offsets below `committed`."""
         item = offsets_pb.CommitItem(queue=queue(queue_id), token=token, committed_offset=committed)
         answer = await self.offsets.Commit(
             offsets_pb.CommitRequest(items=[item]), timeout=TIMEOUT_S
@@ -286,13 +286,13 @@ class Scene:
         _raise(answer.outcomes[0])
 
     async def close(self, token: int, committed: int = 0, queue_id: int = 0) -> None:
-        """Declare the token finished."""
+        """Close the queue under the token."""
         item = offsets_pb.CloseItem(queue=queue(queue_id), token=token, committed_offset=committed)
         answer = await self.offsets.Close(offsets_pb.CloseRequest(items=[item]), timeout=TIMEOUT_S)
         _raise(answer.outcomes[0])
 
     async def reset(self, to: int, queue_id: int = 0) -> None:
-        """Move the progress, as an operator does."""
+        """Reset the progress, as an operator does."""
         item = offsets_pb.ResetItem(queue=queue(queue_id), to_offset=to)
         request = offsets_pb.ResetRequest(op_id="op-1", by="operator", reason="test", items=[item])
         _raise((await self.offsets.Reset(request, timeout=TIMEOUT_S)).outcomes[0])
@@ -310,7 +310,7 @@ class Member:
     def incarnation(self) -> queue_pb2.Incarnation:
         return queue_pb2.Incarnation(client_id=self.client_id, incarnation_id=self.incarnation_id)
 
-    async def ask(
+    async def acquire_each(
         self,
         at: Node | Stub,
         generation: int,
@@ -320,7 +320,7 @@ class Member:
         seq: int = 0,
         resume: Sequence[tuple[int, int]] = (),
     ) -> dict[int, pb.Grant | BatonError]:
-        """One Acquire; its outcomes by queue. `seq` 0 takes a new one."""
+        """Send one Acquire and return its outcomes by queue; `seq` 0 stands for the next number."""
         self.seq = seq or self.seq + 1
         ranges = [queue_pb2.OffsetRange(first_offset=a, next_offset=b) for a, b in resume]
         request = pb.AcquireRequest(
@@ -339,16 +339,16 @@ class Member:
         return outcomes
 
     async def acquire(self, at: Node | Stub, generation: int, **options: Any) -> pb.Grant:
-        """Ask for queue 0; raises the refusal."""
-        outcome = (await self.ask(at, generation, **options))[0]
+        """Acquire queue 0; raise the error if it is refused."""
+        outcome = (await self.acquire_each(at, generation, **options))[0]
         if isinstance(outcome, BatonError):
             raise outcome
         return outcome
 
     async def refusal(self, at: Node | Stub, generation: int, **options: Any) -> BatonError:
-        """Ask for queue 0; why not, also if the whole call fails."""
+        """Return the error of an Acquire of queue 0, or of the whole call."""
         try:
-            outcome = (await self.ask(at, generation, **options))[0]
+            outcome = (await self.acquire_each(at, generation, **options))[0]
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
         assert isinstance(outcome, BatonError), "granted"
@@ -357,7 +357,7 @@ class Member:
     async def keep_alive(
         self, at: Node | Stub, *tokens: int, seq: int | None = None
     ) -> list[pb.HoldReport]:
-        """Say which token is held of queues 0, 1, ..; 0 for none."""
+        """Send a keep-alive with the tokens of queues 0, 1, ...; 0 leaves a queue out."""
         holds = [pb.Hold(queue=queue(q), token=t) for q, t in enumerate(tokens) if t]
         request = pb.KeepAliveRequest(
             incarnation=self.incarnation,
@@ -367,12 +367,12 @@ class Member:
         return list((await stub_of(at).KeepAlive(request, timeout=TIMEOUT_S)).reports)
 
     async def state(self, at: Node | Stub, token: int) -> str:
-        """State of queue 0 by a keep-alive."""
+        """Return the state of queue 0 from a keep-alive."""
         (report,) = await self.keep_alive(at, token)
         return pb.HoldState.Name(report.state).removeprefix("HOLD_STATE_")
 
     async def release(self, at: Node | Stub, token: int, queue_id: int = 0) -> int:
-        """Give a queue back; how many entries were freed."""
+        """Release a queue; return how many entries were freed."""
         request = pb.ReleaseRequest(
             incarnation=self.incarnation, holds=[pb.Hold(queue=queue(queue_id), token=token)]
         )
@@ -381,13 +381,13 @@ class Member:
     async def release_all(
         self, at: Node | Stub, group: str = "", *, drained: bool = False
     ) -> pb.ReleaseAllResponse:
-        """Give everything back that is closed, or also what is drained."""
+        """Release all queues that are closed, or also those that are drained."""
         request = pb.ReleaseAllRequest(incarnation=self.incarnation, group=group, drained=drained)
         return await stub_of(at).ReleaseAll(request, timeout=TIMEOUT_S)
 
     @asynccontextmanager
     async def watching(self, at: Node | Stub) -> AsyncIterator[Watched]:
-        """What the client is told, while the block runs."""
+        """Open a Watch stream for the block."""
         call = stub_of(at).Watch(pb.WatchRequest(incarnation=self.incarnation))
         watched = Watched()
         async with asyncio.TaskGroup() as tasks:
@@ -400,7 +400,7 @@ class Member:
 
 
 class Watched:
-    """The notices of one stream, as they come; `ended` has the reason once it ends."""
+    """The notices of one stream; `ended` has the reason once the stream has ended."""
 
     def __init__(self) -> None:
         self._arrived: asyncio.Queue[Any] = asyncio.Queue(10_000)
@@ -416,20 +416,20 @@ class Watched:
             self.ended.set_result("OK")
 
     async def wanted(self) -> tuple[int, int, str, str]:
-        """Queue, token, waiter and reason of the next notice, which has to be a Wanted."""
+        """Return queue, token, waiter and reason of the next notice, which must be a Wanted."""
         notice = await self._next()
         assert isinstance(notice, pb.Wanted), notice
         reason = pb.WantedReason.Name(notice.reason).removeprefix("WANTED_REASON_")
         return notice.queue.queue.queue_id, notice.token, notice.by, reason
 
     async def freed(self) -> int:
-        """Queue of the next notice, which has to be a Freed."""
+        """Return the queue of the next notice, which must be a Freed."""
         notice = await self._next()
         assert isinstance(notice, pb.Freed), notice
         return notice.queue.queue.queue_id
 
     def nothing(self) -> bool:
-        """Whether no notice has come that was not asked for."""
+        """Return whether there is no unread notice."""
         return self._arrived.empty()
 
     async def _next(self) -> Any:
@@ -438,35 +438,35 @@ class Watched:
 
 
 def stub_of(at: Node | Stub) -> Stub:
-    """The stub of a node, or the stub itself."""
+    """Return the stub of a node, or the stub itself."""
     return at.stub if isinstance(at, Node) else at
 
 
 def queue(queue_id: int = 0) -> queue_pb2.GroupQueue:
-    """A queue of the scene's group and topic."""
+    """Return a queue of the scene's group and topic."""
     inner = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
     return queue_pb2.GroupQueue(group=GROUP, queue=inner)
 
 
 async def entries(node: Node) -> list[pb.LockEntry]:
-    """What the node lists."""
+    """Return the entries that the node lists."""
     return list((await node.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries)
 
 
 async def describe(node: Node, queue_id: int = 0) -> pb.DescribeResponse:
-    """What the node knows of a queue."""
+    """Return the node's description of a queue."""
     request = pb.DescribeRequest(queue=queue(queue_id))
     return await node.stub.Describe(request, timeout=TIMEOUT_S)
 
 
 async def waits(node: Node, client_id: str) -> bool:
-    """Whether the client waits for some queue."""
+    """Return whether the client waits for a queue."""
     return any(client_id in entry.waiters for entry in await entries(node))
 
 
 @asynccontextmanager
 async def scene(endpoint: str, folder: Path) -> AsyncIterator[Scene]:
-    """An empty cluster with offsets running and no lock manager yet.
+    """Yield an empty cluster with offsets running, without a lock manager.
 
     Use it in the body of a test, not in a fixture: it belongs to the task that enters it.
     """
@@ -511,7 +511,7 @@ async def _lockmgr(settings: LockmgrSettings, started: asyncio.Future[Node]) -> 
 async def _served(
     app: App, runtime: Runtime, rules: Rules | None = None
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """Serve and run the app's loops; everything ends with the block."""
+    """Serve the app and run its loops until the block ends."""
     edge = EdgeInterceptor(Clock(), runtime.registry, app.long_polls)
     interceptors = [edge, rules] if rules else [edge]
     server = grpc.aio.server(interceptors=interceptors, options=OPTIONS)

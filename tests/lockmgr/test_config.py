@@ -1,13 +1,13 @@
-"""Goal: settings under which no owner could work are refused before anything starts.
+"""Goal: settings under which no owner could work are rejected at the start.
 
-Method: settings loaded from an environment of the test's own.
+Method: settings loaded from a given environment.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from batonmq._consumer.assigned_queue import DEADLINE_MARGIN_MS
+from batonmq._core.owner_lease import DEADLINE_MARGIN_MS
 from batonmq._process.config import ConfigError, load
 from batonmq_server.lockmgr.config import CLIENT_MARGIN_MS, LockmgrSettings
 from batonmq_server.lockmgr.core.lock_entry import DecisionProfile, LockPolicy
@@ -18,7 +18,7 @@ def settings(**values: str) -> LockmgrSettings:
     return load(LockmgrSettings, "BATON_LOCKMGR", env)
 
 
-def test_defaults_are_the_protocols_times() -> None:
+def test_default_times_are_those_of_the_protocol() -> None:
     assert settings().policy() == LockPolicy()
 
 

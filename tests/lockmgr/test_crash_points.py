@@ -1,10 +1,10 @@
-"""Goal: whatever dies between two steps leaves a state from which the queue goes on, and nothing is
-lost or repeated unflagged: every row of the protocol's table of crash points (section 16).
+"""Goal: a crash between any two steps loses no message and repeats none unflagged, and the queue
+can be acquired again: every row of the protocol's table of crash points (section 16).
 
-Method: a lock manager with real etcd and offsets; the test plays owner, newcomer and storage, and
-lets calls, answers and leaders die exactly between the two steps the row names. One row is tested
-where the process lives that dies: offsets (tests/offsets/test_protocol_rules.py,
-`test_s12_restart_...`).
+Method: a lock manager with real etcd and offsets. The test acts as owner, as another client and as
+storage, and loses calls and answers or kills leaders exactly between the two steps of the row. The
+row in which offsets crashes is tested there: tests/offsets/test_protocol_rules.py,
+`test_s12_restart_...`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHORT = {"slot_ms": 20}
 
 
 class Between:
-    """A rule that stops one call, before or after it is carried out."""
+    """A rule that blocks one call, before or after it is carried out."""
 
     def __init__(self, s: Scene, method: str, *, after: bool) -> None:
         self._after = after
@@ -49,7 +49,7 @@ class Between:
 
 
 def lose(s: Scene, method: str, *, answer: bool) -> None:
-    """Lose the next call of a method, or only its answer."""
+    """Lose the next call of a method, or its answer."""
 
     async def rule(request: Any, proceed: Any) -> Any:
         del s.rules.rules[method]
@@ -61,14 +61,14 @@ def lose(s: Scene, method: str, *, answer: bool) -> None:
 
 
 async def held_by_a(s: Scene) -> tuple[Node, Member, Member, int]:
-    """A leader, the owner with token 1, a newcomer, and the generation it asks by."""
+    """Return a leader, the owner with token 1, another client, and its generation."""
     node, a, b = await s.leader(**SHORT), Member("a"), Member("b")
     await a.acquire(node, await s.set_group(a))
     return node, a, b, await s.set_group(a, b)
 
 
-def over(s: Scene, node: Node) -> None:
-    """The lease of every owner is over, here and at offsets."""
+def expire_leases(s: Scene, node: Node) -> None:
+    """Expire the lease of every owner, at the lock manager and at offsets."""
     node.clock.ahead_ms += LEASE_MS + 1_000
     s.offsets_clock.ahead_ms += LEASE_MS + 1_000
 
@@ -76,15 +76,15 @@ def over(s: Scene, node: Node) -> None:
 async def outcome_of(
     member: Member, node: Node, generation: int, **options: Any
 ) -> pb.Grant | BatonError:
-    """What becomes of an Acquire, also if the whole call fails."""
+    """Return the outcome of an Acquire, or the error of the whole call."""
     try:
-        return (await member.ask(node, generation, **options))[0]
+        return (await member.acquire_each(node, generation, **options))[0]
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)
 
 
 def flagged(grant: pb.Grant) -> Sequence[tuple[int, int]]:
-    """Ranges that come again."""
+    """Return the ranges that are flagged as redelivered."""
     return [(part.first_offset, part.next_offset) for part in grant.maybe_seen]
 
 
@@ -99,27 +99,27 @@ async def test_between_acquire_sent_and_fence_sent_nothing_has_changed(
         generation = await s.set_group(a)
         stopped = Between(s, "Query", after=False)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(a, old, generation))
+            acquiring = tasks.create_task(outcome_of(a, old, generation))
             await stopped.reached.wait()
-            await old.lapse()
-        assert isinstance(asking.result(), BatonError)
+            await old.cut_until_leases_expire()
+        assert isinstance(acquiring.result(), BatonError)
         assert (await s.stored_count(), s.rules.fences()) == (0, [])
         new = await s.leader(**SHORT)
         assert (await a.acquire(new, generation, seq=1)).token == 1
 
 
-async def test_between_fence_sent_and_applied_the_announcement_kills_the_late_fence(
+async def test_between_fence_sent_and_applied_the_announcement_rejects_the_late_fence(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        over(s, old)
+        expire_leases(s, old)
         stopped = Between(s, "Fence", after=False)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await stopped.reached.wait()
-            await old.lapse()
-        assert isinstance(asking.result(), BatonError)
+            await old.cut_until_leases_expire()
+        assert isinstance(acquiring.result(), BatonError)
         new = await s.leader(**SHORT)
         late = (await s.offsets.Fence(stopped.request, timeout=TIMEOUT_S)).outcomes[0].error
         assert error_from_pb(late).reason == "OLD_EPOCH"
@@ -127,21 +127,21 @@ async def test_between_fence_sent_and_applied_the_announcement_kills_the_late_fe
         assert await a.state(new, 1) == "OK"
 
 
-async def test_between_fence_applied_and_persisted_nobody_has_the_token_and_the_owner_asks_again(
+async def test_between_fence_applied_and_persisted_the_owner_acquires_again(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 5)
-        over(s, old)
+        expire_leases(s, old)
         stopped = Between(s, "Fence", after=True)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await stopped.reached.wait()
             old.session.cut = True
             stopped.go_on.set()
-            await old.lapse()
-        assert isinstance(asking.result(), BatonError)
+            await old.cut_until_leases_expire()
+        assert isinstance(acquiring.result(), BatonError)
         new = await s.leader(**SHORT)
         with pytest.raises(Fenced):
             await s.commit(1, 5)
@@ -168,7 +168,7 @@ async def test_between_persisted_and_answered_the_same_request_is_granted_again(
         assert (await s.progress()).token == 1
 
 
-async def test_between_answered_and_first_pull_the_next_one_gets_everything_unflagged(
+async def test_between_answered_and_first_pull_the_next_owner_gets_all_messages_unflagged(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -177,33 +177,35 @@ async def test_between_answered_and_first_pull_the_next_one_gets_everything_unfl
         assert (grant.token, grant.committed_offset, flagged(grant)) == (2, 0, [])
 
 
-async def test_between_leader_elected_and_announced_the_old_one_may_still_fence(
+async def test_between_leader_elected_and_announced_the_old_leader_can_still_fence(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        over(s, old)
+        expire_leases(s, old)
         fence = Between(s, "Fence", after=False)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(outcome_of(b, old, generation))
             await fence.reached.wait()
-            await old.lapse()
+            await old.cut_until_leases_expire()
         announce = Between(s, "Announce", after=False)
         new = await s.lockmgr(**SHORT)
         await announce.reached.wait()
         passed = (await s.offsets.Fence(fence.request, timeout=TIMEOUT_S)).outcomes[0]
         assert passed.fenced.token == 2
-        assert not await new.leads(), "it has renewed nobody yet"
+        assert not await new.leads(), "it has not confirmed a lock yet"
         announce.go_on.set()
         await until(new.leads)
         assert await a.state(new, 1) == "NOT_OWNER"
         assert (await a.acquire(new, generation)).token == 3
 
 
-# Storage, and the way to the consumer
+# Storage and deliveries
 
 
-async def test_between_read_and_record_nothing_has_left(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_between_read_and_record_no_message_is_delivered(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         await held_by_a(s)
         lose(s, "RecordDelivered", answer=False)
@@ -214,10 +216,10 @@ async def test_between_read_and_record_nothing_has_left(etcd_endpoint: str, tmp_
 
 
 @pytest.mark.parametrize("lost", ["ok lost", "bytes lost"])
-async def test_between_record_and_bytes_close_gives_back_what_nobody_started(
+async def test_between_record_and_bytes_close_returns_messages_that_were_not_started(
     etcd_endpoint: str, tmp_path: Path, lost: str
 ) -> None:
-    """Two rows: record applied - ok lost, and record ok - bytes lost. Pulling again is as good."""
+    """Two rows: record applied - ok lost, and record ok - bytes lost."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
         if lost == "ok lost":
@@ -240,20 +242,20 @@ async def test_between_record_and_bytes_close_gives_back_what_nobody_started(
 
 
 @pytest.mark.parametrize("acked", [0, 2])
-async def test_between_bytes_and_ack_durable_the_message_comes_again_flagged(
+async def test_between_bytes_and_ack_durable_the_message_is_redelivered_flagged(
     etcd_endpoint: str, tmp_path: Path, acked: int
 ) -> None:
-    """Two rows: bytes - handler end, handler end - ack durable; only what is acked is handled."""
+    """Two rows: bytes - handler end, and handler end - ack durable."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, _, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 5)
         await s.commit(1, acked)
-        over(s, node)
+        expire_leases(s, node)
         grant = await b.acquire(node, generation)
         assert (grant.committed_offset, flagged(grant)) == (acked, [(acked, 5)])
 
 
-async def test_between_ack_durable_and_answered_the_repetition_is_a_noop(
+async def test_between_ack_durable_and_answered_the_repetition_changes_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -268,7 +270,7 @@ async def test_between_ack_durable_and_answered_the_repetition_is_a_noop(
         assert answer.outcomes[0].committed.committed_offset == 5
 
 
-async def test_between_drained_and_close_applied_the_queue_passes_when_it_is_quiet(
+async def test_between_drained_and_close_applied_the_queue_is_granted_when_it_is_quiet(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -282,7 +284,7 @@ async def test_between_drained_and_close_applied_the_queue_passes_when_it_is_qui
         assert (grant.committed_offset, flagged(grant)) == (5, [])
 
 
-async def test_between_close_applied_and_release_the_next_request_passes(
+async def test_between_close_applied_and_release_the_next_request_is_granted(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -297,7 +299,7 @@ async def test_between_close_applied_and_release_the_next_request_passes(
         assert (grant.committed_offset, flagged(grant)) == (2, [])
 
 
-async def test_between_release_and_the_next_fence_the_condition_is_still_checked(
+async def test_between_release_and_next_fence_the_condition_is_still_tested(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -308,14 +310,14 @@ async def test_between_release_and_the_next_fence_the_condition_is_still_checked
         new = await s.leader(**SHORT)
         with pytest.raises(Unacked):
             await b.acquire(new, generation)
-        over(s, new)
+        expire_leases(s, new)
         assert flagged(await b.acquire(new, generation)) == [(0, 5)]
 
 
 # Operators
 
 
-async def test_between_reset_applied_and_owner_told_every_old_call_is_refused(
+async def test_between_reset_applied_and_owner_notified_every_old_call_is_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -332,7 +334,7 @@ async def test_between_reset_applied_and_owner_told_every_old_call_is_refused(
         assert await a.state(node, 3) in ("OK", "WANTED")
 
 
-async def test_between_last_old_grant_closed_and_the_new_subscription_nobody_filters(
+async def test_between_last_old_grant_closed_and_new_subscription_no_owner_filters(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:

@@ -1,9 +1,8 @@
-"""Goal: the profile `defibus` decides as DeFiBus does (domain 7.3), row by row, and no other way.
+"""Goal: the profile `defibus` decides exactly like DeFiBus (domain 7.3).
 
-Method: the pure function with plain values; the table of the leader driven poll by poll; and a
-literal transcript of DeFiBus's method as an oracle that random polls are compared with; at last a
-lock manager with real etcd and offsets. A is the owner, B and C are challengers; the owner was
-last heard of at 1,000 ms.
+Method: the pure function with plain values; the lock table, poll by poll; random polls compared
+with a literal transcript of DeFiBus's method; and a lock manager with real etcd and offsets. A is
+the owner, B and C are other clients; the owner's last poll was at 1,000 ms.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def poll(
     "entry", [None, LockEntry(KEY, LockRecord(token=7, generation=9), revision=1)]
 )
 @pytest.mark.parametrize("seen", [DRAINED, IN_FLIGHT])
-def test_queue_that_nobody_owns_goes_to_whoever_polls_first(
+def test_queue_without_an_owner_is_granted_to_the_first_poll(
     entry: LockEntry | None, seen: Observation
 ) -> None:
     decision, count = poll(entry, seen)
@@ -99,10 +98,10 @@ def test_queue_that_nobody_owns_goes_to_whoever_polls_first(
     ],
     ids=[
         "drained and three polls: clean hand-over",
-        "drained and two polls: refused",
-        "drained and one poll: refused",
-        "in flight and three polls: refused",
-        "in flight and a hundred polls: refused",
+        "drained and two polls: waits",
+        "drained and one poll: waits",
+        "in flight and three polls: waits",
+        "in flight and a hundred polls: waits",
         "in flight and silent: taken",
         "drained and silent: taken",
         "drained, three polls and silent: taken",
@@ -124,31 +123,31 @@ def test_row(
 # Edge cases
 
 
-def test_silence_of_exactly_the_time_out_is_not_over() -> None:
+def test_owner_silent_for_exactly_the_timeout_keeps_its_queue() -> None:
     assert isinstance(poll(owned(), IN_FLIGHT, END_MS)[0], WaitDecision)
     assert poll(owned(), IN_FLIGHT, END_MS + 1)[0] == GrantDecision((IDLE,), 7)
 
 
-def test_nothing_delivered_and_nothing_acked_is_drained() -> None:
+def test_queue_without_deliveries_and_acks_is_drained() -> None:
     nothing = Observation(token=7, committed=-1, delivered=-1)
     assert poll(owned(2, -1), nothing)[0] == GrantDecision((CLOSED_OR_DRAINED,), 7)
 
 
 def test_ack_without_delivery_is_never_drained() -> None:
-    """As after a restart of the broker: only the time-out frees the queue."""
+    """As after a restart of the broker: only the timeout frees the queue."""
     acked = Observation(token=7, committed=10, delivered=-1)
     assert isinstance(poll(owned(99, -1), acked)[0], WaitDecision)
     assert poll(owned(99, -1), acked, END_MS + 1)[0] == GrantDecision((IDLE,), 7)
 
 
-def test_delivery_starts_the_count_anew() -> None:
+def test_delivery_resets_the_count() -> None:
     entry = owned(2, delivered=9)
     decision, count = poll(entry, DRAINED)
     assert isinstance(decision, WaitDecision)
     assert count == PollCount(10, 0)
 
 
-def test_own_poll_of_the_owner_does_not_start_the_count_anew() -> None:
+def test_poll_of_the_owner_does_not_reset_the_count() -> None:
     entry = owned(2)
     decision, entry.poll_count = poll(entry, DRAINED, requester=A)
     assert isinstance(decision, GrantDecision)
@@ -157,8 +156,8 @@ def test_own_poll_of_the_owner_does_not_start_the_count_anew() -> None:
     assert poll(entry, DRAINED)[0] == GrantDecision((CLOSED_OR_DRAINED,), 7)
 
 
-def test_owner_that_delivers_and_polls_does_not_save_its_queue_by_that() -> None:
-    """Its own poll notes the new delivery, so the challenger's count goes on."""
+def test_owner_with_a_new_delivery_and_a_poll_does_not_keep_its_queue() -> None:
+    """The owner's poll stores the new delivery, so the count of the others goes on."""
     entry = owned(2, delivered=9)
     _, entry.poll_count = poll(entry, DRAINED, requester=A)
     assert entry.poll_count == PollCount(10, 2)
@@ -166,12 +165,12 @@ def test_owner_that_delivers_and_polls_does_not_save_its_queue_by_that() -> None
 
 
 @pytest.mark.parametrize("generation", [1, 5, 99])
-def test_generations_do_not_count(generation: int) -> None:
+def test_generation_is_ignored(generation: int) -> None:
     assert isinstance(poll(owned(2), DRAINED, generation=generation)[0], GrantDecision)
     assert isinstance(poll(owned(2), DRAINED, requester=A, generation=generation)[0], GrantDecision)
 
 
-def test_fencing_stays_late_and_repeated_requests_of_the_owner_are_told_apart() -> None:
+def test_older_and_repeated_requests_of_the_owner_are_told_apart() -> None:
     for seq, seen, outcome in (
         (2, DRAINED, OldRequest),
         (3, DRAINED, RenewDecision),
@@ -193,11 +192,13 @@ def table_of_a(now_ms: int = START_MS) -> LockTable:
     return table
 
 
-def ask(table: LockTable, requester: Incarnation, seen: Observation, now_ms: int) -> Decision:
-    wish = Requester(requester, 9, 5)
-    assert table.needs_observation(KEY, wish, now_ms), "every poll has a look of its own"
+def poll_table(
+    table: LockTable, requester: Incarnation, seen: Observation, now_ms: int
+) -> Decision:
+    request = Requester(requester, 9, 5)
+    assert table.needs_observation(KEY, request, now_ms), "every poll needs an observation"
     table.end_observation(KEY, seen, table.begin_observation(KEY), now_ms)
-    decision = table.decide(KEY, wish, now_ms)
+    decision = table.decide(KEY, request, now_ms)
     assert decision is not None
     return decision
 
@@ -208,21 +209,21 @@ def hand_over(table: LockTable, to: Incarnation, token: int, now_ms: int) -> Non
     table.end_granted(KEY, lock, token, now_ms, newly_acquired=True)
 
 
-def test_counter_is_shared_by_all_contenders() -> None:
-    """Four of them, at one instant, get what one would get by asking four times."""
+def test_count_is_shared_by_all_requesters() -> None:
+    """Four polls of four clients at one time count like four polls of one client."""
     table = table_of_a()
-    contenders = [Incarnation(f"c{number}", 1) for number in range(UNCHANGED_MIN + 1)]
-    decisions = [ask(table, contender, DRAINED, START_MS) for contender in contenders]
+    clients = [Incarnation(f"c{number}", 1) for number in range(UNCHANGED_MIN + 1)]
+    decisions = [poll_table(table, client, DRAINED, START_MS) for client in clients]
     assert [type(d) for d in decisions] == [WaitDecision, WaitDecision, WaitDecision, GrantDecision]
 
 
-def test_two_views_take_an_idle_queue_from_each_other_for_ever() -> None:
-    """Each believes that the queue is its own: domain 7.3, the lock flips."""
+def test_two_members_take_an_idle_queue_from_each_other_repeatedly() -> None:
+    """Each believes that the queue is its own; see domain 7.3."""
     table, owner, other = table_of_a(), A, B
     flips = 0
     for token in range(8, 12):
         seen = replace(DRAINED, token=token - 1)
-        while not isinstance(ask(table, other, seen, START_MS), GrantDecision):
+        while not isinstance(poll_table(table, other, seen, START_MS), GrantDecision):
             pass
         hand_over(table, other, token, START_MS)
         owner, other = other, owner
@@ -230,12 +231,13 @@ def test_two_views_take_an_idle_queue_from_each_other_for_ever() -> None:
     assert flips == 4
 
 
-def test_keep_alive_is_an_access() -> None:
+def test_keep_alive_renews_the_owner() -> None:
     table = table_of_a()
     call = KeepAliveCall(incarnation=A, acquire_seq=3, holds=[(KEY, 7)])
     table.keep_alive(call, END_MS)
-    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS), WaitDecision)
-    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS + 1), GrantDecision)
+    expiry_ms = END_MS + DEFIBUS_SILENCE_MS
+    assert isinstance(poll_table(table, B, IN_FLIGHT, expiry_ms), WaitDecision)
+    assert isinstance(poll_table(table, B, IN_FLIGHT, expiry_ms + 1), GrantDecision)
 
 
 # The original, transcribed
@@ -282,7 +284,7 @@ POLLS = st.lists(
 
 
 @given(POLLS)
-def test_any_polls_are_decided_as_the_original_decides_them(
+def test_random_polls_are_decided_like_by_defibus(
     polls: list[tuple[Incarnation, int, int, int]],
 ) -> None:
     original, table, now_ms, token = Original(), LockTable(POLICY), START_MS, 0
@@ -291,7 +293,7 @@ def test_any_polls_are_decided_as_the_original_decides_them(
         own = original.client == client
         acquired = original.update(client, deliver, ack, now_ms)
         seen = Observation(token=token, committed=ack, delivered=deliver)
-        decision = ask(table, client, seen, now_ms)
+        decision = poll_table(table, client, seen, now_ms)
         assert isinstance(decision, GrantDecision) == (acquired or own)
         if isinstance(decision, GrantDecision):
             assert decision.newly_acquired == acquired
@@ -302,7 +304,7 @@ def test_any_polls_are_decided_as_the_original_decides_them(
 # A lock manager with this profile
 
 
-async def test_silent_owner_loses_its_queue_after_100_ms_and_nothing_comes_again_unflagged(
+async def test_silent_owner_loses_its_queue_after_100_ms_and_redeliveries_are_flagged(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -319,16 +321,18 @@ async def test_silent_owner_loses_its_queue_after_100_ms_and_nothing_comes_again
             await s.commit(1, 5)
 
 
-async def test_third_poll_of_a_drained_queue_gets_it_whoever_polls(
+async def test_third_poll_of_a_drained_queue_is_granted_to_any_client(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The owner is heard of all the time: it is evicted alive, as by DeFiBus."""
+    """The owner is active all the time and loses the queue all the same, like in DeFiBus."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, c = await s.leader(profile="defibus"), Member("a"), Member("b"), Member("c")
         generation = await s.set_group(a, b, c)
         await a.acquire(node, generation)
         outcomes = []
         for member in (b, c, b):
-            node.clock.ahead_ms -= 1_000  # the owner was heard of just now, however slow this is
-            outcomes.append(await member.ask(node, generation))
+            node.clock.ahead_ms -= (
+                1_000  # the owner was active just now, however slow the machine is
+            )
+            outcomes.append(await member.acquire_each(node, generation))
         assert [isinstance(outcome[0], BatonError) for outcome in outcomes] == [True, True, False]

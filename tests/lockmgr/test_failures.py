@@ -1,9 +1,8 @@
-"""Goal: whatever is lost or dies between two steps of a hand-over, nothing is granted twice, nobody
-is renewed who should not be, and the queue can be had again.
+"""Goal: after any loss or crash between two steps of a hand-over, no queue is granted twice, no
+invalid owner is renewed, and the queue can be acquired again.
 
-Method: real etcd and offsets; calls to offsets are stopped, lost or repeated by rules, etcd is cut
-off from one lock manager, lock managers crash and others take over. Stories are those of protocol
-section 17.
+Method: real etcd and offsets. Rules block, lose or repeat calls to offsets, one lock manager is cut
+off from etcd, lock managers crash and others take over. Stories are those of protocol section 17.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SHORT = {"slot_ms": 20}
 
 
 class Stop:
-    """A rule that holds calls until told otherwise."""
+    """A rule that blocks calls until they are released."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = asyncio.Event(), asyncio.Event()
@@ -55,21 +54,21 @@ class Stop:
 async def outcome_of(
     member: Member, node: Node, generation: int, **options: Any
 ) -> pb.Grant | BatonError:
-    """What becomes of an Acquire, also if the whole call fails."""
+    """Return the outcome of an Acquire, or the error of the whole call."""
     try:
-        return (await member.ask(node, generation, **options))[0]
+        return (await member.acquire_each(node, generation, **options))[0]
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)
 
 
-async def over(s: Scene, node: Node) -> None:
-    """The lease of every owner is over, here and at offsets."""
+async def expire_leases(s: Scene, node: Node) -> None:
+    """Expire the lease of every owner, at the lock manager and at offsets."""
     node.clock.ahead_ms += LEASE_MS + 1_000
     s.offsets_clock.ahead_ms += LEASE_MS + 1_000
 
 
 async def held_by_a(s: Scene, **settings: Any) -> tuple[Node, Member, Member, int]:
-    """A leader, owner A with token 1, newcomer B, and the generation that B asks by."""
+    """Return a leader, owner A with token 1, client B, and the generation of B."""
     node, a, b = await s.leader(**(SHORT | settings)), Member("a"), Member("b")
     await a.acquire(node, await s.set_group(a))
     return node, a, b, await s.set_group(a, b)
@@ -83,11 +82,11 @@ async def test_story_06_keep_alive_is_pending_from_before_the_fence(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         stop = Stop()
         s.rules.rules["Fence"] = stop.before
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
             await stop.reached.wait()
             assert (await s.progress()).token == 1, "the fence has not landed"
             assert await a.state(node, 1) == "PENDING"
@@ -95,7 +94,7 @@ async def test_story_06_keep_alive_is_pending_from_before_the_fence(
             assert entry.state == pb.LOCK_STATE_PENDING
             assert entry.lease_age_ms > LEASE_MS, "nothing was renewed"
             stop.go_on.set()
-        assert asking.result().token == 2
+        assert acquiring.result().token == 2
         assert await a.state(node, 1) == "NOT_OWNER"
 
 
@@ -104,11 +103,11 @@ async def test_story_07_keep_alive_is_pending_between_fence_and_persist(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         stop = Stop()
         s.rules.rules["Fence"] = stop.after
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
             await stop.reached.wait()
             assert (await s.progress()).token == 2, "the fence has landed"
             stored = await s.stored()
@@ -116,19 +115,19 @@ async def test_story_07_keep_alive_is_pending_between_fence_and_persist(
             assert stored.owner == a.incarnation, "etcd still names A"
             assert await a.state(node, 1) == "PENDING"
             stop.go_on.set()
-        assert asking.result().token == 2
+        assert acquiring.result().token == 2
 
 
-async def test_keep_alive_is_pending_until_it_is_known_that_the_grant_stands(
+async def test_keep_alive_is_pending_until_the_grant_is_known_to_be_persisted(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """etcd has made the transaction, but every answer is lost for a while."""
+    """etcd has applied the transaction, but its answers are lost for a while."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         node.session.lose_txn_answers = True
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
 
             async def persisted() -> bool:
                 stored = await s.stored()
@@ -137,7 +136,7 @@ async def test_keep_alive_is_pending_until_it_is_known_that_the_grant_stands(
             await until(persisted)
             assert await a.state(node, 1) == "PENDING"
             node.session.lose_txn_answers = False
-        assert asking.result().token == 2
+        assert acquiring.result().token == 2
         assert await b.state(node, 2) == "OK"
         assert len(s.rules.fences()) == 2
 
@@ -169,7 +168,7 @@ async def test_fence_whose_answer_is_lost_is_repeated_with_the_same_attempt(
         assert grant.token == (await s.progress()).token == 1
 
 
-async def test_request_that_is_given_up_during_the_fence_leaves_an_orphan_not_a_hole(
+async def test_request_cancelled_during_the_fence_leaves_an_orphan(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -178,9 +177,9 @@ async def test_request_that_is_given_up_during_the_fence_leaves_an_orphan_not_a_
         stop = Stop()
         s.rules.rules["Fence"] = stop.after
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(a.acquire(node, generation))
+            acquiring = tasks.create_task(a.acquire(node, generation))
             await stop.reached.wait()
-            asking.cancel()
+            acquiring.cancel()
         stop.go_on.set()
 
         async def orphaned() -> bool:
@@ -194,16 +193,16 @@ async def test_request_that_is_given_up_during_the_fence_leaves_an_orphan_not_a_
         assert (again.token, again.newly_acquired) == (1, True)
 
 
-async def test_second_request_waits_for_the_hand_over_under_way(
+async def test_second_request_waits_for_the_hand_over_in_progress(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         stop = Stop()
         s.rules.rules["Fence"] = stop.before
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
             await stop.reached.wait()
             with pytest.raises(HandoverPending) as refusal:
                 await a.acquire(node, generation)
@@ -211,30 +210,32 @@ async def test_second_request_waits_for_the_hand_over_under_way(
             waiting = tasks.create_task(outcome_of(a, node, generation, hold_ms=300))
             await until(lambda: waits(node, "a"))
             stop.go_on.set()
-        assert asking.result().token == 2
+        assert acquiring.result().token == 2
         assert not isinstance(waiting.result(), pb.Grant)
         assert await b.state(node, 2) in ("OK", "WANTED")
 
 
-async def test_release_waits_for_the_hand_over_under_way(
+async def test_release_waits_for_the_hand_over_in_progress(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         stop = Stop()
         s.rules.rules["Fence"] = stop.before
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
             await stop.reached.wait()
             releasing = tasks.create_task(a.release(node, 1))
             assert await a.state(node, 1) == "PENDING"
             stop.go_on.set()
         assert releasing.result() == 0
-        assert await b.state(node, asking.result().token) == "OK"
+        assert await b.state(node, acquiring.result().token) == "OK"
 
 
-async def test_offsets_that_lost_the_term_is_told_again(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_term_is_announced_again_to_offsets_that_lost_it(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
@@ -242,7 +243,7 @@ async def test_offsets_that_lost_the_term_is_told_again(etcd_endpoint: str, tmp_
 
         async def forget_once(request: Any, proceed: Any) -> Any:
             del s.rules.rules["Fence"]
-            request.term += 1  # what offsets says to a term it has not heard of
+            request.term += 1  # offsets answers as to an unknown term
             return await proceed()
 
         s.rules.rules["Fence"] = forget_once
@@ -250,10 +251,10 @@ async def test_offsets_that_lost_the_term_is_told_again(etcd_endpoint: str, tmp_
         assert [r.term for method, r in s.rules.seen if method == "Announce"] == announced * 2
 
 
-# etcd changed behind the leader's back
+# etcd changed by another writer
 
 
-async def test_entry_that_was_changed_by_somebody_else_is_not_overwritten(
+async def test_entry_changed_by_another_writer_is_not_overwritten(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -268,19 +269,21 @@ async def test_entry_that_was_changed_by_somebody_else_is_not_overwritten(
         assert refusal.value.facts["phantom"] == "true"
         assert await s.stored() == stored
         assert await a.state(node, 1) == "NOT_OWNER"
-        assert (await a.acquire(node, generation)).token == 3, "2 was fenced for nobody"
+        assert (await a.acquire(node, generation)).token == 3, (
+            "token 2 was issued and not persisted"
+        )
 
 
 # A leader dies, another takes over
 
 
-async def test_held_locks_outlast_the_leader_and_nothing_is_granted_twice(
+async def test_owned_queues_survive_a_new_leader_and_no_queue_is_granted_twice(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """Story 18 as well: the new leader does not start from an empty table."""
+    """Story 18 as well: the new leader does not begin with an empty table."""
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b = await s.leader(**SHORT), Member("a"), Member("b")
-        outcomes = await a.ask(old, await s.set_group(a), range(20))
+        outcomes = await a.acquire_each(old, await s.set_group(a), range(20))
         tokens = [o.token for o in outcomes.values() if isinstance(o, pb.Grant)]
         generation = await s.set_group(a, b)
         await s.deliver(1, 0, 10)
@@ -288,7 +291,7 @@ async def test_held_locks_outlast_the_leader_and_nothing_is_granted_twice(
         await old.crash()
         await until(new.leads)
         assert len(await entries(new)) == 20
-        assert isinstance((await b.ask(new, generation))[0], BatonError)
+        assert isinstance((await b.acquire_each(new, generation))[0], BatonError)
         reports = await a.keep_alive(new, *tokens)
         assert [r.state for r in reports][1:] == [pb.HOLD_STATE_OK] * 19
         assert reports[0].state == pb.HOLD_STATE_WANTED
@@ -298,13 +301,13 @@ async def test_held_locks_outlast_the_leader_and_nothing_is_granted_twice(
         assert len(terms) == 2, "the new leader led at once and did not lose the lead again"
 
 
-async def test_story_18_lease_counts_from_the_start_of_the_new_leader(
+async def test_story_18_lease_restarts_with_the_new_leader(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 10)
-        await over(s, old)
+        await expire_leases(s, old)
         await old.crash()
         new = await s.leader(**SHORT)
         with pytest.raises(BatonError) as refusal:
@@ -313,9 +316,7 @@ async def test_story_18_lease_counts_from_the_start_of_the_new_leader(
         assert await a.state(new, 1) == "WANTED"
 
 
-async def test_leader_that_stops_hands_the_lead_over_at_once(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_stopped_leader_resigns_at_once(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, _, _ = await held_by_a(s, leader_lease_ms=60_000)
         new = await s.lockmgr(leader_lease_ms=60_000)
@@ -327,9 +328,7 @@ async def test_leader_that_stops_hands_the_lead_over_at_once(
         assert await a.state(new, 1) == "OK"
 
 
-async def test_leader_is_registered_as_such_and_a_standby_is_not(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_only_the_leader_is_registered_as_leader(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         first = await s.leader()
         await s.lockmgr()
@@ -348,11 +347,11 @@ async def test_leader_is_registered_as_such_and_a_standby_is_not(
         assert listing.term == (await s.registered("lockmgr"))[0].epoch
 
 
-async def test_deposed_leader_comes_back_as_a_standby(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_deposed_leader_becomes_a_standby(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, _, _ = await held_by_a(s)
         new = await s.lockmgr(**SHORT)
-        await old.lapse()
+        await old.cut_until_leases_expire()
         await until(new.leads)
         old.session.cut = False
 
@@ -368,15 +367,15 @@ async def test_deposed_leader_comes_back_as_a_standby(etcd_endpoint: str, tmp_pa
 async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """Sections 11 and 16: etcd says A/1, offsets 2. A is refused, asks anew, and gets 3."""
+    """Sections 11 and 16: etcd has token 1, offsets has token 2; A acquires again and gets 3."""
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 5)
-        await over(s, old)
+        await expire_leases(s, old)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await _fenced_then_cut(s, old)
-        assert isinstance(asking.result(), NotLeader)
+        assert isinstance(acquiring.result(), NotLeader)
         await old.crash()
         new = await s.leader(**SHORT)
         (entry,) = await entries(new)
@@ -393,13 +392,13 @@ async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(
         assert (await s.progress()).committed_offset == 5
 
 
-async def test_story_12_new_leader_does_not_renew_an_owner_that_was_fenced_out(
+async def test_story_12_new_leader_does_not_renew_a_fenced_owner(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """A phantom is not renewed however often its owner asks, so it ends with the lease."""
+    """The owner of a phantom is not renewed, so the phantom ends with the lease."""
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        await over(s, old)
+        await expire_leases(s, old)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(outcome_of(b, old, generation))
             await _fenced_then_cut(s, old)
@@ -407,7 +406,7 @@ async def test_story_12_new_leader_does_not_renew_an_owner_that_was_fenced_out(
         new = await s.leader(**SHORT)
         for _ in range(3):
             assert await a.state(new, 1) == "NOT_OWNER"
-        await over(s, new)
+        await expire_leases(s, new)
         grant = await b.acquire(new, generation)
         assert grant.token == 3
         assert await a.state(new, 1) == "NOT_OWNER"
@@ -418,15 +417,15 @@ async def test_story_19_late_fence_of_a_deposed_leader_changes_nothing(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        await over(s, old)
+        await expire_leases(s, old)
         stop = Stop()
         s.rules.rules["Fence"] = stop.before
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await stop.reached.wait()
             late = s.rules.seen[-1][1]
-            await old.lapse()
-        assert isinstance(asking.result(), NotLeader)
+            await old.cut_until_leases_expire()
+        assert isinstance(acquiring.result(), NotLeader)
         del s.rules.rules["Fence"]
         new = await s.leader(**SHORT)
         refused = (await s.offsets.Fence(late, timeout=TIMEOUT_S)).outcomes[0].error
@@ -440,11 +439,11 @@ async def test_story_19_late_write_of_a_deposed_leader_changes_nothing(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        await over(s, old)
+        await expire_leases(s, old)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await _fenced_then_cut(s, old)
-        assert isinstance(asking.result(), NotLeader)
+        assert isinstance(acquiring.result(), NotLeader)
         late = next(parts for parts in old.session.stopped if parts["put"])
         assert late["put"][0].key == f"locks/{GROUP}/topic/broker-a/0"
         new = await s.leader(**SHORT)
@@ -456,7 +455,7 @@ async def test_story_19_late_write_of_a_deposed_leader_changes_nothing(
         assert await a.state(new, 3) == "OK"
 
 
-async def test_leader_without_etcd_stops_answering(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_leader_cut_off_from_etcd_stops_answering(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, _, _ = await held_by_a(s)
         node.session.cut = True
@@ -485,7 +484,7 @@ async def test_leader_does_not_serve_before_offsets_knows_its_term(
 
 
 async def _fenced_then_cut(s: Scene, node: Node) -> None:
-    """Let the fence land, and cut the leader off from etcd before it can persist; it gives up."""
+    """Cut the leader off from etcd after its fence and before its write."""
     stop = Stop()
     s.rules.rules["Fence"] = stop.after
     await stop.reached.wait()
@@ -493,7 +492,7 @@ async def _fenced_then_cut(s: Scene, node: Node) -> None:
     del s.rules.rules["Fence"]
     stop.go_on.set()
     await until(lambda: any(parts.get("put") for parts in node.session.stopped))
-    await node.lapse()
+    await node.cut_until_leases_expire()
 
 
 async def _refusal(node: Node) -> BatonError:

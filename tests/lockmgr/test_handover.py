@@ -1,7 +1,7 @@
-"""Goal: a queue that is let go has its next owner in that moment, and every change of hands is
-told: in metrics, in events, in the listing.
+"""Goal: a released queue is granted to a waiting client at once, and metrics, events and the
+listing show every hand-over.
 
-Method: two members pass queues back and forth, over gRPC, with real etcd and offsets on a disk.
+Method: two members hand queues over to each other, over gRPC, with real etcd and offsets on a disk.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ HAND_OVERS = 200
 HOLD_MS = 15_000
 
 
-async def pass_on(s: Scene, node: Node, owner: Member, next_: Member, token: int) -> float:
-    """Let `next_` wait, let `owner` go; seconds from the Close to the grant."""
+async def hand_over(s: Scene, node: Node, owner: Member, next_: Member, token: int) -> float:
+    """Release the queue while `next_` waits; return the seconds from the Close to the grant."""
     generation = await s.set_group(owner, next_)
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
-        asking = tasks.create_task(next_.acquire(node, generation, hold_ms=HOLD_MS))
+        acquiring = tasks.create_task(next_.acquire(node, generation, hold_ms=HOLD_MS))
         await until(lambda: waits(node, next_.client_id))
         await s.deliver(token, token * 10, token * 10 + 10)
         start_s = loop.time()
         await s.close(token, committed=token * 10 + 10)
         assert await owner.release(node, token) == 1
     took_s = loop.time() - start_s
-    grant = asking.result()
+    grant = acquiring.result()
     assert (grant.token, grant.committed_offset) == (token + 1, token * 10 + 10)
     assert (len(grant.maybe_seen), grant.newly_acquired) == (0, True)
     return took_s
 
 
 @pytest.mark.timeout(240)
-async def test_let_go_queue_has_its_next_owner_at_once(etcd_endpoint: str, tmp_path: Path) -> None:
-    """No timer takes part: slots are a minute long. The bound is protocol section 16's."""
+async def test_released_queue_is_granted_to_a_waiting_client_at_once(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Slots are a minute long, so no timer helps. The bound is that of protocol section 16."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, owner, next_ = await s.leader(slot_ms=60_000), Member("a"), Member("b")
         generation = await s.set_group(owner)
-        await owner.ask(node, generation)
+        await owner.acquire_each(node, generation)
         await s.deliver(1, 0, 10)
         await s.commit(1, 10)
         took_s = []
         for token in range(1, HAND_OVERS + 1):
-            took_s.append(await pass_on(s, node, owner, next_, token))
+            took_s.append(await hand_over(s, node, owner, next_, token))
             owner, next_ = next_, owner
         p50_ms, p99_ms = median(took_s) * 1_000, quantiles(took_s, n=100)[98] * 1_000
         print(f"{HAND_OVERS} hand-overs: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms")
@@ -63,13 +65,17 @@ async def test_let_go_queue_has_its_next_owner_at_once(etcd_endpoint: str, tmp_p
         assert count == HAND_OVERS + 1
 
 
-async def test_many_queues_change_hands_together(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_many_queues_are_handed_over_at_the_same_time(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.ask(node, await s.set_group(a), range(64))
+        await a.acquire_each(node, await s.set_group(a), range(64))
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.ask(node, generation, range(64), hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(
+                b.acquire_each(node, generation, range(64), hold_ms=HOLD_MS)
+            )
             await until(lambda: waits(node, "b"))
             async with asyncio.TaskGroup() as closing:
                 for queue_id in range(64):
@@ -77,12 +83,12 @@ async def test_many_queues_change_hands_together(etcd_endpoint: str, tmp_path: P
             async with asyncio.TaskGroup() as releasing:
                 for queue_id in range(64):
                     releasing.create_task(a.release(node, 1, queue_id))
-        tokens = {o.token for o in asking.result().values() if isinstance(o, pb.Grant)}
+        tokens = {o.token for o in acquiring.result().values() if isinstance(o, pb.Grant)}
         assert tokens == {2}
         assert {entry.owner.client_id for entry in await entries(node)} == {"b"}
 
 
-async def test_grants_denials_and_releases_are_told_live(
+async def test_grants_denials_and_releases_are_published_as_events(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -94,7 +100,7 @@ async def test_grants_denials_and_releases_are_told_live(
             await a.acquire(node, await s.set_group(a))
             await s.deliver(1, 0, 3)
             generation = await s.set_group(a, b)
-            assert isinstance((await b.ask(node, generation))[0], BatonError)
+            assert isinstance((await b.acquire_each(node, generation))[0], BatonError)
             node.clock.ahead_ms = s.offsets_clock.ahead_ms = 31_000
             await b.acquire(node, generation)
             await s.close(2)
@@ -127,7 +133,7 @@ async def test_grants_denials_and_releases_are_told_live(
 async def test_entries_are_counted_by_state(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
-        await a.ask(node, await s.set_group(a), range(5))
+        await a.acquire_each(node, await s.set_group(a), range(5))
         await s.close(1)
         await a.release(node, 1)
 

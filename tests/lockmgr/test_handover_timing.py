@@ -1,6 +1,7 @@
-"""Goal: the phases of a hand-over follow each other, and its manner says how it came about.
+"""Goal: the phases of a hand-over are consecutive, and its manner says how the owner lost the
+queue.
 
-Method: plain times; every row of the table.
+Method: plain times.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ A, B = Incarnation("a", 1), Incarnation("b", 1)
 
 
 def passed(
-    told_ms: int | None, freed_ms: int | None, since_ms: int | None, begin_ms: int = 100
+    notified_ms: int | None, freed_ms: int | None, since_ms: int | None, begin_ms: int = 100
 ) -> HandOverTimes:
-    """A hand-over from `A`, which gave the queue back at `freed_ms`, or had it until the fence."""
+    """Return a hand-over from `A`, which owned the queue until `freed_ms`, or until the fence."""
     timings = HandOverTimings()
-    if told_ms is not None:
-        timings.owner_notified(KEY, told_ms)
-        timings.owner_notified(KEY, told_ms + 1_000)  # only the first counts
+    if notified_ms is not None:
+        timings.owner_notified(KEY, notified_ms)
+        timings.owner_notified(KEY, notified_ms + 1_000)  # only the first counts
     owner = None
     if freed_ms is None:
         owner = OwnershipEnd(A, 3, begin_ms)
@@ -42,7 +43,7 @@ def passed(
 
 
 @pytest.mark.parametrize(
-    ("told_ms", "freed_ms", "since_ms", "phases"),
+    ("notified_ms", "freed_ms", "since_ms", "phases"),
     [
         (20, 70, 10, (10, 50, 70)),
         (20, None, 10, (10, 80, 100)),
@@ -55,16 +56,19 @@ def passed(
         (200, 300, 10, (90, 0, 100)),
     ],
 )
-def test_phases_follow_each_other(
-    told_ms: int | None, freed_ms: int | None, since_ms: int | None, phases: tuple[int, int, int]
+def test_phases_are_consecutive(
+    notified_ms: int | None,
+    freed_ms: int | None,
+    since_ms: int | None,
+    phases: tuple[int, int, int],
 ) -> None:
-    found = passed(told_ms, freed_ms, since_ms)
+    found = passed(notified_ms, freed_ms, since_ms)
     assert (found.contend_ms, found.drain_ms, found.end_ms) == phases
     if since_ms is not None:
         assert since_ms + found.contend_ms + found.drain_ms == found.end_ms
 
 
-def test_a_queue_that_comes_back_or_had_no_owner_that_is_known_is_no_hand_over() -> None:
+def test_grant_to_the_previous_or_without_a_known_owner_is_no_hand_over() -> None:
     timings = HandOverTimings()
     assert timings.queue_granted(KEY, None, NextOwner(B, 10, 20)) is None
     timings.ownership_ended(KEY, OwnershipEnd(B, 3, 10))
@@ -73,14 +77,14 @@ def test_a_queue_that_comes_back_or_had_no_owner_that_is_known_is_no_hand_over()
     assert timings.queue_granted(KEY, OwnershipEnd(B, 4, 20), NextOwner(B, 10, 20)) is None
 
 
-def test_another_life_of_the_same_client_is_another_owner() -> None:
+def test_another_incarnation_of_the_same_client_is_another_owner() -> None:
     found = HandOverTimings().queue_granted(
         KEY, OwnershipEnd(A, 3, 20), NextOwner(Incarnation("a", 2), 10, 20)
     )
     assert found is not None
 
 
-def test_a_hand_over_is_forgotten_once_it_is_over() -> None:
+def test_times_of_a_hand_over_are_dropped_after_it() -> None:
     timings = HandOverTimings()
     timings.owner_notified(KEY, 5)
     timings.owner_overdue(KEY)
@@ -114,7 +118,7 @@ def test_a_hand_over_is_forgotten_once_it_is_over() -> None:
         ),
     ],
 )
-def test_manner(
+def test_manner_follows_from_the_end_of_the_ownership_and_the_condition(
     end: OwnershipEnd,
     overdue: bool,
     condition: FenceCondition,

@@ -1,6 +1,6 @@
-"""Goal: what the leader remembers is right: leases, slots, hand-overs under way, waiters.
+"""Goal: the lock table keeps leases, slots, changes in progress and waiters correctly.
 
-Method: a `LockTable` driven with plain values and times of the test's own.
+Method: a `LockTable` driven with plain values and given times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ A, B = Incarnation("a", 1), Incarnation("b", 1)
 POLICY = LockPolicy()
 SLOT_MS, LEASE_MS = POLICY.slot_ms, POLICY.lease_ms
 DRAINED = Observation(token=7, committed=10, delivered=10)
-NEWCOMER = Requester(B, 1, 6)
+OTHER_REQUESTER = Requester(B, 1, 6)
 
 
 def lock_of(owner: Incarnation | None, token: int = 7, acquire_seq: int = 3) -> LockRecord:
@@ -46,11 +46,11 @@ def owned_by_a(*, now_ms: int = 0, offsets_token: int = 7) -> LockTable:
     return table
 
 
-def look(table: LockTable, seen: Observation, now_ms: int, key: GroupQueue = KEY) -> None:
+def observe(table: LockTable, seen: Observation, now_ms: int, key: GroupQueue = KEY) -> None:
     table.end_observation(key, seen, table.begin_observation(key), now_ms)
 
 
-def decide(table: LockTable, now_ms: int, requester: Requester = NEWCOMER) -> Decision:
+def decide(table: LockTable, now_ms: int, requester: Requester = OTHER_REQUESTER) -> Decision:
     decision = table.decide(KEY, requester, now_ms)
     assert decision is not None
     return decision
@@ -78,23 +78,23 @@ def lease_age_ms(table: LockTable, now_ms: int) -> int:
 # Slots
 
 
-def test_drained_queue_passes_after_three_slots_without_change() -> None:
+def test_drained_queue_is_granted_after_three_slots_without_a_change() -> None:
     table = owned_by_a()
     for slot in range(4):
-        look(table, DRAINED, slot * SLOT_MS)
+        observe(table, DRAINED, slot * SLOT_MS)
         assert isinstance(
             decide(table, slot * SLOT_MS), GrantDecision if slot == 3 else WaitDecision
         )
 
 
-def test_fifty_contenders_steal_no_sooner_than_one() -> None:
-    """However often the queue is looked at, a slot counts once."""
+def test_fifty_requesters_get_the_queue_no_sooner_than_one() -> None:
+    """A slot counts once, however often the queue is observed in it."""
     table = owned_by_a()
     granted_ms = None
     for now_ms in range(0, 4 * SLOT_MS, 10):
-        for contender in range(50):
-            look(table, DRAINED, now_ms)
-            requester = Requester(Incarnation(f"c{contender}", 1), 1, 6)
+        for number in range(50):
+            observe(table, DRAINED, now_ms)
+            requester = Requester(Incarnation(f"c{number}", 1), 1, 6)
             if isinstance(decide(table, now_ms, requester), GrantDecision):
                 granted_ms = now_ms
                 break
@@ -110,44 +110,44 @@ def test_fifty_contenders_steal_no_sooner_than_one() -> None:
         Observation(token=7, committed=10, delivered=11, unacked_count=1),
     ],
 )
-def test_change_of_delivered_or_committed_starts_the_slots_anew(change: Observation) -> None:
+def test_change_of_delivered_or_committed_resets_the_slots(change: Observation) -> None:
     table = owned_by_a()
     for slot in range(3):
-        look(table, DRAINED, slot * SLOT_MS)
+        observe(table, DRAINED, slot * SLOT_MS)
     drained_again = Observation(token=7, committed=11, delivered=11)
-    look(table, change, 2 * SLOT_MS + 1)
-    look(table, drained_again, 3 * SLOT_MS)
+    observe(table, change, 2 * SLOT_MS + 1)
+    observe(table, drained_again, 3 * SLOT_MS)
     assert isinstance(decide(table, 3 * SLOT_MS), WaitDecision)
     for slot in range(4, 7):
-        look(table, drained_again, slot * SLOT_MS + 1)
+        observe(table, drained_again, slot * SLOT_MS + 1)
     assert isinstance(decide(table, 6 * SLOT_MS + 1), GrantDecision)
 
 
-def test_access_of_the_owner_does_not_start_the_slots_anew() -> None:
+def test_keep_alive_of_the_owner_does_not_reset_the_slots() -> None:
     table = owned_by_a()
     for slot in range(4):
         keep_alive(table, slot * SLOT_MS)
-        look(table, DRAINED, slot * SLOT_MS)
+        observe(table, DRAINED, slot * SLOT_MS)
     assert isinstance(decide(table, 3 * SLOT_MS), GrantDecision)
 
 
-def test_slots_do_not_outlast_a_hand_over() -> None:
+def test_slots_are_reset_by_a_hand_over() -> None:
     table = owned_by_a()
     for slot in range(4):
-        look(table, DRAINED, slot * SLOT_MS)
+        observe(table, DRAINED, slot * SLOT_MS)
     table.begin_change(KEY, ChangeStep.FENCE)
     lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
     table.end_granted(KEY, lock, 2, 3 * SLOT_MS, newly_acquired=True)
-    look(table, Observation(token=8, committed=10, delivered=10), 4 * SLOT_MS)
+    observe(table, Observation(token=8, committed=10, delivered=10), 4 * SLOT_MS)
     assert isinstance(decide(table, 4 * SLOT_MS, Requester(A, 4, 7)), WaitDecision)
 
 
-def test_contenders_share_one_observation_per_slot() -> None:
+def test_requesters_share_one_observation_per_slot() -> None:
     table = owned_by_a()
-    assert table.needs_observation(KEY, NEWCOMER, 0)
-    look(table, DRAINED, 0)
-    assert not table.needs_observation(KEY, NEWCOMER, SLOT_MS - 1)
-    assert table.needs_observation(KEY, NEWCOMER, SLOT_MS)
+    assert table.needs_observation(KEY, OTHER_REQUESTER, 0)
+    observe(table, DRAINED, 0)
+    assert not table.needs_observation(KEY, OTHER_REQUESTER, SLOT_MS - 1)
+    assert table.needs_observation(KEY, OTHER_REQUESTER, SLOT_MS)
 
 
 def test_failed_observation_waits_for_its_slot() -> None:
@@ -156,19 +156,19 @@ def test_failed_observation_waits_for_its_slot() -> None:
     assert table.due_ms(KEY, 100) == SLOT_MS
 
 
-def test_own_request_of_the_owner_is_decided_on_a_fresh_observation() -> None:
+def test_request_of_the_owner_needs_a_new_observation() -> None:
     table = owned_by_a()
-    look(table, DRAINED, 0)
+    observe(table, DRAINED, 0)
     assert table.needs_observation(KEY, Requester(A, 4, 5), 1)
 
 
 def test_observation_that_spans_a_hand_over_is_not_used() -> None:
     table = owned_by_a()
-    stamp = table.begin_observation(KEY)
+    version = table.begin_observation(KEY)
     table.begin_change(KEY, ChangeStep.FENCE)
     lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
     table.end_granted(KEY, lock, 2, 10, newly_acquired=True)
-    table.end_observation(KEY, DRAINED, stamp, 20)
+    table.end_observation(KEY, DRAINED, version, 20)
     entry = table.get(KEY)
     assert entry is not None
     assert entry.observation is None
@@ -178,28 +178,28 @@ def test_observation_that_spans_a_hand_over_is_not_used() -> None:
 # Keep-alives
 
 
-def test_keep_alive_of_the_owner_starts_its_lease_anew() -> None:
+def test_keep_alive_of_the_owner_renews_its_lease() -> None:
     table = owned_by_a()
     assert keep_alive(table, LEASE_MS) is HoldState.OK
     assert lease_age_ms(table, LEASE_MS) == 0
-    look(table, DRAINED, LEASE_MS + 1)
+    observe(table, DRAINED, LEASE_MS + 1)
     assert isinstance(decide(table, LEASE_MS + 1), WaitDecision)
 
 
-def test_keep_alive_after_the_lease_saves_it_if_nobody_has_begun_to_take_it() -> None:
+def test_keep_alive_renews_an_expired_lease_before_a_hand_over_begins() -> None:
     table = owned_by_a()
     assert keep_alive(table, LEASE_MS + 1) is HoldState.OK
     assert lease_age_ms(table, LEASE_MS + 1) == 0
 
 
 @pytest.mark.parametrize("token", [6, 8])
-def test_keep_alive_with_another_token_is_not_the_owners(token: int) -> None:
+def test_keep_alive_with_another_token_does_not_renew(token: int) -> None:
     table = owned_by_a()
     assert keep_alive(table, 5, token) is HoldState.NOT_OWNER
     assert lease_age_ms(table, 5) == 5
 
 
-def test_keep_alive_of_somebody_else_tells_the_entrys_token() -> None:
+def test_keep_alive_of_another_client_reports_the_token_of_the_entry() -> None:
     table = owned_by_a()
     call = KeepAliveCall(incarnation=B, acquire_seq=1, holds=[(KEY, 7), (OTHER, 7)])
     reports = table.keep_alive(call, 5)
@@ -209,7 +209,7 @@ def test_keep_alive_of_somebody_else_tells_the_entrys_token() -> None:
     ]
 
 
-def test_keep_alive_tells_the_owner_who_waits_longest() -> None:
+def test_keep_alive_reports_the_client_that_waits_longest() -> None:
     table = owned_by_a()
     table.add_waiter(KEY, B, 5)
     table.add_waiter(KEY, Incarnation("c", 1), 6)
@@ -221,7 +221,7 @@ def test_keep_alive_tells_the_owner_who_waits_longest() -> None:
     assert lease_age_ms(table, 10) == 0
 
 
-def test_waiter_is_forgotten_once_it_has_not_asked_for_long() -> None:
+def test_waiter_is_dropped_some_time_after_its_last_request() -> None:
     table = owned_by_a()
     table.add_waiter(KEY, B, 0)
     table.drop_old_waiters(POLICY.waiter_memory_ms)
@@ -230,7 +230,7 @@ def test_waiter_is_forgotten_once_it_has_not_asked_for_long() -> None:
     assert keep_alive(table, POLICY.waiter_memory_ms + 1) is HoldState.OK
 
 
-def test_held_call_counts_as_waiting_as_long_as_it_lasts() -> None:
+def test_held_request_counts_as_waiting_until_it_ends() -> None:
     table = owned_by_a()
     table.add_waiter(KEY, B, 0, held_delta=1)
     table.drop_old_waiters(POLICY.waiter_memory_ms * 5)
@@ -240,25 +240,25 @@ def test_held_call_counts_as_waiting_as_long_as_it_lasts() -> None:
     assert keep_alive(table, 1) is HoldState.OK
 
 
-def test_repeated_grant_starts_the_lease_anew() -> None:
-    """Its owner counts the lease from the request that was repeated."""
+def test_repeated_grant_renews_the_lease() -> None:
+    """The owner's lease starts when it sends the repeated request."""
     table = owned_by_a()
     table.renew_lease(KEY, 20_000)
     assert lease_age_ms(table, 20_000) == 0
 
 
-def test_story_06_keep_alive_while_the_queue_is_being_taken_renews_nothing() -> None:
-    """Fence(IDLE) is on its way: an owner renewed now would start what the new one gets too."""
+def test_story_06_keep_alive_during_a_fence_does_not_renew() -> None:
+    """A renewed owner would start messages that the new owner gets too."""
     table = owned_by_a()
-    look(table, DRAINED, LEASE_MS + 1)
+    observe(table, DRAINED, LEASE_MS + 1)
     assert decide(table, LEASE_MS + 1) == GrantDecision((FenceCondition.IDLE,), 7)
     table.begin_change(KEY, ChangeStep.FENCE)
     assert keep_alive(table, LEASE_MS + 2) is HoldState.PENDING
     assert lease_age_ms(table, LEASE_MS + 2) == LEASE_MS + 2
 
 
-def test_story_07_keep_alive_between_fence_and_persist_renews_nothing() -> None:
-    """etcd still names the old owner, but its token is dead already."""
+def test_story_07_keep_alive_between_fence_and_persist_does_not_renew() -> None:
+    """etcd still has the old owner, but its token is invalid already."""
     table = owned_by_a()
     pending = table.begin_change(KEY, ChangeStep.FENCE)
     pending.step = ChangeStep.PERSIST
@@ -269,14 +269,14 @@ def test_story_07_keep_alive_between_fence_and_persist_renews_nothing() -> None:
     assert keep_alive(table, 30) is HoldState.NOT_OWNER
 
 
-def test_keep_alive_after_a_refused_hand_over_renews_again() -> None:
+def test_keep_alive_after_a_rejected_hand_over_renews_again() -> None:
     table = owned_by_a()
     table.begin_change(KEY, ChangeStep.FENCE)
     table.end_unchanged(KEY)
     assert keep_alive(table, 10) is HoldState.OK
 
 
-def test_fenced_owner_whose_successor_was_not_persisted_is_not_renewed() -> None:
+def test_fenced_owner_without_a_persisted_successor_is_not_renewed() -> None:
     table = owned_by_a()
     table.begin_change(KEY, ChangeStep.FENCE)
     table.end_reloaded(KEY, lock_of(A), 1, fenced=True)
@@ -287,7 +287,7 @@ def test_fenced_owner_whose_successor_was_not_persisted_is_not_renewed() -> None
 
 
 def test_story_12_new_leader_does_not_renew_a_phantom() -> None:
-    """The leader before fenced the owner out and died before it could persist the successor."""
+    """The previous leader fenced the owner and crashed before it persisted the next one."""
     table = owned_by_a(offsets_token=8)
     assert keep_alive(table, 10) is HoldState.NOT_OWNER
     assert lease_age_ms(table, 10) == 10
@@ -303,25 +303,25 @@ def test_phantom_ends_when_its_owner_is_granted_the_queue_again() -> None:
     assert keep_alive(table, 20, 9, seq=4) is HoldState.OK
 
 
-def test_owner_whose_token_is_seen_to_be_dead_is_not_renewed() -> None:
+def test_owner_with_an_invalid_token_at_offsets_is_not_renewed() -> None:
     table = owned_by_a()
-    look(table, Observation(token=8, closed=True), 5)
+    observe(table, Observation(token=8, closed=True), 5)
     assert keep_alive(table, 10) is HoldState.NOT_OWNER
 
 
-def test_entry_that_the_owner_does_not_list_is_reported_as_orphan() -> None:
+def test_entry_not_listed_by_its_owner_is_reported_as_orphan() -> None:
     table = owned_by_a()
     reports = table.keep_alive(KeepAliveCall(incarnation=A, acquire_seq=3, holds=[]), 10)
     assert [(r.key, r.state, r.token) for r in reports] == [(KEY, HoldState.ORPHAN, 7)]
     assert lease_age_ms(table, 10) == 10
 
 
-def test_entry_whose_answer_is_on_its_way_is_no_orphan() -> None:
+def test_entry_whose_grant_is_in_flight_is_no_orphan() -> None:
     table = owned_by_a()
     assert table.keep_alive(KeepAliveCall(incarnation=A, acquire_seq=2, holds=[]), 10) == []
 
 
-def test_evicted_owner_is_told_and_renewed_for_a_minute() -> None:
+def test_evicted_owner_is_notified_and_renewed_for_a_minute() -> None:
     table = owned_by_a()
     assert keep_alive(table, 1_000, evicted=True) is HoldState.WANTED
     last_ms = 1_000 + POLICY.evicted_renewal_ms
@@ -330,7 +330,7 @@ def test_evicted_owner_is_told_and_renewed_for_a_minute() -> None:
     assert lease_age_ms(table, last_ms + 1) == 1
 
 
-def test_owner_that_is_a_member_again_is_renewed_as_before() -> None:
+def test_owner_that_rejoins_its_group_is_renewed_as_before() -> None:
     table = owned_by_a()
     keep_alive(table, 0, evicted=True)
     assert keep_alive(table, 50_000) is HoldState.OK
@@ -349,7 +349,7 @@ def test_second_hand_over_of_a_queue_waits_for_the_first() -> None:
     assert isinstance(decision.error, HandoverPending)
 
 
-def test_grant_names_the_time_since_the_new_owner_was_first_refused() -> None:
+def test_grant_reports_the_time_since_the_first_refusal_of_the_new_owner() -> None:
     table = owned_by_a()
     table.add_waiter(KEY, B, 100)
     table.add_waiter(KEY, B, 400)
@@ -369,7 +369,7 @@ def test_freed_entry_keeps_token_and_generation() -> None:
     assert table.keep_alive(KeepAliveCall(incarnation=A, acquire_seq=9, holds=[]), 10) == []
 
 
-def test_release_needs_owner_and_token() -> None:
+def test_release_requires_owner_and_token() -> None:
     table = owned_by_a()
     assert table.owns(KEY, A, 7)
     assert not table.owns(KEY, A, 6)
@@ -377,39 +377,39 @@ def test_release_needs_owner_and_token() -> None:
     assert not table.owns(OTHER, A, 7)
 
 
-def test_freed_queue_is_decided_on_what_was_seen_of_its_token() -> None:
-    """The next owner need not wait for an observation."""
+def test_freed_queue_keeps_the_observation_of_its_token() -> None:
+    """The next owner does not wait for an observation."""
     table = owned_by_a()
-    look(table, Observation(token=7, committed=10, delivered=12, unacked_count=2), 0)
+    observe(table, Observation(token=7, committed=10, delivered=12, unacked_count=2), 0)
     error = decide(table, 1)
     assert isinstance(error, WaitDecision)
     assert isinstance(error.error, Unacked)
     table.begin_change(KEY, ChangeStep.RELEASE)
     table.end_freed(KEY, LockRecord(token=7, generation=5), 2)
-    assert not table.needs_observation(KEY, NEWCOMER, 2)
+    assert not table.needs_observation(KEY, OTHER_REQUESTER, 2)
     assert decide(table, 2) == GrantDecision(
         (FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE), 7
     )
 
 
-def test_contradicted_observation_is_made_anew() -> None:
+def test_contradicted_observation_is_repeated() -> None:
     table = owned_by_a()
-    look(table, DRAINED, 0)
+    observe(table, DRAINED, 0)
     table.discard_observation(KEY)
-    assert table.decide(KEY, NEWCOMER, 1) is None
-    assert table.needs_observation(KEY, NEWCOMER, 1)
+    assert table.decide(KEY, OTHER_REQUESTER, 1) is None
+    assert table.needs_observation(KEY, OTHER_REQUESTER, 1)
 
 
-def test_leases_count_from_the_start_of_the_leader() -> None:
+def test_leases_start_with_the_term() -> None:
     table = owned_by_a(now_ms=1_000_000)
-    look(table, DRAINED, 1_000_000)
+    observe(table, DRAINED, 1_000_000)
     decision = decide(table, 1_000_000 + LEASE_MS)
     assert isinstance(decision, WaitDecision)
     assert isinstance(decision.error, Held)
     assert isinstance(decide(table, 1_000_001 + LEASE_MS), GrantDecision)
 
 
-def test_entries_come_in_order_and_by_filter() -> None:
+def test_entries_are_listed_in_order_and_filtered() -> None:
     table = LockTable(POLICY)
     keys = [GroupQueue(g, t, "b", q) for g in ("g", "h") for t in ("t", "u") for q in (2, 10)]
     for key in reversed(keys):
@@ -420,9 +420,9 @@ def test_entries_come_in_order_and_by_filter() -> None:
     assert table.counts()[LockState.HELD] == 8
 
 
-def test_queue_that_was_only_asked_for_leaves_nothing_behind() -> None:
+def test_entry_of_a_queue_that_was_only_requested_is_dropped() -> None:
     table = LockTable(POLICY)
-    look(table, Observation(), 0)
+    observe(table, Observation(), 0)
     table.add_waiter(KEY, B, 0)
     table.drop_old_waiters(POLICY.waiter_memory_ms + 1)
     assert table.get(KEY) is None

@@ -1,6 +1,6 @@
-"""Goal: a new lock manager knows the tokens of all queues, or says that it does not.
+"""Goal: Announce returns the tokens of all queues, or fails.
 
-Method: the calls of one term, against an offsets twin behind a real channel that tells in parts.
+Method: an offsets twin behind a real channel that answers in pages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Parts(pb_grpc.OffsetsServiceServicer):
-    """Tells of two groups, each in an answer of its own.
+    """An offsets twin that answers Announce with one page for each of two groups.
 
     Attributes:
-        epochs: Of the answers to come.
+        epochs: Of the next answers.
     """
 
     def __init__(self, epochs: Sequence[int]) -> None:
@@ -55,7 +55,7 @@ class Parts(pb_grpc.OffsetsServiceServicer):
 
 
 class OnePeer:
-    """The way to the twin."""
+    """The channel to the twin."""
 
     def __init__(self, stub: pb_grpc.OffsetsServiceAsyncStub) -> None:
         self._stub = stub
@@ -79,7 +79,7 @@ async def term(twin: Parts) -> AsyncIterator[OffsetsClient]:
         running.cancel()
 
 
-async def test_all_parts_are_asked_for() -> None:
+async def test_announce_reads_all_pages() -> None:
     twin = Parts(epochs=[3, 3])  # type: ignore[abstract]
     async with term(twin) as offsets:
         tokens = await offsets.announce("offsets")
@@ -91,7 +91,7 @@ async def test_all_parts_are_asked_for() -> None:
     assert twin.asked == ["", "first"]
 
 
-async def test_parts_of_two_leaders_make_no_whole() -> None:
+async def test_announce_fails_if_the_pages_come_from_two_leaders() -> None:
     twin = Parts(epochs=[3, 4, 4, 4])  # type: ignore[abstract]
     async with term(twin) as offsets:
         with pytest.raises(Unreachable):

@@ -1,7 +1,7 @@
-"""Goal: a set of offsets that does not answer holds up its own groups, and no others.
+"""Goal: a replica set of offsets that does not answer delays its own groups, and no others.
 
-Method: a lock manager between a real etcd and a real offsets service; a second group is kept, as
-etcd says, by a set that is not there, until etcd says otherwise.
+Method: a lock manager with a real etcd and a real offsets service. A second group is placed at a
+set that does not exist, until the test moves it to the real one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def far_queue() -> queue_pb2.GroupQueue:
 
 
 async def far_group(s: Scene, member: Member, token: int = 0) -> None:
-    """A group that a set keeps which is away; `member` owns its queue if there is a token."""
+    """Place a group at an absent set; `member` owns its queue if there is a token."""
     group = StoredGroup(
         name=FAR,
         generation=1,
@@ -60,7 +60,7 @@ async def state(node: Node, member: Member, token: int) -> str:
     return pb.HoldState.Name(report.state).removeprefix("HOLD_STATE_")
 
 
-async def ask(node: Node, member: Member, seq: int) -> pb.Grant | BatonError:
+async def acquire(node: Node, member: Member, seq: int) -> pb.Grant | BatonError:
     request = pb.AcquireRequest(
         incarnation=member.incarnation,
         acquire_seq=seq,
@@ -72,10 +72,10 @@ async def ask(node: Node, member: Member, seq: int) -> pb.Grant | BatonError:
     raise AssertionError("no outcome")
 
 
-async def test_a_new_leader_does_not_wait_for_a_set_that_is_away(
+async def test_new_leader_does_not_wait_for_an_absent_set(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """Of its groups nobody is renewed and nobody gets a queue; they come to life when it does."""
+    """Queues of its groups are neither renewed nor granted until the set answers."""
     async with scene(etcd_endpoint, tmp_path) as s:
         here, far = Member("here"), Member("far")
         await far_group(s, far, token=5)
@@ -83,7 +83,7 @@ async def test_a_new_leader_does_not_wait_for_a_set_that_is_away(
         assert (await here.acquire(node, await s.set_group(here))).token == 1
         assert await here.state(node, 1) == "OK"
         assert await state(node, far, 5) == "PENDING"
-        refusal = await ask(node, far, 7)
+        refusal = await acquire(node, far, 7)
         assert isinstance(refusal, BatonError)
         assert refusal.reason == "HANDOVER_PENDING"
         assert refusal.facts["step"] == "announce"
@@ -93,19 +93,19 @@ async def test_a_new_leader_does_not_wait_for_a_set_that_is_away(
             return await state(node, far, 5) == "NOT_OWNER"
 
         await until(confirmed)
-        grant = await ask(node, far, 8)
+        grant = await acquire(node, far, 8)
         assert isinstance(grant, pb.Grant)
         assert grant.token == 6, "greater than the one in etcd"
         assert grant.offsets_set == "offsets"
 
 
-async def test_a_queue_of_a_set_that_is_away_is_refused_and_others_are_granted(
+async def test_queue_of_an_absent_set_is_refused_and_others_are_granted(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, here, far = await s.leader(), Member("here"), Member("far")
         await far_group(s, far)
-        refusal = await ask(node, far, 1)
+        refusal = await acquire(node, far, 1)
         assert isinstance(refusal, BatonError)
         assert refusal.reason == "OFFSETS_UNREACHABLE"
         assert (await here.acquire(node, await s.set_group(here))).token == 1

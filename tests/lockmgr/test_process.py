@@ -1,7 +1,6 @@
 """The lock manager as a process.
 
-Goal: `python -m batonmq_server.lockmgr` leads, leaves its locks to the next process, and ends
-cleanly.
+Goal: `python -m batonmq_server.lockmgr` leads, its locks survive it, and it stops cleanly.
 
 Method: real lock manager processes and a real etcd; offsets runs in the test's process.
 """
@@ -29,7 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 @asynccontextmanager
 async def process(s: Scene, number: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A lock manager process of the scene's cluster; killed at the end if it still runs."""
+    """Run a lock manager process in the scene's cluster; kill it at the end of the block."""
     env = {
         "BATON_LOCKMGR_CLUSTER": s.cluster,
         "BATON_LOCKMGR_ETCD": s.endpoint,
@@ -50,7 +49,7 @@ async def process(s: Scene, number: int) -> AsyncIterator[asyncio.subprocess.Pro
 
 @asynccontextmanager
 async def leading(s: Scene, number: int) -> AsyncIterator[pb_grpc.LockmgrServiceAsyncStub]:
-    """A stub for that process, once it leads."""
+    """Return a stub for the process, once it leads."""
 
     async def address() -> str:
         nodes = await s.registered("lockmgr")
@@ -62,7 +61,7 @@ async def leading(s: Scene, number: int) -> AsyncIterator[pb_grpc.LockmgrService
         yield pb_grpc.LockmgrServiceStub(channel)
 
 
-async def test_locks_outlast_kill_9_and_sigterm(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_locks_survive_kill_9_and_sigterm(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         a = Member("a")
         generation = await s.set_group(a)
@@ -79,7 +78,7 @@ async def test_locks_outlast_kill_9_and_sigterm(etcd_endpoint: str, tmp_path: Pa
         assert (await s.progress()).token == grant.token
 
 
-async def test_held_request_is_ended_by_sigterm_with_a_reason(
+async def test_sigterm_ends_a_held_request_with_a_reason(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -89,7 +88,7 @@ async def test_held_request_is_ended_by_sigterm_with_a_reason(
             await s.deliver(1, 0, 5)
             generation = await s.set_group(a, b)
             async with asyncio.TaskGroup() as tasks:
-                asking = tasks.create_task(b.refusal(stub, generation, hold_ms=15_000))
+                acquiring = tasks.create_task(b.refusal(stub, generation, hold_ms=15_000))
 
                 async def waiting() -> bool:
                     entries = (await stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries
@@ -97,11 +96,11 @@ async def test_held_request_is_ended_by_sigterm_with_a_reason(
 
                 await until(waiting)
                 running.send_signal(signal.SIGTERM)
-            assert asking.result().reason == "NOT_SERVING"
+            assert acquiring.result().reason == "NOT_SERVING"
             assert await running.wait() == 0
 
 
-async def test_settings_are_shown_and_unknown_ones_refused() -> None:
+async def test_settings_are_printed_and_unknown_ones_rejected() -> None:
     async def run(*arguments: str, **env: str) -> tuple[int | None, bytes, bytes]:
         running = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -1,7 +1,7 @@
-"""Goal: what is closed goes back by one call, an operator can take any queue and leaves a record,
-and one call tells all that is known of a queue.
+"""Goal: ReleaseAll frees closed queues, ForceRelease takes any queue and records it, and Describe
+returns all details of a queue.
 
-Method: lock managers with real etcd and offsets over gRPC; answers are lost and leaders die.
+Method: lock managers with real etcd and offsets over gRPC; answers are lost and leaders crash.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEASE_MS = 30_000
 
 
 async def force(node: Node, op_id: str = "op-1", queue_id: int = 0) -> pb.ForceReleaseResponse:
-    """Take a queue; raises the refusal."""
+    """Force the release of a queue; raise the error if it is rejected."""
     request = pb.ForceReleaseRequest(
         queue=queue(queue_id), op_id=op_id, by="operator", reason="stuck handler"
     )
@@ -56,19 +56,19 @@ async def force(node: Node, op_id: str = "op-1", queue_id: int = 0) -> pb.ForceR
 
 
 async def lost(*_: Any) -> Any:
-    """A rule: the call fails before it is carried out."""
+    """Fail a call before it is carried out (a rule)."""
     raise Unreachable("lost on the way")
 
 
 # ReleaseAll
 
 
-async def test_release_all_frees_what_is_closed_or_drained_and_names_what_is_in_hand(
+async def test_release_all_frees_closed_or_drained_queues_and_lists_the_others(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
-        await a.ask(node, await s.set_group(a), range(5))
+        await a.acquire_each(node, await s.set_group(a), range(5))
         for queue_id in (1, 4):
             await s.deliver(1, 0, 3, queue_id=queue_id)
         for queue_id in (0, 2):
@@ -102,18 +102,20 @@ async def test_release_all_of_another_group_or_client_frees_nothing(
         assert (await a.release_all(node, group="group")).released_count == 1
 
 
-async def test_release_all_wakes_those_who_wait(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_release_all_wakes_waiting_requests(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.ask(node, await s.set_group(a), range(3))
+        await a.acquire_each(node, await s.set_group(a), range(3))
         generation = await s.set_group(b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.ask(node, generation, range(3), hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(
+                b.acquire_each(node, generation, range(3), hold_ms=HOLD_MS)
+            )
             await until(lambda: waits(node, "b"))
             for queue_id in range(3):
                 await s.close(1, queue_id=queue_id)
             assert (await a.release_all(node)).released_count == 3
-        assert all(isinstance(outcome, pb.Grant) for outcome in asking.result().values())
+        assert all(isinstance(outcome, pb.Grant) for outcome in acquiring.result().values())
 
 
 async def test_release_all_without_offsets_frees_nothing(
@@ -133,7 +135,7 @@ async def test_release_all_without_offsets_frees_nothing(
 # ForceRelease
 
 
-async def test_forced_queue_is_nobodys_its_owner_is_fenced_and_its_messages_are_flagged(
+async def test_forced_queue_is_free_its_owner_is_fenced_and_its_messages_are_flagged(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -168,20 +170,22 @@ async def test_forced_queue_is_nobodys_its_owner_is_fenced_and_its_messages_are_
         assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(4, 10)]
 
 
-async def test_forced_queue_goes_to_who_waits_for_it(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_forced_queue_is_granted_to_a_waiting_client(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
         await a.acquire(node, await s.set_group(a))
         await s.deliver(1, 0, 10)
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await force(node)
-        assert asking.result().token == 3
+        assert acquiring.result().token == 3
 
 
-async def test_repeated_operation_changes_nothing_whoever_owns_the_queue_by_then(
+async def test_repeated_operation_changes_nothing_under_a_new_owner(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -220,7 +224,7 @@ async def test_operation_whose_leader_dies_before_it_is_persisted_can_be_repeate
         async def cut_after(request: Any, proceed: Any) -> Any:
             del s.rules.rules["Fence"]
             answer = await proceed()
-            old.session.lapse()
+            old.session.cut_until_leases_expire()
             return answer
 
         s.rules.rules["Fence"] = cut_after
@@ -235,7 +239,7 @@ async def test_operation_whose_leader_dies_before_it_is_persisted_can_be_repeate
         assert answer.maybe_seen_count == 3
 
 
-async def test_queue_that_nobody_has_owned_can_not_be_forced(
+async def test_queue_that_was_never_owned_can_not_be_forced(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -259,7 +263,7 @@ async def test_fence_whose_answer_is_lost_forces_once(etcd_endpoint: str, tmp_pa
         assert (await force(node)).token == (await s.progress()).token == 2
 
 
-async def test_owner_that_was_forced_out_can_have_the_queue_again(
+async def test_previous_owner_of_a_forced_queue_can_acquire_it_again(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -276,18 +280,18 @@ async def test_owner_that_was_forced_out_can_have_the_queue_again(
 # Describe
 
 
-async def test_description_of_a_queue_that_nobody_has_owned(
+async def test_description_of_a_queue_that_was_never_owned_is_free(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node = await s.leader()
-        told = await describe(node)
-        assert (told.entry.state, told.entry.token) == (pb.LOCK_STATE_FREE, 0)
-        assert (told.entry.queue, told.term > 0) == (queue(), True)
-        assert await entries(node) == [], "asking leaves nothing behind"
+        described = await describe(node)
+        assert (described.entry.state, described.entry.token) == (pb.LOCK_STATE_FREE, 0)
+        assert (described.entry.queue, described.term > 0) == (queue(), True)
+        assert await entries(node) == [], "acquiring leaves nothing behind"
 
 
-async def test_description_tells_lease_evidence_and_refusals(
+async def test_description_has_lease_owner_state_and_refusals(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -301,15 +305,15 @@ async def test_description_tells_lease_evidence_and_refusals(
             await b.acquire(node, generation, hold_ms=100)
         await Member("x").refusal(node, generation)
         node.clock.ahead_ms = 10_000
-        told = await describe(node)
-        assert (told.entry.owner, told.entry.token) == (a.incarnation, 1)
-        assert (told.offsets_token, told.owner_evicted) == (1, False)
-        assert 10_000 <= told.entry.lease_age_ms < 20_000
-        assert told.lease_left_ms == LEASE_MS - told.entry.lease_age_ms
-        reasons = [(denial.client_id, denial.error.reason) for denial in told.denials]
+        described = await describe(node)
+        assert (described.entry.owner, described.entry.token) == (a.incarnation, 1)
+        assert (described.offsets_token, described.owner_evicted) == (1, False)
+        assert 10_000 <= described.entry.lease_age_ms < 20_000
+        assert described.lease_left_ms == LEASE_MS - described.entry.lease_age_ms
+        reasons = [(denial.client_id, denial.error.reason) for denial in described.denials]
         assert reasons == [("x", error_pb2.REASON_NOT_MEMBER), ("b", error_pb2.REASON_UNACKED)]
-        assert all(10_000 <= denial.age_ms < 20_000 for denial in told.denials)
-        assert list(told.entry.waiters) == ["b"]
+        assert all(10_000 <= denial.age_ms < 20_000 for denial in described.denials)
+        assert list(described.entry.waiters) == ["b"]
         await s.set_group(b)
 
         async def evicted() -> bool:
@@ -320,7 +324,7 @@ async def test_description_tells_lease_evidence_and_refusals(
         assert (await describe(node)).lease_left_ms == 0
 
 
-async def test_description_tells_how_far_a_hand_over_is(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_description_has_the_step_of_a_hand_over(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
@@ -335,30 +339,31 @@ async def test_description_tells_how_far_a_hand_over_is(etcd_endpoint: str, tmp_
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(a.acquire(node, generation))
             await reached.wait()
-            told = await describe(node)
-            assert (told.entry.state, told.pending_step) == (pb.LOCK_STATE_PENDING, "fence")
-            assert told.pending_attempt == s.rules.fences()[0].attempt
+            described = await describe(node)
+            assert (described.entry.state, described.pending_step) == (
+                pb.LOCK_STATE_PENDING,
+                "fence",
+            )
+            assert described.pending_attempt == s.rules.fences()[0].attempt
             go_on.set()
-        told = await describe(node)
-        assert (told.entry.state, told.pending_step, told.pending_attempt) == (
+        described = await describe(node)
+        assert (described.entry.state, described.pending_step, described.pending_attempt) == (
             pb.LOCK_STATE_HELD,
             "",
             "",
         )
 
 
-async def test_description_tells_a_phantom_by_both_tokens(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_description_of_a_phantom_has_both_tokens(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a = await s.leader(), Member("a")
         await a.acquire(old, await s.set_group(a))
         await _fence_behind_its_back(s)
         await old.crash()
         new = await s.leader()
-        told = await describe(new)
-        assert (told.entry.state, told.entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
-        assert told.offsets_token == 2
+        described = await describe(new)
+        assert (described.entry.state, described.entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
+        assert described.offsets_token == 2
 
 
 async def test_refusals_are_remembered_for_sixteen_clients(
@@ -380,7 +385,7 @@ async def _events(node: Node, events: list[metrics_pb.MetricEvent]) -> None:
 
 
 async def _fence_behind_its_back(s: Scene) -> None:
-    """As by a leader that died before it could persist."""
+    """Fence the queue like a leader that crashed before it could persist."""
     (item,) = s.rules.fences()
     (term,) = {request.term for method, request in s.rules.seen if method == "Announce"}
     again = type(item)()

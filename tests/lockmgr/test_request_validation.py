@@ -1,7 +1,7 @@
-"""Goal: what is malformed is refused with its reason and the field, and changes nothing.
+"""Goal: a malformed request is rejected with a reason and its field, and changes nothing.
 
-Method: one well-formed request per RPC, spoilt in one place at a time, sent over gRPC to a lock
-manager with real etcd and offsets; afterwards etcd holds no lock and offsets has seen no fence.
+Method: one well-formed request per RPC, broken in one field at a time, sent over gRPC to a lock
+manager with real etcd and offsets; afterwards etcd has no lock and offsets has received no fence.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ async def refusal(node: Node, request: Any) -> BatonError:
     ],
     ids=["Acquire", "KeepAlive", "Release", "ReleaseAll", "Watch", "ForceRelease", "Describe"],
 )
-async def test_malformed_request_is_refused_and_changes_nothing(
+async def test_malformed_request_is_rejected_and_changes_nothing(
     make: Callable[[], Any],
     cases: list[tuple[Spoil, str, str]],
     etcd_endpoint: str,
@@ -284,7 +284,9 @@ async def test_well_formed_request_at_every_limit_is_accepted(
         assert sum(answer.HasField("grant") for answer in answers) == 1_024
 
 
-async def test_bad_filter_of_a_listing_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_malformed_filter_of_a_listing_is_rejected(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node = await s.leader()
         requests = [pb.ListRequest(group=name) for name in BAD_NAMES[1:]]
@@ -294,7 +296,7 @@ async def test_bad_filter_of_a_listing_is_refused(etcd_endpoint: str, tmp_path: 
             assert from_rpc_error(refused.value).reason == "INVALID_NAME"
 
 
-async def test_unknown_client_keeps_and_releases_nothing(
+async def test_unknown_client_renews_and_releases_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -304,7 +306,7 @@ async def test_unknown_client_keeps_and_releases_nothing(
         assert await s.stored_count() == 0
 
 
-async def test_call_without_a_deadline_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_call_without_a_deadline_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node = await s.leader()
         async with asyncio.timeout(TIMEOUT_S):
@@ -313,10 +315,10 @@ async def test_call_without_a_deadline_is_refused(etcd_endpoint: str, tmp_path: 
         assert from_rpc_error(refused.value).reason == "NO_DEADLINE"
 
 
-async def test_one_malformed_item_at_offsets_does_not_cost_the_others(
+async def test_malformed_item_at_offsets_does_not_fail_the_others(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """offsets refuses whole calls; requests of several clients ride in one."""
+    """offsets rejects whole calls, and one call carries the requests of several clients."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
@@ -328,7 +330,7 @@ async def test_one_malformed_item_at_offsets_does_not_cost_the_others(
             return await proceed()
 
         s.rules.rules["Fence"] = spoil
-        outcomes = await a.ask(node, generation, range(8))
+        outcomes = await a.acquire_each(node, generation, range(8))
         refused = {q: o for q, o in outcomes.items() if isinstance(o, BatonError)}
         assert set(refused) == {3}
         assert refused[3].reason == "INVALID_ARGUMENT"

@@ -1,4 +1,4 @@
-"""Goal: the lock manager hands queues over as promised, and says why when it does not.
+"""Goal: the lock manager grants queues as promised, and refuses others with a reason.
 
 Method: one lock manager with a real etcd and the real offsets service, in one process, over gRPC.
 """
@@ -31,7 +31,7 @@ LEASE_MS = 30_000
 
 
 async def lost(*_: Any) -> Any:
-    """A rule: the call fails before it is carried out."""
+    """Fail a call before it is carried out (a rule)."""
     raise Unreachable("lost on the way")
 
 
@@ -64,12 +64,12 @@ async def test_many_queues_are_granted_by_one_call(etcd_endpoint: str, tmp_path:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
-        outcomes = await a.ask(node, generation, range(200))
+        outcomes = await a.acquire_each(node, generation, range(200))
         assert {q for q, o in outcomes.items() if isinstance(o, pb.Grant)} == set(range(200))
         assert await s.stored_count() == 200
 
 
-async def test_group_without_progress_starts_where_its_member_says(
+async def test_group_without_progress_starts_at_the_requested_offset(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -84,7 +84,7 @@ async def test_group_without_progress_starts_where_its_member_says(
         assert answer.grant.committed_offset == 77
 
 
-async def test_queue_of_another_is_refused_with_its_owner_and_advice(
+async def test_queue_of_another_owner_is_refused_with_its_owner_and_advice(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -110,18 +110,18 @@ async def test_waiting_request_is_granted_when_the_owner_releases(
         generation = await s.set_group(a, b)
         await s.deliver(grant.token, 0, 10)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.close(grant.token, committed=10)
             assert await a.release(node, grant.token) == 1
-        granted = asking.result()
+        granted = acquiring.result()
         assert (granted.token, granted.committed_offset) == (grant.token + 1, 10)
         assert not granted.maybe_seen
         assert await a.state(node, grant.token) == "NOT_OWNER"
         assert await b.state(node, granted.token) == "OK"
 
 
-async def test_closed_queue_is_granted_though_the_release_is_lost(
+async def test_closed_queue_is_granted_after_a_lost_release(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -130,15 +130,15 @@ async def test_closed_queue_is_granted_though_the_release_is_lost(
         await s.deliver(grant.token, 0, 10)
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.close(grant.token, committed=4)
-        granted = asking.result()
+        granted = acquiring.result()
         assert (granted.token, granted.committed_offset) == (2, 4)
         assert not granted.maybe_seen, "what the owner never started is not flagged"
 
 
-async def test_drained_queue_passes_after_the_quiet_slots_and_not_sooner(
+async def test_drained_queue_is_granted_after_the_quiet_slots_and_not_sooner(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -166,10 +166,10 @@ async def test_queue_in_flight_is_refused_until_it_is_acked(
         facts = refusal.value.facts
         assert (facts["owner"], facts["unacked"], facts["lowest_offset"]) == ("a", "10", "0")
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.commit(grant.token, 10)
-        assert asking.result().committed_offset == 10
+        assert acquiring.result().committed_offset == 10
 
 
 async def test_silent_owner_loses_the_queue_and_its_messages_are_flagged(
@@ -190,7 +190,7 @@ async def test_silent_owner_loses_the_queue_and_its_messages_are_flagged(
             await s.commit(grant.token, 10)
 
 
-async def test_owner_heard_of_at_offsets_keeps_the_queue_though_its_keep_alives_are_lost(
+async def test_owner_active_at_offsets_keeps_the_queue_without_keep_alives(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -204,7 +204,7 @@ async def test_owner_heard_of_at_offsets_keeps_the_queue_though_its_keep_alives_
         await s.commit(grant.token, 10)
 
 
-async def test_same_generation_is_refused_at_once_however_long_it_would_wait(
+async def test_request_of_the_same_generation_is_denied_at_once(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -217,9 +217,7 @@ async def test_same_generation_is_refused_at_once_however_long_it_would_wait(
         assert await a.state(node, 1) == "OK"
 
 
-async def test_outcomes_come_one_by_one_while_others_wait(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_outcomes_are_streamed_while_others_wait(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
         await a.acquire(node, await s.set_group(a))
@@ -248,18 +246,19 @@ async def test_fifty_waiting_requests_cost_one_observation_per_slot(
         others = [Member(f"m{number}") for number in range(50)]
         generation = await s.set_group(a, *others)
         async with asyncio.TaskGroup() as tasks:
-            asking = [
-                tasks.create_task(other.ask(node, generation, hold_ms=8_000)) for other in others
+            acquiring = [
+                tasks.create_task(other.acquire_each(node, generation, hold_ms=8_000))
+                for other in others
             ]
             await until(lambda: _all_wait(node, len(others)))
-            before, start_ms = _looks(s), node.clock.monotonic_ms()
-            await until(lambda: _looks(s) >= before + 8)
+            before, start_ms = _observation_count(s), node.clock.monotonic_ms()
+            await until(lambda: _observation_count(s) >= before + 8)
             assert node.clock.monotonic_ms() - start_ms >= 700
-        assert [type(task.result()[0]) for task in asking] == [Unacked] * 50
+        assert [type(task.result()[0]) for task in acquiring] == [Unacked] * 50
         assert await fence_count(s) == 1
 
 
-async def test_abandoned_request_is_given_nothing_later(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_cancelled_request_is_not_granted_later(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
         await a.acquire(node, await s.set_group(a))
@@ -276,10 +275,10 @@ async def test_abandoned_request_is_given_nothing_later(etcd_endpoint: str, tmp_
         assert entry.state == pb.LOCK_STATE_FREE
 
 
-# Who may ask
+# Admission
 
 
-async def test_stranger_is_refused_at_once_and_nothing_is_written(
+async def test_request_of_a_non_member_is_denied_and_nothing_is_written(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -293,7 +292,7 @@ async def test_stranger_is_refused_at_once_and_nothing_is_written(
         assert (await s.stored_count(), await fence_count(s)) == (0, 0)
 
 
-async def test_topic_outside_of_the_subscription_is_refused_at_once(
+async def test_topic_outside_of_the_subscription_is_denied_at_once(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -304,19 +303,21 @@ async def test_topic_outside_of_the_subscription_is_refused_at_once(
         assert (await s.stored_count(), await fence_count(s)) == (0, 0)
 
 
-async def test_request_ahead_of_the_groups_record_waits_for_it(
+async def test_request_with_a_newer_generation_waits_for_the_group_record(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(a.acquire(node, 1))
+            acquiring = tasks.create_task(a.acquire(node, 1))
             await until(lambda: _open_acquires(node))
             assert await s.set_group(a) == 1
-        assert asking.result().token == 1
+        assert acquiring.result().token == 1
 
 
-async def test_generation_that_never_arrives_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_request_with_an_unknown_generation_is_denied(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
@@ -325,19 +326,17 @@ async def test_generation_that_never_arrives_is_refused(etcd_endpoint: str, tmp_
         assert await s.stored_count() == 0
 
 
-async def test_member_that_is_evicted_while_it_waits_is_given_nothing(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_member_evicted_while_it_waits_is_denied(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
         await a.acquire(node, await s.set_group(a))
         await s.deliver(1, 0, 5)
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.ask(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire_each(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.set_group(a)
-        assert isinstance(asking.result()[0], NotMember)
+        assert isinstance(acquiring.result()[0], NotMember)
 
 
 # Requests of the owner itself
@@ -357,10 +356,10 @@ async def test_repeated_request_is_answered_with_the_same_grant(
         assert entry.lease_age_ms < 20_000, "the owner counts its lease from the repetition"
 
 
-async def test_story_05_restart_under_the_same_client_id_does_not_inherit_the_token(
+async def test_story_05_restarted_client_does_not_inherit_the_token(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """What the dead process had in hand comes back flagged, and its late calls are refused."""
+    """Messages in flight at the dead process are flagged, and its late calls are rejected."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, dead, restarted = await s.leader(slot_ms=20), Member("a", 1), Member("a", 2)
         await dead.acquire(node, await s.set_group(dead))
@@ -376,7 +375,7 @@ async def test_story_05_restart_under_the_same_client_id_does_not_inherit_the_to
             await s.commit(1, 1)
 
 
-async def test_owner_that_asks_anew_gets_a_new_token_and_what_it_dropped_is_flagged(
+async def test_new_request_of_the_owner_gets_a_new_token_and_flags_dropped_messages(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -390,7 +389,7 @@ async def test_owner_that_asks_anew_gets_a_new_token_and_what_it_dropped_is_flag
         assert flagged == [(0, 2), (5, 10)]
 
 
-async def test_story_08_late_request_of_the_owner_is_refused_without_a_fence(
+async def test_story_08_late_request_of_the_owner_is_denied_without_a_fence(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -403,7 +402,7 @@ async def test_story_08_late_request_of_the_owner_is_refused_without_a_fence(
         assert ((await s.progress()).token, await fence_count(s)) == (1, 1)
 
 
-async def test_repeated_request_after_close_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_repeated_request_after_close_is_denied(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
@@ -429,9 +428,7 @@ async def test_grant_whose_answer_was_lost_is_reported_and_can_be_released(
         assert await a.keep_alive(node) == []
 
 
-async def test_release_of_what_one_does_not_own_has_no_effect(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_release_by_another_client_has_no_effect(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(), Member("a"), Member("b")
         await a.acquire(node, await s.set_group(a, b))
@@ -456,7 +453,7 @@ async def test_freed_entry_keeps_its_token(etcd_endpoint: str, tmp_path: Path) -
         assert (await a.acquire(node, generation)).token == 2
 
 
-async def test_released_but_not_closed_queue_waits_for_what_is_in_flight(
+async def test_released_but_not_closed_queue_waits_for_messages_in_flight(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -473,7 +470,7 @@ async def test_released_but_not_closed_queue_waits_for_what_is_in_flight(
         assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 3)]
 
 
-async def test_owner_evicted_from_the_group_is_told_to_let_go(
+async def test_owner_evicted_from_the_group_is_told_to_release(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -482,18 +479,18 @@ async def test_owner_evicted_from_the_group_is_told_to_let_go(
         assert await a.state(node, 1) == "OK"
         await s.set_group(b)
 
-        async def told() -> bool:
+        async def notified() -> bool:
             return await a.state(node, 1) == "WANTED"
 
-        await until(told)
+        await until(notified)
         node.clock.ahead_ms = 61_000
         assert await a.state(node, 1) == "NOT_OWNER"
 
 
-# Trouble at offsets
+# Failures of offsets
 
 
-async def test_unreachable_offsets_is_said_and_nothing_is_written(
+async def test_unreachable_offsets_is_reported_and_nothing_is_written(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -508,10 +505,10 @@ async def test_unreachable_offsets_is_said_and_nothing_is_written(
         assert (await a.acquire(node, generation)).token == 1
 
 
-async def test_token_that_moved_meanwhile_is_looked_at_again(
+async def test_queue_fenced_by_another_caller_is_observed_again(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """Somebody fenced the free queue behind the lock manager's back: its guess is old."""
+    """Another caller fenced the free queue, so the observation is out of date."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
@@ -530,8 +527,8 @@ async def test_token_that_moved_meanwhile_is_looked_at_again(
         assert [item.expected_token for item in s.rules.fences()][-1] == 1
 
 
-def _looks(s: Scene) -> int:
-    """How often offsets has been asked about a queue."""
+def _observation_count(s: Scene) -> int:
+    """Return how often the queue was observed at offsets."""
     return sum(len(r.queues) for method, r in s.rules.seen if method == "Query")
 
 
@@ -545,11 +542,11 @@ def _open_acquires(node: Node) -> bool:
     return bool(node.runtime.registry.get_sample_value("baton_rpc_open", labels))
 
 
-# A topic that is deleted and created again
+# A recreated topic
 
 
 @pytest.mark.parametrize("released", [True, False], ids=["released", "held"])
-async def test_queue_of_a_topic_created_again_starts_anew_with_a_newer_token(
+async def test_queue_of_a_recreated_topic_starts_anew_with_a_newer_token(
     etcd_endpoint: str, tmp_path: Path, released: bool
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -568,7 +565,7 @@ async def test_queue_of_a_topic_created_again_starts_anew_with_a_newer_token(
         assert await a.state(node, 3) == "OK"
 
 
-async def test_owner_in_a_deleted_topic_keeps_nothing_of_the_new_one(
+async def test_owner_from_a_deleted_topic_keeps_no_queue_of_the_new_topic(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -583,7 +580,7 @@ async def test_owner_in_a_deleted_topic_keeps_nothing_of_the_new_one(
             await s.commit(1, 10)
 
 
-async def test_a_new_leader_does_not_trust_an_entry_of_a_deleted_topic(
+async def test_new_leader_does_not_renew_an_entry_of_a_deleted_topic(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:

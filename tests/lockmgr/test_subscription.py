@@ -1,8 +1,8 @@
-"""Goal: while a group's subscription changes nobody gets a queue, every queue becomes free, and no
-grant of before can slip through; groups whose queues nobody owns get none (protocol 14, 15).
+"""Goal: while a group's subscription changes, no queue is granted, every queue becomes free, and no
+earlier grant is persisted; groups without ownership get no queue (protocol sections 14 and 15).
 
-Method: one lock manager with real etcd and offsets; the gate is written as a nameserver does, and
-hand-overs are stopped between their steps.
+Method: one lock manager with real etcd and offsets; the test writes the gate like a nameserver, and
+blocks hand-overs between their steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEASE_MS = 30_000
 
 
 async def all_free(s: Scene) -> bool:
-    """Whether etcd has no owner, as a nameserver reads it."""
+    """Return whether no queue has an owner in etcd."""
     stored = [await s.stored(queue_id) for queue_id in range(await s.stored_count())]
     return all(entry is not None and not entry.HasField("owner") for entry in stored)
 
@@ -38,7 +38,9 @@ async def all_free(s: Scene) -> bool:
 # Grants are bound to a subscription
 
 
-async def test_grant_names_the_subscription_it_is_for(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_grant_has_the_generation_of_its_subscription(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a, subscription_generation=4)
@@ -60,7 +62,7 @@ async def test_grant_names_the_subscription_it_is_for(etcd_endpoint: str, tmp_pa
         assert stored.subscription_generation == 0
 
 
-async def test_grant_of_a_group_that_does_not_bind_takes_any(
+async def test_grant_of_a_group_that_does_not_bind_has_no_subscription_generation(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -70,7 +72,7 @@ async def test_grant_of_a_group_that_does_not_bind_takes_any(
         await s.deliver(1, 0, 5, generation=9)
 
 
-# Groups whose queues nobody owns
+# Groups without ownership
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ async def test_grant_of_a_group_that_does_not_bind_takes_any(
     ],
     ids=["broadcasting", "ownership off"],
 )
-async def test_group_without_ownership_gets_no_locks(
+async def test_group_without_ownership_is_denied(
     etcd_endpoint: str, tmp_path: Path, gate: dict[str, Any]
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -92,7 +94,7 @@ async def test_group_without_ownership_gets_no_locks(
         assert (await s.stored_count(), s.rules.fences()) == (0, [])
 
 
-async def test_request_that_waits_learns_that_the_mode_has_changed(
+async def test_waiting_request_is_denied_when_the_mode_changes(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -100,13 +102,13 @@ async def test_request_that_waits_learns_that_the_mode_has_changed(
         await a.acquire(node, await s.set_group(a))
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.refusal(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.refusal(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.set_group(a, b, ownership=nameserver_pb.OWNERSHIP_OFF)
-        assert isinstance(asking.result(), ModeChanged)
+        assert isinstance(acquiring.result(), ModeChanged)
 
 
-async def test_group_without_a_gate_gets_no_locks(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_group_without_a_gate_is_denied(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
@@ -126,7 +128,7 @@ async def test_group_without_a_gate_gets_no_locks(etcd_endpoint: str, tmp_path: 
 # Draining
 
 
-async def test_nobody_gets_a_queue_while_the_group_drains(
+async def test_no_queue_is_granted_while_the_group_drains(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -139,20 +141,20 @@ async def test_nobody_gets_a_queue_while_the_group_drains(
         assert (await s.stored_count(), s.rules.fences()) == (0, [])
 
 
-async def test_request_that_waits_is_granted_when_the_new_subscription_begins(
+async def test_waiting_request_is_granted_when_the_new_subscription_begins(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(slot_ms=60_000), Member("a")
         generation = await s.set_group(a, draining=True)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(a.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(a.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "a"))
             await s.set_group(a, subscription_generation=2)
-        assert asking.result().subscription_generation == 2
+        assert acquiring.result().subscription_generation == 2
 
 
-async def test_owner_is_asked_to_give_back_and_is_renewed_until_it_has(
+async def test_owner_in_a_draining_group_is_notified_and_renewed_until_it_releases(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -172,15 +174,15 @@ async def test_owner_is_asked_to_give_back_and_is_renewed_until_it_has(
         await s.close(1, 5)
         await a.release(node, 1)
         assert await all_free(s)
-        assert len(s.rules.fences()) == 1, "a queue that is given back needs no fence"
+        assert len(s.rules.fences()) == 1, "a released queue needs no fence"
 
 
-async def test_closed_queue_whose_release_is_lost_is_freed(
+async def test_closed_queue_is_cleared_after_a_lost_release(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
-        await a.ask(node, await s.set_group(a), range(3))
+        await a.acquire_each(node, await s.set_group(a), range(3))
         for queue_id in range(3):
             await s.close(1, queue_id=queue_id)
         await s.set_group(a, draining=True)
@@ -190,7 +192,7 @@ async def test_closed_queue_whose_release_is_lost_is_freed(
         assert value("baton_lockmgr_cleared_total") == 3
 
 
-async def test_queue_of_a_dead_owner_is_fenced_to_nobody_after_its_lease(
+async def test_queue_of_a_dead_owner_is_fenced_and_freed_after_its_lease(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
@@ -214,7 +216,7 @@ async def test_queue_of_a_dead_owner_is_fenced_to_nobody_after_its_lease(
         assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(2, 5)]
 
 
-async def test_new_leader_goes_on_with_draining(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_new_leader_continues_draining(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a = await s.leader(), Member("a")
         await a.acquire(old, await s.set_group(a))
@@ -227,13 +229,13 @@ async def test_new_leader_goes_on_with_draining(etcd_endpoint: str, tmp_path: Pa
             await a.acquire(new, generation)
 
 
-# A grant under way when the gate changes
+# A change of the gate during a grant
 
 
-async def test_grant_that_the_change_overtakes_is_not_persisted(
+async def test_grant_is_not_persisted_after_a_change_of_the_gate(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The queue was free: it stays free, and the token that was issued is nobody's."""
+    """The queue was free: it stays free, and the issued token has no owner."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
@@ -250,10 +252,10 @@ async def test_grant_that_the_change_overtakes_is_not_persisted(
         assert (grant.token, grant.subscription_generation) == (3, 2)
 
 
-async def test_queue_whose_grant_was_overtaken_is_a_phantom_and_is_cleared(
+async def test_fenced_queue_whose_grant_was_not_persisted_is_a_phantom_and_is_cleared(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """It was taken from an owner: that is fenced, and can't close what is not its own."""
+    """The previous owner is fenced, so it can't close the queue."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
         await a.acquire(node, await s.set_group(a))
@@ -267,33 +269,33 @@ async def test_queue_whose_grant_was_overtaken_is_a_phantom_and_is_cleared(
         assert (await s.progress()).token == 3
 
 
-async def test_wish_is_tried_again_when_the_new_gate_lets_it_pass(
+async def test_request_is_tried_again_under_the_new_gate(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The gate changed for another reason, such as a pause: the asker does not notice."""
+    """The gate changed for another reason, such as a pause: the requester gets its grant."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
-        await _change_during_fence(s, pause=nameserver_pb.Pause(by="somebody"))
+        await _change_during_fence(s, pause=nameserver_pb.Pause(by="operator"))
         grant = await a.acquire(node, generation)
         assert grant.token == 2
         assert await a.state(node, 2) == "OK"
         assert (await describe(node)).entry.state == pb.LOCK_STATE_HELD
 
 
-async def test_overtaken_grant_does_not_cost_those_of_the_same_transaction(
+async def test_rejected_grant_does_not_fail_others_of_the_same_transaction(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
-        await _change_during_fence(s, pause=nameserver_pb.Pause(by="somebody"))
-        outcomes = await a.ask(node, generation, range(50))
+        await _change_during_fence(s, pause=nameserver_pb.Pause(by="operator"))
+        outcomes = await a.acquire_each(node, generation, range(50))
         assert sum(isinstance(outcome, pb.Grant) for outcome in outcomes.values()) == 50
 
 
 async def _change_during_fence(s: Scene, **gate: Any) -> None:
-    """Let the next fence pass, and change the gate before its grant is persisted."""
+    """Change the gate between the next fence and its write."""
 
     async def change(request: Any, proceed: Any) -> Any:
         del s.rules.rules["Fence"]
@@ -309,5 +311,5 @@ async def _change_during_fence(s: Scene, **gate: Any) -> None:
 
 
 async def _fenced(s: Scene) -> bool:
-    """Whether a fence to nobody was tried."""
+    """Return whether a fence without a holder was tried."""
     return any(not item.HasField("holder") for item in s.rules.fences())

@@ -1,4 +1,4 @@
-"""Fixtures of the nameserver's tests: a cluster of one's own, its etcd, and a replica."""
+"""Fixtures of the nameserver's tests: a cluster with keys of its own in etcd, and a replica."""
 
 from __future__ import annotations
 

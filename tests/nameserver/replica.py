@@ -48,7 +48,7 @@ from batonmq_server.runtime.group_gates import GATES_PREFIX
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.service_runtime import Runtime
-from tests.offsets.service_calls import only_set
+from tests.offsets.service_calls import single_set_directory
 from tests.support.serving import serving_at
 
 CALL_TIMEOUT_S = 20
@@ -56,7 +56,7 @@ CALL_TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class Replica:
-    """A running nameserver and what a test may look at."""
+    """A running nameserver, and what a test reads of it."""
 
     stub: pb_grpc.NameserverServiceAsyncStub
     runtime: Runtime
@@ -111,7 +111,7 @@ class Replica:
 
     @contextmanager
     def watch_group(self, name: str, session: str = "") -> Iterator[Any]:
-        """A watch; as the session of a member if one is named."""
+        """Yield a watch; it is the session of member `session` if given."""
         member = incarnation(session) if session else None
         call = self.stub.WatchGroup(pb.WatchGroupRequest(group=name, incarnation=member))
         try:
@@ -129,7 +129,7 @@ class Replica:
 
 
 class Direct:
-    """A replica's calls without gRPC's buffers between; it may be made to lag."""
+    """The calls of a replica without gRPC in between; its catalog can be made to lag."""
 
     def __init__(self, runtime: Runtime, tasks: asyncio.TaskGroup) -> None:
         settings, etcd = runtime.settings, runtime.etcd
@@ -169,7 +169,7 @@ class Direct:
         self._following = [self._tasks.create_task(m.run()) for m in self.catalog.mirrors]
 
     def stop_following(self) -> None:
-        """Know of no change until `follow`."""
+        """Receive no change until `follow`."""
         for task in self._following:
             task.cancel()
 
@@ -196,7 +196,7 @@ async def replica(
 
 
 async def _serves(stub: pb_grpc.NameserverServiceAsyncStub) -> None:
-    """Until the replica has read etcd."""
+    """Wait until the replica has read etcd."""
     async with asyncio.timeout(20):
         while True:
             try:
@@ -211,7 +211,7 @@ async def _serves(stub: pb_grpc.NameserverServiceAsyncStub) -> None:
 
 @asynccontextmanager
 async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[OffsetsEpoch]:
-    """The real offsets service, registered; it keeps in `folder` what outlives the block."""
+    """The real offsets service, registered; its data in `folder` survive the block."""
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     with LmdbDisk(folder) as disk:
@@ -224,7 +224,7 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
                 metrics=OffsetsMetrics(registry),
                 events=EventPublisher(hub),
                 gates=gates,
-                directory=only_set(etcd),
+                directory=single_set_directory(etcd),
             ),
         )
         async with asyncio.TaskGroup() as tasks, serving_at(offsets.add_to) as address:
@@ -236,7 +236,7 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
 
 
 async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
-    """Do what an offsets node does when it starts; the revision of its key."""
+    """Register an offsets node as it does at its start; return the revision of its key."""
     node = pb.Node(
         service=pb.SERVICE_KIND_OFFSETS,
         node_id="offsets-0",
@@ -251,7 +251,7 @@ async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
 async def register_broker(
     etcd: EtcdSession, name: str, address: str = "127.0.0.1:1", room: str = "", **fields: Any
 ) -> None:
-    """Do what a storage node does when it starts; `fields` of its entry are as they are said."""
+    """Register a broker as a storage node does; `fields` are set in its entry."""
     known: dict[str, Any] = {"node_id": name, "address": address, "room": room}
     node = pb.Node(
         service=pb.SERVICE_KIND_STORAGE, **({"epoch": 1, "leader": True} | known | fields)
@@ -275,23 +275,23 @@ def heartbeat(
 
 
 async def grant(etcd: EtcdSession, group: str, client_id: str = "", queue_id: int = 0) -> None:
-    """Do what the lock manager does when it gives a queue, or without a client, frees it."""
+    """Write a grant as the lock manager does; without a client, a release."""
     lock = StoredLock(owner=incarnation(client_id) if client_id else None, token=1)
     key = etcd.key("locks", group, "flights", "broker-a", str(queue_id))
     await etcd.put(key, lock.SerializeToString())
 
 
 async def next_group(call: Any) -> pb.Group:
-    """What a watch brings next."""
+    """Return the next group of a watch."""
     async with asyncio.timeout(CALL_TIMEOUT_S):
         group: pb.Group = (await call.read()).group
         return group
 
 
 async def group_with(call: Any, *client_ids: str) -> pb.Group:
-    """The first that a watch brings with exactly these members.
+    """Return the first group of a watch with exactly these members.
 
-    A replica may begin with what it knew before it heard of a change at another one.
+    A replica may start with an older state if the change was made at another one.
     """
     while ids(group := await next_group(call)) != sorted(client_ids):
         pass
@@ -299,7 +299,7 @@ async def group_with(call: Any, *client_ids: str) -> pb.Group:
 
 
 def owners(group: pb.Group) -> dict[str, int]:
-    """Number of queues by client id; those of nobody under the empty name."""
+    """Number of assigned queues by client id; unassigned ones under the empty name."""
     names = ["", *ids(group)]
     return Counter(
         names[owner]
@@ -314,7 +314,7 @@ def ids(group: pb.Group) -> list[str]:
 
 
 async def refusal(call: Awaitable[object]) -> BatonError:
-    """The error a call fails with."""
+    """Return the error that a call fails with."""
     try:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             answer = await call

@@ -1,6 +1,6 @@
-"""Lock manager, offsets and brokers as the nameserver asks them, in this process.
+"""In-process stand-ins for the lock manager, offsets and brokers, as the nameserver calls them.
 
-Each says what a test has put there, counts how often it is asked, and can refuse, or never answer.
+Each returns what a test has given it and counts its calls; it can refuse a call or never answer.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from tests.support.serving import serving_at
 
 Context = grpc.aio.ServicerContext[Any, Any]
 TIMEOUT_S = 3.0
-"""Deadline of each question: one that is answered may take as long as the machine likes."""
+"""Deadline of each query: long enough for a slow machine."""
 BATCH_COUNT = 10
 """Messages in a stored batch."""
 
 
-class Manners:
-    """How a service behaves: `refusal` is raised if it is set; it never answers if `mute` is."""
+class TwinBehavior:
+    """Behavior of a service: it raises `refusal` if set, and never answers if `mute` is set."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.refusal: BatonError | None = None
         self.mute = False
 
-    async def asked(self, call: str) -> None:
+    async def called(self, call: str) -> None:
         self.calls[call] += 1
         if self.mute:
             await asyncio.Event().wait()
@@ -71,8 +71,8 @@ class Manners:
             raise self.refusal
 
 
-class LockmgrTwin(Manners, lockmgr_grpc.LockmgrServiceServicer):
-    """`entries` are listed; `described` says more of some."""
+class LockmgrTwin(TwinBehavior, lockmgr_grpc.LockmgrServiceServicer):
+    """Lists `entries`; `described` has the details of some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class LockmgrTwin(Manners, lockmgr_grpc.LockmgrServiceServicer):
     async def List(
         self, request: lockmgr_pb.ListRequest, context: Context
     ) -> lockmgr_pb.ListResponse:
-        await self.asked("List")
+        await self.called("List")
         return lockmgr_pb.ListResponse(
             entries=[e for e in self.entries if request.group in ("", e.queue.group)]
         )
@@ -90,7 +90,7 @@ class LockmgrTwin(Manners, lockmgr_grpc.LockmgrServiceServicer):
     async def Describe(
         self, request: lockmgr_pb.DescribeRequest, context: Context
     ) -> lockmgr_pb.DescribeResponse:
-        await self.asked("Describe")
+        await self.called("Describe")
         entry = next((e for e in self.entries if e.queue == request.queue), None)
         known = self.described.get(str(request.queue.queue.queue_id))
         return known or lockmgr_pb.DescribeResponse(
@@ -98,7 +98,7 @@ class LockmgrTwin(Manners, lockmgr_grpc.LockmgrServiceServicer):
         )
 
 
-class OffsetsTwin(Manners, offsets_grpc.OffsetsServiceServicer):
+class OffsetsTwin(TwinBehavior, offsets_grpc.OffsetsServiceServicer):
     """`queues` is the progress of all groups."""
 
     def __init__(self) -> None:
@@ -109,14 +109,16 @@ class OffsetsTwin(Manners, offsets_grpc.OffsetsServiceServicer):
     async def QueryGroup(
         self, request: offsets_pb.QueryGroupRequest, context: Context
     ) -> offsets_pb.QueryGroupResponse:
-        await self.asked("QueryGroup")
+        await self.called("QueryGroup")
         self.on_query()
         return offsets_pb.QueryGroupResponse(
             queues=[p for p in self.queues if p.queue.group == request.group]
         )
 
 
-class BrokerTwin(Manners, storage_grpc.StorageServiceServicer, query_grpc.QueryServiceServicer):
+class BrokerTwin(
+    TwinBehavior, storage_grpc.StorageServiceServicer, query_grpc.QueryServiceServicer
+):
     """`logs` are the queues, each a list of stored batches of ten messages from offset 0 on."""
 
     def __init__(self) -> None:
@@ -145,13 +147,13 @@ class BrokerTwin(Manners, storage_grpc.StorageServiceServicer, query_grpc.QueryS
     async def QueryOffsets(
         self, request: storage_pb.QueryOffsetsRequest, context: Context
     ) -> storage_pb.QueryOffsetsResponse:
-        await self.asked("QueryOffsets")
+        await self.called("QueryOffsets")
         return storage_pb.QueryOffsetsResponse(
             outcomes=[self._ends(q.topic, q.queue_id) for q in request.queues]
         )
 
     async def Read(self, request: query_pb.ReadRequest, context: Context) -> query_pb.ReadResponse:
-        await self.asked("Read")
+        await self.called("Read")
         if self.damage is not None:
             raise self.damage
         log = self.logs[request.queue.topic, request.queue.queue_id]
@@ -177,7 +179,7 @@ class BrokerTwin(Manners, storage_grpc.StorageServiceServicer, query_grpc.QueryS
 
 @dataclass
 class Scene:
-    """An inspector and everything it asks. `brokers` are "a" and "b"."""
+    """An inspector and the services that it calls. `brokers` are "a" and "b"."""
 
     inspector: QueueInspector
     catalog: Catalog
@@ -199,7 +201,7 @@ class Scene:
                     twin.store(name, queue_id, "", self.clock.unix_ms() - age_ms)
 
     def group(self, name: str, *members: str, expression: str = "*", **terms: Any) -> Group:
-        """A group whose members have all topics, each queue dealt to somebody."""
+        """A group whose members have all topics, each queue assigned."""
         subscriptions = tuple(Subscription(t, expression) for t in sorted(self.catalog.topics))
         group = Group(
             name=name,
@@ -207,17 +209,17 @@ class Scene:
             members=tuple(Member(m, 1, "", 0) for m in sorted(members)),
             terms=Terms(subscriptions=subscriptions, **terms),
         )
-        return self.dealt(group)
+        return self.with_assignment(group)
 
-    def dealt(self, group: Group) -> Group:
-        """The group with its queues dealt out."""
+    def with_assignment(self, group: Group) -> Group:
+        """The group with its queues assigned."""
         topics = [self.catalog.topics[s.topic] for s in group.terms.subscriptions]
-        dealt = replace(group, assignments=assign_topics(group, topics, group))
-        self.catalog.groups[group.name] = dealt
-        return dealt
+        assigned = replace(group, assignments=assign_topics(group, topics, group))
+        self.catalog.groups[group.name] = assigned
+        return assigned
 
     def own(self, group: Group, owner: str, **entry: Any) -> None:
-        """`owner` has all queues of the group, under token 1."""
+        """Make `owner` the owner of all queues of the group, with token 1."""
         for queue in self.inspector.queues_of(group):
             self.lockmgr.entries.append(
                 lockmgr_pb.LockEntry(
@@ -230,7 +232,7 @@ class Scene:
             )
 
     def progress(self, group: Group, committed_offset: int, **fields: Any) -> None:
-        """The group has committed so far in each queue, under token 1."""
+        """Set the committed offset of the group on each queue, with token 1."""
         self.offsets.queues = [p for p in self.offsets.queues if p.queue.group != group.name]
         self.offsets.queues += [
             offsets_pb.Progress(
@@ -243,14 +245,14 @@ class Scene:
         ]
 
     def calls(self) -> Counter[str]:
-        """How often anybody was asked, by call."""
-        twins: Sequence[Manners] = [self.lockmgr, self.offsets, *self.brokers.values()]
+        """Number of calls to all services, by name."""
+        twins: Sequence[TwinBehavior] = [self.lockmgr, self.offsets, *self.brokers.values()]
         return sum((twin.calls for twin in twins), Counter[str]())
 
 
 @asynccontextmanager
 async def scene() -> AsyncIterator[Scene]:
-    """Everything in this process, behind real gRPC; no etcd is asked."""
+    """Yield an inspector and its services in this process, over real gRPC; without etcd."""
     clock = Clock()
     etcd = EtcdSession("127.0.0.1:1", "inspector", clock)
     nodes = EtcdMirror(etcd, "nodes/")

@@ -1,8 +1,9 @@
 """Grants and tokens by the calls of the contract.
 
-Goal: what is granted is stored, listed and answered for, once; what means nothing is refused and
-changes nothing; a token is shown once and kept nowhere; grants may be made while access is off.
-Method: a replica on a real etcd with access off, through the client library; two at once for races.
+Goal: grants are stored, listed and checked; malformed requests are refused and change nothing; a
+token is returned once and not stored; grants can be made while authorization is off.
+Method: a replica on a real etcd with authorization off, through the client library; two stores for
+races.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ async def control(nameserver: Replica) -> AsyncIterator[AccessControl]:
         yield AccessControl(admin)
 
 
-async def test_a_grant_is_listed_until_it_is_revoked(control: AccessControl) -> None:
+async def test_grant_is_listed_until_it_is_revoked(control: AccessControl) -> None:
     assert await control.grant("app", READ)
     assert await control.grant("app", WRITE)
     assert not await control.grant("app", READ), "again"
@@ -53,7 +54,9 @@ async def test_a_grant_is_listed_until_it_is_revoked(control: AccessControl) -> 
     assert await control.list("other") == ()
 
 
-async def test_everything_is_revoked_at_once(control: AccessControl, etcd: EtcdSession) -> None:
+async def test_all_grants_of_an_identity_are_revoked_at_once(
+    control: AccessControl, etcd: EtcdSession
+) -> None:
     await control.grant("app", READ)
     await control.grant("app", WRITE)
     assert await control.revoke("app") == 2
@@ -61,7 +64,7 @@ async def test_everything_is_revoked_at_once(control: AccessControl, etcd: EtcdS
     assert await etcd.get_prefix(stored_access.PREFIX) == ([], (await etcd.get_prefix("x"))[1])
 
 
-async def test_an_answer_names_the_grant_that_allows(control: AccessControl) -> None:
+async def test_check_names_the_grant_that_allows(control: AccessControl) -> None:
     await control.grant("app", WRITE)
     allowed = await control.check(Grant(Role.PRODUCE, "topic:orders-1"), "app")
     assert (allowed.allowed, allowed.by, allowed.access_on) == (True, WRITE, False)
@@ -69,7 +72,9 @@ async def test_an_answer_names_the_grant_that_allows(control: AccessControl) -> 
     assert (refused.allowed, refused.by) == (False, None)
 
 
-async def test_while_access_is_off_nobody_asks_about_itself(control: AccessControl) -> None:
+async def test_check_without_identity_is_refused_while_authorization_is_off(
+    control: AccessControl,
+) -> None:
     with pytest.raises(InvalidArgument):
         await control.check(READ)
 
@@ -85,7 +90,7 @@ async def test_while_access_is_off_nobody_asks_about_itself(control: AccessContr
         ("app", Grant(Role.CONSUME, "topic:%DLQ%readers")),
     ],
 )
-async def test_what_means_nothing_is_refused(
+async def test_malformed_access_request_is_refused(
     control: AccessControl, identity: str, grant: Grant
 ) -> None:
     with pytest.raises((InvalidArgument, InvalidName)):
@@ -93,7 +98,7 @@ async def test_what_means_nothing_is_refused(
     assert await control.list() == ()
 
 
-async def test_a_grant_without_a_role_is_refused(nameserver: Replica) -> None:
+async def test_grant_without_a_role_is_refused(nameserver: Replica) -> None:
     async with connect(nameserver.address) as channel:
         stub = pb_grpc.AccessServiceStub(channel)
         for number in (0, 17):
@@ -104,7 +109,7 @@ async def test_a_grant_without_a_role_is_refused(nameserver: Replica) -> None:
             assert type(from_rpc_error(refused.value)) is InvalidArgument  # type: ignore[arg-type]
 
 
-async def test_a_token_is_kept_as_its_digest_and_shown_by_nothing(
+async def test_only_the_digest_of_a_token_is_stored(
     control: AccessControl, etcd: EtcdSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
@@ -130,7 +135,7 @@ async def test_two_tokens_of_one_identity_are_revoked_one_by_one(control: Access
 
 
 @pytest.mark.parametrize("token_id", ["", "grants/app", "a" * 3])
-async def test_only_a_whole_token_id_names_a_token(control: AccessControl, token_id: str) -> None:
+async def test_part_of_a_token_id_names_no_token(control: AccessControl, token_id: str) -> None:
     made = await control.create_token("app")
     for wrong in {token_id, made.token_id[:-1]}:
         try:
@@ -140,7 +145,7 @@ async def test_only_a_whole_token_id_names_a_token(control: AccessControl, token
     assert len((await control.list())[0].tokens) == 1
 
 
-async def test_grants_that_are_made_at_once_are_all_kept(etcd: EtcdSession) -> None:
+async def test_concurrent_grants_are_all_kept(etcd: EtcdSession) -> None:
     stores = [AccessStore(etcd, CompareAndSwap(etcd.random)) for _ in range(2)]
     wanted = [StoredGrant(StoredRole.CONSUME, f"topic:t-{number}") for number in range(10)]
     async with asyncio.TaskGroup() as tasks:
@@ -149,7 +154,7 @@ async def test_grants_that_are_made_at_once_are_all_kept(etcd: EtcdSession) -> N
     assert await stores[0].grants_of("app") == frozenset(wanted)
 
 
-async def test_an_identity_has_a_bounded_number_of_grants(
+async def test_identity_has_a_bounded_number_of_grants(
     etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(access_store, "GRANTS_MAX", 2)

@@ -1,13 +1,13 @@
-"""Dealing of queues to members.
+"""Assignment of queues to members.
 
-Goal: every queue goes to exactly one member, in equal shares, with no more moves than equal shares
-need, whatever order things are known in. Method: RocketMQ's vectors, then properties over
-arbitrary groups, the fewest moves by trying every choice of the larger shares.
+Goal: every queue is assigned to exactly one member, in equal shares, with no more moves than equal
+shares need, whatever the order of the input. Method: RocketMQ's vectors, then properties over
+arbitrary groups; the fewest moves are found by trying every choice of the larger shares.
 """
 
 from __future__ import annotations
 
-import time  # noqa: TID251  what it costs, whoever else runs
+import time  # noqa: TID251  CPU time, whatever else runs
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import md5
@@ -49,7 +49,7 @@ EVEN = st.sampled_from(
 def groups(
     draw: st.DrawFn, members_max: int = 12
 ) -> tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]]:
-    """Members, queues, and owners among the members, those gone and nobody."""
+    """Members, queues, and a present assignment to members, to removed members and to none."""
     members, queues = draw(MEMBERS), draw(QUEUES)
     members = members[:members_max]
     owners = st.sampled_from([*(m.client_id for m in members), "gone", ""])
@@ -69,18 +69,20 @@ def candidates(*names: str) -> list[AssignableMember]:
     return [AssignableMember(name) for name in names]
 
 
-def shares(dealt: Mapping[AssignableQueue, str], names: Iterable[str]) -> list[list[int]]:
-    return [[q.queue_id for q, owner in dealt.items() if owner == name] for name in names]
+def shares(assigned: Mapping[AssignableQueue, str], names: Iterable[str]) -> list[list[int]]:
+    return [[q.queue_id for q, owner in assigned.items() if owner == name] for name in names]
 
 
-def sizes(dealt: Mapping[AssignableQueue, str], members: Sequence[AssignableMember]) -> list[int]:
-    count = Counter(dealt.values())
+def sizes(
+    assigned: Mapping[AssignableQueue, str], members: Sequence[AssignableMember]
+) -> list[int]:
+    count = Counter(assigned.values())
     return [count[m.client_id] for m in members]
 
 
-def moved(before: Mapping[AssignableQueue, str], dealt: Mapping[AssignableQueue, str]) -> int:
-    """Queues that are not with who had them."""
-    return sum(before.get(queue) != owner for queue, owner in dealt.items())
+def moved(before: Mapping[AssignableQueue, str], assigned: Mapping[AssignableQueue, str]) -> int:
+    """Number of queues that are assigned to another member than before."""
+    return sum(before.get(queue) != owner for queue, owner in assigned.items())
 
 
 def fewest_moves(
@@ -88,7 +90,7 @@ def fewest_moves(
     queues: Sequence[AssignableQueue],
     before: Mapping[AssignableQueue, str],
 ) -> int:
-    """Over every way to choose who gets the larger shares."""
+    """The minimum over all choices of the members with the larger shares."""
     has = Counter(before.get(queue) for queue in queues)
     each, odd = divmod(len(queues), len(members))
     kept = max(
@@ -107,7 +109,7 @@ def fewest_moves(
         (AssignmentStrategy.AVERAGE_BY_CIRCLE, 2, [[0], [1], []]),
     ],
 )
-def test_known_vectors_are_met(
+def test_assignment_equals_the_known_vectors(
     strategy: AssignmentStrategy, count: int, expected: list[list[int]]
 ) -> None:
     names = ["c1", "c2", "c3"]
@@ -117,12 +119,12 @@ def test_known_vectors_are_met(
 
 
 @pytest.mark.parametrize("strategy", AssignmentStrategy)
-def test_without_members_nothing_is_dealt(strategy: AssignmentStrategy) -> None:
+def test_no_queue_is_assigned_without_members(strategy: AssignmentStrategy) -> None:
     assert assign_queues(strategy, [], queues_of(8), {}) == {}
 
 
 @pytest.mark.parametrize("strategy", AssignmentStrategy)
-def test_without_queues_nothing_is_dealt(strategy: AssignmentStrategy) -> None:
+def test_assignment_without_queues_is_empty(strategy: AssignmentStrategy) -> None:
     assert (
         assign_queues(strategy, candidates("c1"), [], {AssignableQueue("t", "broker-a", 0): "c1"})
         == {}
@@ -130,14 +132,14 @@ def test_without_queues_nothing_is_dealt(strategy: AssignmentStrategy) -> None:
 
 
 @given(STRATEGIES, groups())
-def test_every_queue_goes_to_exactly_one_member(
+def test_every_queue_is_assigned_to_exactly_one_member(
     strategy: AssignmentStrategy,
     group: tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]],
 ) -> None:
     members, queues, before = group
-    dealt = assign_queues(strategy, members, queues, before)
-    assert list(dealt) == sorted(queues, key=lambda q: (q.topic, q.broker, q.queue_id))
-    assert set(dealt.values()) <= {m.client_id for m in members}
+    assigned = assign_queues(strategy, members, queues, before)
+    assert list(assigned) == sorted(queues, key=lambda q: (q.topic, q.broker, q.queue_id))
+    assert set(assigned.values()) <= {m.client_id for m in members}
 
 
 @given(EVEN, groups())
@@ -169,26 +171,26 @@ def test_sticky_moves_no_more_than_equal_shares_need(
     group: tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]],
 ) -> None:
     members, queues, before = group
-    dealt = assign_queues(AssignmentStrategy.STICKY, members, queues, before)
-    assert moved(before, dealt) == fewest_moves(members, queues, before)
+    assigned = assign_queues(AssignmentStrategy.STICKY, members, queues, before)
+    assert moved(before, assigned) == fewest_moves(members, queues, before)
 
 
 @pytest.mark.parametrize("strategy", AssignmentStrategy)
 @given(groups())
-def test_dealing_again_moves_nothing(
+def test_repeated_assignment_moves_no_queue(
     strategy: AssignmentStrategy,
     group: tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]],
 ) -> None:
     members, queues, before = group
-    dealt = assign_queues(strategy, members, queues, before)
-    assert assign_queues(strategy, members, queues, dealt) == dealt
+    assigned = assign_queues(strategy, members, queues, before)
+    assert assign_queues(strategy, members, queues, assigned) == assigned
 
 
 @pytest.mark.parametrize(
     "strategy", [AssignmentStrategy.STICKY, AssignmentStrategy.CONSISTENT_HASH]
 )
 @given(group=groups(), newcomer=NAMES)
-def test_a_member_that_comes_takes_queues_and_no_other_member_gets_one(
+def test_join_moves_queues_only_to_the_new_member(
     strategy: AssignmentStrategy,
     group: tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]],
     newcomer: str,
@@ -203,7 +205,7 @@ def test_a_member_that_comes_takes_queues_and_no_other_member_gets_one(
     "strategy", [AssignmentStrategy.STICKY, AssignmentStrategy.CONSISTENT_HASH]
 )
 @given(group=groups())
-def test_of_a_member_that_goes_only_its_own_queues_move(
+def test_leave_moves_only_the_queues_of_that_member(
     strategy: AssignmentStrategy,
     group: tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]],
 ) -> None:
@@ -214,12 +216,12 @@ def test_of_a_member_that_goes_only_its_own_queues_move(
     assert all(first[queue] in (gone, owner) for queue, owner in then.items())
 
 
-def test_sticky_gives_up_some_of_each_topic() -> None:
+def test_sticky_member_gives_up_queues_of_each_topic() -> None:
     queues = [*queues_of(8, "flights"), *queues_of(8, "orders")]
-    dealt = assign_queues(
+    assigned = assign_queues(
         AssignmentStrategy.STICKY, candidates("c1", "c2"), queues, dict.fromkeys(queues, "c1")
     )
-    new = Counter(queue.topic for queue, owner in dealt.items() if owner == "c2")
+    new = Counter(queue.topic for queue, owner in assigned.items() if owner == "c2")
     assert new == {"flights": 4, "orders": 4}
 
 
@@ -228,10 +230,10 @@ def test_machine_room_keeps_queues_in_their_room_in_equal_shares(
     group: tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]],
 ) -> None:
     members, queues, before = group
-    dealt = assign_queues(AssignmentStrategy.MACHINE_ROOM, members, queues, before)
+    assigned = assign_queues(AssignmentStrategy.MACHINE_ROOM, members, queues, before)
     for room in ("north", "south"):
         inside = [m for m in members if m.room == room]
-        part = {queue: owner for queue, owner in dealt.items() if queue.room == room}
+        part = {queue: owner for queue, owner in assigned.items() if queue.room == room}
         if inside:
             assert set(part.values()) <= {m.client_id for m in inside}
             found = sizes(part, inside)
@@ -240,28 +242,28 @@ def test_machine_room_keeps_queues_in_their_room_in_equal_shares(
 
 
 @given(groups())
-def test_machine_room_deals_rooms_without_members_to_all_in_equal_shares(
+def test_machine_room_assigns_rooms_without_members_to_all_in_equal_shares(
     group: tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]],
 ) -> None:
     members, queues, before = group
     inhabited = {m.room for m in members} - {""}
-    dealt = assign_queues(AssignmentStrategy.MACHINE_ROOM, members, queues, before)
-    rest = {queue: owner for queue, owner in dealt.items() if queue.room not in inhabited}
+    assigned = assign_queues(AssignmentStrategy.MACHINE_ROOM, members, queues, before)
+    rest = {queue: owner for queue, owner in assigned.items() if queue.room not in inhabited}
     found = sizes(rest, members)
     assert max(found) - min(found) <= 1
 
 
-def test_a_broker_that_changes_its_room_is_not_another_broker() -> None:
+def test_broker_that_changes_its_room_keeps_its_assignment() -> None:
     before = dict.fromkeys(queues_of(4, room="north"), "c2")
     members = [AssignableMember("c1", "south"), AssignableMember("c2", "south")]
-    dealt = assign_queues(
+    assigned = assign_queues(
         AssignmentStrategy.MACHINE_ROOM, members, queues_of(4, room="south"), before
     )
-    assert moved(before, dealt) == 2
+    assert moved(before, assigned) == 2
 
 
 @given(groups())
-def test_consistent_hash_takes_the_next_of_ten_places_on_the_ring(
+def test_consistent_hash_takes_the_next_of_ten_points_on_the_ring(
     group: tuple[list[AssignableMember], list[AssignableQueue], dict[AssignableQueue, str]],
 ) -> None:
     members, queues, before = group
@@ -281,7 +283,7 @@ def test_consistent_hash_takes_the_next_of_ten_places_on_the_ring(
 
 
 @pytest.mark.parametrize("strategy", AssignmentStrategy)
-async def test_a_large_group_is_dealt_fast(strategy: AssignmentStrategy) -> None:
+async def test_queues_of_a_large_group_are_assigned_fast(strategy: AssignmentStrategy) -> None:
     members = [
         AssignableMember(f"client-{index}@host", f"room-{index % 3}") for index in range(1_000)
     ]

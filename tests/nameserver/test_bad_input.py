@@ -1,6 +1,6 @@
-"""Requests that are wrong whatever the state.
+"""Requests that are invalid in every state.
 
-Goal: each is refused with its own status and reason, and etcd has not a key more or less.
+Goal: each is refused with its own status and reason, and no key of etcd is added or removed.
 Method: every RPC with every kind of bad value, against a cluster with a topic and a group.
 """
 
@@ -158,7 +158,7 @@ async def test_bad_expression_is_refused(nameserver: Replica, expression: str) -
     assert error.reason == "BAD_EXPRESSION"
 
 
-async def test_bad_condition_is_refused_with_its_place(nameserver: Replica) -> None:
+async def test_bad_condition_is_refused_with_its_position(nameserver: Replica) -> None:
     error = await refused(nameserver, "Heartbeat", heartbeat("g2", "c2", "sql: a > 5 AND b != 1"))
     assert error.reason == "BAD_EXPRESSION"
     assert "column 18: '!' is not understood" in error.message
@@ -204,7 +204,7 @@ async def test_unknown_group_is_not_found(nameserver: Replica, method: str) -> N
     assert (error.reason, error.facts) == ("GROUP_NOT_FOUND", {"group": "no-such-group"})
 
 
-async def test_unknown_client_has_nothing_to_leave(nameserver: Replica) -> None:
+async def test_leave_of_an_unknown_client_has_no_effect(nameserver: Replica) -> None:
     assert not await nameserver.leave("g", "no-such-client")
 
 

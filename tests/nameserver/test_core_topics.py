@@ -1,7 +1,7 @@
-"""Where queues go, and what a route is, as plain functions of plain values.
+"""Spread of queues and routes, without a server.
 
-Goal: queues are spread evenly and a route never leads to a broker that is away.
-Method: cases by name, then a property over arbitrary brokers.
+Goal: queues are spread evenly, and a route never has a broker that is down.
+Method: single cases, then a property over arbitrary brokers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batonmq_server.nameserver.core.topics import (
 )
 
 
-def test_queues_are_spread_evenly_and_start_where_told() -> None:
+def test_queues_are_spread_evenly_from_the_given_broker() -> None:
     assert spread_queues(8, ["b", "a", "c"]) == (
         QueueSpread("a", 3),
         QueueSpread("b", 3),
@@ -30,7 +30,7 @@ def test_queues_are_spread_evenly_and_start_where_told() -> None:
     assert spread_queues(2, ["b", "a", "c"], first=2) == (QueueSpread("a", 1), QueueSpread("c", 1))
 
 
-def test_rooms_are_where_brokers_are_and_stay_when_one_is_away() -> None:
+def test_spread_has_the_present_rooms_and_keeps_those_of_brokers_that_are_down() -> None:
     spread = (QueueSpread("a", 1, room="north"), QueueSpread("b", 2, 1, room="south"))
     assert with_rooms(spread, {"b": "east", "c": "west"}) == (
         QueueSpread("a", 1, room="north"),
@@ -38,15 +38,13 @@ def test_rooms_are_where_brokers_are_and_stay_when_one_is_away() -> None:
     )
 
 
-def test_no_broker_takes_no_queues() -> None:
+def test_spread_without_brokers_is_refused() -> None:
     with pytest.raises(NoBroker):
         spread_queues(8, [])
 
 
 @given(st.integers(1, 1024), st.sets(st.text("abc-", min_size=1), min_size=1), st.integers(0, 99))
-def test_spread_is_complete_and_differs_by_one(
-    queue_count: int, brokers: set[str], first: int
-) -> None:
+def test_spread_is_complete_and_even(queue_count: int, brokers: set[str], first: int) -> None:
     spread = spread_queues(queue_count, brokers, first=first)
     counts = [part.queue_count for part in spread]
     assert sum(counts) == queue_count
@@ -56,7 +54,7 @@ def test_spread_is_complete_and_differs_by_one(
     assert spread == spread_queues(queue_count, sorted(brokers), first=first)
 
 
-def test_route_leaves_out_brokers_that_are_away() -> None:
+def test_route_omits_brokers_that_are_down() -> None:
     topic = Topic(
         name="t",
         topic_id=1,

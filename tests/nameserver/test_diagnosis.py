@@ -1,8 +1,8 @@
-"""Why a queue is not moving.
+"""Diagnosis of a queue from its evidence.
 
-Goal: every reason of the contract is found, with the values that the contract promises for it, and
-of several the one that is to be mended first. Method: a table with a row per reason, in the order
-in which they are to be mended; each row is a stuck queue with one thing more that is wrong.
+Goal: every reason of the contract is found, with the values that the contract lists for it; of
+several reasons the one to fix first is returned. Method: a table with a row per reason, in the
+order in which they have to be fixed; each row is a stuck queue with one more fault.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ REFUSED = ExcludedClient(
     "c1",
     (SubscriptionMismatch("flights", "EWR", "JFK||LGA"), SubscriptionMismatch("orderly", "1", "0")),
 )
-DEALT_TO_NOBODY = replace(STUCK, assigned="", lock=None)
+NOT_ASSIGNED = replace(STUCK, assigned="", lock=None)
 FREE = LockEvidence(token=5, denial="UNACKED: 1 message is not acked")
 OF_SILENT_OWNER = replace(LOCK, lease_age_ms=SILENT_MS, lease_left_ms=18_000)
 
@@ -81,20 +81,20 @@ ROWS: dict[StuckReason, QueueEvidence] = {
         STUCK, group=replace(GROUP, paused=PauseEvidence("ops", "deploy", 90_000))
     ),
     StuckReason.SUBSCRIPTION_DRAINING: replace(
-        DEALT_TO_NOBODY,
+        NOT_ASSIGNED,
         group=replace(GROUP, change=SubscriptionChangeEvidence(4_000, 3), excluded=(REFUSED,)),
     ),
     StuckReason.REFUSED_SUBSCRIPTION: replace(
-        DEALT_TO_NOBODY, group=replace(GROUP, excluded=(REFUSED,))
+        NOT_ASSIGNED, group=replace(GROUP, excluded=(REFUSED,))
     ),
-    StuckReason.NO_MEMBER: replace(DEALT_TO_NOBODY, group=replace(GROUP, member_count=0)),
-    StuckReason.NOT_ASSIGNED: DEALT_TO_NOBODY,
+    StuckReason.NO_MEMBER: replace(NOT_ASSIGNED, group=replace(GROUP, member_count=0)),
+    StuckReason.NOT_ASSIGNED: NOT_ASSIGNED,
     StuckReason.DATA_LOSS: replace(
         STUCK, head=None, damage=DamagedMessage("8000", "DATA_LOSS: bad checksum")
     ),
     StuckReason.MOVING: replace(STUCK, moved=True, unmoved_ms=LATELY_MS),
     StuckReason.LOCKMGR_UNREACHABLE: replace(
-        STUCK, lock=None, lock_error="NOT_LEADER: nobody leads"
+        STUCK, lock=None, lock_error="NOT_LEADER: there is no leader"
     ),
     StuckReason.HANDOVER_PENDING: replace(STUCK, lock=replace(LOCK, step="persist", attempt="9-1")),
     StuckReason.NOT_ACQUIRED: replace(STUCK, lock=FREE),
@@ -132,7 +132,7 @@ def test_reasons_are_those_of_the_contract() -> None:
     assert set(StuckReason) == names - {"UNSPECIFIED"} == set(ROWS)
 
 
-def test_the_page_on_ownership_lists_the_reasons_in_the_order_of_these_rows() -> None:
+def test_page_on_ownership_lists_the_reasons_in_the_order_of_these_rows() -> None:
     section = PAGE.read_text().partition("### Why is this queue not moving")[2].partition("## ")[0]
     assert re.findall(r"^\| `([A-Z_]+)` \|", section, re.MULTILINE) == list(ROWS)
 
@@ -143,12 +143,12 @@ def test_each_reason_is_found(reason: StuckReason) -> None:
 
 
 @pytest.mark.parametrize("reason", StuckReason)
-def test_the_values_are_those_that_the_contract_lists(reason: StuckReason) -> None:
+def test_values_are_those_that_the_contract_lists(reason: StuckReason) -> None:
     assert promised(reason) <= set(diagnose(ROWS[reason]).values)
 
 
 @pytest.mark.parametrize("reason", StuckReason)
-def test_what_is_stuck_has_a_remedy_and_what_is_not_has_none(reason: StuckReason) -> None:
+def test_only_stuck_reasons_have_a_remedy(reason: StuckReason) -> None:
     finding = diagnose(ROWS[reason])
     assert finding.message
     assert bool(finding.remedy) == reason.stuck
@@ -185,9 +185,7 @@ def test_what_is_stuck_has_a_remedy_and_what_is_not_has_none(reason: StuckReason
         (StuckReason.NO_MEMBER, {"generation": 7}),
     ],
 )
-def test_the_values_are_those_of_the_evidence(
-    reason: StuckReason, values: dict[str, object]
-) -> None:
+def test_values_are_those_of_the_evidence(reason: StuckReason, values: dict[str, object]) -> None:
     assert diagnose(ROWS[reason]).values == values
 
 
@@ -209,7 +207,7 @@ TWO_AT_ONCE: list[tuple[StuckReason, QueueEvidence]] = [
     (
         StuckReason.PAUSED,
         replace(
-            DEALT_TO_NOBODY,
+            NOT_ASSIGNED,
             group=replace(
                 GROUP,
                 paused=PauseEvidence("ops", "", 1),
@@ -219,7 +217,7 @@ TWO_AT_ONCE: list[tuple[StuckReason, QueueEvidence]] = [
     ),
     (
         StuckReason.REFUSED_SUBSCRIPTION,
-        replace(DEALT_TO_NOBODY, group=replace(GROUP, member_count=0, excluded=(REFUSED,))),
+        replace(NOT_ASSIGNED, group=replace(GROUP, member_count=0, excluded=(REFUSED,))),
     ),
     (StuckReason.NOT_ASSIGNED, replace(ROWS[StuckReason.DATA_LOSS], assigned="")),
     (StuckReason.DATA_LOSS, replace(ROWS[StuckReason.DATA_LOSS], moved=True, unmoved_ms=0)),
@@ -231,63 +229,61 @@ TWO_AT_ONCE: list[tuple[StuckReason, QueueEvidence]] = [
 
 
 @pytest.mark.parametrize(("first", "evidence"), TWO_AT_ONCE)
-def test_of_two_reasons_the_one_to_be_mended_first_is_told(
-    first: StuckReason, evidence: QueueEvidence
-) -> None:
+def test_reason_to_fix_first_is_reported(first: StuckReason, evidence: QueueEvidence) -> None:
     assert diagnose(evidence).reason is first
 
 
-def test_a_queue_without_lag_is_idle_whatever_else_is_wrong() -> None:
-    nobody = replace(ROWS[StuckReason.NO_MEMBER], log=LogExtent(100, 2_101), head=None)
-    assert diagnose(nobody).reason is StuckReason.IDLE
+def test_queue_without_lag_is_idle_whatever_else_is_wrong() -> None:
+    without_member = replace(ROWS[StuckReason.NO_MEMBER], log=LogExtent(100, 2_101), head=None)
+    assert diagnose(without_member).reason is StuckReason.IDLE
     paused = replace(ROWS[StuckReason.PAUSED], log=LogExtent(100, 2_101), head=None)
     assert diagnose(paused).reason is StuckReason.IDLE
 
 
-def test_an_unreachable_service_comes_before_what_it_would_have_told() -> None:
+def test_unreachable_service_is_reported_before_reasons_from_its_data() -> None:
     both = replace(
         ROWS[StuckReason.STORAGE_UNREACHABLE], progress=None, progress_error="UNREACHABLE: x"
     )
     assert diagnose(both).reason is StuckReason.OFFSETS_UNREACHABLE
 
 
-def test_messages_that_move_need_no_lock_manager() -> None:
+def test_moving_queue_is_reported_without_the_lock_manager() -> None:
     moving = replace(ROWS[StuckReason.LOCKMGR_UNREACHABLE], moved=True, unmoved_ms=0)
     assert diagnose(moving).reason is StuckReason.MOVING
 
 
-def test_a_committed_offset_that_was_only_seen_once_does_not_count_as_moving() -> None:
+def test_committed_offset_seen_once_is_not_moving() -> None:
     assert diagnose(replace(STUCK, moved=False, unmoved_ms=0)).reason is StuckReason.HEAD_OF_LINE
 
 
-def test_a_queue_that_moved_too_long_ago_is_not_moving() -> None:
+def test_queue_that_moved_too_long_ago_is_not_moving() -> None:
     late = replace(STUCK, moved=True, unmoved_ms=LATELY_MS + 1)
     assert diagnose(late).reason is StuckReason.HEAD_OF_LINE
 
 
-def test_a_message_that_has_just_come_is_no_trouble() -> None:
+def test_queue_with_only_recent_messages_is_moving() -> None:
     young = replace(STUCK, head=replace(HEAD, age_ms=LATELY_MS - 1))
     assert diagnose(young).reason is StuckReason.MOVING
 
 
-def test_a_paused_group_is_told_even_if_handlers_still_finish_messages() -> None:
+def test_pause_is_reported_while_handlers_still_finish_messages() -> None:
     assert (
         diagnose(replace(ROWS[StuckReason.PAUSED], moved=True, unmoved_ms=0)).reason
         is StuckReason.PAUSED
     )
 
 
-def test_an_owner_that_pulls_is_not_silent_although_the_lock_manager_does_not_hear_it() -> None:
+def test_owner_that_pulls_is_not_silent_although_its_lease_is_not_renewed() -> None:
     heard = replace(ROWS[StuckReason.OWNER_SILENT], progress=IN_HAND)
     assert diagnose(heard).reason is StuckReason.HEAD_OF_LINE
 
 
-def test_a_silent_owner_comes_before_the_member_that_waits_for_it() -> None:
+def test_silent_owner_is_reported_before_the_waiting_member() -> None:
     waited_for = replace(ROWS[StuckReason.OWNER_SILENT], assigned="c2")
     assert diagnose(waited_for).reason is StuckReason.OWNER_SILENT
 
 
-def test_messages_that_no_filter_passes_do_not_excuse_an_owner_that_is_idle() -> None:
+def test_idle_owner_is_reported_although_the_filter_drops_all_messages() -> None:
     idle = replace(NOTHING_IN_HAND, idle_ms=SILENT_MS)
     assert (
         diagnose(replace(ROWS[StuckReason.FILTERED], progress=idle)).reason
@@ -297,27 +293,27 @@ def test_messages_that_no_filter_passes_do_not_excuse_an_owner_that_is_idle() ->
 
 def test_message_says_that_the_subscription_of_a_member_is_staged() -> None:
     staged = replace(GROUP, excluded=(replace(REFUSED, staged=True),))
-    finding = diagnose(replace(DEALT_TO_NOBODY, group=staged))
+    finding = diagnose(replace(NOT_ASSIGNED, group=staged))
     assert finding.reason is StuckReason.REFUSED_SUBSCRIPTION
     assert "has a staged subscription" in finding.message
 
 
-def test_a_refused_client_is_not_the_reason_while_somebody_has_the_queue() -> None:
+def test_refused_client_is_not_the_reason_while_the_queue_is_assigned() -> None:
     refused = replace(STUCK, group=replace(GROUP, excluded=(REFUSED,)))
     assert diagnose(refused).reason is StuckReason.HEAD_OF_LINE
 
 
-def test_of_several_refused_clients_the_one_that_wants_the_topic_is_told() -> None:
+def test_refused_client_with_a_mismatch_on_the_topic_is_reported_first() -> None:
     other = ExcludedClient("c2", "c1", (SubscriptionMismatch("orders", "*", ""),))
-    evidence = replace(DEALT_TO_NOBODY, group=replace(GROUP, excluded=(other, REFUSED)))
+    evidence = replace(NOT_ASSIGNED, group=replace(GROUP, excluded=(other, REFUSED)))
     assert diagnose(evidence).values["client_id"] == "c3"
     assert diagnose(replace(evidence, topic="orders")).values["client_id"] == "c2"
     nobody_wants = replace(evidence, topic="payments", expression=None)
     assert diagnose(nobody_wants).reason is StuckReason.NOT_ASSIGNED
 
 
-def test_a_topic_that_the_group_does_not_subscribe_to_is_told_as_such() -> None:
-    finding = diagnose(replace(DEALT_TO_NOBODY, expression=None))
+def test_topic_without_subscription_is_reported_as_such() -> None:
+    finding = diagnose(replace(NOT_ASSIGNED, expression=None))
     assert finding.reason is StuckReason.NOT_ASSIGNED
     assert finding.message == "group planners does not subscribe to flights"
 
@@ -332,7 +328,7 @@ def test_without_ownership_the_lock_manager_is_not_needed() -> None:
     assert finding.values["owner"] == "c1"
 
 
-def test_without_ownership_what_is_acked_out_of_order_shows_the_head_of_the_line() -> None:
+def test_head_of_line_is_found_from_acks_without_ownership() -> None:
     unowned = replace(STUCK, group=replace(GROUP, owned=False), lock=None)
     acked = replace(unowned, progress=replace(NOTHING_IN_HAND, acked_count=5))
     assert diagnose(acked).reason is StuckReason.HEAD_OF_LINE
@@ -340,7 +336,7 @@ def test_without_ownership_what_is_acked_out_of_order_shows_the_head_of_the_line
     assert diagnose(nothing).reason is StuckReason.NOT_PULLING
 
 
-def test_nothing_keeps_the_members_of_a_broadcasting_group_from_reading() -> None:
+def test_broadcasting_group_is_never_stuck() -> None:
     group = replace(GROUP, owned=False, broadcasting=True)
     each = replace(STUCK, group=group, assigned="", lock=None, progress=None, head=None)
     assert diagnose(each).reason is StuckReason.MOVING
@@ -366,7 +362,7 @@ def test_nothing_keeps_the_members_of_a_broadcasting_group_from_reading() -> Non
         (replace(STUCK, progress=None, log=LogExtent(0, 0)), 0, -1),
     ],
 )
-def test_lag_is_what_is_kept_and_not_handled(
+def test_lag_is_the_number_of_messages_not_handled(
     evidence: QueueEvidence, lag_count: int, head_offset: int
 ) -> None:
     assert (evidence.lag_count, evidence.head_offset) == (lag_count, head_offset)
@@ -389,5 +385,5 @@ def test_lag_in_time_is_the_age_of_the_head() -> None:
         (400_000_000, "4 d"),
     ],
 )
-def test_lengths_of_time_are_for_people(ms: int, text: str) -> None:
+def test_time_spans_are_rounded_for_display(ms: int, text: str) -> None:
     assert span(ms) == text

@@ -1,7 +1,7 @@
-"""The call that asks why queues do not move.
+"""The call WhyStuck.
 
-Goal: it answers for the queues that were asked for, in order, and refuses what does not exist.
-Method: a real replica over real gRPC whose broker is away, which is then the answer.
+Goal: it returns the diagnoses of the queues in the request, in order, and refuses unknown names.
+Method: a real replica over real gRPC whose broker is down, which is then the diagnosis.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ async def why(nameserver: Replica, **asked: object) -> list[pb.Diagnosis]:
     return list((await nameserver.stub.WhyStuck(request, timeout=20)).queues)
 
 
-async def test_all_queues_of_the_group_are_told_in_order(nameserver: Replica) -> None:
+async def test_all_queues_of_the_group_are_diagnosed_in_order(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     found = await why(nameserver)
     assert [d.queue.queue.queue_id for d in found] == list(range(8))
@@ -29,7 +29,7 @@ async def test_all_queues_of_the_group_are_told_in_order(nameserver: Replica) ->
     }
 
 
-async def test_one_queue_can_be_asked_for(nameserver: Replica) -> None:
+async def test_single_queue_is_diagnosed(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     (found,) = await why(nameserver, topic="flights", broker="broker-a", queue_id=0)
     assert found.queue.queue.queue_id == 0
@@ -37,7 +37,7 @@ async def test_one_queue_can_be_asked_for(nameserver: Replica) -> None:
     assert await why(nameserver, broker="broker-b") == []
 
 
-async def test_a_topic_that_the_group_does_not_subscribe_to_can_be_asked_for(
+async def test_topic_without_subscription_is_diagnosed(
     nameserver: Replica,
 ) -> None:
     await nameserver.create("orders", 2)
@@ -49,13 +49,13 @@ async def test_a_topic_that_the_group_does_not_subscribe_to_can_be_asked_for(
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (pb.WhyStuckRequest(group="nobody"), "GROUP_NOT_FOUND"),
+        (pb.WhyStuckRequest(group="no-group"), "GROUP_NOT_FOUND"),
         (pb.WhyStuckRequest(group="g", topic="nothing"), "TOPIC_NOT_FOUND"),
         (pb.WhyStuckRequest(group="g/h"), "INVALID_NAME"),
         (pb.WhyStuckRequest(), "INVALID_NAME"),
     ],
 )
-async def test_what_does_not_exist_is_refused(
+async def test_diagnosis_of_unknown_names_is_refused(
     nameserver: Replica, asked: pb.WhyStuckRequest, reason: str
 ) -> None:
     await nameserver.join("g", "c1")

@@ -1,7 +1,7 @@
-"""The nameserver while etcd is away.
+"""The nameserver during an outage of etcd.
 
-Goal: what was known is still told, nothing is made up, nobody is expelled.
-Method: a real etcd of the test's own that is killed and started again on its data.
+Goal: reads answer from the last known state, writes are refused, and no member is removed.
+Method: an etcd of the test's own that is killed and started again on its data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.e2e
 
 
-async def test_outage_of_etcd_refuses_changes_and_keeps_the_rest(tmp_path: Path) -> None:
+async def test_etcd_outage_refuses_changes_and_keeps_reads(tmp_path: Path) -> None:
     async with (
         EtcdProcess(tmp_path) as etcd,
         EtcdSession(etcd.endpoint, "c", Clock()) as session,

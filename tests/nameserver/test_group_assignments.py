@@ -1,7 +1,7 @@
-"""Whose the queues are, through real servers on a real etcd.
+"""Assignments of groups, through real servers on a real etcd.
 
-Goal: every change of members or topics leaves every queue with a member, at every replica, soon.
-Method: in-process replicas; members come in crowds, topics grow, shrink and go.
+Goal: after every change of members or topics, every queue is soon assigned, at every replica.
+Method: in-process replicas; many members join at once, topics grow, shrink and are deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def update(nameserver: Replica, topic: str, queue_count: int) -> None:
     await nameserver.stub.UpdateTopic(request, timeout=CALL_TIMEOUT_S)
 
 
-async def test_heartbeat_answers_with_the_queues_and_who_joins_moves_few(
+async def test_heartbeat_returns_the_assignment_and_a_join_moves_few_queues(
     nameserver: Replica,
 ) -> None:
     assert owners(await nameserver.join("g", "c1")) == {"c1": 8}
@@ -46,7 +46,7 @@ async def test_heartbeat_answers_with_the_queues_and_who_joins_moves_few(
     assert stayed == 6, "only what c3 got has moved"
 
 
-async def test_a_crowd_that_joins_at_once_settles_in_few_generations(
+async def test_many_concurrent_joins_make_few_generations(
     nameserver: Replica, etcd_endpoint: str, cluster: str
 ) -> None:
     await nameserver.create("orders", 64)
@@ -70,7 +70,7 @@ async def test_a_crowd_that_joins_at_once_settles_in_few_generations(
     assert after.generation - first.generation <= 9, "far fewer than one for each"
 
 
-async def test_queues_that_come_and_topics_that_go_are_dealt_out_anew(
+async def test_added_queues_and_deleted_topics_change_the_assignment(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await nameserver.create("orders", 4)
@@ -90,7 +90,7 @@ async def test_queues_that_come_and_topics_that_go_are_dealt_out_anew(
         assert owners(await next_group(call)) == {"c1": 10}
 
 
-async def test_queues_that_a_replica_missed_are_dealt_out_by_any_other(
+async def test_queues_missed_by_one_replica_are_assigned_by_another(
     nameserver: Replica, etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with replica(etcd_endpoint, cluster) as other:
@@ -112,10 +112,10 @@ async def test_group_without_members_has_no_assignments_to_keep(nameserver: Repl
     assert not left.assignments
 
 
-async def test_pushes_need_no_interval_to_pass(
+async def test_changes_are_pushed_without_delay(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
-    """Everything that is done at intervals is done hourly here; every push comes nevertheless."""
+    """All intervals are an hour here, so changes can only arrive by a push."""
     async with replica(
         etcd_endpoint,
         cluster,
@@ -139,7 +139,7 @@ async def test_pushes_need_no_interval_to_pass(
             assert (await next_group(call)).strategy == pb.STRATEGY_AVERAGE
 
 
-async def test_members_get_the_queues_of_their_machine_room(
+async def test_queues_are_assigned_within_the_machine_room(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await register_broker(etcd, "broker-a", room="north")
@@ -162,7 +162,7 @@ async def test_members_get_the_queues_of_their_machine_room(
     ]
 
 
-async def test_broker_that_has_moved_is_noted_when_its_topic_is_updated(
+async def test_changed_room_of_a_broker_is_recorded_by_a_topic_update(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await nameserver.set_group("g", strategy=pb.STRATEGY_MACHINE_ROOM)
@@ -178,7 +178,7 @@ async def test_broker_that_has_moved_is_noted_when_its_topic_is_updated(
     await until(noted)
 
 
-async def test_record_that_would_outgrow_etcd_is_refused_and_the_group_goes_on(
+async def test_join_that_makes_the_record_too_large_is_refused(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     subscriptions = [

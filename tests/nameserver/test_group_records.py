@@ -1,6 +1,6 @@
-"""What stands in etcd of a group: the record, its gate, and whose the queues are.
+"""Records of groups in etcd: the group, its gate and its assignment.
 
-Goal: nothing gets lost on the way to etcd and back, and no record outgrows it.
+Goal: no field is lost when a group is stored and read, and no record exceeds etcd's limit.
 Method: round trips of groups with every field set, assignments by hand, and the largest group.
 """
 
@@ -68,12 +68,12 @@ FULL = Group(
         replace(FULL, staged=StagedSubscription(subscribed("y"), draining=False, since_unix_ms=9)),
     ],
 )
-def test_a_record_survives_storing(group: Group) -> None:
+def test_group_survives_storing(group: Group) -> None:
     stored = group_to_stored(group).SerializeToString()
     assert group_from_stored(StoredGroup.FromString(stored)) == group
 
 
-def test_a_record_of_an_earlier_version_has_the_default_settings() -> None:
+def test_record_of_an_earlier_version_has_the_default_settings() -> None:
     group = group_from_stored(StoredGroup(name="g", generation=3))
     assert (group.policy, group.owned, group.strategy) == (
         SubscriptionPolicy.REJECT,
@@ -82,7 +82,7 @@ def test_a_record_of_an_earlier_version_has_the_default_settings() -> None:
     )
 
 
-def test_the_gate_tells_what_others_act_on_and_nothing_of_the_members() -> None:
+def test_gate_has_no_member_data() -> None:
     gate = gate_of(FULL)
     assert gate == StoredGate(
         subscription_generation=3,
@@ -96,7 +96,7 @@ def test_the_gate_tells_what_others_act_on_and_nothing_of_the_members() -> None:
     assert not gate_of(replace(FULL, policy=SubscriptionPolicy.WARN)).bound
 
 
-def test_owners_are_places_among_the_members() -> None:
+def test_assignment_names_members_by_number() -> None:
     members = tuple(Member(client_id, 1, "", 0) for client_id in ("a", "b"))
     group = Group(name="g", members=members, terms=terms("*", "t", "u"))
     topics = [topic("u", QueueSpread("x", 1)), topic("t", QueueSpread("x", 2), QueueSpread("y", 1))]
@@ -107,12 +107,12 @@ def test_owners_are_places_among_the_members() -> None:
         ("t", [("x", 2), ("y", 1)]),
         ("u", [("x", 1)]),
     ]
-    dealt = replace(group, assignments=assignments)
-    assert sorted(assigned_members(dealt).values()) == ["a", "a", "b", "b"]
-    assert assign_topics(dealt, topics, dealt) == assignments, "what is dealt stays"
+    assigned = replace(group, assignments=assignments)
+    assert sorted(assigned_members(assigned).values()) == ["a", "a", "b", "b"]
+    assert assign_topics(assigned, topics, assigned) == assignments, "the assignment stays"
 
 
-def test_queues_stay_with_their_members_when_places_shift() -> None:
+def test_queues_stay_with_their_members_when_numbers_change() -> None:
     members = tuple(Member(client_id, 1, "", 0) for client_id in ("b", "c"))
     group = Group(name="g", members=members, terms=terms("*", "t"))
     topics = [topic("t", QueueSpread("x", 4))]
@@ -130,26 +130,26 @@ def test_machine_room_strategy_keeps_queues_in_the_room() -> None:
         name="g", members=members, terms=terms("*", "t"), strategy=AssignmentStrategy.MACHINE_ROOM
     )
     spread = (QueueSpread("x", 3, room="south"), QueueSpread("y", 1, room="north"))
-    dealt = replace(group, assignments=assign_topics(group, [topic("t", *spread)], group))
-    assert assigned_members(dealt) == {
+    assigned = replace(group, assignments=assign_topics(group, [topic("t", *spread)], group))
+    assert assigned_members(assigned) == {
         **{AssignableQueue("t", "x", queue_id): "b" for queue_id in range(3)},
         AssignableQueue("t", "y", 0): "a",
     }
 
 
-def test_assignments_that_miss_or_keep_a_queue_are_noticed() -> None:
+def test_assignments_with_missing_or_deleted_queues_are_not_complete() -> None:
     group = Group(name="g", members=(Member("a", 1, "", 0),), terms=terms("*", "t", "gone"))
     two, three = topic("t", QueueSpread("x", 2)), topic("t", QueueSpread("x", 3))
-    dealt = replace(group, assignments=assign_topics(group, [two], group))
+    assigned = replace(group, assignments=assign_topics(group, [two], group))
     assert not is_fully_assigned(group, {"t": two})
-    assert is_fully_assigned(dealt, {"t": two})
-    assert not is_fully_assigned(dealt, {"t": three})
-    assert not is_fully_assigned(dealt, {"t": two, "gone": topic("gone", QueueSpread("x", 1))})
-    assert not is_fully_assigned(dealt, {})
-    assert is_fully_assigned(replace(dealt, members=(), assignments=()), {"t": two})
+    assert is_fully_assigned(assigned, {"t": two})
+    assert not is_fully_assigned(assigned, {"t": three})
+    assert not is_fully_assigned(assigned, {"t": two, "gone": topic("gone", QueueSpread("x", 1))})
+    assert not is_fully_assigned(assigned, {})
+    assert is_fully_assigned(replace(assigned, members=(), assignments=()), {"t": two})
 
 
-def test_the_largest_group_fits_into_etcd() -> None:
+def test_largest_group_fits_into_etcd() -> None:
     """1,000 members with names of usual length, 64 topics of 1,024 queues on 16 brokers each."""
     names = [f"topic-{number:02}-{'x' * 40}" for number in range(64)]
     subscriptions = tuple(Subscription(name, "x" * 2_048) for name in names)
@@ -203,7 +203,7 @@ def test_the_largest_group_fits_into_etcd() -> None:
         (5_300, 1_000, Silence.OVER),
     ],
 )
-def test_silence_is_told_from_whole_seconds_of_the_lease(
+def test_silence_is_found_from_whole_seconds_of_the_lease(
     since_break_ms: int, heartbeat_ms: int, expected: Silence
 ) -> None:
     left_s = (30_000 - (since_break_ms - heartbeat_ms)) // 1_000
@@ -211,7 +211,7 @@ def test_silence_is_told_from_whole_seconds_of_the_lease(
     assert silence_of(-1, 30, 0, since_break_ms, since_break_ms + 2) is Silence.OVER
 
 
-def test_the_look_comes_after_the_grace_just_before_a_full_second() -> None:
+def test_check_comes_after_the_grace_period_before_a_full_second() -> None:
     assert next_check_ms(0, 5_000) == 4_900
     assert next_check_ms(0, 1_200) == 1_900
     assert next_check_ms(4_903, 5_000) == 5_900

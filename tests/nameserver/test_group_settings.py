@@ -1,7 +1,7 @@
 """Settings, pause and deletion of groups, through real servers on a real etcd.
 
-Goal: the record and its gate change together, and a group that is deleted is never taken for one
-of the same name that comes later.
+Goal: the record and its gate change together, and a deleted group is never confused with a later
+one of the same name.
 Method: in-process replicas with the real offsets service.
 """
 
@@ -78,7 +78,7 @@ async def test_gate_does_not_change_with_the_members(
     assert (record > first[0], gate) == (True, first[1])
 
 
-async def test_settings_are_kept_and_only_what_is_named_changes(
+async def test_update_changes_only_the_given_settings(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     made = await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
@@ -98,7 +98,7 @@ async def test_settings_are_kept_and_only_what_is_named_changes(
     assert same.generation == group.generation
 
 
-async def test_ownership_changes_only_while_nobody_is_a_member(
+async def test_ownership_changes_only_without_members(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await nameserver.join("g", "c1")
@@ -110,7 +110,7 @@ async def test_ownership_changes_only_while_nobody_is_a_member(
     assert (await gate_of(etcd)).ownership == pb.OWNERSHIP_OFF
     group = await nameserver.join("g", "c1")
     assert group.ownership == pb.OWNERSHIP_OFF
-    assert group.assignments, "members read what is dealt to them"
+    assert group.assignments, "members read the queues assigned to them"
 
 
 async def test_pause_is_in_the_record_and_in_the_gate_and_pushed(
@@ -176,7 +176,7 @@ async def test_group_deleted_and_created_again_has_a_higher_generation(
 
 
 class ForgettingTwin(offsets_grpc.OffsetsServiceServicer):
-    """Offsets as far as a deletion sees it, which does something of the test's first."""
+    """A stand-in for offsets that first runs an action of the test on a deletion."""
 
     def __init__(self, first: Callable[[], Awaitable[object]]) -> None:
         self._first = first
@@ -187,10 +187,10 @@ class ForgettingTwin(offsets_grpc.OffsetsServiceServicer):
 
 
 @asynccontextmanager
-async def forgetting(
+async def offsets_that_delete(
     nameserver: Replica, etcd: EtcdSession, epoch: int, first: Callable[[], Awaitable[object]]
 ) -> AsyncIterator[None]:
-    """The twin in the place of offsets."""
+    """Yield a stand-in for offsets."""
     twin = ForgettingTwin(first)  # type: ignore[abstract]
     add = partial(offsets_grpc.add_OffsetsServiceServicer_to_server, twin)
     async with serving_at(add) as address:
@@ -198,7 +198,7 @@ async def forgetting(
         yield
 
 
-async def test_deleting_a_group_ends_its_progress_once_nobody_can_join_it(
+async def test_group_deletion_deletes_the_record_before_the_progress(
     nameserver: Replica, offsets: OffsetsEpoch, etcd: EtcdSession
 ) -> None:
     async def gone() -> None:
@@ -206,7 +206,7 @@ async def test_deleting_a_group_ends_its_progress_once_nobody_can_join_it(
         assert await etcd.get(etcd.key("gates", "g")) is None
 
     await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
-    async with forgetting(nameserver, etcd, offsets.table.epoch + 1, gone):
+    async with offsets_that_delete(nameserver, etcd, offsets.table.epoch + 1, gone):
         assert await nameserver.delete_group("g") == 3
 
 
@@ -216,20 +216,20 @@ async def test_group_that_is_joined_during_its_deletion_keeps_its_progress(
     key = GroupQueue("g", "flights", "broker-a", 0)
     offsets.table.reset(key, AckState(5), ProgressSource.RESET, Instant(0, 0), dry_run=False)
 
-    async def forget_late(group: str) -> int:
+    async def delete_progress_late(group: str) -> int:
         await nameserver.join(group, "c1")
         return await direct.groups.progress_deleter.delete_group(group)
 
     await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
     with pytest.raises(GroupInUse):
-        await direct.groups.store.delete("g", forget_late)
+        await direct.groups.store.delete("g", delete_progress_late)
     assert offsets.table.query(key).committed_offset == 5
     assert ids(await nameserver.group("g")) == ["c1"]
     await nameserver.leave("g", "c1")
     assert await nameserver.delete_group("g") == 1
 
 
-async def test_deletion_that_offsets_did_not_confirm_is_finished_by_repeating_it(
+async def test_repeated_deletion_finishes_one_that_offsets_did_not_confirm(
     nameserver: Replica, offsets: OffsetsEpoch, etcd: EtcdSession
 ) -> None:
     async def nothing() -> None:
@@ -242,11 +242,11 @@ async def test_deletion_that_offsets_did_not_confirm_is_finished_by_repeating_it
     for _ in range(2):
         assert (await refusal(nameserver.delete_group("g"))).reason == "OFFSETS_UNREACHABLE"
     assert (await refusal(nameserver.group("g"))).reason == "GROUP_NOT_FOUND"
-    async with forgetting(nameserver, etcd, epoch + 2, nothing):
+    async with offsets_that_delete(nameserver, etcd, epoch + 2, nothing):
         assert await nameserver.delete_group("g") == 3
 
 
-async def test_group_with_a_live_member_is_not_deleted_and_one_of_the_dead_is(
+async def test_group_is_deleted_only_without_live_members(
     nameserver: Replica, etcd: EtcdSession, etcd_endpoint: str, cluster: str
 ) -> None:
     await nameserver.join("g", "c1")
@@ -270,7 +270,7 @@ async def test_deletion_ends_watches_at_every_replica(
             assert (await refusal(call.read())).reason == "GROUP_NOT_FOUND"
 
 
-async def test_grants_of_the_deleted_group_do_not_hold_up_the_next(
+async def test_grants_of_a_deleted_group_do_not_delay_the_next_one(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await nameserver.join("g", "c1", "old")

@@ -1,7 +1,7 @@
-"""The transaction of a group as a plain function of plain values (protocol section 14).
+"""Decisions of `GroupTransaction`, without a server (protocol section 14).
 
-Goal: a group is served under one subscription at a time, and only the living have a say.
-Method: stories for each policy, then properties over arbitrary histories of a group.
+Goal: a group has one subscription in force at a time, and only live members decide about it.
+Method: scenarios for each policy, then properties over arbitrary histories of a group.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_first_member_sets_the_subscription() -> None:
 
 
 def test_second_member_with_other_tags_is_refused_with_both_clients_named() -> None:
-    """The story that made RocketMQ lose messages: c1 wants tag1, c2 wants tag2."""
+    """The case in which RocketMQ loses messages: c1 subscribes to tag1, c2 to tag2."""
     group = Scene()
     group.beat("c1", "tag1")
     before = group.record
@@ -92,7 +92,7 @@ def test_every_difference_is_listed() -> None:
     ]
 
 
-def test_conflict_names_the_longest_standing_live_member() -> None:
+def test_conflict_names_the_longest_live_member() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c2", "c1", "c0")
     for dead, named in (("", "c2"), ("c2", "c1")):
         group.die(dead)
@@ -114,7 +114,7 @@ def test_repeated_heartbeat_changes_nothing() -> None:
     assert group.record is before
 
 
-def test_member_whose_lease_ended_unnoticed_stays_one() -> None:
+def test_recorded_member_with_an_expired_lease_stays_a_member() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
     before = group.record
     group.die("c1")
@@ -124,7 +124,7 @@ def test_member_whose_lease_ended_unnoticed_stays_one() -> None:
 
 
 @pytest.mark.parametrize("policy", BOUND)
-def test_a_change_nobody_objects_to_waits_only_until_no_queue_has_an_owner(
+def test_change_without_other_members_waits_only_for_owners(
     policy: SubscriptionPolicy,
 ) -> None:
     group = scene(policy)
@@ -134,18 +134,18 @@ def test_a_change_nobody_objects_to_waits_only_until_no_queue_has_an_owner(
     assert group.record.draining
     assert group.record.terms == terms("tag1")
     assert group.owners == set()
-    group.tend()
+    group.maintain()
     assert group.record.draining, "a queue has an owner still"
-    group.tend(drained=True)
+    group.maintain(drained=True)
     assert (group.record.terms, group.record.subscription_generation) == (terms("tag2"), 2)
     assert (group.record.staged, group.owners, group.waiting) == (None, {"c1"}, set())
 
 
 @pytest.mark.parametrize("policy", BOUND)
-def test_group_whose_members_have_all_died_takes_a_new_subscription_after_their_owners(
+def test_group_with_only_dead_members_changes_its_subscription_once_it_has_no_owner(
     policy: SubscriptionPolicy,
 ) -> None:
-    """They may be alive, and own queues, without reaching a nameserver."""
+    """They may be alive and own queues, although they reach no nameserver."""
     group = scene(policy, "c1")
     group.die("c1")
     assert group.beat("c2", "tag2").kind is STAGED
@@ -184,7 +184,7 @@ def test_rejected_member_stays_what_it_was() -> None:
     assert group.record is before
 
 
-def test_reject_lets_nobody_in_on_the_terms_that_are_going() -> None:
+def test_reject_refuses_the_old_subscription_while_draining() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c1")
     group.beat("c1", "x")
     with pytest.raises(SubscriptionConflict) as refused:
@@ -194,7 +194,7 @@ def test_reject_lets_nobody_in_on_the_terms_that_are_going() -> None:
     assert group.beat("c2", "x").kind is STAGED
 
 
-def test_staged_waits_until_every_live_member_asks_for_it() -> None:
+def test_staged_subscription_waits_until_every_live_member_has_it() -> None:
     group = scene(SubscriptionPolicy.STAGED, "c1", "c2", "c3")
     verdict = group.beat("c1", "x")
     assert verdict.kind is STAGED
@@ -207,24 +207,24 @@ def test_staged_waits_until_every_live_member_asks_for_it() -> None:
     assert group.record.subscription_generation == 1
     group.beat("c3", "x")
     assert (group.record.draining, group.owners) == (True, set())
-    group.tend(drained=True)
+    group.maintain(drained=True)
     assert (group.owners, group.waiting) == ({"c1", "c2", "c3"}, set())
     assert (group.record.terms, group.record.subscription_generation) == (terms("x"), 2)
 
 
 @pytest.mark.parametrize("how", ["leave", "die"])
-def test_staged_starts_when_the_last_one_of_the_old_has_gone(how: str) -> None:
+def test_staged_subscription_drains_when_the_last_old_member_is_gone(how: str) -> None:
     group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
     group.beat("c1", "x")
     if how == "leave":
         group.leave("c2")
     else:
         group.die("c2")
-        group.tend()
+        group.maintain()
     assert group.record.draining
 
 
-def test_staged_is_forgotten_when_nobody_asks_for_it_any_more() -> None:
+def test_staged_subscription_is_dropped_when_no_member_has_it() -> None:
     for how in ("leave", "die", "back"):
         group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
         group.beat("c1", "x")
@@ -234,11 +234,11 @@ def test_staged_is_forgotten_when_nobody_asks_for_it_any_more() -> None:
             group.leave("c1")
         else:
             group.die("c1")
-            group.tend()
+            group.maintain()
         assert (group.record.staged, group.waiting) == (None, set())
 
 
-def test_a_third_subscription_is_refused_with_the_difference_to_the_staged_one() -> None:
+def test_third_subscription_is_refused_with_the_difference_to_the_staged_one() -> None:
     group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
     group.beat("c1", "x")
     before = group.record
@@ -248,7 +248,7 @@ def test_a_third_subscription_is_refused_with_the_difference_to_the_staged_one()
     assert group.record is before
 
 
-def test_who_alone_asked_for_the_staged_one_may_ask_for_another() -> None:
+def test_only_member_with_a_staged_subscription_may_stage_another() -> None:
     group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
     group.beat("c1", "x")
     assert group.beat("c1", "y").kind is STAGED
@@ -257,7 +257,7 @@ def test_who_alone_asked_for_the_staged_one_may_ask_for_another() -> None:
 
 
 @pytest.mark.parametrize("policy", [SubscriptionPolicy.STAGED, SubscriptionPolicy.STAGED_LATEST])
-def test_what_is_decided_is_done_whoever_comes_meanwhile(policy: SubscriptionPolicy) -> None:
+def test_decided_change_is_finished_whichever_members_join(policy: SubscriptionPolicy) -> None:
     group = scene(policy, "c1")
     group.beat("c1", "x")
     assert group.beat("old", "*").kind is OVERRULED
@@ -265,27 +265,27 @@ def test_what_is_decided_is_done_whoever_comes_meanwhile(policy: SubscriptionPol
         group.beat("third", "y")
     group.leave("c1")
     assert group.record.draining
-    group.tend(drained=True)
+    group.maintain(drained=True)
     assert (group.record.terms, group.waiting, group.owners) == (terms("x"), {"old"}, set())
     assert group.beat("old", "*").kind is STAGED, "the only one there is has its way"
 
 
-def test_staged_latest_waits_for_owners_only_and_old_members_get_nothing() -> None:
+def test_staged_latest_waits_only_for_owners_and_old_members_get_no_queue() -> None:
     group = scene(SubscriptionPolicy.STAGED_LATEST, "c1", "c2")
     assert group.beat("c3", "x").kind is STAGED
     assert (group.record.draining, group.owners) == (True, set())
-    group.tend(drained=True)
+    group.maintain(drained=True)
     assert (group.waiting, group.owners) == ({"c1", "c2"}, {"c3"})
     before = group.record
     assert group.beat("c1", "*").kind is OVERRULED
     assert group.record is before, "repeating itself is not asking anew"
     group.leave("c3")
-    assert group.beat("c1", "*").kind is STAGED, "nobody asks for the newest any more"
-    group.tend(drained=True)
+    assert group.beat("c1", "*").kind is STAGED, "no member has the newest subscription any more"
+    group.maintain(drained=True)
     assert group.owners == {"c1", "c2"}
 
 
-def test_warn_lets_the_last_change_win_and_says_against_whom() -> None:
+def test_warn_applies_the_newest_subscription_and_names_the_others() -> None:
     group = scene(SubscriptionPolicy.WARN, "c1", "c2")
     verdict = group.beat("c2", "x")
     assert verdict.kind is REPLACED
@@ -302,7 +302,7 @@ def test_warn_lets_the_last_change_win_and_says_against_whom() -> None:
     assert group.record.subscription_generation == 3
 
 
-def test_warn_goes_back_to_the_old_when_who_replaced_it_has_left() -> None:
+def test_warn_restores_the_old_subscription_when_the_replacing_member_leaves() -> None:
     group = scene(SubscriptionPolicy.WARN, "c1")
     group.beat("c2", "x")
     group.leave("c2")
@@ -310,15 +310,15 @@ def test_warn_goes_back_to_the_old_when_who_replaced_it_has_left() -> None:
     assert group.record.terms == terms("*")
 
 
-def test_of_two_who_replace_at_once_the_first_is_overruled() -> None:
+def test_first_of_two_concurrent_replacements_is_overruled() -> None:
     group = scene(SubscriptionPolicy.WARN, "c0")
     first, second = beat("c1", "x"), beat("c2", "y")
-    transaction = group.ask(lambda it: it.join(first), lambda it: it.join(second))
+    transaction = group.apply(lambda it: it.join(first), lambda it: it.join(second))
     assert transaction.verdict(first, group.record).kind is OVERRULED
     assert transaction.verdict(second, group.record).kind is REPLACED
 
 
-def test_broadcasting_members_filter_for_themselves() -> None:
+def test_broadcasting_members_have_their_own_filters() -> None:
     group = Scene()
     group.beat("c1", terms("x", model="BROADCASTING"))
     assert group.beat("c2", terms("y", model="BROADCASTING")).kind is ACCEPTED
@@ -328,7 +328,7 @@ def test_broadcasting_members_filter_for_themselves() -> None:
     assert group.record is before
 
 
-def test_policy_that_changes_forgets_what_waited_and_finishes_what_is_decided() -> None:
+def test_change_of_policy_drops_a_staged_and_finishes_a_decided_subscription() -> None:
     group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
     group.beat("c1", "x")
     group.update(policy=SubscriptionPolicy.REJECT)
@@ -339,7 +339,7 @@ def test_policy_that_changes_forgets_what_waited_and_finishes_what_is_decided() 
     assert group.record.draining
 
 
-def test_group_that_all_have_left_keeps_its_terms_and_generations() -> None:
+def test_group_without_members_keeps_its_terms_and_generations() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c1")
     before = group.record
     group.leave("c1")
@@ -349,7 +349,7 @@ def test_group_that_all_have_left_keeps_its_terms_and_generations() -> None:
     assert group.record.subscription_generation == 1
 
 
-def test_dead_members_are_taken_out_by_the_change_that_notices() -> None:
+def test_dead_members_are_removed_by_the_next_change() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
     group.die("c1")
     group.beat("c3")
@@ -366,7 +366,7 @@ def test_client_id_of_a_live_process_is_refused_with_its_host() -> None:
     assert "30000 ms" in refused.value.remedy
 
 
-def test_client_id_of_a_dead_process_passes_on_with_its_queues() -> None:
+def test_client_id_of_a_dead_process_is_reused_with_its_queues() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
     before = group.record.assignments
     group.die("c1")
@@ -381,18 +381,18 @@ def test_leave_of_another_incarnation_changes_nothing() -> None:
     group.leave("c1", 2)
     group.leave("c2", 1)
     assert group.record is before
-    nobody = Scene()
-    nobody.leave("c1")
-    assert nobody.group is None
+    empty = Scene()
+    empty.leave("c1")
+    assert empty.group is None
 
 
-def test_a_refused_newcomer_founds_no_group() -> None:
+def test_refused_client_creates_no_group() -> None:
     group = Scene()
-    transaction = group.ask(lambda it: it.leave("c1", 1))
+    transaction = group.apply(lambda it: it.leave("c1", 1))
     assert (group.group, transaction.joined, transaction.is_unchanged()) == (None, {}, True)
 
 
-def test_group_takes_no_more_members_than_its_limit() -> None:
+def test_join_beyond_the_limit_of_members_is_refused() -> None:
     group = Scene()
     members = tuple(
         Member(f"c{i:04}", 1, "host-of-" + f"c{i:04}", i, "", hash_of(subscribed()))
@@ -408,7 +408,7 @@ def test_group_takes_no_more_members_than_its_limit() -> None:
     assert len(group.record.members) == MEMBERS_MAX
 
 
-def test_settings_make_a_group_and_ownership_changes_only_without_members() -> None:
+def test_settings_create_a_group_and_ownership_changes_only_without_members() -> None:
     group = Scene(owned=False, policy=SubscriptionPolicy.STAGED)
     assert (group.record.generation, group.record.owned) == (1, False)
     group.update(owned=True)
@@ -428,7 +428,7 @@ def test_settings_make_a_group_and_ownership_changes_only_without_members() -> N
     )
 
 
-def test_pause_is_kept_until_it_is_lifted() -> None:
+def test_pause_lasts_until_it_is_resumed() -> None:
     group = scene(SubscriptionPolicy.REJECT, "c1")
     group.update(paused=True, pause=Pause("op", "disk", 5))
     group.update(paused=True, pause=Pause("op", "disk", 9))
@@ -450,7 +450,7 @@ STEPS = st.lists(
         ),
         st.tuples(st.just("leave"), st.sampled_from(CLIENTS), st.integers(1, 2), st.just("")),
         st.tuples(st.just("die"), st.sampled_from(CLIENTS), st.just(0), st.just("")),
-        st.tuples(st.just("tend"), st.just(""), st.integers(0, 1), st.just("")),
+        st.tuples(st.just("maintain"), st.just(""), st.integers(0, 1), st.just("")),
         st.tuples(
             st.just("policy"), st.just(""), st.just(0), st.sampled_from([*SubscriptionPolicy])
         ),
@@ -461,7 +461,7 @@ STEPS = st.lists(
 
 @settings(deadline=None)
 @given(st.sampled_from(SubscriptionPolicy), STEPS)
-def test_one_subscription_at_a_time_and_every_queue_dealt(
+def test_one_subscription_is_in_force_and_every_queue_is_assigned(
     policy: SubscriptionPolicy, steps: list[tuple[str, str, int, str | SubscriptionPolicy]]
 ) -> None:
     group = scene(policy)
@@ -474,15 +474,15 @@ def test_one_subscription_at_a_time_and_every_queue_dealt(
             group.die(client_id)
         elif what == "leave":
             group.leave(client_id, number)
-        elif what == "tend":
-            group.tend(drained=bool(number))
+        elif what == "maintain":
+            group.maintain(drained=bool(number))
         else:
             try:
                 group.beat(client_id, str(value), number)
             except (ClientIdInUse, SubscriptionConflict):
                 continue
             wanted[client_id] = str(value)
-        _check(group, before, wanted, drained=what == "tend" and bool(number))
+        _check(group, before, wanted, drained=what == "maintain" and bool(number))
 
 
 def _check(scene: Scene, before: Group, wanted: dict[str, str], *, drained: bool) -> None:
@@ -514,7 +514,7 @@ def _check(scene: Scene, before: Group, wanted: dict[str, str], *, drained: bool
 # ---- what a topic was when the group began with it
 
 
-def test_queues_that_come_later_are_told_from_those_of_the_beginning() -> None:
+def test_queues_added_later_are_not_part_of_the_beginning() -> None:
     began = (TopicBeginning("flights", 1, (("a", 3), ("b", 2))),)
     group = Scene()
     group.beat("c1")
@@ -526,7 +526,7 @@ def test_queues_that_come_later_are_told_from_those_of_the_beginning() -> None:
     assert group.record.beginnings == began
 
 
-def test_topic_created_again_is_begun_with_anew() -> None:
+def test_recreated_topic_gets_a_new_beginning() -> None:
     group = Scene()
     group.beat("c1")
     group.topics = ()
@@ -536,13 +536,13 @@ def test_topic_created_again_is_begun_with_anew() -> None:
     assert group.record.beginnings == (TopicBeginning("flights", 2, (("a", 5),)),)
 
 
-def test_topic_that_a_group_comes_to_later_has_a_beginning_of_its_own() -> None:
+def test_topic_subscribed_later_gets_its_own_beginning() -> None:
     other = replace(TOPIC, name="weather", topic_id=7, spread=(QueueSpread("b", 1),))
     group = Scene((TOPIC, other))
     group.beat("c1")
     group.leave("c1")
     group.beat("c2", terms("*", "flights", "weather"))
-    group.tend(drained=True)
+    group.maintain(drained=True)
     assert group.record.beginnings == (
         TopicBeginning("flights", 1, (("a", 3), ("b", 2))),
         TopicBeginning("weather", 7, (("b", 1),)),

@@ -1,8 +1,9 @@
-"""Membership through a real server on a real etcd.
+"""Membership, through a real server on a real etcd.
 
-Goal: every replica tells the same about a group, at once, and a refusal touches nobody.
-Method: in-process replicas, with short member leases where one has to run out; tests wait for what
-must happen, never for a time.
+Goal: every replica returns the same state of a group at once, and a refused client does not affect
+the members.
+Method: in-process replicas, with short member leases where one has to expire; tests wait for
+events, never for a time.
 """
 
 from __future__ import annotations
@@ -106,14 +107,14 @@ async def test_expressions_that_mean_the_same_agree(nameserver: Replica) -> None
     assert ids(await nameserver.join("g", "c2", " AA || DL ")) == ["c1", "c2"]
 
 
-async def test_conditions_that_are_written_differently_agree(nameserver: Replica) -> None:
+async def test_equal_conditions_in_different_spelling_agree(nameserver: Replica) -> None:
     await nameserver.join("g", "c1", "sql: a > 5 AND b IN ('x', 'y')")
     answer = await nameserver.join("g", "c2", "SQL:  a>5 and b in('y','x')")
     assert ids(answer) == ["c1", "c2"]
     assert answer.subscriptions[0].expression == "sql: a > 5 AND b IN ('x', 'y')"
 
 
-async def test_a_condition_and_tags_disagree_and_both_are_shown(nameserver: Replica) -> None:
+async def test_condition_and_tags_disagree_and_both_are_shown(nameserver: Replica) -> None:
     await nameserver.join("g", "c1", "sql: a>5")
     for other, shown in (("tag1", "tag1"), ("sql: a>6", "sql: a > 6")):
         error = await refusal(nameserver.join("g", "c2", other))
@@ -123,7 +124,7 @@ async def test_a_condition_and_tags_disagree_and_both_are_shown(nameserver: Repl
         )
 
 
-async def test_model_orderliness_and_start_must_agree(nameserver: Replica) -> None:
+async def test_model_order_and_start_must_agree(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     request = heartbeat("g", "c2")
     request.orderly, request.consume_from = True, pb.CONSUME_FROM_FIRST
@@ -134,7 +135,7 @@ async def test_model_orderliness_and_start_must_agree(nameserver: Replica) -> No
     ]
 
 
-async def test_only_member_may_change_its_subscription(nameserver: Replica) -> None:
+async def test_single_member_may_change_its_subscription(nameserver: Replica) -> None:
     await nameserver.join("g", "c1", "tag1")
     group = await nameserver.join("g", "c1", "tag2")
     assert group.subscriptions[0].expression == "tag2"
@@ -145,7 +146,7 @@ async def test_only_member_may_change_its_subscription(nameserver: Replica) -> N
     assert ids(await nameserver.group("g")) == ["c1", "c2"]
 
 
-async def test_silent_member_expires_and_that_is_pushed(
+async def test_expiry_of_a_silent_member_is_pushed(
     etcd_endpoint: str, cluster: str, nameserver: Replica, etcd: EtcdSession
 ) -> None:
     async with replica(etcd_endpoint, cluster, **SHORT) as impatient:
@@ -217,7 +218,7 @@ async def test_members_that_died_while_no_nameserver_ran_are_expired_at_start(
         assert after.metric("expiries_total") == 1
 
 
-async def test_replicas_that_race_let_every_member_in(
+async def test_concurrent_joins_at_two_replicas_all_succeed(
     nameserver: Replica, etcd_endpoint: str, cluster: str
 ) -> None:
     async with replica(etcd_endpoint, cluster) as other:
@@ -227,7 +228,7 @@ async def test_replicas_that_race_let_every_member_in(
                 tasks.create_task(asker.join("g", f"c{number}"))
 
         async def both_know_all() -> bool:
-            """Each may hear late of the last one that the other let in."""
+            """Each may receive the last member that joined at the other one late."""
             here, there = await nameserver.join("g", "c0"), await other.join("g", "c1")
             return here == there and ids(here) == [f"c{number}" for number in range(10)]
 
@@ -252,7 +253,7 @@ async def test_client_id_of_a_live_process_is_refused_until_it_expires(
         assert answer.group.generation == generation + 2
 
 
-async def test_process_that_left_makes_room_for_its_client_id_at_once(nameserver: Replica) -> None:
+async def test_client_id_is_free_at_once_after_a_leave(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     await nameserver.leave("g", "c1")
     answer = await nameserver.stub.Heartbeat(
@@ -261,7 +262,7 @@ async def test_process_that_left_makes_room_for_its_client_id_at_once(nameserver
     assert answer.group.members[0].incarnation == incarnation("c1", 2)
 
 
-async def test_leaving_twice_or_as_somebody_else_has_no_effect(
+async def test_repeated_leave_and_leave_of_another_incarnation_have_no_effect(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await nameserver.join("g", "c1")
@@ -277,7 +278,7 @@ async def test_leaving_twice_or_as_somebody_else_has_no_effect(
     assert ids(await nameserver.group("g")) == ["c1"]
 
 
-async def test_leaving_member_takes_its_lease_along(nameserver: Replica, etcd: EtcdSession) -> None:
+async def test_leave_revokes_the_lease(nameserver: Replica, etcd: EtcdSession) -> None:
     await nameserver.join("g", "c1")
     live = await etcd.get(etcd.key("live", "g", "c1"))
     assert live is not None
@@ -301,7 +302,7 @@ async def test_answer_waits_until_this_replica_shows_the_change(
     assert "g/c1" in direct.catalog.live.values
 
 
-async def test_group_nobody_joined_is_not_found(nameserver: Replica) -> None:
+async def test_group_that_was_never_joined_is_not_found(nameserver: Replica) -> None:
     with nameserver.watch_group("g") as call:
         error = await refusal(call.read())
     assert (error.reason, error.facts) == ("GROUP_NOT_FOUND", {"group": "g"})
@@ -329,7 +330,7 @@ async def test_topic_that_does_not_exist_can_not_be_subscribed(
     assert await keys(etcd) == before
 
 
-async def test_member_outlives_a_deleted_topic(nameserver: Replica) -> None:
+async def test_member_stays_when_its_topic_is_deleted(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     await nameserver.delete("flights")
     assert ids(await nameserver.join("g", "c1")) == ["c1"]
@@ -362,7 +363,7 @@ async def test_pushed_generation_never_goes_back(nameserver: Replica, etcd: Etcd
         assert (await next_group(call)).generation == newest + 1
 
 
-async def test_changes_and_refusals_are_told_as_events(nameserver: Replica) -> None:
+async def test_changes_and_refusals_are_published_as_events(nameserver: Replica) -> None:
     told: list[metrics_pb.MetricEvent] = []
     hub = nameserver.runtime.hub
 
@@ -396,7 +397,7 @@ async def test_changes_and_refusals_are_told_as_events(nameserver: Replica) -> N
     )
 
 
-async def test_gauges_count_what_is_there(nameserver: Replica) -> None:
+async def test_gauges_count_topics_groups_members_and_watchers(nameserver: Replica) -> None:
     await nameserver.join("g1", "c1")
     await nameserver.join("g1", "c2")
     await nameserver.join("g2", "c1")
@@ -404,10 +405,8 @@ async def test_gauges_count_what_is_there(nameserver: Replica) -> None:
     assert found == {"topics": 1, "groups": 2, "members": 3, "watchers": 0}
 
 
-async def test_record_that_can_not_be_read_is_passed_over(
-    nameserver: Replica, etcd: EtcdSession
-) -> None:
-    """As one of a later version: a policy that this one does not know."""
+async def test_unreadable_group_record_is_skipped(nameserver: Replica, etcd: EtcdSession) -> None:
+    """The record is of a later version: its policy is unknown."""
     group = await nameserver.join("g", "c1")
     group.policy = 99  # type: ignore[assignment]
     await etcd.put(etcd.key("groups", "g"), group.SerializeToString())

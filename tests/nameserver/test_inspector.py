@@ -1,8 +1,8 @@
-"""Inspecting queues, and telling of them.
+"""Inspection of queues, and the metrics and events of its results.
 
-Goal: many queues cost few questions; a service that is away, mute or refuses is a reason and never
-an error; what was learned is remembered; metrics and events show what one look has found. Method:
-a real inspector behind real gRPC asks twins of the other services, which count.
+Goal: many queues cost few calls; a service that is down, silent or refuses is a reason and never an
+error; histories are kept; metrics and events show the results of one inspection. Method: a real
+inspector calls stand-ins of the other services over real gRPC; they count the calls.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def reasons(found: Sequence[QueueDiagnosis]) -> list[StuckReason]:
 # ---- how much is asked
 
 
-async def test_queues_without_lag_cost_one_question_per_service(asked: Scene) -> None:
+async def test_queues_without_lag_cost_one_call_per_service(asked: Scene) -> None:
     group = asked.group("g", "c1", "c2")
     asked.progress(group, 20)
     found = await why(asked, group)
@@ -64,7 +64,7 @@ async def test_queues_without_lag_cost_one_question_per_service(asked: Scene) ->
     assert asked.calls() == {"List": 1, "QueryGroup": 1, "QueryOffsets": 2}
 
 
-async def test_many_groups_cost_one_list_and_one_question_per_broker(asked: Scene) -> None:
+async def test_many_groups_cost_one_list_and_one_call_per_broker(asked: Scene) -> None:
     groups = [asked.group(f"g{index}", "c1") for index in range(10)]
     for group in groups:
         asked.progress(group, 20)
@@ -72,7 +72,7 @@ async def test_many_groups_cost_one_list_and_one_question_per_broker(asked: Scen
     assert asked.calls() == {"List": 1, "QueryGroup": 10, "QueryOffsets": 2}
 
 
-async def test_a_message_that_is_stuck_is_read_once(asked: Scene) -> None:
+async def test_message_that_is_stuck_is_read_once(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1", held_ms=60_000)
     asked.progress(group, 13, unacked_count=1)
@@ -82,7 +82,7 @@ async def test_a_message_that_is_stuck_is_read_once(asked: Scene) -> None:
     assert asked.calls() == {"List": 2, "QueryGroup": 2, "QueryOffsets": 4, "Read": 4}
 
 
-async def test_the_message_of_a_topic_that_was_created_again_is_another_one(asked: Scene) -> None:
+async def test_recreated_topic_has_no_old_oldest_message(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 13, unacked_count=1)
@@ -92,7 +92,7 @@ async def test_the_message_of_a_topic_that_was_created_again_is_another_one(aske
     assert asked.calls()["Read"] == 8
 
 
-async def test_locks_are_described_only_where_that_matters(asked: Scene) -> None:
+async def test_locks_are_described_only_where_needed(asked: Scene) -> None:
     group = asked.group("g", "c1", "c2")
     asked.own(group, "c1")
     asked.progress(group, 13)
@@ -104,7 +104,7 @@ async def test_locks_are_described_only_where_that_matters(asked: Scene) -> None
 # ---- what is found
 
 
-async def test_the_head_of_the_line_has_its_id_and_its_age(asked: Scene) -> None:
+async def test_head_of_line_has_message_id_and_age(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 13, unacked_count=1)
@@ -116,7 +116,7 @@ async def test_the_head_of_the_line_has_its_id_and_its_age(asked: Scene) -> None
     assert 60_000 <= age_ms < 120_000
 
 
-async def test_what_waits_and_passes_no_filter_is_told_as_filtered(asked: Scene) -> None:
+async def test_messages_that_pass_no_filter_are_reported_as_filtered(asked: Scene) -> None:
     group = asked.group("g", "c1", expression="JFK")
     asked.own(group, "c1")
     asked.progress(group, 0)
@@ -125,7 +125,7 @@ async def test_what_waits_and_passes_no_filter_is_told_as_filtered(asked: Scene)
     assert finding.values == {"expression": "JFK", "scanned": 20}
 
 
-async def test_one_message_that_passes_is_enough_not_to_be_filtered(asked: Scene) -> None:
+async def test_queue_with_one_passing_message_is_not_filtered(asked: Scene) -> None:
     asked.brokers["a"].store("t", 0, "JFK", asked.clock.unix_ms())
     group = asked.group("g", "c1", expression="JFK")
     asked.own(group, "c1")
@@ -147,7 +147,7 @@ async def test_queue_that_was_not_acquired_shows_the_last_denial(asked: Scene) -
     assert finding.message.endswith("last denial: HELD: c0 owns it")
 
 
-async def test_a_silent_owner_is_told_with_the_rest_of_its_lease(asked: Scene) -> None:
+async def test_silent_owner_is_reported_with_the_rest_of_its_lease(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "dead", lease_age_ms=20_000)
     asked.progress(group, 13, unacked_count=2, idle_ms=20_000)
@@ -160,8 +160,8 @@ async def test_a_silent_owner_is_told_with_the_rest_of_its_lease(asked: Scene) -
     assert finding.values == {"owner": "dead", "lease_left_ms": 10_000}
 
 
-async def test_a_token_that_only_seems_to_differ_is_looked_at_again(asked: Scene) -> None:
-    """The lock manager was asked before a grant and offsets after it."""
+async def test_different_token_is_checked_a_second_time(asked: Scene) -> None:
+    """The lock manager was queried before a grant, offsets after it."""
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 13, unacked_count=1)
@@ -179,7 +179,7 @@ async def test_a_token_that_only_seems_to_differ_is_looked_at_again(asked: Scene
     assert reasons(await why(asked, group)) == [StuckReason.HEAD_OF_LINE] * 4
 
 
-async def test_damage_is_told_with_its_position(asked: Scene) -> None:
+async def test_damage_is_reported_with_its_position(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 13)
@@ -191,10 +191,10 @@ async def test_damage_is_told_with_its_position(asked: Scene) -> None:
     assert found[0].finding.values["position"] == "4096"
 
 
-async def test_a_refused_client_is_told_with_what_it_wants(asked: Scene) -> None:
+async def test_refused_client_is_reported_with_its_subscription(asked: Scene) -> None:
     asked.topic("orders", 1, batches=1)
     group = asked.group("g", "c1")
-    group = asked.dealt(
+    group = asked.with_assignment(
         replace(group, terms=replace(group.terms, subscriptions=(Subscription("t", "*"),)))
     )
     conflict = error_pb2.Error(
@@ -224,13 +224,13 @@ async def test_a_refused_client_is_told_with_what_it_wants(asked: Scene) -> None
     }
 
 
-async def test_a_broadcasting_group_costs_no_question_to_offsets(asked: Scene) -> None:
+async def test_broadcasting_group_costs_no_call_to_offsets(asked: Scene) -> None:
     group = asked.group("g", "c1", model="BROADCASTING")
     assert reasons(await why(asked, group)) == [StuckReason.MOVING] * 4
     assert asked.calls()["QueryGroup"] == 0
 
 
-async def test_what_is_committed_while_it_looks_is_not_taken_for_loss(asked: Scene) -> None:
+async def test_commit_during_an_inspection_is_not_reported_as_loss(asked: Scene) -> None:
     group = asked.group("g", "c1")
 
     def goes_on() -> None:
@@ -256,14 +256,14 @@ async def test_offsets_that_do_not_answer_are_the_reason(asked: Scene, mute: boo
 
 
 @pytest.mark.parametrize("mute", [True, False])
-async def test_a_lock_manager_that_does_not_answer_is_the_reason(asked: Scene, mute: bool) -> None:
+async def test_lock_manager_that_does_not_answer_is_the_reason(asked: Scene, mute: bool) -> None:
     asked.lockmgr.mute, asked.lockmgr.refusal = mute, NotLeader("no leader", facts={})
     group = asked.group("g", "c1")
     asked.progress(group, 13)
     assert reasons(await why(asked, group)) == [StuckReason.LOCKMGR_UNREACHABLE] * 4
 
 
-async def test_a_broker_that_does_not_answer_is_the_reason_for_its_queues(asked: Scene) -> None:
+async def test_broker_that_does_not_answer_is_the_reason_for_its_queues(asked: Scene) -> None:
     asked.brokers["b"].mute = True
     group = asked.group("g", "c1")
     asked.progress(group, 20)
@@ -271,7 +271,7 @@ async def test_a_broker_that_does_not_answer_is_the_reason_for_its_queues(asked:
     assert found == [*[StuckReason.IDLE] * 2, *[StuckReason.STORAGE_UNREACHABLE] * 2]
 
 
-async def test_a_broker_that_is_not_registered_is_the_reason_for_its_queues(asked: Scene) -> None:
+async def test_broker_that_is_not_registered_is_the_reason_for_its_queues(asked: Scene) -> None:
     topic = asked.catalog.topics["t"]
     spread = (topic.spread[0], replace(topic.spread[1], broker="gone"))
     asked.catalog.topics["t"] = replace(topic, spread=spread)
@@ -282,7 +282,7 @@ async def test_a_broker_that_is_not_registered_is_the_reason_for_its_queues(aske
     assert "not registered" in found[3].finding.message
 
 
-async def test_everything_mute_costs_no_more_than_a_few_deadlines(asked: Scene) -> None:
+async def test_inspection_of_silent_services_takes_few_deadlines(asked: Scene) -> None:
     for twin in (asked.lockmgr, asked.offsets, *asked.brokers.values()):
         twin.mute = True
     begin_ms = asked.clock.monotonic_ms()
@@ -294,7 +294,7 @@ async def test_everything_mute_costs_no_more_than_a_few_deadlines(asked: Scene) 
 # ---- whether a queue moves
 
 
-async def test_a_queue_that_moves_between_two_looks_is_moving(asked: Scene) -> None:
+async def test_queue_that_moves_between_two_inspections_is_moving(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 12, unacked_count=1)
@@ -305,7 +305,7 @@ async def test_a_queue_that_moves_between_two_looks_is_moving(asked: Scene) -> N
     assert found[0].evidence.unmoved_ms == 0
 
 
-async def test_a_patient_look_sees_whether_a_queue_moves(asked: Scene) -> None:
+async def test_patient_inspection_sees_whether_a_queue_moves(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 10, unacked_count=1)
@@ -315,19 +315,19 @@ async def test_a_patient_look_sees_whether_a_queue_moves(asked: Scene) -> None:
     assert asked.calls()["QueryGroup"] == 2
 
 
-async def test_a_queue_that_was_looked_at_is_not_waited_for_again(asked: Scene) -> None:
+async def test_recently_seen_queue_is_not_inspected_twice(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 13, unacked_count=1)
     await why(asked, group, patient=True)
     before = asked.calls()["QueryGroup"]
     found = await why(asked, group, patient=True)
-    assert asked.calls()["QueryGroup"] == before + 1, "who waits asks again"
+    assert asked.calls()["QueryGroup"] == before + 1, "only the first inspection looks twice"
     assert reasons(found) == [StuckReason.HEAD_OF_LINE] * 4
     assert found[0].evidence.unmoved_ms >= RECHECK_MS
 
 
-async def test_a_queue_that_moved_at_some_time_since_an_old_look_is_not_moving_now(
+async def test_change_since_an_old_inspection_does_not_prove_that_a_queue_moves(
     asked: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = asked.group("g", "c1")
@@ -341,7 +341,7 @@ async def test_a_queue_that_moved_at_some_time_since_an_old_look_is_not_moving_n
     assert asked.calls()["QueryGroup"] == 3
 
 
-async def test_a_message_from_a_clock_that_is_ahead_does_not_stay_new(
+async def test_message_with_a_future_store_time_does_not_stay_new(
     asked: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked.topic("t", 1, batches=1, age_ms=-3_600_000)
@@ -359,14 +359,14 @@ async def test_a_message_from_a_clock_that_is_ahead_does_not_stay_new(
 # ---- the state of a group
 
 
-def test_a_paused_group_is_told_with_who_and_since_when() -> None:
+def test_paused_group_is_reported_with_operator_and_start() -> None:
     group = Group(name="g", pause=Pause("ops", "deploy", 1_000))
     state = evidence_of_group(group, (), 0, 5_000)
     assert state.paused is not None
     assert (state.paused.by, state.paused.reason, state.paused.since_ms) == ("ops", "deploy", 4_000)
 
 
-def test_a_draining_group_is_told_with_its_open_grants() -> None:
+def test_draining_group_is_reported_with_its_open_grants() -> None:
     staged = StagedSubscription((Subscription("t", "b"),), draining=True, since_unix_ms=1_000)
     change = evidence_of_group(Group(name="g", staged=staged), (), 3, 5_000).change
     assert change is not None
@@ -389,7 +389,7 @@ async def test_member_with_another_subscription_is_excluded_with_the_mismatch(as
 
 
 class Published(EventHub):
-    """Keeps the reasons of what is published."""
+    """Records the reasons of published events."""
 
     def __init__(self, asked: Scene) -> None:
         super().__init__("nameserver/n1", 1, asked.clock)
@@ -402,11 +402,11 @@ class Published(EventHub):
 
 
 class Watch:
-    """A lookout of replica `n1`, what it shows, and what it publishes."""
+    """The monitor of replica `n1`, its metrics, and its events."""
 
     def __init__(self, asked: Scene) -> None:
         self.registry, self.hub = CollectorRegistry(), Published(asked)
-        self.lookout = QueueMonitor(
+        self.monitor = QueueMonitor(
             asked.catalog,
             asked.inspector,
             LagMetrics(self.registry),
@@ -431,12 +431,12 @@ class Watch:
         }
 
 
-async def test_a_look_shows_lag_by_topic_and_each_stuck_queue(asked: Scene) -> None:
+async def test_inspection_shows_lag_by_topic_and_each_stuck_queue(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 13, unacked_count=1)
     watch = Watch(asked)
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     assert watch.shown("baton_group_lag_messages") == {("g", "t"): 28}
     assert 60 <= watch.shown("baton_group_lag_seconds")["g", "t"] < 120
     stuck = watch.shown("baton_queue_stuck")
@@ -445,39 +445,39 @@ async def test_a_look_shows_lag_by_topic_and_each_stuck_queue(asked: Scene) -> N
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4}
 
 
-async def test_a_queue_that_moves_again_loses_its_series_and_is_told_once(asked: Scene) -> None:
+async def test_queue_that_recovers_loses_its_series_and_is_published_once(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 13, unacked_count=1)
     watch = Watch(asked)
-    await watch.lookout.inspect()
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
+    await watch.monitor.inspect()
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4}
     asked.progress(group, 20)
-    await watch.lookout.inspect()
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
+    await watch.monitor.inspect()
     assert watch.shown("baton_queue_stuck") == {}
     assert watch.shown("baton_group_lag_messages") == {("g", "t"): 0}
     assert watch.hub.reasons == {"HEAD_OF_LINE": 4, "IDLE": 4}
 
 
-async def test_a_group_that_is_gone_has_no_series(asked: Scene) -> None:
+async def test_deleted_group_has_no_series(asked: Scene) -> None:
     asked.progress(asked.group("g"), 13)
     watch = Watch(asked)
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     names = {sample.name for m in watch.registry.collect() for sample in m.samples}
     by_group = {name for name in names if "nameserver" not in name}
     assert len(by_group) > 8
     asked.catalog.groups.clear()
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     assert {name: watch.shown(name) for name in by_group if watch.shown(name)} == {}
 
 
-async def test_a_look_shows_what_is_ready_and_in_flight_as_rocketmq_does(asked: Scene) -> None:
+async def test_inspection_shows_ready_and_in_flight_as_rocketmq_does(asked: Scene) -> None:
     group = asked.group("g", "c1", "c2")
     asked.progress(group, 13, delivered_offset=18, unacked_count=4, acked_count=1)
     watch = Watch(asked)
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     assert watch.shown("rocketmq_consumer_ready_messages") == {("g", "t"): 4 * 2}
     assert watch.shown("rocketmq_consumer_inflight_messages") == {("g", "t"): 4 * 4}
     assert watch.shown("rocketmq_consumer_lag_messages") == {("g", "t"): 4 * 6}
@@ -486,49 +486,49 @@ async def test_a_look_shows_what_is_ready_and_in_flight_as_rocketmq_does(asked: 
     assert watch.shown("baton_group_members") == {("g",): 2}
 
 
-async def test_progress_that_goes_back_is_counted_by_whether_somebody_wanted_it(
+async def test_committed_offset_that_goes_back_is_counted_by_cause(
     asked: Scene,
 ) -> None:
     group = asked.group("g", "c1")
     watch = Watch(asked)
     for committed_offset, reset_epoch in ((13, 0), (15, 0), (9, 1), (9, 1), (7, 1)):
         asked.progress(group, committed_offset, reset_epoch=reset_epoch)
-        await watch.lookout.inspect()
+        await watch.monitor.inspect()
     rewinds = watch.shown("baton_group_offset_rewinds_total")
     assert rewinds == {("g", "t", "reset"): 4, ("g", "t", "unasked"): 4}
 
 
-async def test_progress_that_could_not_be_read_for_a_while_is_compared_afterwards(
+async def test_progress_is_compared_after_an_outage_of_offsets(
     asked: Scene,
 ) -> None:
     asked.progress(asked.group("g", "c1"), 13)
     watch = Watch(asked)
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     asked.offsets.refusal = NotLeader("not now")
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     asked.offsets.refusal = None
     asked.progress(asked.catalog.groups["g"], 12)
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     assert watch.shown("baton_group_offset_rewinds_total")["g", "t", "unasked"] == 4
 
 
-async def test_a_broadcasting_group_has_no_lag(asked: Scene) -> None:
+async def test_broadcasting_group_has_no_lag(asked: Scene) -> None:
     asked.group("g", "c1", model="BROADCASTING")
     watch = Watch(asked)
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     assert watch.shown("baton_group_lag_messages") == {}
 
 
-async def test_only_the_first_of_the_registered_replicas_looks(asked: Scene) -> None:
+async def test_only_the_replica_with_the_lowest_node_id_inspects(asked: Scene) -> None:
     asked.progress(asked.group("g"), 13)
     watch = Watch(asked)
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     watch.register("n0")
-    await watch.lookout.inspect()
+    await watch.monitor.inspect()
     assert watch.shown("baton_queue_stuck") == watch.shown("baton_group_lag_messages") == {}
     assert watch.shown("baton_nameserver_inspections_total") == {(): 1}
 
 
-async def test_queues_are_named_by_group_topic_broker_and_index(asked: Scene) -> None:
+async def test_queues_are_named_by_group_topic_broker_and_id(asked: Scene) -> None:
     group = asked.group("g", "c1")
     assert asked.inspector.queues_of(group)[2:] == (QueueRef("t", "b", 0), QueueRef("t", "b", 1))

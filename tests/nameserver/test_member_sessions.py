@@ -1,10 +1,12 @@
 """Members whose connection breaks, through real servers on a real etcd.
 
-Goal: who has died is removed within a short grace, and who only reconnects is never removed.
-Method: watches that are members' sessions are cancelled; heartbeats go to the same or another
-replica. The grace is four seconds, the lease thirty, so only the session can be the reason. "Never"
-is shown by a marker: a member whose session broke later, and who has been removed. Sessions break
-a second after the heartbeat: one that is closer is not told apart from one after the break.
+Goal: a dead member is removed within a short grace period; a member that only reconnects is never
+removed.
+Method: watches that are sessions of members are cancelled; heartbeats go to the same or another
+replica. The grace period is four seconds and the lease thirty, so only the session can be the
+reason of a removal. "Never" is shown by a marker: a member whose session broke later and that has
+been removed. Sessions break a second after the heartbeat: a closer one could not be distinguished
+from one after the break.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tests.nameserver.replica import Replica, ids, incarnation, next_group, refu
 from tests.support.waiting import until
 
 GRACE_MS = 4_000
-"""Who reconnects has as long."""
+"""Time that a member has to reconnect."""
 
 
 @pytest_asyncio.fixture
@@ -42,7 +44,7 @@ async def broken(at: Replica, client_id: str, *, as_member: bool = True) -> None
 
 
 async def aged(at: Replica, client_id: str, by_s: int = 1) -> None:
-    """Until the last heartbeat is older than that."""
+    """Wait until the last heartbeat is older than that."""
     etcd = at.runtime.etcd
     live = await etcd.get(etcd.key("live", "g", client_id))
     assert live is not None
@@ -63,13 +65,13 @@ async def _is_gone(at: Replica, client_id: str) -> bool:
 
 
 async def marked(at: Replica) -> None:
-    """Until a member whose session breaks now has been removed."""
+    """Wait until a member whose session breaks now is removed."""
     await at.join("g", "marker")
     await broken(at, "marker")
     await removed(at, "marker")
 
 
-async def test_member_whose_session_breaks_is_removed_after_the_grace(
+async def test_member_with_a_broken_session_is_removed_after_the_grace_period(
     here: Replica, there: Replica, etcd: EtcdSession
 ) -> None:
     await here.join("g", "stays")
@@ -102,10 +104,10 @@ async def test_member_that_reconnects_elsewhere_and_sends_a_heartbeat_is_kept(
     assert ids(await here.group("g")) == ["c1"]
 
 
-async def test_break_that_is_noticed_long_after_the_member_has_moved_removes_nobody(
+async def test_late_notice_of_a_broken_session_keeps_a_member_that_uses_another_replica(
     here: Replica, there: Replica
 ) -> None:
-    """This replica was frozen: the member has been heard elsewhere, but not since the break."""
+    """This replica was frozen: another one had heartbeats of the member, but before the break."""
     await here.join("g", "c1")
     with here.watch_group("g", session="c1") as call:
         await next_group(call)
@@ -125,14 +127,14 @@ async def test_member_with_a_second_session_is_kept(here: Replica) -> None:
         assert ids(await here.group("g")) == ["c1"]
 
 
-async def test_watch_of_an_onlooker_is_nobodys_session(here: Replica) -> None:
+async def test_watch_of_an_observer_is_no_session(here: Replica) -> None:
     await here.join("g", "c1")
     await broken(here, "c1", as_member=False)
     await marked(here)
     assert ids(await here.group("g")) == ["c1"]
 
 
-async def test_session_of_an_earlier_life_removes_nobody(here: Replica) -> None:
+async def test_broken_session_of_an_earlier_incarnation_keeps_the_member(here: Replica) -> None:
     await here.join("g", "c1")
     with here.watch_group("g", session="c1") as call:
         await next_group(call)

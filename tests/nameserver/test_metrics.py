@@ -1,7 +1,7 @@
-"""Who is there and who leads, for Prometheus.
+"""Metrics of replica sets: registered nodes and leaders.
 
-Goal: a set without a leader shows 0, also one of storage of which nobody is left. Method: a catalog
-is given what etcd would have, and the series are read.
+Goal: a set without a leader shows 0, also a set of storage without any node. Method: the nodes are
+put into a catalog, and the series are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def register(to: Scene, kind: str, node_id: str, replica_set: str, *, leader: bo
 
 
 def shown(of: Scene) -> tuple[Shown, Shown]:
-    """Nodes, and those that lead, by kind and set."""
+    """Return nodes and leaders by kind and set."""
     registry = CollectorRegistry()
     registry.register(ReplicaSetMetrics(of.catalog))
     nodes, leaders = (
@@ -49,7 +49,7 @@ async def test_nodes_and_leaders_are_counted_by_set() -> None:
     assert len(nodes) == len(leaders) == len(sets)
 
 
-async def test_a_broker_that_has_queues_is_shown_when_nobody_of_it_is_left() -> None:
+async def test_broker_with_queues_is_shown_without_registered_nodes() -> None:
     async with scene() as made:
         spread = (QueueSpread("broker-a", 2), QueueSpread("broker-b", 2))
         made.catalog.topics["t"] = Topic(name="t", topic_id=1, spread=spread, create_unix_ms=0)

@@ -1,5 +1,6 @@
-"""Goal: a group gets one offsets set, keeps it, and is moved by etcd's word alone.
+"""Placement of groups at offsets sets.
 
+Goal: a group gets one offsets set, keeps it, and is moved only by a change in etcd.
 Method: in-process replicas on a real etcd; the sets are entries among the nodes.
 """
 
@@ -52,7 +53,7 @@ async def stored(etcd: EtcdSession, group: str) -> GroupPlacement | None:
 
 
 async def add_set(etcd: EtcdSession, nameserver: Replica, name: str) -> None:
-    """A set that is up, as far as etcd knows."""
+    """Register a set in etcd, as if it ran."""
     node = pb.Node(
         service=pb.SERVICE_KIND_OFFSETS,
         node_id=f"{name}-0",
@@ -67,13 +68,13 @@ async def add_set(etcd: EtcdSession, nameserver: Replica, name: str) -> None:
 
 
 async def finish(etcd: EtcdSession, group: str) -> None:
-    """Do what the new set does when the group has arrived."""
+    """Finish the move, as the new set does when the group has arrived."""
     place = await stored(etcd, group)
     assert place is not None
     await etcd.put(f"places/{group}", GroupPlacement(place.offsets_set, place.move).encode())
 
 
-async def test_groups_are_spread_and_only_those_move_that_go_to_a_new_set(
+async def test_new_set_changes_only_the_placements_that_it_takes(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await add_set(etcd, nameserver, "offsets-b")
@@ -94,7 +95,7 @@ async def test_groups_are_spread_and_only_those_move_that_go_to_a_new_set(
     }, "a dry run moves nothing"
 
 
-async def test_a_group_that_is_joined_has_a_place_and_keeps_it_when_it_is_deleted(
+async def test_join_places_a_group_and_deletion_keeps_the_placement(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await nameserver.join("billing", "a")
@@ -108,7 +109,7 @@ async def test_a_group_that_is_joined_has_a_place_and_keeps_it_when_it_is_delete
     assert await stored(etcd, "billing") == place, "its tokens are there"
 
 
-async def test_a_move_is_written_once_and_the_next_one_waits_for_its_end(
+async def test_move_is_written_once_and_the_next_one_is_refused_until_it_is_finished(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await add_set(etcd, nameserver, "offsets-b")
@@ -132,7 +133,7 @@ async def test_a_move_is_written_once_and_the_next_one_waits_for_its_end(
     assert await locate(nameserver, "billing") == second
 
 
-async def test_a_group_is_moved_to_a_set_that_is_there(
+async def test_move_with_an_unknown_set_or_group_is_refused(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await nameserver.set_group("billing")
@@ -140,12 +141,12 @@ async def test_a_group_is_moved_to_a_set_that_is_there(
         await move(nameserver, "billing", "nowhere")
     assert refusal.value.facts == {"offsets_set": "nowhere", "known": "offsets"}
     with pytest.raises(GroupNotFound):
-        await move(nameserver, "nobody", "offsets")
+        await move(nameserver, "no-group", "offsets")
     with pytest.raises(BatonError, match="offsets_set"):
         await move(nameserver, "billing", "No Set")
 
 
-async def test_a_group_without_any_set_waits_for_one(
+async def test_group_is_not_placed_without_an_offsets_set(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await etcd.delete("nodes/offsets/offsets-0")
@@ -158,7 +159,7 @@ async def test_a_group_without_any_set_waits_for_one(
     assert await locate(nameserver, "billing") == "offsets-b"
 
 
-async def test_a_topic_is_created_once_every_set_that_keeps_a_group_has_forgotten_it(
+async def test_topic_is_created_after_every_offsets_set_has_deleted_its_progress(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await etcd.put("places/far", GroupPlacement("away").encode())

@@ -1,8 +1,8 @@
 """Brokers that are replica sets.
 
-Goal: a route names the broker once and leads to its leader, also while another one is elected;
-queues go to brokers, not to their nodes.
-Method: entries written as storage nodes write them, and what the nameserver answers.
+Goal: a route has each broker once, with the address of its leader, also after an election; queues
+are spread over brokers, not over their nodes.
+Method: node entries as storage writes them, and the answers of the nameserver.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.support.waiting import until
 
 
 async def leads_to(nameserver: Replica, broker: str, address: str) -> None:
-    """Wait until the route of `flights` does, and names no broker twice."""
+    """Wait until the route of `flights` has the address; no broker may be in it twice."""
 
     async def look() -> bool:
         route = await nameserver.route("flights")
@@ -24,9 +24,7 @@ async def leads_to(nameserver: Replica, broker: str, address: str) -> None:
     await until(look)
 
 
-async def test_a_route_follows_the_leader_of_a_broker(
-    nameserver: Replica, etcd: EtcdSession
-) -> None:
+async def test_route_follows_the_leader_of_a_broker(nameserver: Replica, etcd: EtcdSession) -> None:
     own = {"replica_set": "broker-a"}
     await register_broker(etcd, "a-0", "127.0.0.1:10", epoch=4, **own)
     await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=0, leader=False, **own)
@@ -38,7 +36,7 @@ async def test_a_route_follows_the_leader_of_a_broker(
     await leads_to(nameserver, "broker-a", "127.0.0.1:11")
 
 
-async def test_a_broker_whose_leader_is_gone_is_not_away(
+async def test_broker_without_leader_stays_in_the_route(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     own = {"replica_set": "broker-a"}
@@ -47,7 +45,7 @@ async def test_a_broker_whose_leader_is_gone_is_not_away(
     await leads_to(nameserver, "broker-a", "127.0.0.1:11")
 
 
-async def test_queues_go_to_brokers_and_not_to_their_nodes(
+async def test_queues_are_spread_over_brokers_not_over_their_nodes(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     for name in ("b-0", "b-1", "b-2"):

@@ -1,8 +1,8 @@
 """Races between replicas, one interleaving at a time.
 
-Goal: what is decided on an outdated reading is never written.
-Method: two stores on one etcd; the session of the first lets the second act between the first's
-reading and its transaction.
+Goal: no decision from an outdated read is ever written.
+Method: two stores on one etcd; the session of the first one lets the second one act between the
+first one's read and its transaction.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BROKERS = {"broker-a": ""}
 
 
 class OvertakenSession(EtcdSession):
-    """A session whose next `times` transactions are each preceded by `overtake()`."""
+    """A session that runs `overtake()` before each of its next `times` transactions."""
 
     def __init__(self, endpoint: str, cluster: str, clock: Clock) -> None:
         super().__init__(endpoint, cluster, clock)
@@ -58,7 +58,7 @@ class OvertakenSession(EtcdSession):
 
 @dataclass(frozen=True)
 class Race:
-    """`store` is overtaken, by what `other` does as a rule."""
+    """Two stores: `store` is overtaken by a write of `other`."""
 
     store: GroupStore
     other: GroupStore
@@ -76,7 +76,7 @@ class Race:
         assert self.session.times == 0, "the call made fewer transactions than it was overtaken"
 
     async def die(self, client_id: str) -> None:
-        """End the member's lease; no nameserver notices in these tests."""
+        """Expire the member's lease; no nameserver notices in these tests."""
         live = await self.etcd.get(self.etcd.key("live", "g", client_id))
         assert live is not None
         await self.etcd.revoke(live.lease_id)
@@ -91,11 +91,11 @@ class Race:
 async def race(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Race]:
     session = OvertakenSession(etcd_endpoint, cluster, Clock())
     async with session:
-        turns, other_turns = CompareAndSwap(Random(1), tries_max=4), CompareAndSwap(Random(2))
-        topics, other_topics = TopicStore(session, turns), TopicStore(etcd, other_turns)
+        swap, other_swap = CompareAndSwap(Random(1), tries_max=4), CompareAndSwap(Random(2))
+        topics, other_topics = TopicStore(session, swap), TopicStore(etcd, other_swap)
         yield Race(
-            store_of(session, turns, topics),
-            store_of(etcd, other_turns, other_topics),
+            store_of(session, swap, topics),
+            store_of(etcd, other_swap, other_topics),
             topics,
             other_topics,
             session,
@@ -103,15 +103,15 @@ async def race(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIter
         )
 
 
-def store_of(session: EtcdSession, turns: CompareAndSwap, topics: TopicStore) -> GroupStore:
+def store_of(session: EtcdSession, swap: CompareAndSwap, topics: TopicStore) -> GroupStore:
     def told(change: GroupChange) -> None:
         assert change.before is None or change.group.generation == change.before.generation + 1
 
-    return GroupStore(session, turns, topics, member_lease_ms=30_000, on_change=told)
+    return GroupStore(session, swap, topics, member_lease_ms=30_000, on_change=told)
 
 
 async def nothing(topic: str, topic_id: int) -> None:
-    """For a topic of which nothing is left."""
+    """The earlier topic has left no progress."""
 
 
 def beat(client_id: str, expression: str = "*", incarnation_id: int = 1) -> Heartbeat:
@@ -133,7 +133,7 @@ async def refused(call: Awaitable[object]) -> BatonError:
     raise AssertionError("not refused")
 
 
-async def test_two_founders_with_different_subscriptions_do_not_both_found(race: Race) -> None:
+async def test_only_one_of_two_first_members_sets_the_subscription(race: Race) -> None:
     async with race.overtaken(lambda: race.other.join(beat("c2", "x"))):
         with pytest.raises(SubscriptionConflict):
             await race.store.join(beat("c1", "*"))
@@ -142,14 +142,14 @@ async def test_two_founders_with_different_subscriptions_do_not_both_found(race:
     assert (await race.etcd.get_prefix("live/g/c1"))[0] == []
 
 
-async def test_two_processes_with_one_client_id_do_not_both_join(race: Race) -> None:
+async def test_only_one_of_two_processes_with_one_client_id_joins(race: Race) -> None:
     async with race.overtaken(lambda: race.other.join(beat("c1", incarnation_id=2))):
         with pytest.raises(ClientIdInUse):
             await race.store.join(beat("c1", incarnation_id=1))
     assert [m.incarnation_id for m in (await race.group()).members] == [2]
 
 
-async def test_joining_twice_at_once_is_joining_once(race: Race) -> None:
+async def test_concurrent_joins_of_one_process_join_once(race: Race) -> None:
     joined = None
 
     async def join() -> None:
@@ -163,7 +163,7 @@ async def test_joining_twice_at_once_is_joining_once(race: Race) -> None:
     assert group == joined
 
 
-async def test_member_that_comes_back_is_not_expired_on_an_old_reading(race: Race) -> None:
+async def test_member_that_returns_is_not_expired_by_an_outdated_read(race: Race) -> None:
     before = (await race.other.join(beat("c1"))).group
     await race.die("c1")
     async with race.overtaken(lambda: race.other.join(beat("c1"))):
@@ -172,7 +172,7 @@ async def test_member_that_comes_back_is_not_expired_on_an_old_reading(race: Rac
     assert await race.group() == before
 
 
-async def test_newcomer_does_not_take_out_a_member_that_comes_back(race: Race) -> None:
+async def test_join_does_not_remove_a_member_that_returns(race: Race) -> None:
     await race.other.join(beat("c1", "*"))
     await race.die("c1")
     async with race.overtaken(lambda: race.other.join(beat("c1", "*"))):
@@ -181,7 +181,7 @@ async def test_newcomer_does_not_take_out_a_member_that_comes_back(race: Race) -
     assert ids(await race.group()) == ["c1"]
 
 
-async def test_member_expired_meanwhile_joins_anew(race: Race) -> None:
+async def test_member_that_expires_during_its_heartbeat_joins_again(race: Race) -> None:
     before = (await race.other.join(beat("c1"))).group
     assert before is not None
     await race.die("c1")
@@ -194,7 +194,7 @@ async def test_member_expired_meanwhile_joins_anew(race: Race) -> None:
     assert [stored.key for stored in live] == ["live/g/c1"]
 
 
-async def test_member_that_changes_what_it_asks_for_keeps_its_lease(race: Race) -> None:
+async def test_member_that_changes_its_subscription_keeps_its_lease(race: Race) -> None:
     await race.other.join(beat("c1", "*"))
     first = await race.etcd.get(race.etcd.key("live", "g", "c1"))
     await race.other.join(beat("c1", "x"))
@@ -213,7 +213,7 @@ async def test_two_replicas_expire_a_member_once(race: Race) -> None:
     assert (await race.group()).generation == before.generation + 1
 
 
-async def test_leave_takes_out_nobody_who_joined_meanwhile(race: Race) -> None:
+async def test_leave_keeps_a_member_that_joins_concurrently(race: Race) -> None:
     await race.other.join(beat("c1"))
     async with race.overtaken(lambda: race.other.join(beat("c2"))):
         outcome = await race.store.leave("g", "c1", 1)
@@ -221,10 +221,10 @@ async def test_leave_takes_out_nobody_who_joined_meanwhile(race: Race) -> None:
     assert ids(await race.group()) == ["c2"]
 
 
-async def test_refusal_for_the_sake_of_a_call_that_lost_its_race_is_decided_anew(
+async def test_refusal_because_of_an_unwritten_request_is_decided_again(
     race: Race,
 ) -> None:
-    """c2 would be refused because of c1, who is refused itself in the end."""
+    """c2 would be refused because of c1, which is refused itself in the end."""
     async with (
         race.overtaken(lambda: race.other.join(beat("c3", "y"))),
         asyncio.TaskGroup() as tasks,
@@ -238,7 +238,7 @@ async def test_refusal_for_the_sake_of_a_call_that_lost_its_race_is_decided_anew
     assert [stored.key for stored in live] == ["live/g/c2", "live/g/c3"]
 
 
-async def test_caller_that_goes_away_leaves_those_that_rode_with_it_to_themselves(
+async def test_cancelled_caller_does_not_affect_requests_of_its_batch(
     race: Race,
 ) -> None:
     running: list[asyncio.Task[object]] = []
@@ -254,7 +254,7 @@ async def test_caller_that_goes_away_leaves_those_that_rode_with_it_to_themselve
     assert ids(second.result().group) == ["c2"]
 
 
-async def test_calls_that_wait_for_one_turn_are_written_together(race: Race) -> None:
+async def test_waiting_requests_are_written_in_one_transaction(race: Race) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(race.store.maintain("g"))
         joining = [tasks.create_task(race.store.join(beat(f"c{n}"))) for n in range(20)]
@@ -267,15 +267,15 @@ async def test_calls_that_wait_for_one_turn_are_written_together(race: Race) -> 
     assert [stored.key for stored in live] == [f"live/g/{name}" for name in ids(groups[0])]
 
 
-async def test_more_calls_than_one_transaction_takes_are_all_carried_out(race: Race) -> None:
+async def test_requests_beyond_the_batch_limit_are_all_carried_out(race: Race) -> None:
     async with asyncio.TaskGroup() as tasks:
         for number in range(3 * BATCH_MAX):
             tasks.create_task(race.store.join(beat(f"c{number:03}")))
     assert len(ids(await race.group())) == 3 * BATCH_MAX
 
 
-async def test_many_that_die_at_once_are_taken_out_by_one_change(race: Race) -> None:
-    """More than etcd lets one transaction compare."""
+async def test_many_dead_members_are_removed_by_one_change(race: Race) -> None:
+    """More requests than one transaction of etcd allows."""
     names = [f"c{number:03}" for number in range(150)]
     async with asyncio.TaskGroup() as tasks:
         for name in names:
@@ -288,14 +288,14 @@ async def test_many_that_die_at_once_are_taken_out_by_one_change(race: Race) -> 
     assert ids(await race.group()) == ["c000"]
 
 
-async def test_who_leaves_after_its_lease_has_ended_waits_for_no_live_key(race: Race) -> None:
+async def test_leave_after_the_lease_expired_waits_for_no_live_key(race: Race) -> None:
     await race.other.join(beat("c1"))
     await race.die("c1")
     outcome = await race.store.leave("g", "c1", 1)
     assert (outcome.left, outcome.live_revision) == (True, 0)
 
 
-async def test_topic_created_meanwhile_is_found_or_refused(race: Race) -> None:
+async def test_topic_created_concurrently_is_found_or_refused(race: Race) -> None:
     async with race.overtaken(lambda: race.other_topics.create("same", 8, BROKERS, nothing)):
         found = await race.topics.create("same", 8, BROKERS, nothing)
     assert not found.created
@@ -304,7 +304,7 @@ async def test_topic_created_meanwhile_is_found_or_refused(race: Race) -> None:
             await race.topics.create("differs", 8, BROKERS, nothing)
 
 
-async def test_topic_ids_are_never_given_away_twice(race: Race) -> None:
+async def test_topic_ids_are_never_reused(race: Race) -> None:
     async with race.overtaken(lambda: race.other_topics.create("t1", 8, BROKERS, nothing)):
         second = await race.topics.create("t2", 8, BROKERS, nothing)
     first = await race.other_topics.read("t1")
@@ -315,31 +315,31 @@ async def test_topic_ids_are_never_given_away_twice(race: Race) -> None:
     assert third.topic.topic_id == 3
 
 
-async def test_an_overtaken_creation_forgets_nothing_of_the_topic_that_won(race: Race) -> None:
-    """Its call to offsets carries an id that is not greater than the winner's."""
-    forgotten: dict[str, list[int]] = {"store": [], "other": []}
+async def test_overtaken_creation_deletes_no_progress_of_the_created_topic(race: Race) -> None:
+    """Its call to offsets has a topic id that is not greater than the created topic's."""
+    deleted: dict[str, list[int]] = {"store": [], "other": []}
 
-    def forgets(who: str) -> Callable[[str, int], Awaitable[None]]:
-        async def forget(topic: str, topic_id: int) -> None:
-            forgotten[who].append(topic_id)
+    def deleter(caller: str) -> Callable[[str, int], Awaitable[None]]:
+        async def delete_progress(topic: str, topic_id: int) -> None:
+            deleted[caller].append(topic_id)
 
-        return forget
+        return delete_progress
 
-    async with race.overtaken(lambda: race.other_topics.create("t", 8, BROKERS, forgets("other"))):
-        found = await race.topics.create("t", 8, BROKERS, forgets("store"))
+    async with race.overtaken(lambda: race.other_topics.create("t", 8, BROKERS, deleter("other"))):
+        found = await race.topics.create("t", 8, BROKERS, deleter("store"))
     assert not found.created
-    assert forgotten == {"store": [1], "other": [1]}
-    await race.topics.create("t", 8, BROKERS, forgets("store"))
-    assert forgotten["store"] == [1], "a topic that exists is not forgotten"
+    assert deleted == {"store": [1], "other": [1]}
+    await race.topics.create("t", 8, BROKERS, deleter("store"))
+    assert deleted["store"] == [1], "a topic that exists is not deleted"
 
 
-async def test_a_topic_created_between_two_readings_is_seen_or_has_no_smaller_id(
+async def test_topic_created_between_two_reads_is_seen_or_has_no_smaller_id(
     race: Race, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forgotten: list[int] = []
+    deleted: list[int] = []
 
-    async def forget(topic: str, topic_id: int) -> None:
-        forgotten.append(topic_id)
+    async def delete_progress(topic: str, topic_id: int) -> None:
+        deleted.append(topic_id)
 
     read = race.session.get
     reads: list[str] = []
@@ -352,11 +352,11 @@ async def test_a_topic_created_between_two_readings_is_seen_or_has_no_smaller_id
         return stored
 
     monkeypatch.setattr(race.session, "get", read_slowly)
-    found = await race.topics.create("t", 8, BROKERS, forget)
-    assert (found.created, forgotten) == (False, [])
+    found = await race.topics.create("t", 8, BROKERS, delete_progress)
+    assert (found.created, deleted) == (False, [])
 
 
-async def test_a_creation_that_can_not_forget_writes_nothing(race: Race) -> None:
+async def test_creation_that_can_not_delete_progress_writes_nothing(race: Race) -> None:
     async def fail(topic: str, topic_id: int) -> None:
         raise OffsetsUnreachable("away")
 
@@ -366,7 +366,7 @@ async def test_a_creation_that_can_not_forget_writes_nothing(race: Race) -> None
     assert (await race.etcd.get_prefix("counters/"))[0] == []
 
 
-async def test_topic_recreated_meanwhile_is_still_deleted(race: Race) -> None:
+async def test_topic_recreated_concurrently_is_still_deleted(race: Race) -> None:
     await race.other_topics.create("t", 8, BROKERS, nothing)
 
     async def recreate() -> None:
@@ -378,7 +378,7 @@ async def test_topic_recreated_meanwhile_is_still_deleted(race: Race) -> None:
     assert await race.other_topics.read("t") is None
 
 
-async def test_call_that_loses_every_race_gives_up_and_has_written_nothing(race: Race) -> None:
+async def test_call_overtaken_at_every_attempt_fails_and_writes_nothing(race: Race) -> None:
     numbers = iter(range(10))
 
     async def somebody_joins() -> None:

@@ -1,6 +1,7 @@
-"""Subscription policies through real servers on a real etcd (protocol section 14).
+"""Subscription policies, through real servers on a real etcd (protocol section 14).
 
-Goal: the subscription of a group changes only when no queue has an owner, and everybody is told.
+Goal: the subscription of a group changes only while no queue has an owner, and every change and
+refusal is reported.
 Method: in-process replicas; lock entries are written as the lock manager writes them.
 """
 
@@ -39,7 +40,7 @@ def expression(group: pb.Group) -> str:
 
 
 async def later_locks_are_seen(nameserver: Replica, etcd: EtcdSession) -> None:
-    """Until the replica has acted on an entry that is written now, and so on earlier ones."""
+    """Wait until the replica has handled an entry written now, and so all earlier ones."""
     await nameserver.join("other", "c1", "old")
     await grant(etcd, "other", "c1")
     assert (await nameserver.join("other", "c1", "new")).staged.draining
@@ -88,7 +89,9 @@ async def test_staged_change_waits_for_members_and_then_for_owners(
     assert (await nameserver.beat("g", "c1", "new")).verdict == pb.SUBSCRIPTION_VERDICT_ACCEPTED
 
 
-async def test_change_that_nobody_holds_up_is_accepted_at_once(nameserver: Replica) -> None:
+async def test_change_without_other_members_and_owners_is_accepted_at_once(
+    nameserver: Replica,
+) -> None:
     await nameserver.join("g", "c1", "old")
     answer = await nameserver.beat("g", "c1", "new")
     assert answer.verdict == pb.SUBSCRIPTION_VERDICT_ACCEPTED
@@ -96,10 +99,10 @@ async def test_change_that_nobody_holds_up_is_accepted_at_once(nameserver: Repli
     assert owners(answer.group) == {"c1": 8}
 
 
-async def test_zombie_of_the_old_subscription_holds_up_the_new_one(
+async def test_owner_of_the_old_subscription_delays_the_new_one(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
-    """Under REJECT too: who lost its nameserver goes on with its queues until its lease is over."""
+    """Also under REJECT: a member without nameserver keeps its queues until its lease expires."""
     await nameserver.join("g", "zombie", "old")
     await grant(etcd, "g", "zombie")
     await nameserver.leave("g", "zombie")
@@ -115,7 +118,7 @@ async def test_zombie_of_the_old_subscription_holds_up_the_new_one(
 async def test_grant_that_was_decided_before_the_drain_is_not_persisted_after_it(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
-    """The lock manager compares the gate: late grants fail, so the flip misses none."""
+    """The lock manager compares the gate: a late grant fails, so the change misses none."""
     await nameserver.set_group("g", policy=LATEST)
     await nameserver.join("g", "c1", "old")
     _, gate = await gate_of(etcd)
@@ -129,10 +132,10 @@ async def test_grant_that_was_decided_before_the_drain_is_not_persisted_after_it
     assert owners(answer.group) == {"c2": 8}, "c1 asks for the old one"
 
 
-async def test_grant_that_lands_just_before_the_drain_is_waited_for(
+async def test_grant_written_just_before_the_drain_delays_the_change(
     nameserver: Replica, etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The entry is read from etcd after the drain was written, not from a copy that may lag."""
+    """The lock entry is read from etcd after the drain was written, not from a copy."""
     await nameserver.set_group("g", policy=LATEST)
     await nameserver.join("g", "c1", "old")
     write = nameserver.runtime.etcd.txn
@@ -150,7 +153,7 @@ async def test_grant_that_lands_just_before_the_drain_is_waited_for(
     assert (answer.verdict, answer.group.staged.draining) == (pb.SUBSCRIPTION_VERDICT_STAGED, True)
 
 
-async def test_two_replicas_flip_once(
+async def test_two_replicas_put_a_subscription_in_force_once(
     etcd_endpoint: str, cluster: str, nameserver: Replica, etcd: EtcdSession
 ) -> None:
     async with replica(etcd_endpoint, cluster) as other:
@@ -209,7 +212,7 @@ async def test_warn_replaces_at_once_and_counts_it(nameserver: Replica, etcd: Et
     assert (gate.bound, gate.subscription_generation) == (False, 2)
 
 
-async def test_broadcasting_members_may_want_different_messages(
+async def test_broadcasting_members_may_have_different_subscriptions(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     for client_id, wants in (("c1", "x"), ("c2", "y")):
@@ -221,7 +224,9 @@ async def test_broadcasting_members_may_want_different_messages(
     assert [(d.setting, d.member_value) for d in error.differences] == [("model", "BROADCASTING")]
 
 
-async def test_waiting_member_stays_one_by_its_heartbeats(nameserver: Replica) -> None:
+async def test_member_with_a_staged_subscription_stays_by_its_heartbeats(
+    nameserver: Replica,
+) -> None:
     await nameserver.set_group("g", policy=STAGED)
     await nameserver.join("g", "c1", "old")
     waiting = await nameserver.beat("g", "c2", "new")
@@ -229,7 +234,7 @@ async def test_waiting_member_stays_one_by_its_heartbeats(nameserver: Replica) -
     assert (again.verdict, again.group) == (pb.SUBSCRIPTION_VERDICT_STAGED, waiting.group)
 
 
-async def test_refused_client_is_shown_until_it_gives_up(
+async def test_refused_client_is_shown_until_its_heartbeats_stop(
     etcd_endpoint: str, cluster: str, nameserver: Replica
 ) -> None:
     async with replica(
@@ -251,7 +256,7 @@ async def test_refused_client_is_shown_until_it_gives_up(
         await until(forgotten)
 
 
-async def test_refused_client_that_is_let_in_is_no_longer_shown(nameserver: Replica) -> None:
+async def test_refused_client_that_joins_is_no_longer_shown(nameserver: Replica) -> None:
     await nameserver.join("g", "c1", "x")
     await refusal(nameserver.join("g", "c2", "y"))
     await until(lambda: nameserver.refused("g"))

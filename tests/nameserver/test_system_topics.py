@@ -1,5 +1,6 @@
-"""Goal: the topics of the system are there once brokers are, and reach brokers that come later.
+"""Topics of the system.
 
+Goal: system topics are created once brokers are registered, and extended to brokers added later.
 Method: real replicas; brokers register one after the other.
 """
 
@@ -23,7 +24,7 @@ async def spread(running: Replica) -> dict[str, dict[str, int]]:
     }
 
 
-async def test_they_are_made_once_by_all_replicas_and_come_to_new_brokers(
+async def test_system_topics_are_created_once_and_extended_to_new_brokers(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     settings: dict[str, Any] = {"metrics_stream": True, "metrics_queue_count": 2}
@@ -48,5 +49,5 @@ async def test_they_are_made_once_by_all_replicas_and_come_to_new_brokers(
         assert (await spread(second))[ALERTS_TOPIC] == {"broker-a": 1}
 
 
-async def test_without_the_setting_there_are_none(nameserver: Replica) -> None:
+async def test_system_topics_are_not_created_if_disabled(nameserver: Replica) -> None:
     assert list(await spread(nameserver)) == ["flights"]

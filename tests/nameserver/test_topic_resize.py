@@ -1,7 +1,7 @@
-"""How topics grow and shrink, as plain functions of plain values.
+"""Adding and removing queues of a topic, without a server.
 
-Goal: queues stay where they are, brokers stay even, and none goes before it is read.
-Method: cases by name, then properties over arbitrary sequences of sizes.
+Goal: queues keep their brokers, the spread stays even, and no queue is removed before it is read.
+Method: single cases, then properties over arbitrary sequences of sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def changed(before: Topic, queue_count: int, *brokers: str) -> Topic:
     return topic(*spread, topic_id=before.topic_id)
 
 
-def test_growing_evens_out_and_keeps_what_is_there() -> None:
+def test_growing_evens_the_spread_and_keeps_present_queues() -> None:
     before = topic(QueueSpread("a", 5), QueueSpread("b", 1))
     assert changed(before, 8, "a", "b", "c").spread == (
         QueueSpread("a", 5),
@@ -42,14 +42,14 @@ def test_growing_evens_out_and_keeps_what_is_there() -> None:
     ), "c had the first turn of the ties"
 
 
-def test_a_broker_that_is_away_gains_nothing() -> None:
+def test_broker_that_is_down_gains_no_queue() -> None:
     before = topic(QueueSpread("a", 1), QueueSpread("gone", 1))
     assert changed(before, 5, "a").spread == (QueueSpread("a", 4), QueueSpread("gone", 1))
     with pytest.raises(NoBroker):
         resized_spread(before, 5, ())
 
 
-def test_shrinking_stops_writing_first() -> None:
+def test_shrinking_makes_queues_retiring_first() -> None:
     before = topic(QueueSpread("a", 4), QueueSpread("b", 4))
     after = changed(before, 5, "a", "b")
     assert after.spread == (QueueSpread("a", 4, 3), QueueSpread("b", 4, 2))
@@ -59,25 +59,25 @@ def test_shrinking_stops_writing_first() -> None:
     assert (gone.queue_count, gone.shrinking) == (5, False)
 
 
-def test_growing_back_cancels_the_shrinking() -> None:
+def test_growing_back_makes_retiring_queues_writable() -> None:
     before = topic(QueueSpread("a", 4), QueueSpread("b", 4))
     assert changed(changed(before, 2, "a", "b"), 8, "a", "b") == before
 
 
-def test_growing_back_in_part_takes_queues_back() -> None:
+def test_growing_back_in_part_makes_some_retiring_queues_writable() -> None:
     before = topic(QueueSpread("a", 4), QueueSpread("b", 4))
     after = changed(changed(before, 2, "a", "b"), 6, "a", "b")
     assert after.spread == (QueueSpread("a", 4, 3), QueueSpread("b", 4, 3))
 
 
-def test_rooms_stay_when_queues_come_and_go() -> None:
+def test_rooms_stay_when_the_number_of_queues_changes() -> None:
     before = topic(QueueSpread("a", 4, room="north"), QueueSpread("b", 4, room="south"))
     less = changed(before, 4, "a", "b")
     assert [part.room for part in less.spread] == ["north", "south"]
     assert [part.room for part in without_retiring_queues(less).spread] == ["north", "south"]
 
 
-def test_each_broker_keeps_a_queue() -> None:
+def test_shrinking_below_one_queue_per_broker_is_refused() -> None:
     before = topic(QueueSpread("a", 4), QueueSpread("b", 1), QueueSpread("c", 1))
     assert changed(before, 3, "a").spread == (
         QueueSpread("a", 4, 1),
@@ -148,9 +148,11 @@ def group(
         (group("c", model="BROADCASTING"), None, 0),  # keeps its progress to itself
     ],
 )
-def test_who_still_has_to_read_what(known: Group | None, committed: int | None, count: int) -> None:
+def test_unread_messages_are_counted_by_group(
+    known: Group | None, committed: int | None, count: int
+) -> None:
     assert unread_count(END, known, "t", committed) == count
 
 
-def test_nobody_waits_for_a_queue_without_messages() -> None:
+def test_queue_without_messages_has_no_unread_ones() -> None:
     assert unread_count(RetiringQueue("a", 0, 7, 7), group("c"), "t", None) == 0

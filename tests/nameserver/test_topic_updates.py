@@ -1,7 +1,8 @@
-"""Topics that change, through a real server on a real etcd.
+"""Updates of topics, through a real server on a real etcd.
 
-Goal: a change is seen at once, wins or loses as a whole, and queues go only when they are read.
-Method: in-process replicas; storage and offsets are twins that answer by their contracts as a
+Goal: an update is visible at once, is made completely or not at all, and retiring queues are
+removed only when they are read.
+Method: in-process replicas; stand-ins for storage and offsets answer by their contracts as each
 test scripts.
 """
 
@@ -47,7 +48,7 @@ def spread(topic: pb.Topic) -> list[tuple[str, int, int]]:
     return [(part.broker, part.queue_count, part.write_queue_count) for part in topic.spread]
 
 
-async def test_more_queues_are_there_at_once(nameserver: Replica, etcd: EtcdSession) -> None:
+async def test_added_queues_exist_at_once(nameserver: Replica, etcd: EtcdSession) -> None:
     await register_broker(etcd, "broker-b")
     await until(lambda: len(nameserver.runtime.nodes.values) == 3)
     updated = await update(nameserver, "flights", 12)
@@ -56,7 +57,7 @@ async def test_more_queues_are_there_at_once(nameserver: Replica, etcd: EtcdSess
     assert updated.permission == pb.TOPIC_PERMISSION_READ_WRITE
 
 
-async def test_fewer_queues_take_messages_at_once_and_the_route_is_pushed(
+async def test_retiring_queues_take_no_messages_at_once_and_the_route_is_pushed(
     nameserver: Replica,
 ) -> None:
     with nameserver.watch_route("flights") as call:
@@ -75,7 +76,7 @@ async def test_permission_is_changed_alone(nameserver: Replica) -> None:
     assert (await update(nameserver, "flights", 9)).permission == pb.TOPIC_PERMISSION_READ
 
 
-async def test_a_change_that_changes_nothing_writes_nothing(
+async def test_update_without_a_change_writes_nothing(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     before = await etcd.get(etcd.key("topics", "flights"))
@@ -83,7 +84,7 @@ async def test_a_change_that_changes_nothing_writes_nothing(
     assert await etcd.get(etcd.key("topics", "flights")) == before
 
 
-async def test_racing_changes_are_all_made(
+async def test_concurrent_topic_updates_are_all_made(
     nameserver: Replica, etcd_endpoint: str, cluster: str
 ) -> None:
     async with replica(etcd_endpoint, cluster) as other, asyncio.TaskGroup() as tasks:
@@ -102,7 +103,7 @@ async def test_racing_changes_are_all_made(
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        (pb.UpdateTopicRequest(topic="nobody", queue_count=3), "TOPIC_NOT_FOUND"),
+        (pb.UpdateTopicRequest(topic="no-topic", queue_count=3), "TOPIC_NOT_FOUND"),
         (pb.UpdateTopicRequest(topic="flights", queue_count=1_025), "LIMIT_EXCEEDED"),
         (pb.UpdateTopicRequest(topic="a/b", queue_count=1), "INVALID_NAME"),
         (pb.UpdateTopicRequest(topic="BATON_SYS_METRICS", queue_count=1), "INVALID_NAME"),
@@ -112,18 +113,18 @@ async def test_racing_changes_are_all_made(
         ),
     ],
 )
-async def test_bad_changes_are_refused(
+async def test_invalid_topic_updates_are_refused(
     nameserver: Replica, request_: pb.UpdateTopicRequest, reason: str
 ) -> None:
     error = await refusal(nameserver.stub.UpdateTopic(request_, timeout=CALL_TIMEOUT_S))
     assert error.reason == reason
 
 
-async def test_a_missing_topic_is_not_created_by_asking_for_its_route(nameserver: Replica) -> None:
+async def test_route_request_does_not_create_a_topic_by_default(nameserver: Replica) -> None:
     assert (await refusal(nameserver.route("new"))).reason == "TOPIC_NOT_FOUND"
 
 
-async def test_a_missing_topic_is_created_for_a_producer_if_configured(
+async def test_route_request_creates_a_topic_if_configured(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     settings: dict[str, Any] = {"auto_create_topics": True, "auto_create_queue_count": 3}
@@ -142,7 +143,7 @@ async def test_a_missing_topic_is_created_for_a_producer_if_configured(
         assert (member.reason, member.facts) == ("TOPIC_NOT_FOUND", {"topic": "flights"})
 
 
-async def test_a_topic_created_on_demand_takes_its_settings_from_an_inherited_template(
+async def test_topic_created_on_demand_takes_its_settings_from_an_inherited_template(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     settings: dict[str, Any] = {
@@ -175,7 +176,7 @@ async def test_a_topic_created_on_demand_takes_its_settings_from_an_inherited_te
 
 
 class StorageTwin(storage_grpc.StorageServiceServicer):
-    """Answers QueryOffsets with `ends` by queue id, and by the topics of `revision`.
+    """Answers QueryOffsets with `ends` by queue id, as of the topics of `revision`.
 
     Attributes:
         first: Called once, before the next answer.
@@ -241,7 +242,7 @@ class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
 
 
 class Scene:
-    """A replica whose topic `flights` has 4 queues and is asked to shrink to 2."""
+    """A replica whose topic `flights` has 4 queues, of which 2 are retiring."""
 
     def __init__(self, nameserver: Replica, etcd: EtcdSession) -> None:
         self.nameserver, self.etcd = nameserver, etcd
@@ -252,12 +253,12 @@ class Scene:
         return spread((await self.nameserver.route("flights")).topic)
 
     async def looked(self) -> None:
-        """Until the replica has asked storage, and made up its mind, at least once from now on."""
+        """Wait until the replica has called storage, and decided, at least once from now on."""
         asked = self.storage.asked
         await until(lambda: self.storage.asked >= asked + 3)
 
     async def shrunk(self, queue_count: int = 2) -> None:
-        """Until the topic has only `queue_count` queues."""
+        """Wait until the topic has only `queue_count` queues."""
 
         async def seen() -> bool:
             return await self.spread() == [("broker-a", queue_count, 0)]
@@ -287,7 +288,7 @@ async def scene(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIte
             yield here
 
 
-async def test_queues_go_once_the_last_group_has_read_them(
+async def test_retiring_queues_are_removed_once_the_last_group_has_read_them(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with scene(etcd_endpoint, cluster, etcd) as here:
@@ -300,7 +301,7 @@ async def test_queues_go_once_the_last_group_has_read_them(
         await here.shrunk()
 
 
-async def test_no_queue_goes_before_its_broker_knows_that_it_takes_no_more(
+async def test_retiring_queue_is_kept_until_its_broker_knows_that_it_is_retiring(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with scene(etcd_endpoint, cluster, etcd) as here:
@@ -311,7 +312,7 @@ async def test_no_queue_goes_before_its_broker_knows_that_it_takes_no_more(
         await here.shrunk()
 
 
-async def test_growing_again_keeps_the_queues(
+async def test_retiring_queues_take_messages_again_after_growing(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with scene(etcd_endpoint, cluster, etcd) as here:
@@ -325,10 +326,10 @@ async def test_growing_again_keeps_the_queues(
         assert here.storage.asked <= asked + 1
 
 
-async def test_a_replica_that_was_overtaken_removes_nothing(
+async def test_overtaken_replica_removes_no_queue(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
-    """The topic grows while storage is being asked."""
+    """The topic grows during the call to storage."""
     async with scene(etcd_endpoint, cluster, etcd) as here:
         here.storage.ends = {3: (0, 1)}
         await here.looked()
@@ -349,7 +350,7 @@ async def test_a_replica_that_was_overtaken_removes_nothing(
         await here.shrunk(3)
 
 
-async def test_without_the_broker_nothing_goes(
+async def test_retiring_queue_is_kept_while_its_broker_is_down(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with scene(etcd_endpoint, cluster, etcd) as here:

@@ -1,4 +1,4 @@
-"""Topics and routes through a real server on a real etcd.
+"""Topics and routes, through a real server on a real etcd.
 
 Goal: a topic is created once, is found at once, and its route is pushed as it changes.
 Method: in-process replicas; brokers are registered by writing their key, as storage does.
@@ -41,7 +41,7 @@ async def next_route(call: Any) -> pb.Route:
         return route
 
 
-async def test_created_topic_is_found_at_once_everywhere(nameserver: Replica) -> None:
+async def test_created_topic_is_visible_in_all_calls_at_once(nameserver: Replica) -> None:
     created = await nameserver.create("orders", 3)
     assert created.created
     assert created.topic.spread == [pb.QueueSpread(broker="broker-a", queue_count=3)]
@@ -87,7 +87,7 @@ async def test_queues_are_spread_over_registered_brokers(
     assert [part.broker for part in created.topic.spread] == ["broker-a", "broker-b"]
 
 
-async def test_without_broker_no_topic_is_created(etcd_endpoint: str, cluster: str) -> None:
+async def test_topic_is_not_created_without_a_broker(etcd_endpoint: str, cluster: str) -> None:
     async with replica(etcd_endpoint, cluster) as alone:
         error = await refusal(alone.create("orders", 3))
         assert error.reason == "NO_BROKER"
@@ -103,7 +103,7 @@ async def test_topic_created_anew_shares_nothing_with_the_deleted_one(nameserver
     assert second.topic_id > first.topic_id
 
 
-async def test_progress_is_forgotten_when_a_topic_is_created_and_not_before(
+async def test_progress_is_deleted_when_a_topic_is_created_and_not_before(
     nameserver: Replica, offsets: OffsetsEpoch
 ) -> None:
     await nameserver.create("orders", 3)
@@ -120,7 +120,7 @@ async def test_progress_is_forgotten_when_a_topic_is_created_and_not_before(
 
 
 def hold(offsets: OffsetsEpoch, key: GroupQueue) -> None:
-    """Give the queue to a consumer; it is not durable, and no matter here."""
+    """Grant the queue to a consumer; durability does not matter here."""
     wish = FenceAttempt(
         attempt=str(key)[-64:],
         expected_token=0,
@@ -130,7 +130,7 @@ def hold(offsets: OffsetsEpoch, key: GroupQueue) -> None:
     offsets.table.fence(key, offsets.table.term, wish, Instant(0, 0))
 
 
-async def test_without_offsets_no_topic_is_created(
+async def test_topic_is_not_created_without_offsets(
     etcd_endpoint: str, cluster: str, session: EtcdSession
 ) -> None:
     await register_broker(session, "broker-a")
@@ -145,7 +145,7 @@ async def test_without_offsets_no_topic_is_created(
 
 
 class OldOffsets(offsets_grpc.OffsetsServiceServicer):
-    """Says that it has deleted, in `epoch`."""
+    """Answers that the progress is deleted, with `epoch`."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -156,7 +156,7 @@ class OldOffsets(offsets_grpc.OffsetsServiceServicer):
         return offsets_pb.DeleteTopicResponse(offsets_epoch=self.epoch)
 
 
-async def test_what_a_deposed_offsets_node_says_does_not_count(
+async def test_answer_of_a_deposed_offsets_leader_is_ignored(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     old = OldOffsets(5)  # type: ignore[abstract]
@@ -188,7 +188,7 @@ async def test_replicas_that_race_create_a_topic_once(
     assert len(set.union(*by_name.values())) == 8
 
 
-async def test_topic_made_at_another_replica_is_found_at_once(
+async def test_topic_created_at_another_replica_is_found_at_once(
     nameserver: Replica, etcd_endpoint: str, cluster: str
 ) -> None:
     async with replica(etcd_endpoint, cluster) as other:
@@ -197,7 +197,7 @@ async def test_topic_made_at_another_replica_is_found_at_once(
             assert (await other.route(f"t{number}")).topic.name == f"t{number}"
 
 
-async def test_route_is_pushed_when_a_broker_comes_moves_and_goes(
+async def test_route_is_pushed_when_a_broker_registers_moves_and_expires(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     with nameserver.watch_route("flights") as call:
@@ -218,7 +218,7 @@ async def test_route_is_pushed_when_a_broker_comes_moves_and_goes(
     assert generations == sorted(set(generations))
 
 
-async def test_route_is_not_pushed_for_what_does_not_concern_it(
+async def test_route_is_not_pushed_for_changes_of_other_topics(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     with nameserver.watch_route("flights") as call:
@@ -230,7 +230,7 @@ async def test_route_is_not_pushed_for_what_does_not_concern_it(
         assert (await next_route(call)).brokers[0].address == "127.0.0.1:2"
 
 
-async def test_route_generation_does_not_fall_with_a_restart(
+async def test_route_generation_does_not_go_back_after_a_restart(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with replica(etcd_endpoint, cluster) as before:
@@ -325,7 +325,7 @@ async def test_cluster_lists_live_nodes_by_service(nameserver: Replica, etcd: Et
     assert answer.generation > 0
 
 
-async def test_unreadable_value_in_etcd_harms_nobody_else(
+async def test_unreadable_topic_in_etcd_does_not_affect_other_topics(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await etcd.put(etcd.key("topics", "broken"), b"\xff\xff\xff")
@@ -334,7 +334,7 @@ async def test_unreadable_value_in_etcd_harms_nobody_else(
     assert [topic.name for topic in listed.topics] == ["flights", "orders"]
 
 
-async def test_nothing_is_answered_before_etcd_was_read(
+async def test_calls_are_refused_until_etcd_was_read(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with replica(etcd_endpoint, cluster, follow_nodes=False) as early:
@@ -356,7 +356,7 @@ async def test_nothing_is_answered_before_etcd_was_read(
 
 
 async def test_generation_rises_though_streams_arrive_out_of_order(etcd: EtcdSession) -> None:
-    """A broker moves, then a topic changes; this replica hears of the broker last."""
+    """A broker moves, then a topic changes; this replica receives the broker last."""
     nodes = EtcdMirror(etcd, "nodes/")
     catalog = Catalog(etcd, nodes, watchers_max=1)
     following = [nodes, *catalog.mirrors]

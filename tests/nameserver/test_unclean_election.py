@@ -1,9 +1,9 @@
-"""Electing a node that is not in sync, because all that are in sync are lost.
+"""Unclean election: a node outside the in-sync set, as all nodes of the set are lost.
 
-Goal: nothing is given up while somebody could be elected without a loss; what is given up is told
-before, and who did it stands with the set for ever.
-Method: sets and nodes written into etcd as they write themselves, a real nameserver, and the
-command as a process of its own.
+Goal: no change is discarded while a node could be elected without a loss; the loss is shown before,
+and is stored with the set together with the operator's name.
+Method: sets and nodes are written into etcd as they write themselves; a real nameserver; the
+command as a process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def refusal(nameserver: Replica, **fields: Any) -> BatonError:
     return refused.value
 
 
-async def test_what_would_be_given_up_is_told_and_nothing_is_changed(
+async def test_dry_run_shows_the_loss_and_changes_nothing(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await put_set(etcd)
@@ -84,7 +84,7 @@ async def test_what_would_be_given_up_is_told_and_nothing_is_changed(
     assert await standing(etcd) == before
 
 
-async def test_the_chosen_node_alone_may_be_elected_and_it_is_recorded(
+async def test_only_the_chosen_node_may_be_elected_and_the_loss_is_recorded(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await put_set(etcd)
@@ -99,7 +99,9 @@ async def test_the_chosen_node_alone_may_be_elected_and_it_is_recorded(
     assert (await refusal(nameserver)).reason == "STILL_IN_SYNC", "it is in sync itself now"
 
 
-async def test_losses_before_stay_up_to_a_bound(nameserver: Replica, etcd: EtcdSession) -> None:
+async def test_earlier_losses_are_kept_up_to_a_limit(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
     await up(etcd, "a-2")
     for _ in range(ACCEPTED_LOSSES_MAX + 2):
         now = await standing(etcd)
@@ -112,7 +114,7 @@ async def test_losses_before_stay_up_to_a_bound(nameserver: Replica, etcd: EtcdS
 
 
 @pytest.mark.parametrize("execute", [False, True])
-async def test_nothing_is_given_up_while_one_in_sync_is_up(
+async def test_unclean_election_is_refused_while_an_in_sync_node_is_up(
     nameserver: Replica, etcd: EtcdSession, execute: bool
 ) -> None:
     await put_set(etcd)
@@ -124,10 +126,10 @@ async def test_nothing_is_given_up_while_one_in_sync_is_up(
     assert await standing(etcd) == before
 
 
-async def test_nothing_is_given_up_while_somebody_leads(
+async def test_unclean_election_is_refused_while_the_set_has_a_leader(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
-    """Its entry may be gone a moment before its lease."""
+    """Its live key may be deleted a moment before its lease."""
     await put_set(etcd)
     await up(etcd, "a-2")
     key = etcd.key("elections", "storage", SET)
@@ -151,7 +153,7 @@ async def test_nothing_is_given_up_while_somebody_leads(
         ({"by": "x" * 201}, "LIMIT_EXCEEDED", "by"),
     ],
 )
-async def test_what_can_not_be_meant_is_refused(
+async def test_invalid_unclean_election_is_refused(
     nameserver: Replica, etcd: EtcdSession, fields: dict[str, Any], reason: str, field: str
 ) -> None:
     await put_set(etcd)
@@ -162,7 +164,7 @@ async def test_what_can_not_be_meant_is_refused(
 
 
 async def command(nameserver: Replica, *more: str) -> tuple[int | None, str, str]:
-    """How `baton cluster elect … a-2` ends, and what it says."""
+    """Run `baton cluster elect … a-2`; return exit code, stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "batonmq.cli", "--nameserver", nameserver.address,
         "cluster", "elect", "--service", "storage", "--set", SET, "a-2", *more,
@@ -172,7 +174,7 @@ async def command(nameserver: Replica, *more: str) -> tuple[int | None, str, str
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_command_tells_and_does_it_only_if_the_loss_is_accepted(
+async def test_command_changes_the_set_only_if_the_loss_is_accepted(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await put_set(etcd)
@@ -189,7 +191,7 @@ async def test_command_tells_and_does_it_only_if_the_loss_is_accepted(
     ):
         assert line in out
     code, _, err = await command(nameserver, "--accept-loss")
-    assert (code, "give --yes" in err) == (2, True), "nobody is there to be asked"
+    assert (code, "give --yes" in err) == (2, True), "there is no terminal to confirm at"
     assert await standing(etcd) == before
     code, out, err = await command(
         nameserver, "--accept-loss", "--yes", "--by", "ops", "--format", "json"

@@ -50,7 +50,7 @@ def beat(
 
 
 class Scene:
-    """The record and the living; each call is one transaction of the nameserver."""
+    """The record and the live members; each call is one transaction."""
 
     def __init__(self, topics: Sequence[Topic] = (TOPIC,), **settings: object) -> None:
         self.group: Group | None = None
@@ -67,27 +67,27 @@ class Scene:
 
     def update(self, **settings: object) -> None:
         change = GroupSettings(**settings)  # type: ignore[arg-type]
-        self.ask(lambda transaction: transaction.update(change))
+        self.apply(lambda transaction: transaction.update(change))
 
     def beat(
         self, client_id: str, asked: Terms | str = "*", incarnation_id: int = 1, room: str = ""
     ) -> SubscriptionVerdict:
         heartbeat = beat(client_id, asked, incarnation_id, room)
-        transaction = self.ask(lambda transaction: transaction.join(heartbeat))
+        transaction = self.apply(lambda transaction: transaction.join(heartbeat))
         return transaction.verdict(heartbeat, self.record)
 
     def leave(self, client_id: str, incarnation_id: int = 1) -> None:
-        self.ask(lambda transaction: transaction.leave(client_id, incarnation_id))
+        self.apply(lambda transaction: transaction.leave(client_id, incarnation_id))
 
     def die(self, *client_ids: str) -> None:
         for client_id in client_ids:
             self.live.pop(client_id, None)
 
-    def tend(self, *, drained: bool = False) -> None:
-        self.ask(lambda transaction: transaction.finish_draining() if drained else None)
+    def maintain(self, *, drained: bool = False) -> None:
+        self.apply(lambda transaction: transaction.finish_draining() if drained else None)
 
-    def ask(self, *calls: Callable[[GroupTransaction], object]) -> GroupTransaction:
-        """Put calls to the transaction in turn; what raises changes nothing."""
+    def apply(self, *calls: Callable[[GroupTransaction], object]) -> GroupTransaction:
+        """Apply requests in order; one that raises changes nothing."""
         self.now_unix_ms += 1
         transaction = GroupTransaction(
             "g", self.group, self.live, now_unix_ms=self.now_unix_ms, lease_ms=LEASE_MS
@@ -112,12 +112,12 @@ class Scene:
 
     @property
     def waiting(self) -> set[str]:
-        """Members that ask for another subscription."""
+        """Members whose subscription differs from the group's."""
         return {member.client_id for member in self.record.members if member.differs}
 
     @property
     def owners(self) -> set[str]:
-        """Members that have a queue."""
+        """Members with a queue."""
         return {
             self.record.members[owner - 1].client_id
             for topic in self.record.assignments
@@ -128,7 +128,7 @@ class Scene:
 
 
 def scene(policy: SubscriptionPolicy, *members: str) -> Scene:
-    """A group with the policy whose members all want everything."""
+    """A group with the policy, whose members all subscribe to everything."""
     made = Scene(policy=policy)
     for client_id in members:
         made.beat(client_id)

@@ -20,7 +20,7 @@ from batonmq._process.config import load
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.runtime.certificate_expiry import expiry_unix_s
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.runtime.tls import check_files, show_expiry
+from batonmq_server.runtime.tls import check_files, export_expiry
 
 NAME = "baton_tls_certificate_expiry_timestamp_seconds"
 DAY_S = 86_400
@@ -94,7 +94,7 @@ def test_metric_follows_the_files_and_keeps_to_what_can_be_used(tmp_path: Path) 
         tls_ca_file=own.ca_file,
         etcd_ca_file=own.ca_file,
     )
-    show_expiry(told_of, registry := CollectorRegistry())
+    export_expiry(told_of, registry := CollectorRegistry())
     first = told(registry)
     assert set(first) == {"service", "authority", "etcd_authority"}
     assert first["etcd_authority"] == first["authority"] > first["service"]
@@ -115,11 +115,11 @@ def test_a_file_that_can_be_used_and_tells_no_date_is_no_number(tmp_path: Path) 
         tls_cert_file=own.cert_file, tls_key_file=own.key_file, tls_ca_file=own.ca_file
     )
     check_files(told_of)
-    show_expiry(told_of, registry := CollectorRegistry())
+    export_expiry(told_of, registry := CollectorRegistry())
     assert math.isnan(told(registry)["authority"])
     assert told(registry)["service"] > 0
 
 
 def test_without_tls_there_are_no_series() -> None:
-    show_expiry(settings(), registry := CollectorRegistry())
+    export_expiry(settings(), registry := CollectorRegistry())
     assert told(registry) == {}

@@ -22,7 +22,7 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._common.secret import Secret
 from batonmq._connection import tls_probe as handshake
 from batonmq._connection.channels import OPTIONS, connector
-from batonmq._connection.secure_channel import LOOK_INTERVAL_S, SecureChannel
+from batonmq._connection.secure_channel import CHECK_INTERVAL_S, SecureChannel
 from batonmq._connection.security import Security
 from batonmq._connection.tls_probe import find_tls_failure
 from batonmq._process.config import ConfigError, load
@@ -106,7 +106,7 @@ async def ask(channel: grpc.aio.Channel, request: bytes = b"") -> bytes:
 
 def present(channel: grpc.aio.Channel) -> grpc.aio.Channel:
     assert isinstance(channel, SecureChannel)
-    return channel.present()
+    return channel.current()
 
 
 def read(path: str) -> bytes:
@@ -144,14 +144,14 @@ def refusals(
 ) -> dict[str, Security | None]:
     stranger = CertificateAuthority(tmp_path / "other").issue(CertificateSubject(name="stranger"))
     return {
-        "speaks TLS": None,
-        "wants a client certificate": Security(ca_file=carol.ca_file),
+        "uses TLS": None,
+        "requires a client certificate": Security(ca_file=carol.ca_file),
         "client certificate, which has expired": authority.issue(
             CertificateSubject(name="old"), days=-1
         ),
         "not trust the authority of the client": replace(stranger, ca_file=carol.ca_file),
-        "no authority that is trusted": replace(carol, ca_file=stranger.ca_file),
-        "for other names": replace(carol, server_name="elsewhere"),
+        "not signed by a trusted authority": replace(carol, ca_file=stranger.ca_file),
+        "not valid for its address": replace(carol, server_name="elsewhere"),
     }
 
 
@@ -164,7 +164,7 @@ async def test_who_is_refused_is_told_why_and_what_to_do(
                 await answer(address, security)
             error = from_rpc_error(failed.value)
             assert isinstance(error, Unreachable), reason
-            assert error.message.startswith(f"{address}: it "), reason
+            assert error.message.startswith(f"{address}: it"), reason
             assert error.remedy != Unreachable.remedy, reason
             found = await asyncio.to_thread(find_tls_failure, address, security)
             assert found is not None, reason
@@ -178,8 +178,8 @@ async def test_servers_that_can_not_prove_themselves_are_told_apart(
 ) -> None:
     old = authority.issue(replace(NODE, name="old"), days=-1)
     for security, reason in (
-        (old, "shows a certificate that has expired"),
-        (None, "not speak TLS"),
+        (old, "certificate has expired"),
+        (None, "not use TLS"),
     ):
         async with serving(security) as (address, _):
             with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -247,7 +247,7 @@ async def test_new_files_that_do_not_go_together_change_nothing(
         before = present(channel)
         for security in (node, carol):
             spoil(security.key_file)
-        end_s = asyncio.get_running_loop().time() + 1.5 * LOOK_INTERVAL_S
+        end_s = asyncio.get_running_loop().time() + 1.5 * CHECK_INTERVAL_S
         while asyncio.get_running_loop().time() < end_s:
             assert await ask(channel) == b"carol"
         assert present(channel) is before
@@ -351,7 +351,7 @@ def test_files_are_looked_at_before_anything_starts(node: Security) -> None:
 @pytest.mark.parametrize(
     ("settings", "reach"),
     [
-        ({}, "this machine, at loopback only"),
+        ({}, "this machine (loopback only)"),
         ({"insecure_network": "true"}, "this network"),
     ],
 )
@@ -362,7 +362,7 @@ async def test_a_server_without_tls_says_so_aloud(
     with caplog.at_level(logging.WARNING):
         assert listen(server, settings_of(**settings))
     (told,) = caplog.messages
-    assert told.startswith(f"TLS IS OFF: whoever is on {reach}")
+    assert told.startswith(f"TLS IS OFF: every program on {reach}")
     await server.stop(None)
 
 

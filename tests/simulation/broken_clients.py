@@ -1,4 +1,4 @@
-"""Clients that leave out a rule; the names in brackets are those of protocol section 17."""
+"""Consumers that break one rule each; names in brackets are those of protocol section 17."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def close_without_draining(patch: pytest.MonkeyPatch) -> None:
 
 
 def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
-    """[close_retry_forgets] A repeated Close says what is true by then: nothing is unfinished."""
+    """[close_retry_forgets] A repeated Close names no unfinished messages."""
 
     async def close(self: QueueReleaser, content: CloseContent, lease_ms: int) -> None:
         item = offsets_pb.CloseItem(
@@ -72,7 +72,7 @@ def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
 
 
 def commit_all_received(patch: pytest.MonkeyPatch) -> None:
-    """A client commits what it has received, handled or not."""
+    """A client commits all received messages, handled or not."""
 
     def acks(self: QueueProgress) -> Acks:
         return Acks(self.next_offset, (), self._version)
@@ -81,7 +81,7 @@ def commit_all_received(patch: pytest.MonkeyPatch) -> None:
 
 
 def ack_without_sending_back(patch: pytest.MonkeyPatch) -> None:
-    """A client acks what its handler did not take, and keeps no copy."""
+    """A client acks a failed message without sending it back."""
 
     async def send(self: RetrySender, one: RetryRequest) -> bool:
         return one.still_owned()
@@ -90,6 +90,6 @@ def ack_without_sending_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def ids_of_their_own(patch: pytest.MonkeyPatch) -> None:
-    """What is sent back has another id each time, so that storage can't know it again."""
+    """A client sends a message back under a new id each time, so storage finds no duplicate."""
     numbers = count(1)
     patch.setattr(retry_sender, "retry_producer_id", lambda *_: next(numbers))

@@ -35,7 +35,7 @@ def test_every_problem_is_named_with_its_place(tmp_path: Path) -> None:
     path = written(tmp_path, "lag: {sample: 3}\nsteals: {count_max: -1}\nlatency: [{}]\n")
     with pytest.raises(ConfigError) as raised:
         load(path)
-    places = {problem.place for problem in raised.value.problems}
+    places = {problem.source for problem in raised.value.problems}
     assert {f"{path}: lag.sample", f"{path}: steals.count_max"} <= places
     assert f"{path}: latency.0.operation" in places
 

@@ -33,9 +33,9 @@ class Stranger:
 
 
 STRANGERS = (
-    Stranger("speaks no TLS", "baton topic list", "it speaks TLS", {"BATON_TLS": "0"}),
+    Stranger("speaks no TLS", "baton topic list", "it uses TLS", {"BATON_TLS": "0"}),
     Stranger(
-        "has no certificate", "baton topic list", "it wants a client certificate",
+        "has no certificate", "baton topic list", "it requires a client certificate",
         {"BATON_CERT_FILE": "", "BATON_KEY_FILE": ""},
     ),
     Stranger(

@@ -31,7 +31,7 @@ from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.runtime.tls import show_expiry
+from batonmq_server.runtime.tls import export_expiry
 from batonmq_server.storage.metrics import StorageMetrics
 from batonspark.alert_writer import AlertGauges
 from batonspark.progress import ProgressListener
@@ -98,7 +98,7 @@ def _hub() -> EventHub:
 def _common(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
     settings = load(ServiceSettings, "BATON_DOCS", {"BATON_DOCS_NODE_ID": "docs"})
-    show_expiry(settings, registry)
+    export_expiry(settings, registry)
     return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
 
 

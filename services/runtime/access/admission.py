@@ -1,7 +1,7 @@
-"""Lets calls through to their servicers, or not, as the guard says; ends what is held when it may
-no longer be.
+"""Admission of calls: rejects calls that the guard does not allow, before their servicer runs.
 
-A batched call whose items are refused one by one reaches its servicer without those items.
+It ends long polls and streams when their permission is revoked. A batched call whose items are
+rejected one by one reaches its servicer without these items.
 """
 
 from __future__ import annotations
@@ -26,135 +26,135 @@ from batonmq_server.runtime.access.permissions import (
 from batonmq_server.runtime.access.rules import PerItemRule
 
 _BY_CHARACTERS_MAX = 200
-"""The least that a request's `by` may have."""
+"""Shortest limit of the field `by` in any request."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Admission:
-    """Stands before the servicers of one process.
+    """Wraps the handlers of one process.
 
     Args:
-        guard: It is on.
-        held: Names of methods without a stream whose calls may be held.
+        guard: A guard that is on.
+        long_polls: Names of the methods without a stream that are long polls.
     """
 
-    def __init__(self, guard: Guard, held: frozenset[str]) -> None:
-        self._guard, self._held = guard, held
+    def __init__(self, guard: Guard, long_polls: frozenset[str]) -> None:
+        self._guard, self._long_polls = guard, long_polls
         self._open: dict[asyncio.Task[Any], Callable[[], BatonError | None]] = {}
         self._ended: dict[asyncio.Task[Any], BatonError] = {}
         guard.on_change.append(self._recheck)
 
-    def unread(self, path: str, metadata: Metadata) -> BatonError | None:
-        """Why a call is refused before its request is read; None if that has to be seen."""
+    def authentication_error(self, path: str, metadata: Metadata) -> BatonError | None:
+        """Return the error that is found before the request is read, and count it; None if none."""
         error = self._guard.authentication_error(metadata)
         if error is not None:
             self._guard.count_rejection(_service(path), error)
         return error
 
     def unary(self, path: str, call: Any) -> Any:
-        """`call`, for those who may."""
-        rule, held = self._guard.rule(path), path.rpartition("/")[2] in self._held
-        each = rule.per_item if rule is not None else None
+        """Return `call` with admission, for a call with one response."""
+        rule, long_poll = self._guard.rule(path), path.rpartition("/")[2] in self._long_polls
+        per_item = rule.per_item if rule is not None else None
 
         async def admitted(request: Any, context: Context) -> Any:
             with self._counted(path):
-                caller, needs = self._admit(path, request, context)
+                caller, permissions = self._admit(path, request, context)
             _sign(request, caller)
-            if each is not None:
-                return await self._by_item(path, caller, each, call, request, context)
-            if not held:
+            if per_item is not None:
+                return await self._by_item(path, caller, per_item, call, request, context)
+            if not long_poll:
                 return await call(request, context)
-            with self._until_revoked(path, caller, needs):
+            with self._until_revoked(path, caller, permissions):
                 return await call(request, context)
 
         return admitted
 
     def stream(self, path: str, call: Any) -> Any:
-        """`call`, for those who may, as long as they may."""
+        """Return a streaming `call` with admission; it ends when a permission is revoked."""
 
         async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
             with self._counted(path):
-                caller, needs = self._admit(path, request, context)
-            with self._until_revoked(path, caller, needs):
+                caller, permissions = self._admit(path, request, context)
+            with self._until_revoked(path, caller, permissions):
                 async for item in call(request, context):
                     yield item
 
         return admitted
 
-    def foreign(self, path: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
-        """A handler that is not ours, for those who may."""
+    def third_party(self, path: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
+        """Return the handler of a third-party service, such as health checks, with admission."""
         codec = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_unary is not None:
-            call = _telling(self.unary(path, handler.unary_unary))
+            call = _aborting(self.unary(path, handler.unary_unary))
             return grpc.unary_unary_rpc_method_handler(call, *codec)
         if handler.unary_stream is not None:
-            stream = _telling_stream(self.stream(path, handler.unary_stream))
+            stream = _aborting_stream(self.stream(path, handler.unary_stream))
             return grpc.unary_stream_rpc_method_handler(stream, *codec)
-        assert handler.stream_stream is not None, f"{path} has no known form"
-        stream = _telling_stream(self.stream(path, handler.stream_stream))
+        assert handler.stream_stream is not None, f"{path} is neither unary nor a stream"
+        stream = _aborting_stream(self.stream(path, handler.stream_stream))
         return grpc.stream_stream_rpc_method_handler(stream, *codec)
 
     def _admit(
         self, path: str, request: Any, context: Context
     ) -> tuple[Caller, Sequence[Permission]]:
-        """Who calls, and what that needed.
+        """Return the caller and the permissions that the call requires.
 
         Raises:
-            Unauthenticated, PermissionDenied, NotServing: the call is refused.
+            Unauthenticated, PermissionDenied, NotServing: the call is rejected.
         """
         caller, rule = self._guard.caller(context), self._guard.rule(path)
-        needs = tuple(rule.permissions(request)) if rule is not None else ()
-        if not needs and not (rule is not None and rule.known):
-            needs = (ANY_GRANT,)
-        self._guard.check(path, caller, needs)
-        return caller, needs
+        permissions = tuple(rule.permissions(request)) if rule is not None else ()
+        if not permissions and not (rule is not None and rule.known):
+            permissions = (ANY_GRANT,)
+        self._guard.check(path, caller, permissions)
+        return caller, permissions
 
     async def _by_item(
         self,
         path: str,
         caller: Caller,
-        each: PerItemRule,
+        per_item: PerItemRule,
         call: Any,
         request: Any,
         context: Context,
     ) -> Any:
-        items = getattr(request, each.items)
-        needs = [each.permission(item) for item in items]
-        lacking = self._guard.missing(path, caller, needs)
+        items = getattr(request, per_item.items)
+        permissions = [per_item.permission(item) for item in items]
+        lacking = self._guard.missing(path, caller, permissions)
         if not lacking:
             return await call(request, context)
-        allowed = [need not in lacking for need in needs]
+        allowed = [one not in lacking for one in permissions]
         if not any(allowed):
             with self._counted(path):
                 raise permission_denied(caller.identity, list(lacking))
         rest = type(request)()
         rest.CopyFrom(request)
-        del getattr(rest, each.items)[:]
-        getattr(rest, each.items).extend(
+        del getattr(rest, per_item.items)[:]
+        getattr(rest, per_item.items).extend(
             item for item, good in zip(items, allowed, strict=True) if good
         )
         answer = await call(rest, context)
-        outcomes = iter(list(getattr(answer, each.outcomes)))
-        del getattr(answer, each.outcomes)[:]
-        for need, good in zip(needs, allowed, strict=True):
+        outcomes = iter(list(getattr(answer, per_item.outcomes)))
+        del getattr(answer, per_item.outcomes)[:]
+        for permission, good in zip(permissions, allowed, strict=True):
             if good:
                 outcome = next(outcomes)
             else:
-                error = permission_denied(caller.identity, [need])
+                error = permission_denied(caller.identity, [permission])
                 self._guard.count_rejection(_service(path), error)
-                outcome = each.rejected(error)
-            getattr(answer, each.outcomes).append(outcome)
+                outcome = per_item.rejected(error)
+            getattr(answer, per_item.outcomes).append(outcome)
         return answer
 
     @contextmanager
     def _until_revoked(
-        self, path: str, caller: Caller, needs: Sequence[Permission]
+        self, path: str, caller: Caller, permissions: Sequence[Permission]
     ) -> Iterator[None]:
-        """End what runs inside once the caller may no longer do it."""
+        """End the code inside when a permission of the caller is revoked."""
         task = asyncio.current_task()
         assert task is not None
-        self._open[task] = partial(self._guard.recheck, path, caller, needs)
+        self._open[task] = partial(self._guard.recheck, path, caller, permissions)
         try:
             yield
         except asyncio.CancelledError:
@@ -183,33 +183,33 @@ class Admission:
             raise
 
 
-def _telling(call: Any) -> Any:
-    """`call`, which tells its caller why he is refused."""
+def _aborting(call: Any) -> Any:
+    """Return `call` with its errors sent as gRPC statuses."""
 
-    async def told(request: Any, context: Context) -> Any:
+    async def wrapped(request: Any, context: Context) -> Any:
         try:
             return await call(request, context)
         except BatonError as error:
             await abort(context, error)
 
-    return told
+    return wrapped
 
 
-def _telling_stream(call: Any) -> Any:
-    """The same of a call that answers as a stream."""
+def _aborting_stream(call: Any) -> Any:
+    """Return a streaming `call` with its errors sent as gRPC statuses."""
 
-    async def told(request: Any, context: Context) -> AsyncIterator[Any]:
+    async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             async for item in call(request, context):
                 yield item
         except BatonError as error:
             await abort(context, error)
 
-    return told
+    return wrapped
 
 
 def _sign(request: Any, caller: Caller) -> None:
-    """What is recorded of who did something is who called, whatever the request says."""
+    """Set the field `by`, if it is used, to the authenticated identity of the caller."""
     if getattr(request, "by", ""):
         request.by = caller.identity[:_BY_CHARACTERS_MAX]
 

@@ -1,7 +1,7 @@
-"""Asks the rules at the edge: who calls, what that needs, whether it is granted.
+"""The guard of a process: authenticates callers and checks the access rules of methods.
 
-Who calls is told by the bearer token, if there is one, else by the client certificate. What is
-granted is followed in etcd; while that is away the last that was known holds. Refusals are counted.
+A caller is identified by the bearer token, if it sends one, else by the client certificate. Grants
+and tokens are followed in etcd; while etcd does not answer, the last known ones hold.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import grpc.aio
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
 from batonmq_server.runtime.access import stored_access
@@ -23,32 +23,33 @@ from batonmq_server.runtime.access.permissions import (
 from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRule, AccessRules
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.metrics import AccessMetrics
 
 log = logging.getLogger(__name__)
 
 _AUTHORIZATION, _BEARER = "authorization", "bearer "
 _URI = "peer_uri"
 _NAMES = (_URI, "peer_dns", "x509_common_name")
-"""Of a certificate, the first that is there is who it stands for. People often get the common name
-they ask for, so it makes nobody a service."""
+"""Names of a certificate in order; the first one present is the identity. An authority often signs
+any common name, so a common name is never the identity of a service."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class PermissionCheck(Protocol):
-    """Asks whether the caller of a call has all of some needs; raises PermissionDenied if not."""
+    """Checks the permissions of a caller inside a servicer; see `Guard.require`."""
 
-    def __call__(self, context: Context, *needs: Permission) -> None:
-        """Nothing, if it has."""
+    def __call__(self, context: Context, *permissions: Permission) -> None:
+        """Return if every permission is granted; raise PermissionDenied otherwise."""
         ...
 
 
 class Caller(NamedTuple):
-    """Who calls.
+    """An authenticated caller.
 
     Attributes:
-        digest: Of the token that said so; empty if a certificate did.
+        digest: Digest of its token; empty if it was identified by a certificate.
     """
 
     identity: str
@@ -56,12 +57,15 @@ class Caller(NamedTuple):
 
 
 class Guard:
-    """Of one process.
+    """Authentication and authorization of one process.
 
     Args:
-        admins: Identities that are admin on the cluster whatever is granted.
-        on: Without, nothing is followed and nobody is refused.
-        certificates: Whether clients are asked for one. If not, only a token tells who calls.
+        on: Whether access control is on. If not, every call is allowed.
+        admins: Identities with the role admin on the cluster, without a grant.
+        certificates: Whether clients must show a certificate. If not, only tokens identify callers.
+
+    Attributes:
+        on_change: Called when grants or tokens have changed.
     """
 
     def __init__(
@@ -80,37 +84,26 @@ class Guard:
         self.mirror = EtcdMirror(etcd, stored_access.PREFIX)
         self.mirror.on_change.append(self._changed)
         self.on_change: list[Callable[[], None]] = []
-        self._refused = Counter(
-            "baton_access_refused",
-            "Calls, and items of calls, that were refused because of who made them; what was held "
-            "and ended when access was revoked included.",
-            ("service", "reason"),
-            registry=registry,
-        )
-        Gauge(
-            "baton_access_on",
-            "Whether calls are held against grants: 1, or 0 where access is off.",
-            registry=registry,
-        ).set(on)
+        self._metrics = AccessMetrics(registry, on=on)
 
     def add_rules(self, rules: AccessRules) -> None:
-        """Take the rules of the methods that are served, and tell the log whether they hold."""
+        """Add the rules of the methods that are served, and log whether access control is on."""
         self._rules.update(rules)
         if self.on:
             log.info("access is on admins=%s", ",".join(self.admins))
         else:
-            log.warning("ACCESS IS OFF: whoever gets a connection can read and write everything")
+            log.warning("ACCESS IS OFF: every client that connects can read and write everything")
 
     def rule(self, path: str) -> AccessRule | None:
-        """The rule of a method by its full path."""
+        """Return the rule of a method by its full path; None if it has none."""
         return self._rules.get(path)
 
     def caller(self, context: Context) -> Caller:
-        """Who calls.
+        """Return the caller of a call.
 
         Raises:
-            Unauthenticated: nobody that is known.
-            NotServing: what is granted was not read yet.
+            Unauthenticated: neither a valid token nor a certificate identifies it.
+            NotServing: the grants were not read from etcd yet.
         """
         if (caller := self._by_token(context.invocation_metadata() or ())) is not None:
             return caller
@@ -120,90 +113,99 @@ class Guard:
                 identity = next(iter(values)).decode(errors="replace")
                 if name != _URI and identity.startswith(SERVICE_PREFIX):
                     raise Unauthenticated(
-                        "a service has its identity as the URI of its certificate"
+                        "the identity of a service must be a URI in its certificate"
                     )
                 return Caller(identity)
-        raise Unauthenticated("the call brings no bearer token and no client certificate")
+        raise Unauthenticated("the call has neither a bearer token nor a client certificate")
 
     def authentication_error(self, metadata: Metadata) -> BatonError | None:
-        """Why nobody who calls so may call anything: known before what is asked is read."""
+        """Return the authentication error for these metadata; None if there is none.
+
+        It is found before the request body is read.
+        """
         try:
             if self._by_token(metadata) is None and not self._certificates:
-                raise Unauthenticated("the call brings no bearer token")
+                raise Unauthenticated("the call has no bearer token")
         except BatonError as error:
             return error
         return None
 
-    def check(self, path: str, caller: Caller, needs: Sequence[Permission]) -> None:
-        """Refuse a caller who may not call a method, or lacks one of `needs`.
+    def check(self, path: str, caller: Caller, permissions: Sequence[Permission]) -> None:
+        """Return if the caller may call the method and has all of `permissions`.
 
         Raises:
-            PermissionDenied: so it is.
+            PermissionDenied: the method is not for this caller, or permissions are missing.
         """
         rule = self._rules.get(path)
         if rule is None:
-            raise PermissionDenied(f"no rule says who may call {path}")
+            raise PermissionDenied(f"{path} has no access rule, so no caller may call it")
         if self._is_one_of(rule, caller):
             return
         if rule.private:
             names = " and ".join(sorted(rule.services))
             raise PermissionDenied(
-                f"{caller.identity} is not {names}, which alone may call {path}",
-                remedy="Services call this of each other.",
+                f"only {names} may call {path}, not {caller.identity}",
+                remedy="This method is for calls between services.",
                 facts={"identity": caller.identity, "role": "", "resource": ""},
             )
-        self.authorizer.check(caller.identity, needs)
+        self.authorizer.check(caller.identity, permissions)
 
-    def missing(self, path: str, caller: Caller, needs: Iterable[Permission]) -> list[Permission]:
-        """Those of `needs`, one of each item of a batched call, that the caller does not have."""
+    def missing(
+        self, path: str, caller: Caller, permissions: Iterable[Permission]
+    ) -> list[Permission]:
+        """Return those of `permissions`, one per item of a batched call, that the caller lacks."""
         if self._is_one_of(self._rules[path], caller):
             return []
-        return self.authorizer.missing(caller.identity, needs)
+        return self.authorizer.missing(caller.identity, permissions)
 
-    def recheck(self, path: str, caller: Caller, needs: Sequence[Permission]) -> BatonError | None:
-        """Why a call that was let in would not be now."""
+    def recheck(
+        self, path: str, caller: Caller, permissions: Sequence[Permission]
+    ) -> BatonError | None:
+        """Return why a call that was admitted would be rejected now; None if it would not."""
         try:
             if caller.digest and self.authorizer.identity_of(caller.digest) != caller.identity:
-                raise Unauthenticated("the bearer token stands for somebody else now")
-            self.check(path, caller, needs)
+                raise Unauthenticated("the bearer token now belongs to another identity")
+            self.check(path, caller, permissions)
         except BatonError as error:
             return error
         return None
 
-    def require(self, context: Context, *needs: Permission) -> None:
-        """What a servicer asks for itself, once it knows what a call is about.
+    def require(self, context: Context, *permissions: Permission) -> None:
+        """Return if the caller has all of `permissions`, or access control is off.
+
+        For servicers that know only during the call which permissions it requires.
 
         Raises:
-            PermissionDenied: the caller lacks it.
+            PermissionDenied: permissions are missing.
         """
         if self.on:
-            self.authorizer.check(self.caller(context).identity, needs)
+            self.authorizer.check(self.caller(context).identity, permissions)
 
-    def allows(self, context: Context, need: Permission) -> bool:
-        """Whether the caller has it: for answers that tell everybody as much as he may know."""
-        return not self.on or self.authorizer.allows(self.caller(context).identity, need)
+    def allows(self, context: Context, permission: Permission) -> bool:
+        """Return whether the caller has `permission`, for answers filtered by permissions."""
+        return not self.on or self.authorizer.allows(self.caller(context).identity, permission)
 
     def caller_identity(self, context: Context) -> str:
-        """Identity of the caller; empty while access is off."""
+        """Return the identity of the caller; empty while access control is off."""
         return self.caller(context).identity if self.on else ""
 
     def count_rejection(self, service: str, error: BatonError) -> None:
-        """Count a refusal, if it was because of who has called."""
+        """Count an error of authentication or authorization; other errors are ignored."""
         if isinstance(error, Unauthenticated | PermissionDenied):
-            self._refused.labels(service, error.reason).inc()
+            self._metrics.refused.labels(service, error.reason).inc()
 
     def _is_one_of(self, rule: AccessRule, caller: Caller) -> bool:
         prefix, _, name = caller.identity.partition(":")
         return f"{prefix}:" == SERVICE_PREFIX and name in rule.services
 
     def _by_token(self, metadata: Metadata) -> Caller | None:
-        """Who calls by the token; None if there is none.
+        """Return the caller that the token identifies; None without a token.
 
         Raises:
-            Unauthenticated, NotServing: as `caller`.
+            Unauthenticated, NotServing: see `caller`.
         """
         if not self.mirror.revision:
-            raise NotServing("grants are not read yet", retry_after_ms=200)
+            raise NotServing("grants were not read from etcd yet", retry_after_ms=200)
         for key, value in metadata:
             if key == _AUTHORIZATION:
                 return self._of_token(value)
@@ -212,7 +214,7 @@ class Guard:
     def _of_token(self, value: str | bytes) -> Caller:
         text = value if isinstance(value, str) else value.decode(errors="replace")
         if text[: len(_BEARER)].lower() != _BEARER:
-            raise Unauthenticated("the authorization of the call is no bearer token")
+            raise Unauthenticated("the authorization metadata of the call are not a bearer token")
         digest = stored_access.digest_of(text[len(_BEARER) :].strip())
         return Caller(self.authorizer.identity_of(digest), digest)
 

@@ -1,12 +1,13 @@
-"""Who may do what: grants of roles, and what calls need. Pure: knows no call, no etcd, no clock.
+"""Grants of roles, and the permissions that calls require. Pure: without calls, etcd or clock.
 
-An identity is whoever a certificate or a token stands for. It has grants, each a role on a
-resource: `topic:orders`, `group:audit`, `cluster`; a name that ends in `*` stands for all that
-begin so. What is not granted is refused.
+An identity comes from a certificate or a token. It has grants, each a role on a resource:
+`topic:orders`, `group:audit` or `cluster`. A name that ends in `*` covers all names with that
+prefix. A call without a grant for its permissions is rejected.
 
-- `admin` on a resource is every role on it; `admin` on the cluster is every role on everything.
-- The retry and dead letter topics of a group belong to the group: no topic's grant opens them.
-- `*` leaves out the topics of the system; a pattern means them if it begins as they do.
+- `admin` on a resource includes every role on it; `admin` on the cluster includes everything.
+- The retry and dead letter topics of a group belong to the group: grants on topics don't cover
+  them.
+- `*` alone does not cover system topics; a pattern with their prefix does.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from batonmq._core.retries import group_of
 from batonmq.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
 SERVICE_PREFIX = "service:"
-"""Of the identities of the services, such as `service:storage`."""
+"""Prefix of the identities of services, such as `service:storage`."""
 IDENTITY_CHARACTERS_MAX = 255
 CLUSTER = "cluster"
 _DECISIONS_MAX = 65_536
 _NAME_CHARACTERS_MAX = 127
-"""Of topics and groups. Requests may name what is longer: it is neither remembered nor repeated."""
-_TOLD_MAX = 5
+"""Longest valid name of a topic or group. Requests may contain longer names: these are not cached,
+and errors show only their beginning."""
+_SHOWN_MAX = 5
+"""Missing permissions that an error names."""
 
 
 class AccessRole(StrEnum):
-    """What somebody may do with a resource."""
+    """What an identity may do with a resource."""
 
     PRODUCE = "produce"
     CONSUME = "consume"
@@ -40,11 +43,11 @@ class AccessRole(StrEnum):
 
 
 class Permission(NamedTuple):
-    """What a call needs: one of the roles on one resource.
+    """The permission that a call requires: one of some roles on one resource.
 
     Attributes:
-        roles: `admin` is always one of them.
-        kind: `topic`, `group` or `cluster`; empty: any grant at all will do.
+        roles: Any of them is enough, and so is `admin`.
+        kind: `topic`, `group` or `cluster`; empty if any grant is enough.
     """
 
     roles: tuple[AccessRole, ...]
@@ -52,54 +55,54 @@ class Permission(NamedTuple):
     name: str = ""
 
     def __str__(self) -> str:
-        """Such as `produce on topic:orders`."""
+        """Return the text for errors, such as `produce on topic:orders`."""
         roles = " or ".join(self.roles)
         return f"{roles} on {self.resource}" if self.kind else "any grant"
 
     @property
     def resource(self) -> str:
-        """As a grant names it."""
+        """The resource as grants name it."""
         return f"{self.kind}:{self.name[:_NAME_CHARACTERS_MAX]}" if self.name else self.kind
 
 
 ANY_GRANT = Permission((), "")
-"""Whoever has any grant."""
+"""Any grant is enough."""
 OPERATE = Permission((AccessRole.ADMIN,), CLUSTER)
 
 
 def produce(topic: str) -> Permission:
-    """To write messages to a topic."""
+    """Return the permission to write messages to a topic."""
     return _on_topic(topic, AccessRole.PRODUCE)
 
 
 def consume(topic: str) -> Permission:
-    """To read messages of a topic."""
+    """Return the permission to read messages of a topic."""
     return _on_topic(topic, AccessRole.CONSUME)
 
 
 def use_topic(topic: str) -> Permission:
-    """To know of a topic, for whoever writes or reads it."""
+    """Return the permission to see a topic, for producers and consumers of it."""
     return _on_topic(topic, AccessRole.PRODUCE, AccessRole.CONSUME)
 
 
 def create_topic(topic: str) -> Permission:
-    """To create a topic; those of a group its members create."""
+    """Return the permission to create a topic; the topics of a group are created by its members."""
     return _on_topic(topic, AccessRole.CONSUME if group_of(topic) else AccessRole.ADMIN)
 
 
 def change_topic(topic: str) -> Permission:
-    """To change or delete a topic."""
+    """Return the permission to change or delete a topic."""
     group = group_of(topic)
     return administer_group(group) if group else Permission((AccessRole.ADMIN,), "topic", topic)
 
 
 def join_group(group: str) -> Permission:
-    """To be a member of a group, and to see how it fares."""
+    """Return the permission to be a member of a group and to see its state."""
     return Permission((AccessRole.CONSUME,), "group", group)
 
 
 def administer_group(group: str) -> Permission:
-    """To change a group or its progress."""
+    """Return the permission to change a group or its progress."""
     return Permission((AccessRole.ADMIN,), "group", group)
 
 
@@ -114,20 +117,20 @@ class Grant(NamedTuple):
     role: AccessRole
     resource: str
 
-    def covers(self, need: Permission) -> bool:
-        """Whether it is enough for `need`."""
-        if self.resource == CLUSTER or not need.kind:
+    def covers(self, permission: Permission) -> bool:
+        """Return whether this grant includes `permission`."""
+        if self.resource == CLUSTER or not permission.kind:
             return True
-        if self.role is not AccessRole.ADMIN and self.role not in need.roles:
+        if self.role is not AccessRole.ADMIN and self.role not in permission.roles:
             return False
         kind, _, pattern = self.resource.partition(":")
-        if kind != need.kind or not need.name:
+        if kind != permission.kind or not permission.name:
             return False
         if not pattern.endswith("*"):
-            return pattern == need.name
-        if kind == "topic" and is_system_topic(need.name) and not is_system_topic(pattern):
+            return pattern == permission.name
+        if kind == "topic" and is_system_topic(permission.name) and not is_system_topic(pattern):
             return False
-        return need.name.startswith(pattern[:-1])
+        return permission.name.startswith(pattern[:-1])
 
 
 _SERVICE_GRANTS = frozenset({Grant(AccessRole.PRODUCE, f"topic:{METRICS_TOPIC}")})
@@ -136,10 +139,10 @@ _ADMIN_GRANTS = frozenset({Grant(AccessRole.ADMIN, CLUSTER)})
 
 @dataclass(frozen=True, slots=True)
 class BearerToken:
-    """What is kept of a bearer token: never the token.
+    """What is stored of a bearer token, which itself is never stored.
 
     Attributes:
-        token_id: By which people name it.
+        token_id: Name by which operators refer to it.
     """
 
     identity: str
@@ -147,10 +150,10 @@ class BearerToken:
 
 
 class Authorizer:
-    """Decides. Decisions are remembered until a grant changes.
+    """Decides whether identities have permissions; caches decisions until a grant changes.
 
     Args:
-        admins: Identities that are admin on the cluster whatever is granted.
+        admins: Identities with the role admin on the cluster, without a grant.
     """
 
     def __init__(self, admins: Iterable[str] = ()) -> None:
@@ -160,58 +163,58 @@ class Authorizer:
         self._decisions: dict[tuple[str, Permission], bool] = {}
 
     def set_grants(self, identity: str, grants: Iterable[Grant]) -> None:
-        """All that is granted to an identity from now on; none takes everything away."""
+        """Replace the grants of an identity; without grants all of them are revoked."""
         self._decisions.clear()
         self._grants[identity] = frozenset(grants)
         if not self._grants[identity]:
             del self._grants[identity]
 
     def set_token(self, digest: str, token: BearerToken | None) -> None:
-        """What the token with this digest stands for from now on."""
+        """Set the token with this digest; None revokes it."""
         if token is None:
             self._tokens.pop(digest, None)
         else:
             self._tokens[digest] = token
 
     def identity_of(self, digest: str) -> str:
-        """What the token with this digest stands for.
+        """Return the identity of the token with this digest.
 
         Raises:
-            Unauthenticated: it was revoked, or never was one.
+            Unauthenticated: there is no such token, or it was revoked.
         """
         token = self._tokens.get(digest)
         if token is None:
-            raise Unauthenticated("the bearer token is not known, or was revoked")
+            raise Unauthenticated("the bearer token is unknown or was revoked")
         return token.identity
 
     def grants_of(self, identity: str) -> frozenset[Grant]:
-        """What an identity has, with what the settings or its being a service give it."""
+        """Return the grants of an identity, with those by settings and those of services."""
         granted = self._grants.get(identity, frozenset())
         if identity in self._admins:
             return granted | _ADMIN_GRANTS
         return granted | _SERVICE_GRANTS if identity.startswith(SERVICE_PREFIX) else granted
 
-    def allows(self, identity: str, need: Permission) -> bool:
-        """Whether something that is granted covers `need`."""
-        key = identity, need
+    def allows(self, identity: str, permission: Permission) -> bool:
+        """Return whether a grant of the identity covers `permission`."""
+        key = identity, permission
         allowed = self._decisions.get(key)
         if allowed is None:
-            allowed = grant_covering(self.grants_of(identity), need) is not None
-            if len(need.name) <= _NAME_CHARACTERS_MAX:
+            allowed = grant_covering(self.grants_of(identity), permission) is not None
+            if len(permission.name) <= _NAME_CHARACTERS_MAX:
                 self._remember(key, allowed)
         return allowed
 
-    def missing(self, identity: str, needs: Iterable[Permission]) -> list[Permission]:
-        """What the identity would need and does not have, each once."""
-        return list(dict.fromkeys(need for need in needs if not self.allows(identity, need)))
+    def missing(self, identity: str, permissions: Iterable[Permission]) -> list[Permission]:
+        """Return those of `permissions` that the identity does not have, each once."""
+        return list(dict.fromkeys(one for one in permissions if not self.allows(identity, one)))
 
-    def check(self, identity: str, needs: Iterable[Permission]) -> None:
-        """Refuse whoever lacks one of `needs`.
+    def check(self, identity: str, permissions: Iterable[Permission]) -> None:
+        """Return if the identity has all of `permissions`.
 
         Raises:
-            PermissionDenied: it names what is missing.
+            PermissionDenied: some are missing; the error names them.
         """
-        if lacking := self.missing(identity, needs):
+        if lacking := self.missing(identity, permissions):
             raise permission_denied(identity, lacking)
 
     def _remember(self, key: tuple[str, Permission], allowed: bool) -> None:
@@ -220,18 +223,18 @@ class Authorizer:
         self._decisions[key] = allowed
 
 
-def grant_covering(grants: Iterable[Grant], need: Permission) -> Grant | None:
-    """The first of `grants` that covers `need`, in their order as text."""
-    return next((grant for grant in sorted(grants) if grant.covers(need)), None)
+def grant_covering(grants: Iterable[Grant], permission: Permission) -> Grant | None:
+    """Return the first of `grants`, in sorted order, that covers `permission`; else None."""
+    return next((grant for grant in sorted(grants) if grant.covers(permission)), None)
 
 
 def permission_denied(identity: str, lacking: list[Permission]) -> PermissionDenied:
-    """The refusal of an identity that lacks something, and the commands that would help."""
-    told = lacking[:_TOLD_MAX]
-    text = ", ".join(map(str, told)) + (", ..." if len(lacking) > len(told) else "")
+    """Return the error for an identity that lacks permissions, with the commands to grant them."""
+    shown = lacking[:_SHOWN_MAX]
+    text = ", ".join(map(str, shown)) + (", ..." if len(lacking) > len(shown) else "")
     return PermissionDenied(
         f"{identity} lacks {text}",
-        remedy="; ".join(_command(identity, need) for need in told),
+        remedy="; ".join(_command(identity, permission) for permission in shown),
         facts={
             "identity": identity,
             "role": lacking[0].roles[0] if lacking[0].roles else "",
@@ -240,14 +243,14 @@ def permission_denied(identity: str, lacking: list[Permission]) -> PermissionDen
     )
 
 
-def _command(identity: str, need: Permission) -> str:
-    if not need.kind:
-        return f"Grant it something: baton access grant {shlex.quote(identity)} ..."
-    return f"baton access grant {shlex.join((identity, need.roles[0], need.resource))}"
+def _command(identity: str, permission: Permission) -> str:
+    if not permission.kind:
+        return f"Grant it a role: baton access grant {shlex.quote(identity)} ..."
+    return f"baton access grant {shlex.join((identity, permission.roles[0], permission.resource))}"
 
 
 def check_identity(identity: str) -> str:
-    """`identity`, if it may be one.
+    """Return `identity` if it is valid.
 
     Raises:
         InvalidArgument: it is empty, too long, or has white space or control characters.
@@ -255,7 +258,7 @@ def check_identity(identity: str) -> str:
     good = identity.isprintable() and not any(one.isspace() for one in identity)
     if not good or not 0 < len(identity) <= IDENTITY_CHARACTERS_MAX:
         raise InvalidArgument(
-            f"{identity[:IDENTITY_CHARACTERS_MAX]!r} is no identity",
+            f"{identity[:IDENTITY_CHARACTERS_MAX]!r} is not a valid identity",
             remedy=f"Use 1 to {IDENTITY_CHARACTERS_MAX} visible characters.",
             facts={"field": "identity"},
         )
@@ -263,23 +266,23 @@ def check_identity(identity: str) -> str:
 
 
 def check_grant(role: AccessRole, resource: str) -> Grant:
-    """The grant of a role on a resource, if there can be one.
+    """Return the grant of a role on a resource.
 
     Raises:
-        InvalidArgument, InvalidName: there is no such resource, or the role means nothing on it.
+        InvalidArgument, InvalidName: the resource is malformed, or can't have this role.
     """
     kind, _, pattern = resource.partition(":")
     allowed = _ROLES.get(kind)
     if allowed is None or (kind == CLUSTER) != (resource == CLUSTER):
         raise InvalidArgument(
-            f"{resource[:200]!r} is no resource",
+            f"{resource[:200]!r} is not a resource",
             remedy="Use topic:NAME, group:NAME, both also with * at the end, or cluster.",
             facts={"field": "resource"},
         )
     if role not in allowed:
         raise InvalidArgument(
-            f"{role} means nothing on {resource[:200]}",
-            remedy=f"On a {kind}: {', '.join(allowed)}.",
+            f"the role {role} can't be granted on {resource[:200]}",
+            remedy=f"Roles on a {kind}: {', '.join(allowed)}.",
             facts={"field": "role"},
         )
     name = pattern.removesuffix("*")
@@ -288,23 +291,23 @@ def check_grant(role: AccessRole, resource: str) -> Grant:
     if kind == "topic" and group_of(name):
         raise InvalidArgument(
             f"topic {name} belongs to group {group_of(name)}",
-            remedy=f"Grant on the group: group:{group_of(name)}.",
+            remedy=f"Grant the role on group:{group_of(name)}.",
             facts={"field": "resource"},
         )
     return Grant(role, resource)
 
 
 def permission_to_ask_about(wanted: Grant) -> Permission:
-    """What somebody would need who wants this, which passed `check_grant`.
+    """Return the permission that a grant, which passed `check_grant`, stands for.
 
     Raises:
-        InvalidArgument: it stands for many.
+        InvalidArgument: the grant covers many names.
     """
     kind, _, name = wanted.resource.partition(":")
     if name.endswith("*"):
         raise InvalidArgument(
-            f"{wanted.resource} stands for many",
-            remedy="Ask about one of them.",
+            f"{wanted.resource} covers many names",
+            remedy="Ask about one of these names.",
             facts={"field": "resource"},
         )
     return Permission((wanted.role,), kind, name)
