@@ -131,7 +131,7 @@ class GroupImporter:
         self._changed.set()
 
     def _pending_moves(self) -> dict[str, GroupPlacement]:
-        """Return the placements of groups whose move to this set is not finished."""
+        """Return the placements with an unfinished move to this set, by group."""
         stored = self._directory.placements.values.items()
         found = {group: decode_placement(value) for group, value in stored}
         return {

@@ -76,7 +76,7 @@ class Progress:
         first_reset_epoch: R when this progress began; greater than 0 if an earlier one was deleted.
         grant: Answer to the fence that issued T; None if a reset issued it.
         attempt: Id of the last fence.
-        forced_by: Operator who forced the fence that issued T; empty if it was not forced.
+        forced_by: Operator of the forced fence that issued T; empty if it was not forced.
         forced_reason: Reason of that operator.
         subscription_generation: Deliveries under T must name it; 0 accepts any.
         source: Last kind of change of the progress.

@@ -42,7 +42,7 @@ _NOTHING = Tombstone(token=0, reset_epoch=0, update_unix_ms=0)
 
 
 class ProgressTable:
-    """Keeps a `Progress` per queue, and a `Tombstone` per queue whose topic or group was deleted.
+    """Keeps a `Progress` per queue, and a `Tombstone` per queue of a deleted topic or group.
 
     Args:
         epoch: Epoch of this replica set; greater than every earlier one.
@@ -63,7 +63,7 @@ class ProgressTable:
         self.ack_ranges: dict[GroupQueue, int] = {}
         """Number of acked ranges, of the queues that have any."""
         self.capped: set[GroupQueue] = set()
-        """Queues whose ack window is full."""
+        """Queues with a full ack window."""
 
     def __len__(self) -> int:
         return len(self._queues)

@@ -144,7 +144,7 @@ class ResetEffect(NamedTuple):
 
 
 class Tombstone(NamedTuple):
-    """The rest of a queue whose topic or group was deleted, so that no token is issued twice."""
+    """The rest of a queue of a deleted topic or group, so that no token is issued twice."""
 
     token: int
     reset_epoch: int
