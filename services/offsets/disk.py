@@ -125,7 +125,7 @@ class LmdbDisk:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
-        """Return all entries of `read`, in a thread: other tasks go on.
+        """Return all entries of `read`, without blocking other tasks.
 
         Raises:
             DataLoss: the file is damaged.

@@ -84,7 +84,7 @@ RESET = META + b"reset\0"
 HOLDS = META + b"hold\0"
 """Followed by `queue NUL slot`. Not kept in memory: read by ListHolds."""
 PLACEMENT = META + b"home\0"
-"""Followed by the name of a group."""
+"""Prefix of local placements, stored as `home`; followed by the name of a group."""
 _FORMAT_VERSION = b"3"
 
 RECOVERY_STEP = 2_048

@@ -1,4 +1,4 @@
-"""Reads requests into plain values, and rejects what is malformed whatever the state.
+"""Reads requests into plain values, and rejects malformed ones, which needs no state.
 
 Also reads the page tokens of the list calls (see `batonmq_server.runtime.paging`).
 """

@@ -83,7 +83,7 @@ class ProgressTable:
             return
         stored.delivered_offset = stored.delivered_reserved
         stored.delivered_known, stored.token_change = 0, None
-        stored.access_monotonic_ms = (now or self._start).monotonic_ms
+        stored.last_call_monotonic_ms = (now or self._start).monotonic_ms
         self._put(key, stored)
 
     def restore_topic(self, topic: str, topic_id: int) -> None:
@@ -339,7 +339,7 @@ class ProgressTable:
             committed_offset=initial_offset,
             delivered_offset=initial_offset,
             delivered_reserved=initial_offset,
-            access_monotonic_ms=self._start.monotonic_ms,
+            last_call_monotonic_ms=self._start.monotonic_ms,
         )
 
     def _progress_of(self, key: GroupQueue, token: int) -> Progress:

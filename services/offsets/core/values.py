@@ -120,7 +120,7 @@ class AckState(NamedTuple):
     committed_offset: int
     acked: RangeSet = EMPTY
 
-    def handled(self) -> RangeSet:
+    def all_acked(self) -> RangeSet:
         """Return all acknowledged offsets as one set."""
         return RangeSet.of(0, self.committed_offset).union(self.acked)
 
