@@ -160,11 +160,11 @@ class QueueInspector:
         for queue in sorted(queues):
             by_broker[queue.broker].append(queue)
         async with asyncio.TaskGroup() as tasks:
-            asked = [
+            queried = [
                 tasks.create_task(self._queries.logs(broker, part))
                 for broker, part in by_broker.items()
             ]
-        return {queue: answer for task in asked for queue, answer in task.result().items()}
+        return {queue: answer for task in queried for queue, answer in task.result().items()}
 
     def _evidence(self, target: GroupQueues, survey: _Survey) -> Iterator[QueueEvidence]:
         """Yield the evidence of one group's queues, without what is queried one by one."""
@@ -229,8 +229,10 @@ class QueueInspector:
         lagging = [i for i, e in enumerate(found) if e.lag_count > 0 and "READ" in e.permission]
         lagging.sort(key=lambda i: -found[i].lag_count)
         async with asyncio.TaskGroup() as tasks:
-            asked = {i: tasks.create_task(self._detailed(found[i])) for i in lagging[:DETAILS_MAX]}
-        return [asked[i].result() if i in asked else e for i, e in enumerate(found)]
+            details = {
+                i: tasks.create_task(self._detailed(found[i])) for i in lagging[:DETAILS_MAX]
+            }
+        return [details[i].result() if i in details else e for i, e in enumerate(found)]
 
     async def _detailed(self, e: QueueEvidence) -> QueueEvidence:
         queue = e.queue
@@ -300,7 +302,7 @@ def evidence_of_group(
 
 
 def _differing_members(group: Group) -> Iterator[ExcludedClient]:
-    """Yield the members whose subscription differs from the group's."""
+    """Yield the members with another subscription than the group."""
     wants = {s.topic: s.expression for s in group.staged.subscriptions} if group.staged else {}
     has = {s.topic: s.expression for s in group.terms.subscriptions}
     mismatches = tuple(

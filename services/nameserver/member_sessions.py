@@ -1,4 +1,4 @@
-"""Sessions of members: a member whose connection broke is removed before its lease expires.
+"""Sessions of members: a member with a broken connection is removed before its lease expires.
 
 A WatchGroup stream that names its member is that member's session. When the stream breaks, a live
 member opens another one, here or at another replica, and sends a heartbeat at once. A member that
@@ -38,7 +38,7 @@ class SessionKey:
 
 
 class MemberSessions:
-    """Tracks the sessions at this replica, and removes members whose session broke.
+    """Tracks the sessions at this replica, and removes members after their session broke.
 
     Args:
         grace_ms: Time from the break of a session to the removal of the member.

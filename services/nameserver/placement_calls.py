@@ -33,7 +33,7 @@ class PlacementCalls:
     """Carries out LocateGroup and MoveGroup, and places new groups.
 
     Args:
-        store: Tells whether a group exists.
+        store: Used to find out whether a group exists.
     """
 
     def __init__(

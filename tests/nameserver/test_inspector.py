@@ -18,6 +18,7 @@ from baton.common.v1 import error_pb2, queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq._telemetry.events import EventHub
@@ -418,7 +419,7 @@ class Watch:
         self.register("n1")
 
     def register(self, node_id: str) -> None:
-        node = pb.Node(service=pb.SERVICE_KIND_NAMESERVER, node_id=node_id)
+        node = StoredNode(service=pb.SERVICE_KIND_NAMESERVER, node_id=node_id)
         self._nodes[f"nameserver/{node_id}"] = KeyValue(node_id, node.SerializeToString(), 1, 1)
 
     def shown(self, name: str) -> dict[tuple[str, ...], float]:
