@@ -12,7 +12,7 @@ from time import monotonic, perf_counter
 from batonmq._core.records import tag_hash
 from batonmq._core.subscription import SqlFilter
 from batonmq.errors import BatonError
-from batonmq_server.storage.core.store import ReadSpec, TopicQueues, check
+from batonmq_server.storage.core.store import LocalTopic, ReadSpec, check
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.storage.node import StorageNode, opened
 from batonmq_server.storage.validation import filter_of
@@ -35,9 +35,9 @@ def open_node(folder: Path) -> Iterator[StorageNode]:
         yield node
 
 
-def topics(queue_count: int) -> dict[str, TopicQueues | BatonError]:
+def topics(queue_count: int) -> dict[str, LocalTopic | BatonError]:
     """The one topic of the benches."""
-    return {TOPIC: TopicQueues(TOPIC_ID, queue_count)}
+    return {TOPIC: LocalTopic(TOPIC_ID, queue_count)}
 
 
 async def append(setup: Setup) -> list[Figure]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
+from baton.common.v1 import queue_pb2
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_buffer import MessageBuffer
 from batonmq._consumer.queue_acquirer import AcquiredQueue
 from batonmq._consumer.session import OwnershipEvent, Session
 from batonmq._consumer.wakeup import Condition, Wakeup
-from batonmq._core.flow_control import FlowReason, QueueBytes
+from batonmq._core.flow_control import FlowReason
+from batonmq._core.owner_lease import OwnerLease
 from batonmq._core.ownership import (
     OwnershipEffect,
     OwnershipInput,
@@ -29,9 +31,6 @@ from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, FenceCause, Fenced, ModeChanged
 
 log = logging.getLogger(__name__)
-
-DEADLINE_MARGIN_MS = 3_000
-"""The own deadline is so long before the lease expires at the lock manager (protocol section 8)."""
 
 _REPORTS: dict[OwnershipEffect, Literal["granted", "draining", "released", "fenced"]] = {
     OwnershipEffect.REPORT_GRANTED: "granted",
@@ -53,15 +52,14 @@ class AssignedQueue:
             reports MODE_CHANGED to all its queues.
         progress: Received, started and finished offsets; None if nothing is known or counts.
         token: Fencing token of the grant; 0 without one.
+        lease: The own deadline.
         bound_generation: Generation of the subscription that the grant is for; 0 for any.
         lineage: Number of the ownership whose messages count; rises when work is dropped.
         useful: Whether a pull or a commit under this grant succeeded.
         buffer: Messages that wait for a handler.
-        waiting_bytes: Bytes of the bodies in `buffer`.
         flow: The flow limit that delays the next pull; None without one.
         paused: Whether the application has paused the queue.
         wakeup: Notified when the state, the group's record, `paused` or room in the buffer changes.
-        arrived: Set when a message may wait in `buffer`.
         freed: Set when another request for the queue may succeed at once.
         revoked: The group's record does not assign the queue any more.
         stopped: No message may be started: the state is not OWNED.
@@ -71,23 +69,25 @@ class AssignedQueue:
 
     def __init__(self, session: Session, ref: QueueRef) -> None:
         self.ref, self._session = ref, session
-        self.key = session.key(ref)
         self.with_ownership = session.view.owned
         self.progress: QueueProgress | None = None
         self.token = self.bound_generation = self.lineage = 0
-        self.lease_ms = 30_000
+        self.lease = OwnerLease()
         self.useful = False
-        self.buffer: deque[ReceivedMessage] = deque()
-        self.waiting_bytes = QueueBytes(session.budget)
+        self.buffer = MessageBuffer(session.budget)
         self.flow: FlowReason | None = None
         self.paused = ref in session.paused
-        self.wakeup, self.arrived, self.freed = Wakeup(), asyncio.Event(), asyncio.Event()
+        self.wakeup, self.freed = Wakeup(), asyncio.Event()
         self.revoked = Condition(self.wakeup, lambda: not self._ownership.assigned)
         self.stopped = Condition(self.wakeup, lambda: self.state is not OwnershipState.OWNED)
         self.drained = Condition(self.wakeup, self._is_drained)
         self.resumed = Condition(self.wakeup, lambda: not self.paused)
         self._ownership = QueueOwnership()
-        self._deadline_ms = 0
+
+    @property
+    def key(self) -> queue_pb2.GroupQueue:
+        """Key of the queue at offsets and at the lock manager."""
+        return self._session.key(self.ref)
 
     @property
     def state(self) -> OwnershipState:
@@ -135,16 +135,11 @@ class AssignedQueue:
         else:
             self.fence()
 
-    def renew(self, sent_ms: int, lease_ms: int) -> None:
-        """A call that was sent at `sent_ms` was accepted under the token."""
-        self._deadline_ms = max(self._deadline_ms, sent_ms + lease_ms - DEADLINE_MARGIN_MS)
-        self.lease_ms = lease_ms
-
     def pulled(self, sent_ms: int) -> None:
         """A pull that was sent at `sent_ms` returned messages, or skipped filtered ones."""
         self.useful = True
         if self.with_ownership:
-            self.renew(sent_ms, self.lease_ms)
+            self.lease.renew(sent_ms)
 
     # ---- what the application wants
 
@@ -164,47 +159,31 @@ class AssignedQueue:
 
     def notify_arrived(self) -> None:
         """Wake the handlers: a message may wait."""
-        self.arrived.set()
+        self.buffer.arrived.set()
         self._session.available.set()
 
     def may_start(self) -> bool:
         """Whether a message may be started now; fences the queue if its own deadline has passed."""
         if self.progress is None or self.stopped:
             return False
-        if self.with_ownership and self._session.clock.monotonic_ms() >= self._deadline_ms:
+        if self.with_ownership and self.lease.has_passed(self._session.clock.monotonic_ms()):
             log.warning("own deadline passed queue=%s token=%d", self.ref, self.token)
             self._receive(OwnershipInput.DEADLINE_PASSED)
             return False
         return True
 
     def take(self, count_max: int = 1) -> list[ReceivedMessage]:
-        """Start the next messages, in order; none if none wait, or none may be started.
-
-        A message that has failed before is returned alone: if it fails again, no other message
-        fails with it.
-        """
-        if not self.buffer or self.paused or not self.may_start():
-            self.arrived.clear()
+        """Start the next messages, in order; none if none wait, or none may be started."""
+        buffer = self.buffer
+        if not buffer or self.paused or not self.may_start():
+            buffer.arrived.clear()
             return []
         assert self.progress is not None
-        buffer, start, body_bytes = self.buffer, self.progress.start, 0
-        taken: list[ReceivedMessage] = []
-        while buffer and len(taken) < count_max:
-            message = buffer[0]
-            if message.attempts and taken:
-                break
-            body_bytes += len(buffer.popleft().body)
-            if start(message.offset):
-                taken.append(message)
-                if message.attempts:
-                    break
-        for message in taken:
-            message.attempts += 1
-        if self.waiting_bytes.remove(body_bytes):
+        taken, room_freed = buffer.take(count_max, self.progress.start)
+        if room_freed:
             self._session.notify_room()
-        if self.flow is not None and (
-            2 * len(buffer) <= self._session.settings.buffer_messages_max
-        ):
+        half_empty = 2 * len(buffer) <= self._session.settings.buffer_messages_max
+        if self.flow is not None and half_empty:
             self.wakeup.notify()
         return taken
 
@@ -238,14 +217,13 @@ class AssignedQueue:
         progress = self.progress
         if progress is None or not self.held:
             return None
-        near = now_ms + self.lease_ms // 2 >= self._deadline_ms
-        return progress.acks() if progress.dirty or near else None
+        return progress.acks() if progress.dirty or self.lease.is_near(now_ms) else None
 
     def committed(self, progress: QueueProgress, acks: Acks, sent_ms: int) -> None:
         """offsets has accepted `acks`, which were those of `progress`."""
         if self.progress is progress:
             progress.confirm(acks)
-            self.renew(sent_ms, self.lease_ms)
+            self.lease.renew(sent_ms)
             self.useful = True
             self.wakeup.notify()
 
@@ -255,9 +233,8 @@ class AssignedQueue:
         """The queue was granted. Work in flight is kept unless the progress was reset meanwhile."""
         start, lease = acquired.start, acquired.lease
         if lease is not None:
-            self._deadline_ms = 0
             self.bound_generation = lease.bound_generation
-            self.renew(lease.sent_ms, lease.lease_ms)
+            self.lease.begin(lease.sent_ms, lease.lease_ms)
         if self.progress is not None and self.progress.reset_epoch != start.reset_epoch:
             self._forget_work()
         kept = self.progress
@@ -273,8 +250,6 @@ class AssignedQueue:
     def clear_buffer(self) -> None:
         """Drop the messages that wait; they are delivered again if the queue stays assigned."""
         self.buffer.clear()
-        self.arrived.clear()
-        self.waiting_bytes.leave()
         self._session.notify_room()
         self.flow = None
 

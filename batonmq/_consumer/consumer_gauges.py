@@ -24,7 +24,7 @@ class ConsumerGauges:
         """Return the number of messages that wait for a handler, and the bytes of their bodies."""
         found = list(self._queues.values())
         messages = sum(len(queue.buffer) for queue in found)
-        return messages, sum(queue.waiting_bytes.waiting for queue in found)
+        return messages, sum(queue.buffer.waiting_bytes.waiting for queue in found)
 
     def held(self, reason: FlowReason) -> int:
         """Return the number of queues whose next pull is delayed for `reason`."""

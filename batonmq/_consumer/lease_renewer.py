@@ -84,7 +84,7 @@ class LeaseRenewer:
             elif queue is None or queue.token != tokens.get(ref):
                 continue
             elif report.state in (lockmgr_pb.HOLD_STATE_OK, lockmgr_pb.HOLD_STATE_WANTED):
-                queue.renew(sent_ms, answer.lease_ms)
+                queue.lease.renew(sent_ms, answer.lease_ms)
                 if report.state == lockmgr_pb.HOLD_STATE_WANTED:
                     self._lock_watch.wanted(ref, report.token, report.wanted_reason)
             elif report.state == lockmgr_pb.HOLD_STATE_NOT_OWNER:

@@ -90,7 +90,7 @@ class MessageDispatcher:
     async def _run_queue(self, queue: AssignedQueue) -> None:
         """Handle one queue's messages, call by call, until cancelled or ended."""
         while True:
-            await queue.arrived.wait()
+            await queue.buffer.arrived.wait()
             await self._slots.acquire()
             messages = [] if self._ended else queue.take(self._adapter.messages_max)
             if messages:

@@ -112,7 +112,7 @@ class QueuePuller:
             return "paused"
         return blocking_limit(
             self._session.limits,
-            queue.waiting_bytes,
+            queue.buffer.waiting_bytes,
             waiting_count=len(queue.buffer),
             span=progress.span,
         )
@@ -190,8 +190,7 @@ class QueuePuller:
                 restore_original(message, session.group)
         progress.receive(answer.next_offset, [message.offset for message in messages])
         if messages:
-            queue.buffer.extend(messages)
-            queue.waiting_bytes.add(sum(len(message.body) for message in messages))
+            queue.buffer.add(messages)
             queue.notify_arrived()
         else:
             session.note_unconfirmed(progress.unconfirmed_count)

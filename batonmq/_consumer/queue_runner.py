@@ -60,7 +60,7 @@ class QueueRunner:
 
     async def _pull(self) -> None:
         queue = self._queue
-        queue.waiting_bytes.join()
+        queue.buffer.waiting_bytes.join()
         try:
             await unless(queue.stopped, self._puller.run())
         finally:
@@ -70,7 +70,7 @@ class QueueRunner:
         queue = self._queue
         content = queue.close()
         if queue.with_ownership:
-            await self._releaser.release(content, queue.lease_ms)
+            await self._releaser.release(content, queue.lease.lease_ms)
         else:
-            await self._releaser.commit(content, queue.lease_ms)
+            await self._releaser.commit(content, queue.lease.lease_ms)
         queue.release()

@@ -11,7 +11,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq_server.lockmgr.access import RULES
 from batonmq_server.lockmgr.candidate import Candidate
 from batonmq_server.lockmgr.config import LockmgrSettings
-from batonmq_server.lockmgr.membership import GROUPS_PREFIX, Membership
+from batonmq_server.lockmgr.group_membership import GROUPS_PREFIX, GroupMembership
 from batonmq_server.lockmgr.offsets_client import OffsetsChannels
 from batonmq_server.lockmgr.server import LockmgrServicer
 from batonmq_server.runtime.app import App
@@ -39,7 +39,7 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
     candidate = Candidate(
         settings,
         runtime,
-        Membership(groups, gates),
+        GroupMembership(groups, gates),
         channels,
         GroupPlacements(placements, runtime.nodes),
     )

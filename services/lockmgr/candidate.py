@@ -11,9 +11,9 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq.errors import BatonError, NotLeader, NotServing
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.lockmgr.core.lock_table import LockTable
+from batonmq_server.lockmgr.group_membership import GroupMembership
 from batonmq_server.lockmgr.leader import Leader
 from batonmq_server.lockmgr.lock_store import BACKOFF, LockStore
-from batonmq_server.lockmgr.membership import Membership
 from batonmq_server.lockmgr.metrics import LockmgrMetrics
 from batonmq_server.lockmgr.offsets_client import OffsetsChannels, OffsetsClient
 from batonmq_server.lockmgr.takeover import Takeover
@@ -41,7 +41,7 @@ class Candidate:
         self,
         settings: LockmgrSettings,
         runtime: Runtime,
-        members: Membership,
+        members: GroupMembership,
         channels: OffsetsChannels,
         placements: GroupPlacements,
     ) -> None:

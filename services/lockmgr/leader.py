@@ -24,13 +24,13 @@ from batonmq_server.lockmgr.core.decision import (
 from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, PendingChange
 from batonmq_server.lockmgr.core.lock_table import HoldReport, HoldState, KeepAliveCall
 from batonmq_server.lockmgr.entry_changes import EntryChanges, term_ended, wait_for_outcome
+from batonmq_server.lockmgr.group_membership import GroupMembership
 from batonmq_server.lockmgr.handover_executor import (
     HandOverExecutor,
     HandOverRefusal,
     handover_pending,
 )
 from batonmq_server.lockmgr.lock_proto import WatchNotice
-from batonmq_server.lockmgr.membership import Membership
 from batonmq_server.lockmgr.queue_notifier import QueueNotifier
 from batonmq_server.lockmgr.queue_observer import QueueObserver
 from batonmq_server.lockmgr.queue_releaser import QueueReleaser
@@ -58,7 +58,7 @@ class Leader:
     def __init__(
         self,
         term: Term,
-        members: Membership,
+        members: GroupMembership,
         may_answer: Callable[[], bool],
         tasks: asyncio.TaskGroup,
         watchers_max: int,

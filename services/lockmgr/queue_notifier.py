@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
+from batonmq_server.lockmgr.group_membership import GroupMembership
 from batonmq_server.lockmgr.lock_proto import WatchNotice
-from batonmq_server.lockmgr.membership import Membership
 from batonmq_server.lockmgr.term import Term
 from batonmq_server.lockmgr.watch_streams import WatchStreams
 
@@ -29,7 +29,7 @@ class QueueNotifier:
     def __init__(
         self,
         term: Term,
-        members: Membership,
+        members: GroupMembership,
         observe: Callable[[GroupQueue], Awaitable[object]],
         watchers_max: int,
     ) -> None:

@@ -30,13 +30,13 @@ from batonmq_server.lockmgr.entry_changes import (
     term_ended,
     wait_for_outcome,
 )
+from batonmq_server.lockmgr.group_membership import GroupMembership
 from batonmq_server.lockmgr.handover_executor import (
     HandOverExecutor,
     HandOverRefusal,
     handover_pending,
 )
 from batonmq_server.lockmgr.lock_store import LockWrite, WriteConflict
-from batonmq_server.lockmgr.membership import Membership
 from batonmq_server.lockmgr.queue_notifier import QueueNotifier
 from batonmq_server.lockmgr.queue_observer import QueueObserver
 from batonmq_server.lockmgr.queue_requests import ClearRequest, ForceRequest
@@ -69,7 +69,7 @@ class QueueReleaser:
     def __init__(
         self,
         term: Term,
-        members: Membership,
+        members: GroupMembership,
         observer: QueueObserver,
         notifier: QueueNotifier,
         changes: EntryChanges,

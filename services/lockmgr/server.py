@@ -39,7 +39,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
-    """Answers through the leader at this node.
+    """Answers through the leader at this node; the contract is `lockmgr_service.proto`.
 
     Args:
         hold_ms_max: Longest time that a request may be held.
@@ -51,7 +51,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     async def Acquire(
         self, request: pb.AcquireRequest, context: Context
     ) -> AsyncIterator[pb.AcquireResponse]:
-        """See the contract."""
+        """Stream one outcome per requested queue."""
         queue_requests = self._queue_requests(request)
         outcomes = self._candidate.leader().acquire(queue_requests, request.hold_ms)
         async with aclosing(outcomes):
@@ -65,7 +65,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     async def KeepAlive(
         self, request: pb.KeepAliveRequest, context: Context
     ) -> pb.KeepAliveResponse:
-        """See the contract."""
+        """Renew the leases of one incarnation."""
         incarnation = lock_proto.incarnation_from_pb(request.incarnation)
         check_number("acquire_seq", request.acquire_seq)
         check_at_most("holds", len(request.holds), HOLDS_MAX)
@@ -78,7 +78,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         return response
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        """See the contract."""
+        """Release closed queues."""
         incarnation = lock_proto.incarnation_from_pb(request.incarnation)
         check_not_empty("holds", len(request.holds))
         check_at_most("holds", len(request.holds), ITEMS_MAX)
@@ -91,7 +91,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     async def ReleaseAll(
         self, request: pb.ReleaseAllRequest, context: Context
     ) -> pb.ReleaseAllResponse:
-        """See the contract."""
+        """Release all closed queues of one incarnation."""
         incarnation = lock_proto.incarnation_from_pb(request.incarnation)
         group = check_group(request.group) if request.group else ""
         leader = self._candidate.leader()
@@ -106,7 +106,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     async def ForceRelease(
         self, request: pb.ForceReleaseRequest, context: Context
     ) -> pb.ForceReleaseResponse:
-        """See the contract."""
+        """Take a queue from its owner."""
         force_request = ForceRequest(
             lock_proto.key_from_pb(request.queue),
             check_op_id(request.op_id),
@@ -126,14 +126,14 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     async def Watch(
         self, request: pb.WatchRequest, context: Context
     ) -> AsyncIterator[pb.WatchResponse]:
-        """See the contract."""
+        """Stream notices for one client."""
         incarnation = lock_proto.incarnation_from_pb(request.incarnation)
         async with aclosing(self._candidate.leader().watch(incarnation)) as notices:
             async for notice in notices:
                 yield lock_proto.notice_to_pb(notice)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        """See the contract."""
+        """Return one entry with all details."""
         key = lock_proto.key_from_pb(request.queue)
         leader, now_ms = self._candidate.leader(), self._clock.monotonic_ms()
         entry, evicted = leader.describe(key)
@@ -153,7 +153,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         )
 
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
-        """See the contract."""
+        """Return one page of entries."""
         group = check_group(request.group) if request.group else ""
         topic = check_topic(request.topic) if request.topic else ""
         after = lock_proto.key_from_page_token(request.page_token)

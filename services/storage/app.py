@@ -43,7 +43,7 @@ from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode, opened, recovered
 from batonmq_server.storage.node_role import StandaloneRole
 from batonmq_server.storage.replica import StorageReplica
-from batonmq_server.storage.replication_server import CurrentServicer, ReplicationServicer
+from batonmq_server.storage.replication_server import CurrentServicer, StorageReplicationServicer
 from batonmq_server.storage.topic_cache import TopicCache
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ async def served(
     """
     async with _environment(settings, runtime, in_thread) as (environment, mirrors):
         components = build_components(node, environment, StandaloneRole(node.store))
-        mirrors.wake(components)
+        mirrors.attach(components)
 
         async def drain() -> None:
             await components.drain()
@@ -110,7 +110,7 @@ async def served(
             loops=(
                 mirrors.topics.run,
                 mirrors.gates.run,
-                mirrors.places.run,
+                mirrors.placements.run,
                 environment.deliveries.run,
                 *components.loops,
                 components.due.run,
@@ -119,7 +119,7 @@ async def served(
             epoch=node.store.epoch,
             room=settings.room,
             replica_set=settings.broker_name,
-            caught_up=partial(all_ready, mirrors.topics, mirrors.gates, mirrors.places),
+            caught_up=partial(all_ready, mirrors.topics, mirrors.gates, mirrors.placements),
             drain=drain,
         )
 
@@ -149,14 +149,14 @@ async def replicated(
     async with _environment(settings, runtime, in_thread) as (environment, mirrors):
         role = StorageReplica(settings, runtime, environment.metrics, environment.stream, in_thread)
 
-        def on(node: StorageNode) -> StorageComponents:
+        def build_all(node: StorageNode) -> StorageComponents:
             _log_report(node.report)
             on_open(node)
             components = build_components(node, environment, role, role.leader_first_position)
-            mirrors.wake(components)
+            mirrors.attach(components)
             return components
 
-        opening = partial(
+        recover = partial(
             recovered,
             disk,
             segment_bytes=settings.segment_bytes,
@@ -164,11 +164,11 @@ async def replicated(
             accept_loss=settings.accept_loss,
             replicated=True,
         )
-        copy = LogCopy(disk, opening, on, in_thread)
-        following = LogFollower(
+        copy = LogCopy(disk, recover, build_all, in_thread)
+        follower = LogFollower(
             copy, peer, settings, runtime, FollowProblem(environment.metrics.stuck)
         )
-        role.begin(copy, following)
+        role.begin(copy, follower)
         try:
             await copy.open()
             yield App(
@@ -179,8 +179,8 @@ async def replicated(
                             pb_grpc.StorageServiceServicer,
                             CurrentServicer(
                                 role,
-                                lambda one: one.servicer,
-                                anywhere=frozenset({"Describe", "Pull"}),
+                                lambda components: components.servicer,
+                                on_followers=frozenset({"Describe", "Pull"}),
                             ),
                         ),
                     ),
@@ -188,31 +188,33 @@ async def replicated(
                         query_grpc.add_QueryServiceServicer_to_server,
                         cast(
                             query_grpc.QueryServiceServicer,
-                            CurrentServicer(role, lambda one: one.queries, anywhere=_QUERIES),
+                            CurrentServicer(
+                                role, lambda components: components.queries, on_followers=_QUERIES
+                            ),
                         ),
                     ),
                     SCHEDULE_SERVICE: partial(
                         schedule_grpc.add_ScheduleServiceServicer_to_server,
                         cast(
                             schedule_grpc.ScheduleServiceServicer,
-                            CurrentServicer(role, lambda one: one.scheduling),
+                            CurrentServicer(role, lambda components: components.scheduling),
                         ),
                     ),
                     REPLICATION_SERVICE: partial(
                         replication_grpc.add_ReplicationServiceServicer_to_server,
-                        ReplicationServicer(role),
+                        StorageReplicationServicer(role),
                     ),
                 },
                 rules=RULES,
                 loops=(
                     mirrors.topics.run,
                     mirrors.gates.run,
-                    mirrors.places.run,
+                    mirrors.placements.run,
                     environment.deliveries.run,
                     copy.run,
                     role.run,
                     role.registration.run,
-                    following.run,
+                    follower.run,
                 ),
                 long_polls=frozenset({"Pull", "Fetch"}),
                 leader=False,
@@ -230,14 +232,14 @@ async def replicated(
 class _Mirrors:
     """The mirrors of etcd; a change wakes the long polls of the current components."""
 
-    def __init__(self, topics: EtcdMirror, gates: EtcdMirror, places: EtcdMirror) -> None:
-        self.topics, self.gates, self.places = topics, gates, places
+    def __init__(self, topics: EtcdMirror, gates: EtcdMirror, placements: EtcdMirror) -> None:
+        self.topics, self.gates, self.placements = topics, gates, placements
         self._components: StorageComponents | None = None
         self.topics.on_change.append(self._topics_changed)
         self.gates.on_change.append(self._gates_changed)
 
-    def wake(self, components: StorageComponents) -> None:
-        """Wake the long polls of `serving`."""
+    def attach(self, components: StorageComponents) -> None:
+        """Wake the long polls of `components` from now on."""
         self._components = components
 
     def _topics_changed(self, names: frozenset[str]) -> None:
@@ -256,7 +258,7 @@ async def _environment(
     peers = LeaderChannels(
         runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
     )
-    topics_mirror, gates_mirror, places_mirror = (
+    topics_mirror, gates_mirror, placements_mirror = (
         EtcdMirror(runtime.etcd, "topics/"),
         EtcdMirror(runtime.etcd, GATES_PREFIX),
         EtcdMirror(runtime.etcd, PLACES_PREFIX),
@@ -271,7 +273,7 @@ async def _environment(
         )
 
     topics = TopicCache(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
-    mirrors = _Mirrors(topics_mirror, gates_mirror, places_mirror)
+    mirrors = _Mirrors(topics_mirror, gates_mirror, placements_mirror)
     gates, metrics = GroupGates(gates_mirror), StorageMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
     traffic = metrics.traffic
@@ -288,7 +290,7 @@ async def _environment(
         stream=StorageMetricStream(runtime.hub, settings.broker_name),
         topics=topics,
         gates=gates,
-        deliveries=DeliveryRouter(GroupPlacements(places_mirror, runtime.nodes), deliveries),
+        deliveries=DeliveryRouter(GroupPlacements(placements_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
     )
     try:

@@ -9,7 +9,7 @@ from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, DiskFull
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.retention import DiskState, DiskUsage, Retention
-from batonmq_server.storage.core.store import CheckedBatch, Store, TopicQueues
+from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
@@ -26,7 +26,7 @@ class Appender:
     """
 
     broker: str
-    store: Store
+    store: MessageStore
     space: Callable[[], tuple[int, int]]
     flusher: Flusher
     retention: Retention
@@ -38,7 +38,7 @@ class Appender:
     def append(
         self,
         batches: Sequence[CheckedBatch],
-        topics: Mapping[str, TopicQueues | BatonError],
+        topics: Mapping[str, LocalTopic | BatonError],
         members_min: int = 1,
     ) -> list[StoreReceipt | BatonError]:
         """Write `batches` and return one outcome each, in order. Nothing is safe until a sync.

@@ -29,7 +29,7 @@ from batonmq_server.storage.retention_losses import RetentionLosses
 from batonmq_server.storage.schedule_server import ScheduleServicer
 from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
 from batonmq_server.storage.scrubber import Scrubber
-from batonmq_server.storage.server import ServicerParts, StorageServicer
+from batonmq_server.storage.server import StorageServicer, StorageServicerParts
 from batonmq_server.storage.topic_cache import TopicCache
 
 EXPIRE_INTERVAL_S = 600
@@ -157,7 +157,7 @@ def build_components(
     )
     due = ScheduledDeliverer(appender, topics, age_ms_max=settings.retention_ms)
     servicer = StorageServicer(
-        ServicerParts(
+        StorageServicerParts(
             broker=settings.broker_name,
             syncs_at_once=settings.flush == "fsync",
             store=store,

@@ -34,7 +34,7 @@ class StorageSettings(ServiceSettings):
     """A follower that has not had the whole log for this long leaves the in-sync set, in
     milliseconds."""
     room: str = Field("", pattern=r"^[ -~]{0,127}$")
-    """Machine room, for groups whose strategy assigns queues by room; empty for none."""
+    """Machine room, for groups with a strategy that assigns queues by room; empty for none."""
     data_dir: Path = Path("data/storage")
     """Data directory: the log, its indexes and all other durable files."""
     segment_bytes: int = Field(1 << 30, ge=4_096)
@@ -52,8 +52,8 @@ class StorageSettings(ServiceSettings):
     touch_interval_ms: int = Field(5_000, ge=100, le=10_000)
     """Interval at which storage tells offsets that the owners of long polls are alive."""
     record_age_ms_max: int = Field(2_000, ge=100)
-    """Maximum age of a delivery record of offsets, from request to use. A pull whose record is
-    older gets no messages."""
+    """Maximum age of a delivery record of offsets, from request to use. A pull with an
+    older record gets no messages."""
     retention_ms: int = Field(172_800_000, ge=0)
     """Retention time of messages, in milliseconds; 48 h by default, 0 for unlimited."""
     retention_hours: str = Field("4", pattern=r"^(any|\d{1,2}(,\d{1,2})*)$")

@@ -33,7 +33,7 @@ class PendingDelivery:
 
     Attributes:
         offsets_epoch: Highest epoch of `offsets_set` that the consumer has seen.
-        subscription_generation: Generation of the subscription whose filter was used.
+        subscription_generation: Generation of the subscription of the filter.
         progress: Acknowledgements that the pull carries.
         offsets_set: Offsets set that keeps the group, as the consumer knows it; empty if unknown.
     """
@@ -211,7 +211,7 @@ def _old_epoch(epoch: int) -> DeliveryUnrecorded:
 
 
 def unrecorded(error: BatonError) -> DeliveryUnrecorded:
-    """Return `error` as the error of a pull whose delivery was not recorded."""
+    """Return `error` as the error of a pull without a recorded delivery."""
     return DeliveryUnrecorded(
         f"offsets has not recorded the delivery: {error.message}",
         retry_after_ms=max(100, error.retry_after_ms),

@@ -31,8 +31,10 @@ class DeliveryRouter:
         make: Makes the recorder of the set with a name.
     """
 
-    def __init__(self, places: GroupPlacements, make: Callable[[str], DeliveryRecorder]) -> None:
-        self._places, self._sets = places, PerReplicaSet(make)
+    def __init__(
+        self, placements: GroupPlacements, make: Callable[[str], DeliveryRecorder]
+    ) -> None:
+        self._placements, self._sets = placements, PerReplicaSet(make)
 
     async def run(self) -> None:
         """Send calls until cancelled; run it as one task."""
@@ -40,7 +42,7 @@ class DeliveryRouter:
 
     def set_of(self, group: str) -> str:
         """Return the name of the offsets set that keeps a group."""
-        return self._places.set_of(group)
+        return self._placements.set_of(group)
 
     async def record(self, delivery: PendingDelivery) -> RecordedDelivery:
         """Record a delivery at the offsets set that keeps its group.

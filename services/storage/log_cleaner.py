@@ -35,7 +35,7 @@ from batonmq_server.storage.core.retention import (
     Retention,
     SealedSegment,
 )
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.metrics import StorageMetrics
 
@@ -83,7 +83,7 @@ class LogCleaner:
 
     def __init__(  # noqa: PLR0913  the parts of a node
         self,
-        store: Store,
+        store: MessageStore,
         disk: Disk,
         retention: Retention,
         bounds: CleaningBounds,

@@ -130,7 +130,7 @@ class LongPolls:
             await self.touch()
 
     async def touch(self) -> None:
-        """Tell offsets that all owners are alive; answer a pull whose token offsets rejects."""
+        """Tell offsets that all owners are alive; answer pulls with a rejected token."""
         owners = list(dict.fromkeys(p.owner for p in self._all() if p.owner.token))
         if not owners:
             return

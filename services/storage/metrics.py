@@ -63,7 +63,7 @@ class StorageMetrics:
         )
         self.unrecorded_deliveries = Counter(
             "baton_storage_unrecorded_deliveries",
-            "Pulls whose delivery offsets did not record (rejected or no answer), by reason.",
+            "Pulls without a recorded delivery (rejected by offsets, or no answer), by reason.",
             ("reason",),
             registry=registry,
         )

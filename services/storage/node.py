@@ -43,7 +43,7 @@ from batonmq_server.storage.core.recovery import (
     decode_synced,
     encode_synced,
 )
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.disk import RealDisk, locked
 
 log = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ class _Attempt:
         self.close()
         log = self._log = CommitLog(self.disk, self._cache, self._segment_bytes)
         keys = KeyIndex(self.disk, self._cache, log.segment_end, log.first_position)
-        store = Store(log, self._cache, ProducerTable(), epoch, keys)
+        store = MessageStore(log, self._cache, ProducerTable(), epoch, keys)
         self.recovery = Recovery(
             self.disk,
             store,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq.errors import BatonError
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 
 
 class NodeRole(Protocol):
@@ -49,7 +49,7 @@ class StandaloneRole(NodeRole):
 
     replicated, is_follower = False, False
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: MessageStore) -> None:
         self._store = store
 
     def next_read_node(self, behind_bytes: int) -> str:

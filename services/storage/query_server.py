@@ -29,9 +29,9 @@ from batonmq_server.storage import validation
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.query import KeyMatches, MessageMatch, MessageQueries, TimeWindow
 from batonmq_server.storage.core.store import (
+    MessageStore,
     ReadResult,
     ReadSpec,
-    Store,
     check_queue,
     check_readable,
 )
@@ -88,7 +88,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
     def __init__(
         self,
         broker: str,
-        store: Store,
+        store: MessageStore,
         topics: TopicCache,
         damage: DamageTracker,
         is_follower: Callable[[], bool] = lambda: False,
@@ -115,12 +115,12 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         spec = validation.parse_read(request)
         key = await self._queue(request, readable=True)
         reading = self._read(key, spec)
-        held = self._store.offsets(key)
+        visible = self._store.offsets(key)
         return pb.ReadResponse(
             batches=reading.batches if reading else (),
             next_offset=reading.next_offset if reading else request.offset,
-            queue_first_offset=held.first_offset,
-            queue_next_offset=held.next_offset,
+            queue_first_offset=visible.first_offset,
+            queue_next_offset=visible.next_offset,
         )
 
     async def FindByKey(

@@ -26,7 +26,7 @@ from batonmq_server.storage.node_role import NodeRole
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-_BEGINS = "this node has just been elected and waits for its followers"
+_JUST_ELECTED = "this node has just been elected and waits for its followers"
 
 
 class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
@@ -67,7 +67,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         copy.on_failure.append(lambda: self.step_back("its disk has failed"))
 
     @property
-    def acting(self) -> StorageComponents:
+    def leading_components(self) -> StorageComponents:
         """The components that serve clients.
 
         Raises:
@@ -76,7 +76,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         """
         components = self.leadership.components
         if not self._serving:
-            raise NotServing(_BEGINS, retry_after_ms=100)
+            raise NotServing(_JUST_ELECTED, retry_after_ms=100)
         return components
 
     @property
@@ -86,18 +86,18 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
 
     def next_read_node(self, behind_bytes: int) -> str:
         """See NodeRole."""
-        far = behind_bytes > self._settings.memory_window
+        lags_far = behind_bytes > self._settings.memory_window
         if self.is_follower or self._leadership is None:
-            leader_is_there = self._follower is not None and self._follower.is_connected()
-            return self._settings.node_id if far or not leader_is_there else ""
+            has_leader = self._follower is not None and self._follower.is_connected()
+            return self._settings.node_id if lags_far or not has_leader else ""
         followers = self._leadership.in_sync_set.tracker.in_sync - {self._settings.node_id}
-        return min(followers, default="") if far else ""
+        return min(followers, default="") if lags_far else ""
 
     def refusal(self, members_min: int = 1) -> BatonError | None:
         """See NodeRole."""
         leadership = self.leadership
         if not self._serving:
-            raise NotServing(_BEGINS, retry_after_ms=100)
+            raise NotServing(_JUST_ELECTED, retry_after_ms=100)
         in_sync_set = leadership.in_sync_set
         try:
             in_sync_set.check_size()
@@ -162,7 +162,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
                 self._metrics.replica_lag_seconds.clear()
 
     async def _begin_epoch(self, term: int) -> StorageLeadership | None:
-        """Return a leadership whose epoch is durable; None if this node must not lead.
+        """Return a leadership with a durable epoch; None if this node must not lead.
 
         Raises:
             OSError, BatonError: the disk has failed or is full.

@@ -30,7 +30,7 @@ BYTES_MIN, BYTES_DEFAULT, BYTES_MAX = 64 * 1024, 4 * 1024 * 1024, 16 * 1024 * 10
 EPOCHS_MAX = 1_000_000
 
 
-class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
+class StorageReplicationServicer(pb_grpc.ReplicationServiceServicer):
     """Serves ReplicationService; see replication_service.proto."""
 
     def __init__(self, role: StorageReplica) -> None:
@@ -116,20 +116,20 @@ class CurrentServicer:
     """A servicer that passes each call to the servicer of the components that are open now.
 
     Args:
-        anywhere: Methods that followers answer too; the leader alone answers the others.
+        on_followers: Methods that followers answer too; the leader alone answers the others.
     """
 
     def __init__(
         self,
         role: StorageReplica,
         pick: Callable[[StorageComponents], Any],
-        anywhere: frozenset[str] = frozenset(),
+        on_followers: frozenset[str] = frozenset(),
     ) -> None:
-        self._role, self._pick, self._anywhere = role, pick, anywhere
-        self._at_leader = LeaderServicer(role, lambda: pick(role.acting))
+        self._role, self._pick, self._on_followers = role, pick, on_followers
+        self._at_leader = LeaderServicer(role, lambda: pick(role.leading_components))
 
     def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
-        if method not in self._anywhere:
+        if method not in self._on_followers:
             at_leader: Callable[[Any, Context], Awaitable[Any]] = getattr(self._at_leader, method)
             return at_leader
 

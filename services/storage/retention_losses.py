@@ -11,7 +11,7 @@ from batonmq_server.storage.metrics import TrafficMetrics
 
 log = logging.getLogger(__name__)
 
-HOLES_MAX = 10_000
+QUEUES_MAX = 10_000
 
 
 class RetentionLosses:
@@ -23,18 +23,18 @@ class RetentionLosses:
 
     def __init__(self, traffic: TrafficMetrics) -> None:
         self._traffic = traffic
-        self._told: OrderedDict[tuple[str, QueueKey], int] = OrderedDict()
+        self._counted: OrderedDict[tuple[str, QueueKey], int] = OrderedDict()
 
     def note(self, owner: QueueOwner, key: QueueKey, offset: int, first_offset: int) -> None:
         """Count the offsets [offset, first_offset) as lost for the group of `owner`."""
-        hole = owner.group, key
-        offset = max(offset, self._told.get(hole, 0))
+        queue = owner.group, key
+        offset = max(offset, self._counted.get(queue, 0))
         if offset >= first_offset:
             return
-        self._told[hole] = first_offset
-        self._told.move_to_end(hole)
-        if len(self._told) > HOLES_MAX:
-            self._told.popitem(last=False)
+        self._counted[queue] = first_offset
+        self._counted.move_to_end(queue)
+        if len(self._counted) > QUEUES_MAX:
+            self._counted.popitem(last=False)
         self._traffic.lost(owner.topic, owner.group, first_offset - offset)
         log.warning(
             "messages lost to retention group=%s topic=%s queue_id=%d first_offset=%d "

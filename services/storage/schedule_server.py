@@ -30,21 +30,21 @@ from batonmq_server.storage.core.schedule import (
 )
 from batonmq_server.storage.core.store import (
     CheckedBatch,
-    TopicQueues,
+    LocalTopic,
     check,
     check_queue,
     check_takes,
 )
 from batonmq_server.storage.topic_cache import TopicCache
 
-SYSTEM_TOPICS: Mapping[str, TopicQueues | BatonError] = {
-    schedule.TOPIC: TopicQueues(schedule.TOPIC_ID, 2)
+SYSTEM_TOPICS: Mapping[str, LocalTopic | BatonError] = {
+    schedule.TOPIC: LocalTopic(schedule.TOPIC_ID, 2)
 }
 _POSITION_BITS = 64
 _ID = re.compile(r"([a-z0-9-]{1,63})-([0-9a-f]{1,32})")
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_Topics = Mapping[str, TopicQueues | BatonError]
+_Topics = Mapping[str, LocalTopic | BatonError]
 
 
 class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
@@ -129,7 +129,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         self, items: list[_Item | BatonError], topics: _Topics
     ) -> list[_Stored | BatonError]:
         outcomes: dict[int, _Stored | BatonError] = {}
-        run = _Run()
+        run = _ScheduleRun()
         for index, item in enumerate(items):
             try:
                 if isinstance(item, BatonError):
@@ -141,7 +141,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
                 queue = check_queue(header.topic, topic, header.queue_id)
                 if header.producer_id in run.producers:
                     outcomes |= self._write(run)
-                    run = _Run()
+                    run = _ScheduleRun()
                 earlier = self._store.schedule.earlier(header, queue)
                 if earlier is None:
                     check_takes(header, topic)
@@ -153,7 +153,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         outcomes |= self._write(run)
         return [outcomes[index] for index in range(len(items))]
 
-    def _write(self, run: _Run) -> dict[int, _Stored | BatonError]:
+    def _write(self, run: _ScheduleRun) -> dict[int, _Stored | BatonError]:
         results = self._appender.append([batch for _, _, batch in run.admitted], SYSTEM_TOPICS)
         return {
             index: _Stored(one, deliver_unix_ms) if isinstance(one, StoreReceipt) else one
@@ -237,7 +237,7 @@ class _Stored:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ScheduleRun:
     """Batches that are written together: index, time and batch; at most one of each producer."""
 
     admitted: list[tuple[int, int, CheckedBatch]] = field(default_factory=list)

@@ -38,7 +38,7 @@ from batonmq_server.storage.core.schedule import (
     encode_withdrawn,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import CheckedBatch, TopicQueues
+from batonmq_server.storage.core.store import CheckedBatch, LocalTopic
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.storage.topic_cache import TopicCache
 
@@ -57,7 +57,7 @@ REWRITE_AGE_MS_MIN = 600_000
 """A batch younger than this is not rewritten, however full the disk is."""
 
 _ReadBatches = dict[DelayedBatch, ScheduledBatch | DataLoss]
-_Topics = Mapping[str, TopicQueues | BatonError]
+_Topics = Mapping[str, LocalTopic | BatonError]
 _UNDELIVERABLE = (TopicNotFound, QueueNotFound, DataLoss)
 
 
@@ -242,7 +242,7 @@ def _delivery_batch(
     return CheckedBatch(read_header(batch), batch)
 
 
-def _queue(header: Header, topic_id: int, topic: TopicQueues | BatonError) -> int:
+def _queue(header: Header, topic_id: int, topic: LocalTopic | BatonError) -> int:
     """Return the id of the queue that a batch is delivered to.
 
     Raises:

@@ -24,9 +24,9 @@ from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.core.store import (
     CheckedBatch,
+    LocalTopic,
+    MessageStore,
     ReadResult,
-    Store,
-    TopicQueues,
     check,
     check_queue,
     check_readable,
@@ -49,7 +49,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServicerParts:
+class StorageServicerParts:
     """The components that the servicer calls.
 
     Attributes:
@@ -61,7 +61,7 @@ class ServicerParts:
 
     broker: str
     syncs_at_once: bool
-    store: Store
+    store: MessageStore
     appender: Appender
     topics: TopicCache
     gates: GroupGates
@@ -81,7 +81,7 @@ class ServicerParts:
 class StorageServicer(pb_grpc.StorageServiceServicer):
     """Serves StorageService; see the proto."""
 
-    def __init__(self, parts: ServicerParts) -> None:
+    def __init__(self, parts: StorageServicerParts) -> None:
         self._parts, self._store, self._appender = parts, parts.store, parts.appender
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
@@ -171,7 +171,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
     def _append(
         self,
         batches: Sequence[CheckedBatch],
-        topics: dict[str, TopicQueues | BatonError],
+        topics: dict[str, LocalTopic | BatonError],
         members_min: int,
     ) -> list[StoreReceipt | BatonError]:
         # While one topic was looked up, another one may have changed.
@@ -225,12 +225,12 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             key = check_queue(queue.topic, topic, queue.queue_id)
             if not topic.takes(queue.queue_id):  # the answer must be final: see TOPICS_REVISION
                 await self._parts.flusher.wait_until_safe(self._store.log.next_position)
-            held = self._store.offsets(key)
+            visible = self._store.offsets(key)
         except BatonError as error:
             return pb.QueryOffsetsOutcome(error=error_to_pb(error))
         return pb.QueryOffsetsOutcome(
             offsets=pb.QueueOffsets(
-                first_offset=held.first_offset, next_offset=held.next_offset, topic_id=key[0]
+                first_offset=visible.first_offset, next_offset=visible.next_offset, topic_id=key[0]
             )
         )
 
@@ -256,13 +256,13 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         reading: ReadResult | None,
         verdict: RecordedDelivery | None,
     ) -> pb.PullResponse:
-        held = self._store.offsets(key)
+        visible = self._store.offsets(key)
         return pb.PullResponse(
             pull_id=pull_id,
             batches=reading.batches if reading else (),
             next_offset=reading.next_offset if reading else pull.spec.offset,
-            queue_first_offset=held.first_offset,
-            queue_next_offset=held.next_offset,
+            queue_first_offset=visible.first_offset,
+            queue_next_offset=visible.next_offset,
             redelivered=verdict.redelivered if verdict else (),
             offsets_epoch=verdict.offsets_epoch if verdict else 0,
             offsets_set=verdict.offsets_set if verdict else pull.offsets_set,

@@ -14,7 +14,7 @@ from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
-from batonmq_server.storage.core.store import TopicQueues
+from batonmq_server.storage.core.store import LocalTopic
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ class TopicCache:
 
     def __init__(self, mirror: EtcdMirror, session: EtcdSession, broker: str, clock: Clock) -> None:
         self._mirror, self._session, self._broker, self._clock = mirror, session, broker, clock
-        self._known: dict[str, tuple[int, TopicQueues]] = {}
+        self._known: dict[str, tuple[int, LocalTopic]] = {}
         self._missing: dict[str, int] = {}
         self._lookup = asyncio.Lock()
         mirror.on_change.append(self._forget)
 
-    def known(self, name: str) -> TopicQueues | None:
+    def known(self, name: str) -> LocalTopic | None:
         """Return the topic if the mirror or an earlier lookup has it; None otherwise."""
         stored = self._mirror.values.get(name)
         found = self._known.get(name)
@@ -57,7 +57,7 @@ class TopicCache:
             return self._mirror.revision > 0 and name not in self._mirror.values
         return self._mirror.revision > 0 and topic.topic_id > topic_id
 
-    async def find(self, name: str) -> TopicQueues:
+    async def find(self, name: str) -> LocalTopic:
         """Return the topic. An unknown name is looked up in etcd, by one caller at a time.
 
         Raises:
@@ -76,9 +76,9 @@ class TopicCache:
             )
         return topic
 
-    async def find_all(self, names: Iterable[str]) -> dict[str, TopicQueues | BatonError]:
+    async def find_all(self, names: Iterable[str]) -> dict[str, LocalTopic | BatonError]:
         """Return, for each of `names`, the topic or the error that `find` raises."""
-        found: dict[str, TopicQueues | BatonError] = {}
+        found: dict[str, LocalTopic | BatonError] = {}
         for name in names:
             try:
                 found[name] = await self.find(name)
@@ -87,12 +87,12 @@ class TopicCache:
         return found
 
     def with_changes(
-        self, found: Mapping[str, TopicQueues | BatonError]
-    ) -> dict[str, TopicQueues | BatonError]:
+        self, found: Mapping[str, LocalTopic | BatonError]
+    ) -> dict[str, LocalTopic | BatonError]:
         """Return the result of `find_all` with the changes since then."""
         return {name: self.known(name) or old for name, old in found.items()}
 
-    async def _look_up(self, name: str) -> TopicQueues | None:
+    async def _look_up(self, name: str) -> LocalTopic | None:
         stored = await self._session.get(self._session.key("topics", name))
         if stored is not None and stored.mod_revision > self._mirror.revision:
             return self._parsed(name, stored)
@@ -102,18 +102,18 @@ class TopicCache:
             self._missing[name] = self._clock.monotonic_ms() + MISSING_MS
         return topic
 
-    def _parsed(self, name: str, stored: KeyValue) -> TopicQueues | None:
+    def _parsed(self, name: str, stored: KeyValue) -> LocalTopic | None:
         """Return the topic stored in etcd; None if it can't be decoded."""
         try:
             topic = StoredTopic.FromString(stored.value)
         except DecodeError as error:
             log.error("topic in etcd can't be decoded topic=%s error=%s", name, error)
             return None
-        here = [spread for spread in topic.spread if spread.broker == self._broker]
-        queues = TopicQueues(
+        local = [spread for spread in topic.spread if spread.broker == self._broker]
+        queues = LocalTopic(
             topic.topic_id,
-            here[0].queue_count if here else 0,
-            here[0].write_queue_count or None if here else None,
+            local[0].queue_count if local else 0,
+            local[0].write_queue_count or None if local else None,
             readable=topic.permission != pb.TOPIC_PERMISSION_WRITE,
             writable=topic.permission != pb.TOPIC_PERMISSION_READ,
         )

@@ -30,7 +30,7 @@ QUEUE_ID_MAX = 65_535
 
 @dataclass(frozen=True, slots=True)
 class ParsedPull:
-    """A pull request whose fields are all valid.
+    """A pull request with valid fields.
 
     Attributes:
         progress: Acknowledgements for offsets, which checks them; None for none.

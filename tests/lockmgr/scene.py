@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 GROUP, TOPIC, BROKER = "group", "topic", "broker-a"
 TIMEOUT_S = 20.0
 LEADER_LEASE_MS = 10_000
-"""Longer than any pause of a loaded machine. No test waits for it to expire: see `Node.lapse`."""
+"""Longer than any pause of a loaded machine. No test waits for it: see
+`Node.cut_until_leases_expire`."""
 OPEN: dict[str, Any] = {
     "subscription_generation": 1,
     "model": nameserver_pb.MESSAGE_MODEL_CLUSTERING,
@@ -78,7 +79,7 @@ class Session(EtcdSession):
         self.stopped: list[dict[str, Any]] = []
         """Transactions that did not reach etcd."""
 
-    def lapse(self) -> None:
+    def cut_until_leases_expire(self) -> None:
         """Cut the connection, and move the clock by the length of the leader's lease."""
         self.cut = True
         self.lease_clock.ahead_ms += LEADER_LEASE_MS
@@ -163,9 +164,9 @@ class Node:
         await self.ended.wait()
         await self._leases_end()
 
-    async def lapse(self) -> None:
+    async def cut_until_leases_expire(self) -> None:
         """Cut the node off from etcd until its leader lease has expired, here and then in etcd."""
-        self.session.lapse()
+        self.session.cut_until_leases_expire()
         await until(self._refuses)
         await self._leases_end()
 
@@ -309,7 +310,7 @@ class Member:
     def incarnation(self) -> queue_pb2.Incarnation:
         return queue_pb2.Incarnation(client_id=self.client_id, incarnation_id=self.incarnation_id)
 
-    async def ask(
+    async def acquire_each(
         self,
         at: Node | Stub,
         generation: int,
@@ -339,7 +340,7 @@ class Member:
 
     async def acquire(self, at: Node | Stub, generation: int, **options: Any) -> pb.Grant:
         """Acquire queue 0; raise the error if it is refused."""
-        outcome = (await self.ask(at, generation, **options))[0]
+        outcome = (await self.acquire_each(at, generation, **options))[0]
         if isinstance(outcome, BatonError):
             raise outcome
         return outcome
@@ -347,7 +348,7 @@ class Member:
     async def refusal(self, at: Node | Stub, generation: int, **options: Any) -> BatonError:
         """Return the error of an Acquire of queue 0, or of the whole call."""
         try:
-            outcome = (await self.ask(at, generation, **options))[0]
+            outcome = (await self.acquire_each(at, generation, **options))[0]
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
         assert isinstance(outcome, BatonError), "granted"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq._consumer.assigned_queue import DEADLINE_MARGIN_MS
+from batonmq._core.owner_lease import DEADLINE_MARGIN_MS
 from batonmq._process.config import ConfigError, load
 from batonmq_server.lockmgr.config import CLIENT_MARGIN_MS, LockmgrSettings
 from batonmq_server.lockmgr.core.lock_entry import DecisionProfile, LockPolicy

@@ -67,7 +67,7 @@ async def held_by_a(s: Scene) -> tuple[Node, Member, Member, int]:
     return node, a, b, await s.set_group(a, b)
 
 
-def over(s: Scene, node: Node) -> None:
+def expire_leases(s: Scene, node: Node) -> None:
     """Expire the lease of every owner, at the lock manager and at offsets."""
     node.clock.ahead_ms += LEASE_MS + 1_000
     s.offsets_clock.ahead_ms += LEASE_MS + 1_000
@@ -78,7 +78,7 @@ async def outcome_of(
 ) -> pb.Grant | BatonError:
     """Return the outcome of an Acquire, or the error of the whole call."""
     try:
-        return (await member.ask(node, generation, **options))[0]
+        return (await member.acquire_each(node, generation, **options))[0]
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)
 
@@ -99,10 +99,10 @@ async def test_between_acquire_sent_and_fence_sent_nothing_has_changed(
         generation = await s.set_group(a)
         stopped = Between(s, "Query", after=False)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(a, old, generation))
+            acquiring = tasks.create_task(outcome_of(a, old, generation))
             await stopped.reached.wait()
-            await old.lapse()
-        assert isinstance(asking.result(), BatonError)
+            await old.cut_until_leases_expire()
+        assert isinstance(acquiring.result(), BatonError)
         assert (await s.stored_count(), s.rules.fences()) == (0, [])
         new = await s.leader(**SHORT)
         assert (await a.acquire(new, generation, seq=1)).token == 1
@@ -113,13 +113,13 @@ async def test_between_fence_sent_and_applied_the_announcement_rejects_the_late_
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        over(s, old)
+        expire_leases(s, old)
         stopped = Between(s, "Fence", after=False)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await stopped.reached.wait()
-            await old.lapse()
-        assert isinstance(asking.result(), BatonError)
+            await old.cut_until_leases_expire()
+        assert isinstance(acquiring.result(), BatonError)
         new = await s.leader(**SHORT)
         late = (await s.offsets.Fence(stopped.request, timeout=TIMEOUT_S)).outcomes[0].error
         assert error_from_pb(late).reason == "OLD_EPOCH"
@@ -133,15 +133,15 @@ async def test_between_fence_applied_and_persisted_the_owner_acquires_again(
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 5)
-        over(s, old)
+        expire_leases(s, old)
         stopped = Between(s, "Fence", after=True)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await stopped.reached.wait()
             old.session.cut = True
             stopped.go_on.set()
-            await old.lapse()
-        assert isinstance(asking.result(), BatonError)
+            await old.cut_until_leases_expire()
+        assert isinstance(acquiring.result(), BatonError)
         new = await s.leader(**SHORT)
         with pytest.raises(Fenced):
             await s.commit(1, 5)
@@ -182,12 +182,12 @@ async def test_between_leader_elected_and_announced_the_old_leader_can_still_fen
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        over(s, old)
+        expire_leases(s, old)
         fence = Between(s, "Fence", after=False)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(outcome_of(b, old, generation))
             await fence.reached.wait()
-            await old.lapse()
+            await old.cut_until_leases_expire()
         announce = Between(s, "Announce", after=False)
         new = await s.lockmgr(**SHORT)
         await announce.reached.wait()
@@ -250,7 +250,7 @@ async def test_between_bytes_and_ack_durable_the_message_is_redelivered_flagged(
         node, _, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 5)
         await s.commit(1, acked)
-        over(s, node)
+        expire_leases(s, node)
         grant = await b.acquire(node, generation)
         assert (grant.committed_offset, flagged(grant)) == (acked, [(acked, 5)])
 
@@ -310,7 +310,7 @@ async def test_between_release_and_next_fence_the_condition_is_still_tested(
         new = await s.leader(**SHORT)
         with pytest.raises(Unacked):
             await b.acquire(new, generation)
-        over(s, new)
+        expire_leases(s, new)
         assert flagged(await b.acquire(new, generation)) == [(0, 5)]
 
 

@@ -334,5 +334,5 @@ async def test_third_poll_of_a_drained_queue_is_granted_to_any_client(
             node.clock.ahead_ms -= (
                 1_000  # the owner was active just now, however slow the machine is
             )
-            outcomes.append(await member.ask(node, generation))
+            outcomes.append(await member.acquire_each(node, generation))
         assert [isinstance(outcome[0], BatonError) for outcome in outcomes] == [True, True, False]

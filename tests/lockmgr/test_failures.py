@@ -56,12 +56,12 @@ async def outcome_of(
 ) -> pb.Grant | BatonError:
     """Return the outcome of an Acquire, or the error of the whole call."""
     try:
-        return (await member.ask(node, generation, **options))[0]
+        return (await member.acquire_each(node, generation, **options))[0]
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)
 
 
-async def over(s: Scene, node: Node) -> None:
+async def expire_leases(s: Scene, node: Node) -> None:
     """Expire the lease of every owner, at the lock manager and at offsets."""
     node.clock.ahead_ms += LEASE_MS + 1_000
     s.offsets_clock.ahead_ms += LEASE_MS + 1_000
@@ -82,11 +82,11 @@ async def test_story_06_keep_alive_is_pending_from_before_the_fence(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         stop = Stop()
         s.rules.rules["Fence"] = stop.before
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
             await stop.reached.wait()
             assert (await s.progress()).token == 1, "the fence has not landed"
             assert await a.state(node, 1) == "PENDING"
@@ -94,7 +94,7 @@ async def test_story_06_keep_alive_is_pending_from_before_the_fence(
             assert entry.state == pb.LOCK_STATE_PENDING
             assert entry.lease_age_ms > LEASE_MS, "nothing was renewed"
             stop.go_on.set()
-        assert asking.result().token == 2
+        assert acquiring.result().token == 2
         assert await a.state(node, 1) == "NOT_OWNER"
 
 
@@ -103,11 +103,11 @@ async def test_story_07_keep_alive_is_pending_between_fence_and_persist(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         stop = Stop()
         s.rules.rules["Fence"] = stop.after
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
             await stop.reached.wait()
             assert (await s.progress()).token == 2, "the fence has landed"
             stored = await s.stored()
@@ -115,7 +115,7 @@ async def test_story_07_keep_alive_is_pending_between_fence_and_persist(
             assert stored.owner == a.incarnation, "etcd still names A"
             assert await a.state(node, 1) == "PENDING"
             stop.go_on.set()
-        assert asking.result().token == 2
+        assert acquiring.result().token == 2
 
 
 async def test_keep_alive_is_pending_until_the_grant_is_known_to_be_persisted(
@@ -124,10 +124,10 @@ async def test_keep_alive_is_pending_until_the_grant_is_known_to_be_persisted(
     """etcd has applied the transaction, but its answers are lost for a while."""
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         node.session.lose_txn_answers = True
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
 
             async def persisted() -> bool:
                 stored = await s.stored()
@@ -136,7 +136,7 @@ async def test_keep_alive_is_pending_until_the_grant_is_known_to_be_persisted(
             await until(persisted)
             assert await a.state(node, 1) == "PENDING"
             node.session.lose_txn_answers = False
-        assert asking.result().token == 2
+        assert acquiring.result().token == 2
         assert await b.state(node, 2) == "OK"
         assert len(s.rules.fences()) == 2
 
@@ -177,9 +177,9 @@ async def test_request_cancelled_during_the_fence_leaves_an_orphan(
         stop = Stop()
         s.rules.rules["Fence"] = stop.after
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(a.acquire(node, generation))
+            acquiring = tasks.create_task(a.acquire(node, generation))
             await stop.reached.wait()
-            asking.cancel()
+            acquiring.cancel()
         stop.go_on.set()
 
         async def orphaned() -> bool:
@@ -198,11 +198,11 @@ async def test_second_request_waits_for_the_hand_over_in_progress(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         stop = Stop()
         s.rules.rules["Fence"] = stop.before
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
             await stop.reached.wait()
             with pytest.raises(HandoverPending) as refusal:
                 await a.acquire(node, generation)
@@ -210,7 +210,7 @@ async def test_second_request_waits_for_the_hand_over_in_progress(
             waiting = tasks.create_task(outcome_of(a, node, generation, hold_ms=300))
             await until(lambda: waits(node, "a"))
             stop.go_on.set()
-        assert asking.result().token == 2
+        assert acquiring.result().token == 2
         assert not isinstance(waiting.result(), pb.Grant)
         assert await b.state(node, 2) in ("OK", "WANTED")
 
@@ -220,17 +220,17 @@ async def test_release_waits_for_the_hand_over_in_progress(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b, generation = await held_by_a(s)
-        await over(s, node)
+        await expire_leases(s, node)
         stop = Stop()
         s.rules.rules["Fence"] = stop.before
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation))
+            acquiring = tasks.create_task(b.acquire(node, generation))
             await stop.reached.wait()
             releasing = tasks.create_task(a.release(node, 1))
             assert await a.state(node, 1) == "PENDING"
             stop.go_on.set()
         assert releasing.result() == 0
-        assert await b.state(node, asking.result().token) == "OK"
+        assert await b.state(node, acquiring.result().token) == "OK"
 
 
 async def test_term_is_announced_again_to_offsets_that_lost_it(
@@ -283,7 +283,7 @@ async def test_owned_queues_survive_a_new_leader_and_no_queue_is_granted_twice(
     """Story 18 as well: the new leader does not begin with an empty table."""
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b = await s.leader(**SHORT), Member("a"), Member("b")
-        outcomes = await a.ask(old, await s.set_group(a), range(20))
+        outcomes = await a.acquire_each(old, await s.set_group(a), range(20))
         tokens = [o.token for o in outcomes.values() if isinstance(o, pb.Grant)]
         generation = await s.set_group(a, b)
         await s.deliver(1, 0, 10)
@@ -291,7 +291,7 @@ async def test_owned_queues_survive_a_new_leader_and_no_queue_is_granted_twice(
         await old.crash()
         await until(new.leads)
         assert len(await entries(new)) == 20
-        assert isinstance((await b.ask(new, generation))[0], BatonError)
+        assert isinstance((await b.acquire_each(new, generation))[0], BatonError)
         reports = await a.keep_alive(new, *tokens)
         assert [r.state for r in reports][1:] == [pb.HOLD_STATE_OK] * 19
         assert reports[0].state == pb.HOLD_STATE_WANTED
@@ -307,7 +307,7 @@ async def test_story_18_lease_restarts_with_the_new_leader(
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 10)
-        await over(s, old)
+        await expire_leases(s, old)
         await old.crash()
         new = await s.leader(**SHORT)
         with pytest.raises(BatonError) as refusal:
@@ -351,7 +351,7 @@ async def test_deposed_leader_becomes_a_standby(etcd_endpoint: str, tmp_path: Pa
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, _, _ = await held_by_a(s)
         new = await s.lockmgr(**SHORT)
-        await old.lapse()
+        await old.cut_until_leases_expire()
         await until(new.leads)
         old.session.cut = False
 
@@ -371,11 +371,11 @@ async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 5)
-        await over(s, old)
+        await expire_leases(s, old)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await _fenced_then_cut(s, old)
-        assert isinstance(asking.result(), NotLeader)
+        assert isinstance(acquiring.result(), NotLeader)
         await old.crash()
         new = await s.leader(**SHORT)
         (entry,) = await entries(new)
@@ -398,7 +398,7 @@ async def test_story_12_new_leader_does_not_renew_a_fenced_owner(
     """The owner of a phantom is not renewed, so the phantom ends with the lease."""
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        await over(s, old)
+        await expire_leases(s, old)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(outcome_of(b, old, generation))
             await _fenced_then_cut(s, old)
@@ -406,7 +406,7 @@ async def test_story_12_new_leader_does_not_renew_a_fenced_owner(
         new = await s.leader(**SHORT)
         for _ in range(3):
             assert await a.state(new, 1) == "NOT_OWNER"
-        await over(s, new)
+        await expire_leases(s, new)
         grant = await b.acquire(new, generation)
         assert grant.token == 3
         assert await a.state(new, 1) == "NOT_OWNER"
@@ -417,15 +417,15 @@ async def test_story_19_late_fence_of_a_deposed_leader_changes_nothing(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        await over(s, old)
+        await expire_leases(s, old)
         stop = Stop()
         s.rules.rules["Fence"] = stop.before
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await stop.reached.wait()
             late = s.rules.seen[-1][1]
-            await old.lapse()
-        assert isinstance(asking.result(), NotLeader)
+            await old.cut_until_leases_expire()
+        assert isinstance(acquiring.result(), NotLeader)
         del s.rules.rules["Fence"]
         new = await s.leader(**SHORT)
         refused = (await s.offsets.Fence(late, timeout=TIMEOUT_S)).outcomes[0].error
@@ -439,11 +439,11 @@ async def test_story_19_late_write_of_a_deposed_leader_changes_nothing(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, b, generation = await held_by_a(s)
-        await over(s, old)
+        await expire_leases(s, old)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(outcome_of(b, old, generation))
+            acquiring = tasks.create_task(outcome_of(b, old, generation))
             await _fenced_then_cut(s, old)
-        assert isinstance(asking.result(), NotLeader)
+        assert isinstance(acquiring.result(), NotLeader)
         late = next(parts for parts in old.session.stopped if parts["put"])
         assert late["put"][0].key == f"locks/{GROUP}/topic/broker-a/0"
         new = await s.leader(**SHORT)
@@ -492,7 +492,7 @@ async def _fenced_then_cut(s: Scene, node: Node) -> None:
     del s.rules.rules["Fence"]
     stop.go_on.set()
     await until(lambda: any(parts.get("put") for parts in node.session.stopped))
-    await node.lapse()
+    await node.cut_until_leases_expire()
 
 
 async def _refusal(node: Node) -> BatonError:

@@ -23,19 +23,19 @@ HAND_OVERS = 200
 HOLD_MS = 15_000
 
 
-async def pass_on(s: Scene, node: Node, owner: Member, next_: Member, token: int) -> float:
+async def hand_over(s: Scene, node: Node, owner: Member, next_: Member, token: int) -> float:
     """Release the queue while `next_` waits; return the seconds from the Close to the grant."""
     generation = await s.set_group(owner, next_)
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
-        asking = tasks.create_task(next_.acquire(node, generation, hold_ms=HOLD_MS))
+        acquiring = tasks.create_task(next_.acquire(node, generation, hold_ms=HOLD_MS))
         await until(lambda: waits(node, next_.client_id))
         await s.deliver(token, token * 10, token * 10 + 10)
         start_s = loop.time()
         await s.close(token, committed=token * 10 + 10)
         assert await owner.release(node, token) == 1
     took_s = loop.time() - start_s
-    grant = asking.result()
+    grant = acquiring.result()
     assert (grant.token, grant.committed_offset) == (token + 1, token * 10 + 10)
     assert (len(grant.maybe_seen), grant.newly_acquired) == (0, True)
     return took_s
@@ -49,12 +49,12 @@ async def test_released_queue_is_granted_to_a_waiting_client_at_once(
     async with scene(etcd_endpoint, tmp_path) as s:
         node, owner, next_ = await s.leader(slot_ms=60_000), Member("a"), Member("b")
         generation = await s.set_group(owner)
-        await owner.ask(node, generation)
+        await owner.acquire_each(node, generation)
         await s.deliver(1, 0, 10)
         await s.commit(1, 10)
         took_s = []
         for token in range(1, HAND_OVERS + 1):
-            took_s.append(await pass_on(s, node, owner, next_, token))
+            took_s.append(await hand_over(s, node, owner, next_, token))
             owner, next_ = next_, owner
         p50_ms, p99_ms = median(took_s) * 1_000, quantiles(took_s, n=100)[98] * 1_000
         print(f"{HAND_OVERS} hand-overs: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms")
@@ -70,10 +70,12 @@ async def test_many_queues_are_handed_over_at_the_same_time(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.ask(node, await s.set_group(a), range(64))
+        await a.acquire_each(node, await s.set_group(a), range(64))
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.ask(node, generation, range(64), hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(
+                b.acquire_each(node, generation, range(64), hold_ms=HOLD_MS)
+            )
             await until(lambda: waits(node, "b"))
             async with asyncio.TaskGroup() as closing:
                 for queue_id in range(64):
@@ -81,7 +83,7 @@ async def test_many_queues_are_handed_over_at_the_same_time(
             async with asyncio.TaskGroup() as releasing:
                 for queue_id in range(64):
                     releasing.create_task(a.release(node, 1, queue_id))
-        tokens = {o.token for o in asking.result().values() if isinstance(o, pb.Grant)}
+        tokens = {o.token for o in acquiring.result().values() if isinstance(o, pb.Grant)}
         assert tokens == {2}
         assert {entry.owner.client_id for entry in await entries(node)} == {"b"}
 
@@ -98,7 +100,7 @@ async def test_grants_denials_and_releases_are_published_as_events(
             await a.acquire(node, await s.set_group(a))
             await s.deliver(1, 0, 3)
             generation = await s.set_group(a, b)
-            assert isinstance((await b.ask(node, generation))[0], BatonError)
+            assert isinstance((await b.acquire_each(node, generation))[0], BatonError)
             node.clock.ahead_ms = s.offsets_clock.ahead_ms = 31_000
             await b.acquire(node, generation)
             await s.close(2)
@@ -131,7 +133,7 @@ async def test_grants_denials_and_releases_are_published_as_events(
 async def test_entries_are_counted_by_state(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
-        await a.ask(node, await s.set_group(a), range(5))
+        await a.acquire_each(node, await s.set_group(a), range(5))
         await s.close(1)
         await a.release(node, 1)
 

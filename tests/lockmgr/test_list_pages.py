@@ -42,7 +42,7 @@ async def page(node: Node, **options: Any) -> tuple[list[int], str]:
 async def test_locks_are_listed_in_pages(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
-        await a.ask(node, await s.set_group(a), range(25))
+        await a.acquire_each(node, await s.set_group(a), range(25))
         first, token = await page(node, page_size=10)
         second, token = await page(node, page_size=10, page_token=token)
         third, token = await page(node, page_size=10, page_token=token, group=GROUP, topic=TOPIC)
@@ -59,9 +59,9 @@ async def test_locks_that_come_between_pages_leave_the_others_listed_once(
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
-        await a.ask(node, generation, range(0, 40, 2))
+        await a.acquire_each(node, generation, range(0, 40, 2))
         first, token = await page(node, page_size=10)
-        await a.ask(node, generation, [5, 25, 41])
+        await a.acquire_each(node, generation, [5, 25, 41])
         second, token = await page(node, page_size=100, page_token=token)
         assert first == [*range(0, 20, 2)]
         assert second == [20, 22, 24, 25, *range(26, 40, 2), 41]

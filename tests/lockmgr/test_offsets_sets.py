@@ -60,7 +60,7 @@ async def state(node: Node, member: Member, token: int) -> str:
     return pb.HoldState.Name(report.state).removeprefix("HOLD_STATE_")
 
 
-async def ask(node: Node, member: Member, seq: int) -> pb.Grant | BatonError:
+async def acquire(node: Node, member: Member, seq: int) -> pb.Grant | BatonError:
     request = pb.AcquireRequest(
         incarnation=member.incarnation,
         acquire_seq=seq,
@@ -83,7 +83,7 @@ async def test_new_leader_does_not_wait_for_an_absent_set(
         assert (await here.acquire(node, await s.set_group(here))).token == 1
         assert await here.state(node, 1) == "OK"
         assert await state(node, far, 5) == "PENDING"
-        refusal = await ask(node, far, 7)
+        refusal = await acquire(node, far, 7)
         assert isinstance(refusal, BatonError)
         assert refusal.reason == "HANDOVER_PENDING"
         assert refusal.facts["step"] == "announce"
@@ -93,7 +93,7 @@ async def test_new_leader_does_not_wait_for_an_absent_set(
             return await state(node, far, 5) == "NOT_OWNER"
 
         await until(confirmed)
-        grant = await ask(node, far, 8)
+        grant = await acquire(node, far, 8)
         assert isinstance(grant, pb.Grant)
         assert grant.token == 6, "greater than the one in etcd"
         assert grant.offsets_set == "offsets"
@@ -105,7 +105,7 @@ async def test_queue_of_an_absent_set_is_refused_and_others_are_granted(
     async with scene(etcd_endpoint, tmp_path) as s:
         node, here, far = await s.leader(), Member("here"), Member("far")
         await far_group(s, far)
-        refusal = await ask(node, far, 1)
+        refusal = await acquire(node, far, 1)
         assert isinstance(refusal, BatonError)
         assert refusal.reason == "OFFSETS_UNREACHABLE"
         assert (await here.acquire(node, await s.set_group(here))).token == 1

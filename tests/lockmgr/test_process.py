@@ -88,7 +88,7 @@ async def test_sigterm_ends_a_held_request_with_a_reason(
             await s.deliver(1, 0, 5)
             generation = await s.set_group(a, b)
             async with asyncio.TaskGroup() as tasks:
-                asking = tasks.create_task(b.refusal(stub, generation, hold_ms=15_000))
+                acquiring = tasks.create_task(b.refusal(stub, generation, hold_ms=15_000))
 
                 async def waiting() -> bool:
                     entries = (await stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries
@@ -96,7 +96,7 @@ async def test_sigterm_ends_a_held_request_with_a_reason(
 
                 await until(waiting)
                 running.send_signal(signal.SIGTERM)
-            assert asking.result().reason == "NOT_SERVING"
+            assert acquiring.result().reason == "NOT_SERVING"
             assert await running.wait() == 0
 
 

@@ -68,7 +68,7 @@ async def test_release_all_frees_closed_or_drained_queues_and_lists_the_others(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
-        await a.ask(node, await s.set_group(a), range(5))
+        await a.acquire_each(node, await s.set_group(a), range(5))
         for queue_id in (1, 4):
             await s.deliver(1, 0, 3, queue_id=queue_id)
         for queue_id in (0, 2):
@@ -105,15 +105,17 @@ async def test_release_all_of_another_group_or_client_frees_nothing(
 async def test_release_all_wakes_waiting_requests(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.ask(node, await s.set_group(a), range(3))
+        await a.acquire_each(node, await s.set_group(a), range(3))
         generation = await s.set_group(b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.ask(node, generation, range(3), hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(
+                b.acquire_each(node, generation, range(3), hold_ms=HOLD_MS)
+            )
             await until(lambda: waits(node, "b"))
             for queue_id in range(3):
                 await s.close(1, queue_id=queue_id)
             assert (await a.release_all(node)).released_count == 3
-        assert all(isinstance(outcome, pb.Grant) for outcome in asking.result().values())
+        assert all(isinstance(outcome, pb.Grant) for outcome in acquiring.result().values())
 
 
 async def test_release_all_without_offsets_frees_nothing(
@@ -177,10 +179,10 @@ async def test_forced_queue_is_granted_to_a_waiting_client(
         await s.deliver(1, 0, 10)
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await force(node)
-        assert asking.result().token == 3
+        assert acquiring.result().token == 3
 
 
 async def test_repeated_operation_changes_nothing_under_a_new_owner(
@@ -222,7 +224,7 @@ async def test_operation_whose_leader_dies_before_it_is_persisted_can_be_repeate
         async def cut_after(request: Any, proceed: Any) -> Any:
             del s.rules.rules["Fence"]
             answer = await proceed()
-            old.session.lapse()
+            old.session.cut_until_leases_expire()
             return answer
 
         s.rules.rules["Fence"] = cut_after
@@ -286,7 +288,7 @@ async def test_description_of_a_queue_that_was_never_owned_is_free(
         described = await describe(node)
         assert (described.entry.state, described.entry.token) == (pb.LOCK_STATE_FREE, 0)
         assert (described.entry.queue, described.term > 0) == (queue(), True)
-        assert await entries(node) == [], "asking leaves nothing behind"
+        assert await entries(node) == [], "acquiring leaves nothing behind"
 
 
 async def test_description_has_lease_owner_state_and_refusals(

@@ -330,7 +330,7 @@ async def test_malformed_item_at_offsets_does_not_fail_the_others(
             return await proceed()
 
         s.rules.rules["Fence"] = spoil
-        outcomes = await a.ask(node, generation, range(8))
+        outcomes = await a.acquire_each(node, generation, range(8))
         refused = {q: o for q, o in outcomes.items() if isinstance(o, BatonError)}
         assert set(refused) == {3}
         assert refused[3].reason == "INVALID_ARGUMENT"

@@ -64,7 +64,7 @@ async def test_many_queues_are_granted_by_one_call(etcd_endpoint: str, tmp_path:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
-        outcomes = await a.ask(node, generation, range(200))
+        outcomes = await a.acquire_each(node, generation, range(200))
         assert {q for q, o in outcomes.items() if isinstance(o, pb.Grant)} == set(range(200))
         assert await s.stored_count() == 200
 
@@ -110,11 +110,11 @@ async def test_waiting_request_is_granted_when_the_owner_releases(
         generation = await s.set_group(a, b)
         await s.deliver(grant.token, 0, 10)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.close(grant.token, committed=10)
             assert await a.release(node, grant.token) == 1
-        granted = asking.result()
+        granted = acquiring.result()
         assert (granted.token, granted.committed_offset) == (grant.token + 1, 10)
         assert not granted.maybe_seen
         assert await a.state(node, grant.token) == "NOT_OWNER"
@@ -130,10 +130,10 @@ async def test_closed_queue_is_granted_after_a_lost_release(
         await s.deliver(grant.token, 0, 10)
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.close(grant.token, committed=4)
-        granted = asking.result()
+        granted = acquiring.result()
         assert (granted.token, granted.committed_offset) == (2, 4)
         assert not granted.maybe_seen, "what the owner never started is not flagged"
 
@@ -166,10 +166,10 @@ async def test_queue_in_flight_is_refused_until_it_is_acked(
         facts = refusal.value.facts
         assert (facts["owner"], facts["unacked"], facts["lowest_offset"]) == ("a", "10", "0")
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.commit(grant.token, 10)
-        assert asking.result().committed_offset == 10
+        assert acquiring.result().committed_offset == 10
 
 
 async def test_silent_owner_loses_the_queue_and_its_messages_are_flagged(
@@ -246,14 +246,15 @@ async def test_fifty_waiting_requests_cost_one_observation_per_slot(
         others = [Member(f"m{number}") for number in range(50)]
         generation = await s.set_group(a, *others)
         async with asyncio.TaskGroup() as tasks:
-            asking = [
-                tasks.create_task(other.ask(node, generation, hold_ms=8_000)) for other in others
+            acquiring = [
+                tasks.create_task(other.acquire_each(node, generation, hold_ms=8_000))
+                for other in others
             ]
             await until(lambda: _all_wait(node, len(others)))
-            before, start_ms = _looks(s), node.clock.monotonic_ms()
-            await until(lambda: _looks(s) >= before + 8)
+            before, start_ms = _observation_count(s), node.clock.monotonic_ms()
+            await until(lambda: _observation_count(s) >= before + 8)
             assert node.clock.monotonic_ms() - start_ms >= 700
-        assert [type(task.result()[0]) for task in asking] == [Unacked] * 50
+        assert [type(task.result()[0]) for task in acquiring] == [Unacked] * 50
         assert await fence_count(s) == 1
 
 
@@ -308,10 +309,10 @@ async def test_request_with_a_newer_generation_waits_for_the_group_record(
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(a.acquire(node, 1))
+            acquiring = tasks.create_task(a.acquire(node, 1))
             await until(lambda: _open_acquires(node))
             assert await s.set_group(a) == 1
-        assert asking.result().token == 1
+        assert acquiring.result().token == 1
 
 
 async def test_request_with_an_unknown_generation_is_denied(
@@ -332,10 +333,10 @@ async def test_member_evicted_while_it_waits_is_denied(etcd_endpoint: str, tmp_p
         await s.deliver(1, 0, 5)
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.ask(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.acquire_each(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.set_group(a)
-        assert isinstance(asking.result()[0], NotMember)
+        assert isinstance(acquiring.result()[0], NotMember)
 
 
 # Requests of the owner itself
@@ -526,7 +527,7 @@ async def test_queue_fenced_by_another_caller_is_observed_again(
         assert [item.expected_token for item in s.rules.fences()][-1] == 1
 
 
-def _looks(s: Scene) -> int:
+def _observation_count(s: Scene) -> int:
     """Return how often the queue was observed at offsets."""
     return sum(len(r.queues) for method, r in s.rules.seen if method == "Query")
 

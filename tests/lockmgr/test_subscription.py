@@ -102,10 +102,10 @@ async def test_waiting_request_is_denied_when_the_mode_changes(
         await a.acquire(node, await s.set_group(a))
         generation = await s.set_group(a, b)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(b.refusal(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(b.refusal(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "b"))
             await s.set_group(a, b, ownership=nameserver_pb.OWNERSHIP_OFF)
-        assert isinstance(asking.result(), ModeChanged)
+        assert isinstance(acquiring.result(), ModeChanged)
 
 
 async def test_group_without_a_gate_is_denied(etcd_endpoint: str, tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ async def test_waiting_request_is_granted_when_the_new_subscription_begins(
         node, a = await s.leader(slot_ms=60_000), Member("a")
         generation = await s.set_group(a, draining=True)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(a.acquire(node, generation, hold_ms=HOLD_MS))
+            acquiring = tasks.create_task(a.acquire(node, generation, hold_ms=HOLD_MS))
             await until(lambda: waits(node, "a"))
             await s.set_group(a, subscription_generation=2)
-        assert asking.result().subscription_generation == 2
+        assert acquiring.result().subscription_generation == 2
 
 
 async def test_owner_in_a_draining_group_is_notified_and_renewed_until_it_releases(
@@ -182,7 +182,7 @@ async def test_closed_queue_is_cleared_after_a_lost_release(
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
-        await a.ask(node, await s.set_group(a), range(3))
+        await a.acquire_each(node, await s.set_group(a), range(3))
         for queue_id in range(3):
             await s.close(1, queue_id=queue_id)
         await s.set_group(a, draining=True)
@@ -290,7 +290,7 @@ async def test_rejected_grant_does_not_fail_others_of_the_same_transaction(
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
         await _change_during_fence(s, pause=nameserver_pb.Pause(by="operator"))
-        outcomes = await a.ask(node, generation, range(50))
+        outcomes = await a.acquire_each(node, generation, range(50))
         assert sum(isinstance(outcome, pb.Grant) for outcome in outcomes.values()) == 50
 
 

@@ -25,7 +25,7 @@ SLOW = {"slot_ms": 60_000}
 async def owned_by_a(s: Scene, queue_count: int = 1) -> tuple[Node, Member, Member]:
     """Return a leader, the owner of some queues, and another client."""
     node, a, b = await s.leader(**SLOW), Member("a"), Member("b")
-    await a.ask(node, await s.set_group(a), range(queue_count))
+    await a.acquire_each(node, await s.set_group(a), range(queue_count))
     return node, a, b
 
 
@@ -52,11 +52,11 @@ async def test_stream_begins_with_queues_that_are_wanted_already(
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await owned_by_a(s, 5)
         generation = await s.set_group(a, b)
-        await b.ask(node, generation, (1, 3))
+        await b.acquire_each(node, generation, (1, 3))
         async with a.watching(node) as watched:
             assert await watched.wanted() == (1, 1, "b", "WAITER")
             assert await watched.wanted() == (3, 1, "b", "WAITER")
-            await b.ask(node, generation, (4,))
+            await b.acquire_each(node, generation, (4,))
             assert await watched.wanted() == (4, 1, "b", "WAITER")
 
 
@@ -68,7 +68,7 @@ async def test_no_notice_is_lost_while_the_stream_opens(etcd_endpoint: str, tmp_
         for round_ in range(20):
             queue_id = round_ * 2
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(b.ask(node, generation, (queue_id, queue_id + 1)))
+                tasks.create_task(b.acquire_each(node, generation, (queue_id, queue_id + 1)))
                 async with a.watching(node) as watched:
                     notified: set[int] = set()
                     while not {queue_id, queue_id + 1} <= notified:
@@ -95,7 +95,7 @@ async def test_owner_is_not_notified_of_other_changes_of_the_group(
             for others in ((), (b,), ()):
                 await s.set_group(a, *others)
             generation = await s.set_group(a, b)
-            await b.ask(node, generation)
+            await b.acquire_each(node, generation)
             assert await watched.wanted() == (0, 1, "b", "WAITER")
 
 
@@ -157,7 +157,7 @@ async def test_newer_stream_of_a_client_ends_the_older(etcd_endpoint: str, tmp_p
         node, a, b = await owned_by_a(s)
         async with a.watching(node) as older:
             generation = await s.set_group(a, b)
-            await b.ask(node, generation)
+            await b.acquire_each(node, generation)
             await older.wanted()
             async with a.watching(node) as newer:
                 assert await newer.wanted() == (0, 1, "b", "WAITER")
@@ -168,7 +168,7 @@ async def test_streams_beyond_the_limit_are_rejected(etcd_endpoint: str, tmp_pat
     async with scene(etcd_endpoint, tmp_path) as s:
         node = await s.leader(watchers_max=1)
         a, b = Member("a"), Member("b")
-        await a.ask(node, await s.set_group(a, b))
+        await a.acquire_each(node, await s.set_group(a, b))
         await s.set_group(b)
         async with a.watching(node) as watched:
             await watched.wanted()
@@ -190,11 +190,11 @@ async def test_streams_end_with_the_term(etcd_endpoint: str, tmp_path: Path) -> 
     async with scene(etcd_endpoint, tmp_path) as s:
         node = await s.leader()
         a = Member("a")
-        await a.ask(node, await s.set_group(a))
+        await a.acquire_each(node, await s.set_group(a))
         await s.set_group()
         async with a.watching(node) as watched:
             await watched.wanted()
-            await node.lapse()
+            await node.cut_until_leases_expire()
             assert await watched.ended == "NOT_LEADER"
 
 

@@ -96,7 +96,7 @@ class Client:
 
 
 @dataclass(frozen=True)
-class Ask:
+class SentAcquire:
     """An Acquire in flight."""
 
     client: Client
@@ -109,7 +109,7 @@ class Ask:
 class HandOver:
     """A hand-over by one leader under a gate of the group; without `ask` it frees the queue."""
 
-    ask: Ask | None
+    ask: SentAcquire | None
     term: int
     grant: GrantDecision
     gate: int
@@ -319,7 +319,7 @@ class World:
 
     def ask_again(self, client: Client) -> None:
         requester = locks.Requester(client.incarnation, client.seq, client.generation)
-        ask = Ask(client, requester, client.in_flight | client.finished, self.now_ms)
+        ask = SentAcquire(client, requester, client.in_flight | client.finished, self.now_ms)
         self.send(lambda: self.arrived(ask), twice=0.2)
 
     def give_up(self, client: Client) -> None:
@@ -328,7 +328,7 @@ class World:
     def drop(self, client: Client) -> None:
         client.in_flight = client.finished = NONE
 
-    def granted(self, ask: Ask, token: int, start: values.FenceGrant) -> None:
+    def granted(self, ask: SentAcquire, token: int, start: values.FenceGrant) -> None:
         """Deliver the grant of an Acquire to the client."""
         client = ask.client
         if not client.asking or client.seq != ask.requester.acquire_seq:
@@ -479,7 +479,7 @@ class World:
 
     # The lock manager, step by step
 
-    def arrived(self, ask: Ask) -> None:
+    def arrived(self, ask: SentAcquire) -> None:
         """Deliver an Acquire to the leader, which observes the queue; the answer may be late."""
         version, term = self.table.begin_observation(KEY), self.term
         seen = self.observation()
@@ -491,7 +491,7 @@ class World:
 
         self.send(decide, lossy=False)
 
-    def decide(self, ask: Ask) -> None:
+    def decide(self, ask: SentAcquire) -> None:
         if self.draining:
             self.seen["SUBSCRIPTION_DRAINING"] += 1
             return
@@ -598,7 +598,7 @@ class World:
             generation=requester.generation,
         )
 
-    def repeat(self, ask: Ask) -> None:
+    def repeat(self, ask: SentAcquire) -> None:
         lock = self.stored
         call = self.fence_call(ask, FenceCondition.SAME_HOLDER, lock.token - 1, lock.attempt)
         start = self.offsets.fence(OFFSETS_KEY, self.term, call, self.instant())
@@ -632,7 +632,7 @@ class World:
         self.send(write, lossy=False)
 
     def fence_call(
-        self, ask: Ask | None, condition: FenceCondition, expected: int, attempt: str
+        self, ask: SentAcquire | None, condition: FenceCondition, expected: int, attempt: str
     ) -> values.FenceAttempt:
         return values.FenceAttempt(
             attempt=attempt,

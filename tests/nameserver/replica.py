@@ -48,7 +48,7 @@ from batonmq_server.runtime.group_gates import GATES_PREFIX
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.service_runtime import Runtime
-from tests.offsets.service_calls import only_set
+from tests.offsets.service_calls import single_set_directory
 from tests.support.serving import serving_at
 
 CALL_TIMEOUT_S = 20
@@ -224,7 +224,7 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
                 metrics=OffsetsMetrics(registry),
                 events=EventPublisher(hub),
                 gates=gates,
-                directory=only_set(etcd),
+                directory=single_set_directory(etcd),
             ),
         )
         async with asyncio.TaskGroup() as tasks, serving_at(offsets.add_to) as address:

@@ -1,6 +1,6 @@
 """The offsets service in this process: a real disk, a real server, a real channel.
 
-The groups it knows are what a test puts into its mirror of the gates, which does not follow etcd.
+The mirror of the gates does not follow etcd: a test adds the groups that the service knows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_gates import GATES_PREFIX
-from tests.offsets.service_calls import Service, only_set
+from tests.offsets.service_calls import Service, single_set_directory
 from tests.support.serving import serving
 
 
 @pytest.fixture
 async def etcd(etcd_endpoint: str) -> AsyncIterator[EtcdSession]:
-    """The keys of a cluster of one's own."""
+    """The keys of a cluster that no other test uses."""
     async with EtcdSession(etcd_endpoint, f"test-{secrets.token_hex(8)}", Clock()) as session:
         yield session
 
@@ -50,7 +50,7 @@ async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
                 metrics=OffsetsMetrics(registry),
                 events=EventPublisher(hub),
                 gates=gates,
-                directory=only_set(etcd),
+                directory=single_set_directory(etcd),
             ),
         )
         async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""The protocol's tables for one queue, on Python sets: slow, short, and built in another way."""
+"""A second implementation of the protocol's tables for one queue: on Python sets, short, slow."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def members(ranges: RangeSet) -> frozenset[int]:
 
 
 class Refused(Exception):
-    """The model refuses; the argument is the reason."""
+    """The model rejects a call; the argument is the reason."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A reset or clone to `to` or, if `undone` names one, an undo."""
+    """A reset or clone to `to`, or the undo of `undone`."""
 
     op_id: str
     to: AckState
@@ -43,7 +43,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Done:
-    """What the model remembers of a move: the answer, and where the queue was before."""
+    """The record of a move: the answer, and the offsets before."""
 
     move: Move
     answer: tuple[int, ...]
@@ -52,7 +52,7 @@ class Done:
 
 @dataclass
 class Naive:
-    """The protocol's tables, on sets. `acked` has everything below C too."""
+    """The protocol's tables on sets; `acked` includes every offset below C."""
 
     known: bool = False
     token: int = 0
@@ -97,7 +97,7 @@ class Naive:
             raise Refused("FENCED")
 
     def delete(self, topic_id: int, life_start_ms: int) -> int | None:
-        """All is gone but what keeps tokens apart."""
+        """Delete the progress; token and reset epoch continue."""
         if topic_id <= self.topic_id:
             return None
         return self.end(topic_id, life_start_ms)
@@ -166,7 +166,7 @@ class Naive:
         self.delivered = self.reserved = offset
 
     def reset(self, move: Move, now_ms: int) -> tuple[int, ...]:
-        """Counts one by one. What was started lies below everything that is known of the queue."""
+        """Count offset by offset; started offsets lie below the greatest known offset."""
         done = self.moves.get(move.op_id)
         if done is not None and not move.dry_run:
             if done.move != move:

@@ -1,6 +1,6 @@
 """An offsets replica set in one process: real disks, a real etcd, real gRPC between the nodes.
 
-A node can be cut off from etcd, its followers can be kept waiting, and it can end without a word.
+A test can cut a node off from etcd, block its followers, and kill it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from tests.support.waiting import until
 
 TIMEOUT_S = 20.0
 LEASE_MS = 8_000
-"""No pause of a loaded machine is as long; nobody waits for it, but where that is the claim."""
+"""Longer than any pause of a loaded machine. A test waits for it only if it tests the expiry."""
 LAG_MS_MAX = 4_000
 TERM = 1
 NOT_LEADER = {"NOT_LEADER", "NOT_SERVING", "NO_QUORUM", "UNREACHABLE"}
 
 
 class Session(EtcdSession):
-    """A connection to etcd that can be cut, or on which no lease is refreshed nor refused."""
+    """A connection to etcd that can be cut, or whose lease renewals get no answer."""
 
     cut = silent = False
 
     def anew(self) -> EtcdSession:
-        """Another connection, for the test."""
+        """Return another connection, for the test."""
         cluster = self.prefix.strip("/").rpartition("/")[2]
         return EtcdSession(self._endpoint, cluster, Clock())
 
@@ -79,10 +79,10 @@ Rule = Callable[[Any, Proceed], Awaitable[Any]]
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Holds up, at the leader, the calls of followers that a test has shut out.
+    """Blocks at the leader the calls of the followers that a test has shut out.
 
     Attributes:
-        rules: What becomes of other calls, by method.
+        rules: Handlers of other calls, by method.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 @dataclass
 class Replica:
-    """A node that runs."""
+    """A running node."""
 
     name: str
     replica_set: str
@@ -135,7 +135,7 @@ class Replica:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serves(self) -> bool:
-        """Whether it is the leader, and answers."""
+        """Return whether the node is the leader and answers."""
         try:
             await self.stub.ListResets(pb.ListResetsRequest(group="readers"), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -144,23 +144,23 @@ class Replica:
         return True
 
     async def crash(self) -> None:
-        """End without another word to etcd, for which the time of the leases is up then."""
+        """Kill the node; its leases in etcd expire."""
         self.session.cut = True
         await self.stop()
         await leases_end(self.session, "offsets", self.replica_set, self.name)
 
     async def stop(self) -> None:
-        """End in good order."""
+        """Stop the node."""
         self.stopping.set()
         await self.ended.wait()
 
     def stored(self) -> list[StoredEntry]:
-        """Everything it has."""
+        """Return all entries of the node."""
         return list(self.disk.read())
 
 
 class ReplicaSet:
-    """Some nodes of one set, by name."""
+    """The nodes of one replica set, by name."""
 
     def __init__(self, endpoint: str, cluster: str, folder: Path, tasks: asyncio.TaskGroup) -> None:
         self.endpoint, self.cluster, self.folder, self._tasks = endpoint, cluster, folder, tasks
@@ -189,7 +189,7 @@ class ReplicaSet:
         return [self.nodes[name] for name in names]
 
     async def leader(self) -> Replica:
-        """The one that serves, once there is one."""
+        """Return the leader once it serves."""
         found: list[Replica] = []
 
         async def look() -> bool:
@@ -202,33 +202,33 @@ class ReplicaSet:
         await until(look)
         return found[0]
 
-    async def fingerprint(self) -> ReplicaSetRecord:
-        """The set as etcd has it."""
+    async def stored_set(self) -> ReplicaSetRecord:
+        """Return the record of the replica set in etcd."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
             return decode_record(await session.get("replicas/offsets/offsets"))
 
     async def in_sync(self, *names: str) -> None:
-        """Wait until exactly these are in sync."""
+        """Wait until the in-sync set has exactly these nodes."""
 
         async def look() -> bool:
-            return (await self.fingerprint()).in_sync == set(names)
+            return (await self.stored_set()).in_sync == set(names)
 
         await until(look)
 
     async def alike(self, *names: str) -> None:
-        """Wait until these hold the same bytes."""
+        """Wait until these nodes store the same bytes."""
         first, *others = [self.nodes[name] for name in names]
         await until(lambda: all(first.stored() == other.stored() for other in others))
 
     async def stop(self) -> None:
-        """End all."""
+        """Stop all nodes."""
         for node in self.nodes.values():
             await node.stop()
 
 
 @asynccontextmanager
 async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterator[ReplicaSet]:
-    """An empty scene."""
+    """Return a scene without nodes."""
     async with asyncio.TaskGroup() as tasks:
         scene = ReplicaSet(endpoint, cluster, folder, tasks)
         try:
@@ -286,7 +286,7 @@ async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> N
 
 
 async def leases_end(ended: Session, service: str, replica_set: str, name: str) -> None:
-    """What etcd does when nobody refreshes the leases of a node any more."""
+    """Revoke the leases of a node, as etcd does when they expire."""
     async with ended.anew() as etcd:
         for key in (f"nodes/{service}/{name}", f"elections/{service}/{replica_set}"):
             stored = await etcd.get(key)
@@ -295,13 +295,13 @@ async def leases_end(ended: Session, service: str, replica_set: str, name: str) 
 
 
 def queue(queue_id: int = 0) -> queue_pb2.GroupQueue:
-    """A queue of the set's one group."""
+    """Return a queue of the one group."""
     inner = queue_pb2.QueueRef(topic="news", broker="broker-a", queue_id=queue_id)
     return queue_pb2.GroupQueue(group="readers", queue=inner)
 
 
 async def hold(node: Replica, *queue_ids: int) -> None:
-    """Pass queues without progress to a holder, and deliver 100 messages of each."""
+    """Fence queues without progress for a holder, and deliver 100 messages of each."""
     await node.stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
     holder = queue_pb2.Incarnation(client_id="client-a", incarnation_id=1)
     fences = [
@@ -324,10 +324,10 @@ async def hold(node: Replica, *queue_ids: int) -> None:
 async def commit(
     node: Replica, committed: int, *acked: tuple[int, int], queue_id: int = 0, timeout_s: float = 0
 ) -> None:
-    """Ack what is below `committed`, and ranges above.
+    """Ack all offsets below `committed`, and ranges above.
 
     Raises:
-        BatonError: as the node refused, or did not answer.
+        BatonError: the node rejected the call or did not answer.
     """
     item = pb.CommitItem(
         queue=queue(queue_id),
@@ -346,13 +346,13 @@ async def commit(
 
 
 async def committed(node: Replica, queue_id: int = 0) -> int:
-    """The committed offset, as the node answers."""
+    """Return the committed offset that the node answers."""
     answer = await node.stub.Query(pb.QueryRequest(queues=[queue(queue_id)]), timeout=TIMEOUT_S)
     return answer.outcomes[0].progress.committed_offset
 
 
-async def refusal(node: Replica, committed_offset: int) -> BatonError:
-    """Why the node does not take an ack."""
+async def rejection(node: Replica, committed_offset: int) -> BatonError:
+    """Return the error with which the node rejects an ack."""
     try:
         await commit(node, committed_offset)
     except BatonError as error:

@@ -1,4 +1,4 @@
-"""One queue and its callers, for tests of the rules: a real table, short calls, a real restart."""
+"""One queue for tests of the rules: short calls on a real table, and restarts."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ UNIX_MS = 1_700_000_000_000
 
 
 def offsets(*runs: tuple[int, int]) -> RangeSet:
-    """The set of ascending half-open runs."""
+    """Return the set of ascending half-open runs."""
     return RangeSet.merged(runs)
 
 
 class Scene:
-    """A table with the term 7 announced, its clock, and what of the queue is on the disk."""
+    """A table with term 7 announced, its clock, and the stored state of the queue."""
 
     def __init__(self, limits: QueueLimits | None = None) -> None:
         self.limits = limits or QueueLimits()
@@ -84,7 +84,7 @@ class Scene:
         term: int = 7,
     ) -> FenceGrant:
         self._attempts += 1
-        wish = FenceAttempt(
+        wanted = FenceAttempt(
             attempt=attempt or f"attempt-{self._attempts}",
             expected_token=expected_token,
             condition=condition,
@@ -98,7 +98,7 @@ class Scene:
             forced_by="operator" if condition is FORCED else "",
             forced_reason="stuck" if condition is FORCED else "",
         )
-        grant = self.table.fence(KEY, term, wish, self.now)
+        grant = self.table.fence(KEY, term, wanted, self.now)
         self._store(grant.changed)
         return grant
 
@@ -165,7 +165,7 @@ class Scene:
         return self.carried_out(outcome)
 
     def carried_out(self, outcome: ResetOutcome) -> list[ResetStep | BatonError]:
-        """The results, after making durable what has to be."""
+        """Return the results, after storing what must be durable."""
         if outcome.applied:
             assert outcome.slot is not None
             operation = self.resets.history.at(outcome.slot)
@@ -174,7 +174,7 @@ class Scene:
         return outcome.results
 
     def restart(self) -> None:
-        """A new life from what is on the disk."""
+        """Begin a new epoch from the stored state."""
         self.table = ProgressTable(self.limits, self.table.epoch + 1, self.table.term, self.now)
         if self.stored_topic_id:
             self.table.restore_topic(KEY.topic, self.stored_topic_id)

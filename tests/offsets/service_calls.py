@@ -1,4 +1,4 @@
-"""Calls of the offsets service, and the service itself, for tests over a channel."""
+"""The offsets service and its calls, for tests over a channel."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(first_offset: int, next_offset: int) -> queue_pb2.OffsetRange:
     return queue_pb2.OffsetRange(first_offset=first_offset, next_offset=next_offset)
 
 
-def wish(**fields: object) -> pb.FenceItem:
-    """A fence that passes on a queue without progress, with other `fields`."""
+def fence_item(**fields: object) -> pb.FenceItem:
+    """Return a fence of a queue without progress, with `fields` replaced."""
     item = pb.FenceItem(
         queue=queue(),
         attempt="attempt-1",
@@ -68,20 +68,20 @@ class Service:
     registry: CollectorRegistry
 
     def stored(self) -> list[StoredEntry]:
-        """All that is kept, but the position, which every change moves."""
+        """Return all entries but the position, which every change sets."""
         return [found for found in self.offsets.disk.read() if found[0] != META + POSITION]
 
-    def knows(self, group: str, **fields: Any) -> None:
-        """The gate of `group` has arrived from etcd."""
+    def add_gate(self, group: str, **fields: Any) -> None:
+        """Add the gate of `group` to the mirror, as if etcd had sent it."""
         gates = self.offsets.gates
         gates.revision += 1
         value = StoredGate(**fields).SerializeToString()
         gates.values[group] = KeyValue(group, value, gates.revision, gates.revision)
 
-    async def held(self, queue_id: int = 3, delivered: int = 10) -> None:
-        """client-a gets token 1 and has [0, delivered) in flight."""
+    async def start_owner(self, queue_id: int = 3, delivered: int = 10) -> None:
+        """Give token 1 to client-a, and deliver [0, delivered) to it."""
         await self.stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
-        item = wish(queue=queue(queue_id=queue_id))
+        item = fence_item(queue=queue(queue_id=queue_id))
         answer = await self.stub.Fence(pb.FenceRequest(term=TERM, items=[item]), timeout=TIMEOUT_S)
         assert answer.outcomes[0].fenced.token == 1
         if delivered:
@@ -94,8 +94,8 @@ class Service:
             assert done.outcomes[0].HasField("delivered")
 
 
-def only_set(etcd: EtcdSession, *groups: str) -> PlacementDirectory:
-    """The surroundings of the only replica set, to which etcd has given `groups` already."""
+def single_set_directory(etcd: EtcdSession, *groups: str) -> PlacementDirectory:
+    """Return the directory of a cluster with one offsets set, where `groups` are placed."""
     places = EtcdMirror(etcd, PLACEMENTS_PREFIX)
     for group in groups:
         places.values[group] = KeyValue(group, GroupPlacement(OFFSETS_SERVICE).encode(), 1, 1)
@@ -110,8 +110,10 @@ async def call(service: Service, name: str, request: Any) -> Any:
     return await getattr(service.stub, name)(request, timeout=TIMEOUT_S)
 
 
-async def refusal(service: Service, name: str, request: Any) -> tuple[grpc.StatusCode, BatonError]:
-    """Status and error of a call, after checking that nothing was written and no queue made."""
+async def rejection(
+    service: Service, name: str, request: Any
+) -> tuple[grpc.StatusCode, BatonError]:
+    """Return status and error of a call; assert that it wrote nothing and created no queue."""
     before, known = service.stored(), len(service.offsets.table)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call(service, name, request)
@@ -124,8 +126,8 @@ def reasons(outcomes: Sequence[Any]) -> list[str]:
     return [error_pb2.Reason.Name(outcome.error.reason) for outcome in outcomes]
 
 
-GOOD: dict[str, Callable[..., Any]] = {
-    "Fence": lambda **fields: wish(**{"queue": queue(queue_id=9), **fields}),
+VALID_ITEMS: dict[str, Callable[..., Any]] = {
+    "Fence": lambda **fields: fence_item(**{"queue": queue(queue_id=9), **fields}),
     "RecordDelivered": lambda **fields: pb.DeliveryItem(
         **{"queue": queue(queue_id=9), "token": 1, "next_offset": 1, **fields}
     ),
@@ -133,8 +135,8 @@ GOOD: dict[str, Callable[..., Any]] = {
     "Commit": lambda **fields: pb.CommitItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
     "Close": lambda **fields: pb.CloseItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
 }
-"""One good item of each batched call, on a queue that nobody holds, with other fields."""
+"""A valid item of each batched call, on a queue without holder, with fields replaced."""
 
 
-def deletion(**fields: Any) -> pb.DeleteTopicRequest:
+def delete_topic_request(**fields: Any) -> pb.DeleteTopicRequest:
     return pb.DeleteTopicRequest(**{"topic": "news", "topic_id": 7, **fields})

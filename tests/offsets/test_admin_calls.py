@@ -1,5 +1,5 @@
-"""Goal: resets, undos, clones and deletions of groups over the wire: what is answered, what stands
-on the disk by then, and who hears of it.
+"""Goal: resets, undos, clones and deletions of groups have the right answers, are durable by then,
+and are published.
 
 Method: the real service behind a real channel, with its real disk.
 """
@@ -22,7 +22,16 @@ from batonmq.errors import BatonError
 from batonmq_server.offsets.codec import encode_key
 from batonmq_server.offsets.persistence import HOLDS, RESET
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
-from tests.offsets.service_calls import TERM, Service, call, queue, reasons, refusal, run, wish
+from tests.offsets.service_calls import (
+    TERM,
+    Service,
+    call,
+    fence_item,
+    queue,
+    reasons,
+    rejection,
+    run,
+)
 from tests.support.waiting import until
 
 
@@ -56,8 +65,8 @@ STEP = pb.ResetStep(
 
 
 async def worked(service: Service) -> None:
-    """client-a has handled [0, 6) and 8 of [0, 10)."""
-    await service.held()
+    """client-a has acked [0, 6) and 8 of the delivered [0, 10)."""
+    await service.start_owner()
     item = pb.CommitItem(queue=queue(), token=1, committed_offset=6, acked=[run(8, 9)])
     await call(service, "Commit", pb.CommitRequest(items=[item]))
 
@@ -68,7 +77,7 @@ async def progress(service: Service, group: str = "readers") -> pb.Progress:
     return found
 
 
-async def test_reset_tells_what_it_did_and_so_does_its_repetition(service: Service) -> None:
+async def test_reset_and_its_repetition_return_the_same_steps(service: Service) -> None:
     await worked(service)
     for _ in range(2):
         answer = await call(service, "Reset", reset())
@@ -82,7 +91,7 @@ async def test_reset_and_its_record_are_durable_in_one_write_when_it_is_answered
     service: Service,
 ) -> None:
     for queue_id in (1, 2, 3):
-        await service.held(queue_id=queue_id)
+        await service.start_owner(queue_id=queue_id)
     before = dict(service.stored())
     entries = service.registry.get_sample_value("baton_offsets_durable_entries_total") or 0
     await call(service, "Reset", reset(4, 1, 2, 3))
@@ -95,7 +104,7 @@ async def test_reset_and_its_record_are_durable_in_one_write_when_it_is_answered
     assert values("baton_offsets_durable_entries_total") == entries + 7
 
 
-async def test_reset_refuses_item_by_item(service: Service) -> None:
+async def test_reset_rejects_single_items(service: Service) -> None:
     await worked(service)
     await call(service, "Reset", reset())
     answer = await call(service, "Reset", reset(5, 3, 9))
@@ -115,7 +124,7 @@ async def test_dry_run_needs_no_reason_and_writes_nothing(service: Service) -> N
     assert list(listed.resets) == []
 
 
-async def test_undo_brings_back_what_was_acked(service: Service) -> None:
+async def test_undo_restores_acked_offsets(service: Service) -> None:
     await worked(service)
     await call(service, "Reset", reset())
     dry = await call(service, "Reset", undo(dry_run=True))
@@ -123,7 +132,7 @@ async def test_undo_brings_back_what_was_acked(service: Service) -> None:
     assert list(dry.outcomes) == list(answer.outcomes)
     now = await progress(service)
     assert (now.committed_offset, list(now.acked)) == (6, [run(8, 9)])
-    code, error = await refusal(
+    code, error = await rejection(
         service, "Reset", reset(op_id="x", items=[], undo_op_id="nothing", undo_group="readers")
     )
     assert (code, error.reason) == (grpc.StatusCode.NOT_FOUND, "OPERATION_NOT_FOUND")
@@ -137,7 +146,7 @@ async def test_undo_of_a_deleted_queue_is_unknown(service: Service) -> None:
     assert reasons((await call(service, "Reset", undo())).outcomes) == ["REASON_UNKNOWN_QUEUE"]
 
 
-async def test_clone_is_answered_with_its_steps(service: Service) -> None:
+async def test_clone_returns_its_steps(service: Service) -> None:
     await worked(service)
     for _ in range(2):
         answer = await call(service, "Clone", clone())
@@ -152,11 +161,11 @@ async def test_clone_is_answered_with_its_steps(service: Service) -> None:
         )
     now = await progress(service, "others")
     assert (now.committed_offset, list(now.acked), now.source) == (6, [run(8, 9)], 5)
-    code, error = await refusal(service, "Clone", clone(reason="another"))
+    code, error = await rejection(service, "Clone", clone(reason="another"))
     assert (code, error.reason) == (grpc.StatusCode.ALREADY_EXISTS, "OPERATION_EXISTS")
 
 
-async def test_list_resets_tells_the_newest_first(service: Service) -> None:
+async def test_list_resets_returns_the_newest_first(service: Service) -> None:
     await worked(service)
     await call(service, "Reset", reset())
     await call(service, "Reset", undo())
@@ -187,14 +196,14 @@ async def test_delete_group_leaves_tombstones(service: Service) -> None:
     assert answer.outcomes[0].error.facts["why"] == "RESET"
 
 
-async def test_a_group_that_exists_keeps_its_progress(service: Service, etcd: EtcdSession) -> None:
-    """A deletion that comes late, or twice, meets a group that was created again."""
+async def test_group_that_exists_keeps_its_progress(service: Service, etcd: EtcdSession) -> None:
+    """A late or repeated deletion finds a group that was created again."""
     await worked(service)
     before = await progress(service)
     await etcd.put(etcd.key("gates", "readers"), b"")
     for topic in ("", "news"):
         request = pb.DeleteGroupRequest(group="readers", topic=topic)
-        code, error = await refusal(service, "DeleteGroup", request)
+        code, error = await rejection(service, "DeleteGroup", request)
         assert (code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "GROUP_IN_USE")
     after = await progress(service)
     assert (after.token, after.committed_offset) == (before.token, before.committed_offset)
@@ -203,10 +212,10 @@ async def test_a_group_that_exists_keeps_its_progress(service: Service, etcd: Et
     assert (await call(service, "DeleteGroup", request)).queue_count == 1
 
 
-async def test_a_queue_that_is_granted_while_etcd_is_asked_keeps_its_progress(
+async def test_queue_granted_while_etcd_is_read_keeps_its_progress(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What etcd says is as of some moment before it is heard: somebody may have come since."""
+    """etcd's answer is of an earlier moment: a member may have acquired a queue since."""
     await worked(service)
     asked, answer = asyncio.Event(), asyncio.Event()
     read = service.offsets.gates.read
@@ -223,7 +232,7 @@ async def test_a_queue_that_is_granted_while_etcd_is_asked_keeps_its_progress(
         request = pb.DeleteGroupRequest(group="readers")
         deleting = tasks.create_task(refused(call(service, "DeleteGroup", request)))
         await asked.wait()
-        again = wish(
+        again = fence_item(
             attempt="second", expected_token=token, condition=pb.FENCE_CONDITION_SAME_HOLDER
         )
         fenced = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[again]))
@@ -233,7 +242,7 @@ async def test_a_queue_that_is_granted_while_etcd_is_asked_keeps_its_progress(
     assert (await progress(service)).token == token + 1
 
 
-async def test_moves_are_published_and_counted_and_repetitions_are_not_published(
+async def test_resets_are_published_and_repetitions_only_counted(
     service: Service,
 ) -> None:
     await worked(service)
@@ -266,11 +275,11 @@ async def test_moves_are_published_and_counted_and_repetitions_are_not_published
 
 
 @pytest.mark.parametrize("method", ["Reset", "Clone"])
-async def test_an_owner_is_fenced_by_a_move(service: Service, method: str) -> None:
+async def test_owner_is_fenced_by_a_reset(service: Service, method: str) -> None:
     await worked(service)
     move: Any = reset() if method == "Reset" else clone(from_group="empty", to_group="readers")
     if method == "Clone":
-        service.knows("empty", ownership=2)
+        service.add_gate("empty", ownership=2)
         item = pb.CommitItem(queue=queue("empty"), committed_offset=2)
         await call(service, "Commit", pb.CommitRequest(items=[item]))
     await call(service, method, move)

@@ -1,6 +1,7 @@
-"""Goal: what is malformed is refused with the field that is wrong, and changes nothing: the call,
-or only the item if the call brings items of many clients. Method: the real service behind a real
-channel; every batched call with one bad item behind a good one.
+"""Goal: malformed input is rejected with the name of the field, and changes nothing: the whole call
+or, if a call has items of many clients, only the item.
+
+Method: the real service behind a real channel; every batched call with a bad item after a good one.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from batonmq._common.rpc import error_from_pb
 from batonmq.errors import BatonError
 from batonmq_server.offsets.request_reader import ITEMS_MAX, NUMBER_MAX
 from tests.offsets.service_calls import (
-    GOOD,
     TERM,
+    VALID_ITEMS,
     Service,
     call,
-    deletion,
+    delete_topic_request,
+    fence_item,
     queue,
     reasons,
-    refusal,
+    rejection,
     run,
-    wish,
 )
 
 INT64_MAX = (1 << 63) - 1
 # ---- bad input, every call
 
 ITEMS: dict[str, Callable[..., Any]] = {
-    "Fence": lambda item: pb.FenceRequest(term=TERM, items=[wish(attempt="x"), item]),
+    "Fence": lambda item: pb.FenceRequest(term=TERM, items=[fence_item(attempt="x"), item]),
     "RecordDelivered": lambda item: pb.RecordDeliveredRequest(
         items=[pb.DeliveryItem(queue=queue(), token=1, next_offset=5_000), item]
     ),
@@ -45,16 +46,16 @@ ITEMS: dict[str, Callable[..., Any]] = {
         items=[pb.CloseItem(queue=queue(), token=1, committed_offset=1), item]
     ),
 }
-BATCHED = sorted(GOOD)
+BATCHED = sorted(VALID_ITEMS)
 SHARED = {"Fence", "RecordDelivered", "Touch"}
-"""Calls in which items of many clients come."""
+"""Calls with items of many clients."""
 
 
 async def refused_item(service: Service, method: str, bad: Any) -> BatonError:
-    """Why an item behind a good one is refused; the fact `field` as the call would tell it."""
+    """Return the error of an item after a good one; the fact `field` as if the call had failed."""
     request = ITEMS[method](bad)
     if method not in SHARED:
-        code, error = await refusal(service, method, request)
+        code, error = await rejection(service, method, request)
         assert code == grpc.StatusCode.INVALID_ARGUMENT
         return error
     known = len(service.offsets.table)
@@ -89,25 +90,25 @@ BAD_QUEUES = {
 
 @pytest.mark.parametrize("method", BATCHED)
 @pytest.mark.parametrize("case", BAD_QUEUES)
-async def test_a_malformed_queue_is_refused(service: Service, method: str, case: str) -> None:
-    await service.held()
+async def test_malformed_queue_is_rejected(service: Service, method: str, case: str) -> None:
+    await service.start_owner()
     bad, reason, field = BAD_QUEUES[case]
-    error = await refused_item(service, method, GOOD[method](queue=bad))
+    error = await refused_item(service, method, VALID_ITEMS[method](queue=bad))
     assert (error.reason, error.facts["field"]) == (reason, f"items[1].{field}")
 
 
 @pytest.mark.parametrize("case", BAD_QUEUES)
-async def test_a_malformed_queue_is_refused_by_query(service: Service, case: str) -> None:
+async def test_malformed_queue_is_rejected_by_query(service: Service, case: str) -> None:
     bad, reason, field = BAD_QUEUES[case]
     bad = bad or queue_pb2.GroupQueue()
-    code, error = await refusal(service, "Query", pb.QueryRequest(queues=[queue(), bad]))
+    code, error = await rejection(service, "Query", pb.QueryRequest(queues=[queue(), bad]))
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
     assert error.facts["field"] == f"items[1].{field}"
 
 
 @pytest.mark.parametrize("group", ["", "a/b", "a\0", "a\n", "g" * 128, "ü"])
-async def test_a_malformed_group_is_refused_by_query_group(service: Service, group: str) -> None:
-    code, error = await refusal(service, "QueryGroup", pb.QueryGroupRequest(group=group))
+async def test_malformed_group_is_rejected_by_query_group(service: Service, group: str) -> None:
+    code, error = await rejection(service, "QueryGroup", pb.QueryGroupRequest(group=group))
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_NAME")
 
 
@@ -182,33 +183,33 @@ BAD_ITEMS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("method", "fields", "field"), BAD_ITEMS)
-async def test_a_malformed_item_is_refused(
+async def test_malformed_item_is_rejected(
     service: Service, method: str, fields: dict[str, Any], field: str
 ) -> None:
-    await service.held()
-    error = await refused_item(service, method, GOOD[method](**fields))
+    await service.start_owner()
+    error = await refused_item(service, method, VALID_ITEMS[method](**fields))
     assert error.facts["field"] == f"items[1].{field}"
 
 
 @pytest.mark.parametrize("method", [*BATCHED, "Query"])
-async def test_a_call_without_items_is_refused(service: Service, method: str) -> None:
+async def test_call_without_items_is_rejected(service: Service, method: str) -> None:
     request = getattr(pb, f"{method}Request")()
     if method == "Fence":
         request.term = TERM
-    code, error = await refusal(service, method, request)
+    code, error = await rejection(service, method, request)
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
     assert error.facts == {"field": "items"}
 
 
 @pytest.mark.parametrize("method", [*BATCHED, "Query"])
-async def test_a_call_with_too_many_items_is_refused(service: Service, method: str) -> None:
-    await service.held()
+async def test_call_with_too_many_items_is_rejected(service: Service, method: str) -> None:
+    await service.start_owner()
     if method == "Query":
         request: Any = pb.QueryRequest(queues=[queue()] * (ITEMS_MAX + 1))
     else:
-        request = ITEMS[method](GOOD[method]())
+        request = ITEMS[method](VALID_ITEMS[method]())
         request.items.extend([request.items[0]] * (ITEMS_MAX - 1))
-    code, error = await refusal(service, method, request)
+    code, error = await rejection(service, method, request)
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "LIMIT_EXCEEDED")
     assert error.facts == {"field": "items", "limit": "1024", "actual": "1025"}
 
@@ -217,70 +218,72 @@ async def test_a_call_with_too_many_items_is_refused(service: Service, method: s
     ("method", "field"),
     [("Commit", "acked"), ("Close", "acked"), ("Close", "unfinished"), ("Fence", "resume")],
 )
-async def test_too_many_ranges_are_refused(service: Service, method: str, field: str) -> None:
-    await service.held()
+async def test_too_many_ranges_are_rejected(service: Service, method: str, field: str) -> None:
+    await service.start_owner()
     runs = [run(at, at + 1) for at in range(0, 2_002, 2)]
-    error = await refused_item(service, method, GOOD[method](**{field: runs}))
+    error = await refused_item(service, method, VALID_ITEMS[method](**{field: runs}))
     assert error.reason == "LIMIT_EXCEEDED"
     assert error.facts == {"field": f"items[1].{field}", "limit": "1000", "actual": "1001"}
 
 
 @pytest.mark.parametrize("method", ["Commit", "Close"])
-async def test_two_items_for_one_queue_are_refused(service: Service, method: str) -> None:
-    await service.held()
-    code, error = await refusal(service, method, ITEMS[method](GOOD[method](queue=queue())))
+async def test_two_items_for_one_queue_are_rejected(service: Service, method: str) -> None:
+    await service.start_owner()
+    code, error = await rejection(
+        service, method, ITEMS[method](VALID_ITEMS[method](queue=queue()))
+    )
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
     assert error.facts == {"field": "items"}
 
 
 @pytest.mark.parametrize("term", [0, -1, INT64_MAX])
 @pytest.mark.parametrize("method", ["Announce", "Fence"])
-async def test_a_malformed_term_is_refused(service: Service, method: str, term: int) -> None:
-    items = {"items": [wish()]} if method == "Fence" else {}
+async def test_malformed_term_is_rejected(service: Service, method: str, term: int) -> None:
+    items = {"items": [fence_item()]} if method == "Fence" else {}
     request = getattr(pb, f"{method}Request")(term=term, **items)
-    code, error = await refusal(service, method, request)
+    code, error = await rejection(service, method, request)
     assert (code, error.facts) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "term"})
 
 
 @pytest.mark.parametrize(
     "method", [*BATCHED, "Query", "Announce", "DeleteTopic", "DeleteGroup", "Reset", "Clone"]
 )
-async def test_a_caller_that_has_seen_a_newer_epoch_is_refused(
+async def test_caller_that_has_seen_a_newer_epoch_is_rejected(
     service: Service, method: str
 ) -> None:
-    await service.held()
+    await service.start_owner()
     if method in ITEMS:
-        request = ITEMS[method](GOOD[method]())
+        request = ITEMS[method](VALID_ITEMS[method]())
     elif method == "Query":
         request = pb.QueryRequest(queues=[queue()])
     elif method == "DeleteTopic":
-        request = deletion()
+        request = delete_topic_request()
     elif method in ("DeleteGroup", "Reset", "Clone"):
         request = getattr(pb, f"{method}Request")()
     else:
         request = pb.AnnounceRequest(term=99)
     request.offsets_epoch = 2
-    code, error = await refusal(service, method, request)
+    code, error = await rejection(service, method, request)
     assert (code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "OLD_EPOCH")
     assert error.facts == {"epoch": "1", "current": "2"}
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
-async def test_a_stale_token_is_fenced_and_writes_nothing(service: Service, method: str) -> None:
-    await service.held()
+async def test_stale_token_is_fenced_and_writes_nothing(service: Service, method: str) -> None:
+    await service.start_owner()
     before = service.stored()
     request_type = getattr(pb, f"{method}Request")
-    request = request_type(items=[GOOD[method](queue=queue(), token=5)])
+    request = request_type(items=[VALID_ITEMS[method](queue=queue(), token=5)])
     answer = await call(service, method, request)
     assert reasons(answer.outcomes) == ["REASON_FENCED"]
     assert service.stored() == before
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
-async def test_an_unknown_queue_is_refused_and_stays_unknown(service: Service, method: str) -> None:
-    await service.held()
+async def test_unknown_queue_is_rejected_and_stays_unknown(service: Service, method: str) -> None:
+    await service.start_owner()
     before = service.stored()
-    request = getattr(pb, f"{method}Request")(items=[GOOD[method]()])
+    request = getattr(pb, f"{method}Request")(items=[VALID_ITEMS[method]()])
     answer = await call(service, method, request)
     assert reasons(answer.outcomes) == ["REASON_UNKNOWN_QUEUE"]
     assert (service.stored(), len(service.offsets.table)) == (before, 1)
@@ -317,11 +320,11 @@ BAD_RESETS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_RESETS)
-async def test_a_malformed_reset_is_refused(service: Service, case: str) -> None:
+async def test_malformed_reset_is_rejected(service: Service, case: str) -> None:
     fields, field = BAD_RESETS[case]
     items = [pb.ResetItem(queue=queue(), to_offset=4)]
     good: dict[str, Any] = {"op_id": "op", "by": "admin", "reason": "replay", "items": items}
-    code, error = await refusal(service, "Reset", pb.ResetRequest(**(good | fields)))
+    code, error = await rejection(service, "Reset", pb.ResetRequest(**(good | fields)))
     assert (code, error.facts["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
@@ -335,7 +338,7 @@ async def test_a_malformed_reset_is_refused(service: Service, case: str) -> None
         ({"topic": "a\n"}, "topic"),
     ],
 )
-async def test_a_malformed_clone_is_refused(
+async def test_malformed_clone_is_rejected(
     service: Service, fields: dict[str, str], field: str
 ) -> None:
     good: Any = {
@@ -345,7 +348,7 @@ async def test_a_malformed_clone_is_refused(
         "from_group": "readers",
         "to_group": "others",
     }
-    code, error = await refusal(service, "Clone", pb.CloneRequest(**(good | fields)))
+    code, error = await rejection(service, "Clone", pb.CloneRequest(**(good | fields)))
     assert (code, error.facts["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
@@ -357,16 +360,16 @@ async def test_a_malformed_clone_is_refused(
         pb.ListResetsRequest(),
     ],
 )
-async def test_a_malformed_group_or_topic_is_refused(service: Service, request_pb: Any) -> None:
-    await service.held()
+async def test_malformed_group_or_topic_is_rejected(service: Service, request_pb: Any) -> None:
+    await service.start_owner()
     name = type(request_pb).__name__.removesuffix("Request")
-    code, error = await refusal(service, name, request_pb)
+    code, error = await rejection(service, name, request_pb)
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_NAME")
 
 
-async def test_nobody_resumes_nothing(service: Service) -> None:
-    await service.held()
-    item = wish(resume=[run(0, 1)])
+async def test_resume_without_a_holder_is_rejected(service: Service) -> None:
+    await service.start_owner()
+    item = fence_item(resume=[run(0, 1)])
     item.ClearField("holder")
     error = await refused_item(service, "Fence", item)
     assert (error.reason, error.facts) == ("INVALID_ARGUMENT", {"field": "items[1].resume"})

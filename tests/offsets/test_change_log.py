@@ -1,7 +1,7 @@
 """The change log: the epoch of each change, the changes after a position, diverged histories.
 
 Goal: a follower continues only from a position of the leader's own history, and gets every change
-after it once and in order; otherwise it is told to read everything anew.
+after it once and in order; otherwise it must read everything.
 Method: assertions on the change log alone; hypothesis builds histories of several leaders.
 """
 
@@ -36,12 +36,14 @@ def positions(found: list[StoreChange] | None) -> list[tuple[int, int]]:
     return [(change.position.epoch, change.position.version) for change in found]
 
 
-def test_who_has_nothing_gets_everything_at_once_and_no_part_of_it() -> None:
+def test_empty_node_gets_no_changes_and_must_read_everything() -> None:
     log = ChangeLog((), 0)
     assert log.position == NO_POSITION
     assert log.since(NO_POSITION, BIG) == []
     write(log, 3, 2)
-    assert log.since(NO_POSITION, BIG) is None, "with the first change it would look like a member"
+    assert log.since(NO_POSITION, BIG) is None, (
+        "the first change alone would make it look like a replica"
+    )
 
 
 def test_versions_have_no_gaps_across_epochs() -> None:
@@ -51,7 +53,7 @@ def test_versions_have_no_gaps_across_epochs() -> None:
     assert positions(log.since(ReplicaPosition(1, 1), BIG)) == [(1, 2), (4, 3), (4, 4)]
 
 
-def test_a_change_that_does_not_follow_is_refused() -> None:
+def test_change_that_is_not_the_next_one_is_rejected() -> None:
     log = ChangeLog((), 0)
     write(log, 2)
     for at in (ReplicaPosition(2, 3), ReplicaPosition(2, 1), ReplicaPosition(1, 2)):
@@ -60,17 +62,17 @@ def test_a_change_that_does_not_follow_is_refused() -> None:
     assert log.position == ReplicaPosition(2, 1)
 
 
-def test_who_wrote_what_another_leader_did_not_begins_anew() -> None:
+def test_node_with_a_diverged_history_must_read_everything() -> None:
     log = ChangeLog((), 0)
     write(log, 1, 3)
     write(log, 2, 2)
     assert log.contains(ReplicaPosition(1, 3))
-    assert not log.contains(ReplicaPosition(1, 4)), "the old leader wrote on when epoch 2 had begun"
-    assert not log.contains(ReplicaPosition(2, 6)), "nobody has been there"
+    assert not log.contains(ReplicaPosition(1, 4)), "the old leader wrote it after epoch 2 began"
+    assert not log.contains(ReplicaPosition(2, 6)), "no node has had this position"
     assert log.since(ReplicaPosition(1, 4), BIG) is None
 
 
-def test_what_is_no_longer_kept_is_not_sent() -> None:
+def test_dropped_changes_are_not_sent() -> None:
     log = ChangeLog((), 0, kept_bytes_max=1_000)
     write(log, 1, 20, size=100)
     assert log.since(ReplicaPosition(1, 2), BIG) is None
@@ -79,7 +81,7 @@ def test_what_is_no_longer_kept_is_not_sent() -> None:
     assert log.since(log.position, BIG) == []
 
 
-def test_an_answer_is_as_long_as_fits_but_holds_one_change() -> None:
+def test_answer_is_bounded_in_size_but_has_at_least_one_change() -> None:
     log = ChangeLog((), 0)
     write(log, 1, 5, size=1_000)
     assert positions(log.since(ReplicaPosition(1, 1), 10)) == [(1, 2)]
@@ -87,7 +89,7 @@ def test_an_answer_is_as_long_as_fits_but_holds_one_change() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=6))
-def test_what_is_stored_brings_the_log_back(steps: list[tuple[int, int]]) -> None:
+def test_log_is_restored_from_its_stored_form(steps: list[tuple[int, int]]) -> None:
     own: dict[bytes, bytes] = {}
     log, epoch = ChangeLog((), 0), 0
     for rise, count in steps:
@@ -117,6 +119,6 @@ def test_what_is_stored_brings_the_log_back(steps: list[tuple[int, int]]) -> Non
         {POSITION: b"3", HISTORY: b"1"},
     ],
 )
-def test_what_contradicts_itself_is_data_loss(own: dict[bytes, bytes]) -> None:
+def test_contradicting_position_and_history_are_data_loss(own: dict[bytes, bytes]) -> None:
     with pytest.raises(DataLoss):
         decode_change_log(own)

@@ -1,7 +1,7 @@
-"""Goal: a replica of offsets does not live with damaged progress, nor die of it: it begins anew.
+"""Goal: a replica detects damaged progress, sets it aside and starts empty; it does not crash.
 
-Method: a real store with queues; its file is cut short, or has bits turned over, in many places.
-Whatever is left afterwards is either everything, as it was, or nothing, and the damaged file aside.
+Method: a real store with queues; its file is truncated, or bits are flipped, in many places.
+Afterwards the store has either all its entries, or none and the damaged file is set aside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     keys = [b"group\0topic\0broker\0%d" % number for number in range(COUNT)]
     with LmdbDisk(tmp_path) as disk:
         disk.write_blocking([(FORMAT, b"1")])
-        for begin in range(0, COUNT, 50):  # pages are given up and used again
+        for begin in range(0, COUNT, 50):  # pages are freed and reused
             disk.write_blocking([(key, seal(key, b"x" * 60)) for key in keys[: begin + 50]])
     return tmp_path
 
@@ -40,22 +40,20 @@ def data(folder: Path) -> Path:
     return folder / "progress" / "data.mdb"
 
 
-def test_progress_that_is_whole_stays(folder: Path) -> None:
+def test_undamaged_progress_stays(folder: Path) -> None:
     before = stored(folder)
     set_aside_damage(folder)
     assert stored(folder) == before
     assert len(before) == COUNT + 1
 
 
-def test_without_progress_there_is_nothing_to_set_aside(tmp_path: Path) -> None:
+def test_empty_folder_stays_empty(tmp_path: Path) -> None:
     set_aside_damage(tmp_path)
     assert stored(tmp_path) == []
 
 
-def test_progress_that_was_cut_short_is_set_aside(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Reading it would end the process."""
+def test_truncated_progress_is_set_aside(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Reading the file would kill the process."""
     with data(folder).open("r+b") as file:
         file.truncate(data(folder).stat().st_size // 2)
     with caplog.at_level(logging.ERROR):
@@ -69,7 +67,7 @@ def test_progress_that_was_cut_short_is_set_aside(
     assert stored(folder) == [(FORMAT, b"1")]
 
 
-def test_what_is_stored_and_not_what_was_written_is_found(folder: Path) -> None:
+def test_flipped_bits_of_stored_values_are_detected(folder: Path) -> None:
     before, content = stored(folder), data(folder).read_bytes()
     data(folder).write_bytes(content.replace(b"x" * 60, b"y" + b"x" * 59))
     with pytest.raises(Exception, match="checksum"):
@@ -80,8 +78,8 @@ def test_what_is_stored_and_not_what_was_written_is_found(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_after_a_look_there_is_everything_or_nothing(folder: Path, seed: int) -> None:
-    """Eight bits are turned over; the first two pages, which say what counts, are left alone."""
+def test_check_leaves_either_all_entries_or_none(folder: Path, seed: int) -> None:
+    """Eight bits are flipped, outside of the first two pages, which select the valid state."""
     before, content, random = stored(folder), bytearray(data(folder).read_bytes()), Random(seed)
     for _ in range(8):
         at = random.randrange(2 * 4_096, len(content))

@@ -1,7 +1,7 @@
-"""Goal: acks that ride along with a delivery obey section 6.6 of the protocol, and a call is taken
-only in the mode of its group (section 15).
+"""Goal: acks sent with a delivery follow section 6.6 of the protocol, and a call is accepted only
+in the mode of its group (section 15).
 
-Method: the real service behind a real channel; the gates of groups are put into its mirror.
+Method: the real service behind a real channel; the test adds the gates of groups to its mirror.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from tests.offsets.service_calls import GOOD, TERM, Service, call, queue, reasons, run, wish
+from tests.offsets.service_calls import (
+    TERM,
+    VALID_ITEMS,
+    Service,
+    call,
+    fence_item,
+    queue,
+    reasons,
+    run,
+)
 
 OFF = nameserver_pb.OWNERSHIP_OFF
 BROADCASTING = nameserver_pb.MESSAGE_MODEL_BROADCASTING
@@ -37,11 +46,11 @@ async def progress(service: Service, group: str = "readers") -> pb.Progress:
     return found
 
 
-# ---- commit-on-pull
+# ---- acks sent with a delivery
 
 
-async def test_s6_6_acks_ride_along_with_a_delivery(service: Service) -> None:
-    await service.held()
+async def test_s6_6_acks_are_committed_with_a_delivery(service: Service) -> None:
+    await service.start_owner()
     request = pull(10, 20, pb.Acks(committed_offset=4, acked=[run(6, 8)]))
     first, second = [await outcome(service, request) for _ in range(2)]
     assert first.delivered.progress == pb.Committed(committed_offset=4)
@@ -51,15 +60,15 @@ async def test_s6_6_acks_ride_along_with_a_delivery(service: Service) -> None:
     assert now.source == pb.PROGRESS_SOURCE_PULL
 
 
-async def test_s6_6_a_delivery_without_acks_tells_nothing_of_them(service: Service) -> None:
-    await service.held()
+async def test_s6_6_delivery_without_acks_has_no_commit_result(service: Service) -> None:
+    await service.start_owner()
     assert not (await outcome(service, pull(10, 20))).delivered.HasField("progress")
 
 
-async def test_s6_6_acks_that_rode_along_are_on_the_disk_when_it_is_answered(
+async def test_s6_6_acks_of_a_delivery_are_durable_when_it_is_answered(
     service: Service,
 ) -> None:
-    await service.held()
+    await service.start_owner()
     before = service.stored()
     assert (await outcome(service, pull(10, 20))).HasField("delivered")
     assert service.stored() == before, "the delivery itself is covered by the reservation"
@@ -74,20 +83,20 @@ async def test_s6_6_acks_that_rode_along_are_on_the_disk_when_it_is_answered(
         (pb.Acks(committed_offset=4, reset_epoch=1), "REASON_FENCED"),
     ],
 )
-async def test_s6_6_refused_acks_refuse_the_delivery(
+async def test_s6_6_rejected_acks_reject_their_delivery(
     service: Service, acks: pb.Acks, reason: str
 ) -> None:
-    await service.held()
+    await service.start_owner()
     assert reasons([await outcome(service, pull(10, 20, acks))]) == [reason]
     now = await progress(service)
     assert (now.committed_offset, now.delivered_offset) == (0, 10)
 
 
-async def test_s6_6_acks_under_a_stale_token_count_as_little_as_the_delivery(
+async def test_s6_6_acks_and_delivery_under_a_stale_token_are_fenced(
     service: Service,
 ) -> None:
-    await service.held()
-    fence = wish(attempt="b", expected_token=1, condition=pb.FENCE_CONDITION_FORCED)
+    await service.start_owner()
+    fence = fence_item(attempt="b", expected_token=1, condition=pb.FENCE_CONDITION_FORCED)
     fence.forced_by, fence.forced_reason = "operator", "stuck"
     await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
     refused = await outcome(service, pull(10, 20, pb.Acks(committed_offset=4)))
@@ -97,7 +106,7 @@ async def test_s6_6_acks_under_a_stale_token_count_as_little_as_the_delivery(
 
 
 async def test_s6_6_acks_open_the_window_that_their_delivery_needs(service: Service) -> None:
-    await service.held(delivered=3_000)
+    await service.start_owner(delivered=3_000)
     holes = [run(at, at + 1) for at in range(1, 2_001, 2)]
     item = pb.CommitItem(queue=queue(), token=1, acked=holes)
     await call(service, "Commit", pb.CommitRequest(items=[item]))
@@ -110,17 +119,17 @@ async def test_s6_6_acks_open_the_window_that_their_delivery_needs(service: Serv
     assert service.registry.get_sample_value("baton_offsets_capped_queues") == 0
 
 
-async def test_s6_6_acks_that_were_taken_stay_when_the_delivery_is_refused(
+async def test_s6_6_accepted_acks_stay_when_their_delivery_is_rejected(
     service: Service,
 ) -> None:
-    await service.held()
+    await service.start_owner()
     refused = await outcome(service, pull(15, 20, pb.Acks(committed_offset=4)))
     assert reasons([refused]) == ["REASON_DELIVERY_GAP"]
     assert (await progress(service)).committed_offset == 4
 
 
-async def test_s6_6_acks_of_pulls_are_counted_by_themselves(service: Service) -> None:
-    await service.held()
+async def test_s6_6_acks_of_pulls_are_counted_separately(service: Service) -> None:
+    await service.start_owner()
     for acks in (pb.Acks(committed_offset=4), None, pb.Acks(committed_offset=99)):
         await outcome(service, pull(10, 20, acks))
     values = service.registry.get_sample_value
@@ -129,8 +138,8 @@ async def test_s6_6_acks_of_pulls_are_counted_by_themselves(service: Service) ->
 
 
 async def test_s14_delivery_of_another_subscription_is_fenced(service: Service) -> None:
-    await service.held(delivered=0)
-    fence = wish(attempt="b", expected_token=1, subscription_generation=5)
+    await service.start_owner(delivered=0)
+    fence = fence_item(attempt="b", expected_token=1, subscription_generation=5)
     await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
     refused = await outcome(service, pull(0, 1, token=2, subscription_generation=4))
     assert refused.error.facts["why"] == "SUBSCRIPTION"
@@ -140,9 +149,9 @@ async def test_s14_delivery_of_another_subscription_is_fenced(service: Service) 
     assert (await progress(service)).subscription_generation == 5
 
 
-async def test_s4_fence_to_nobody_is_answered_and_told_as_closed(service: Service) -> None:
-    await service.held()
-    item = wish(attempt="b", expected_token=1, condition=pb.FENCE_CONDITION_FORCED)
+async def test_s4_fence_without_holder_is_announced_as_closed(service: Service) -> None:
+    await service.start_owner()
+    item = fence_item(attempt="b", expected_token=1, condition=pb.FENCE_CONDITION_FORCED)
     item.forced_by, item.forced_reason = "operator", "stuck"
     item.ClearField("holder")
     answer = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
@@ -158,8 +167,8 @@ def commit(group: str, **fields: Any) -> pb.CommitRequest:
     return pb.CommitRequest(items=[pb.CommitItem(queue=queue(group), **fields)])
 
 
-async def test_s15_a_group_without_ownership_commits_without_token(service: Service) -> None:
-    service.knows("free", ownership=OFF)
+async def test_s15_group_without_ownership_commits_without_token(service: Service) -> None:
+    service.add_gate("free", ownership=OFF)
     request = commit("free", committed_offset=40, acked=[run(42, 44)])
     for noop in (False, True):
         answer = await call(service, "Commit", request)
@@ -169,13 +178,13 @@ async def test_s15_a_group_without_ownership_commits_without_token(service: Serv
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Commit", "Close"])
-async def test_s15_call_under_a_token_is_refused_once_nobody_owns_the_queues(
+async def test_s15_call_under_a_token_is_rejected_for_a_group_without_ownership(
     service: Service, method: str
 ) -> None:
-    await service.held()
-    service.knows("readers", ownership=OFF)
+    await service.start_owner()
+    service.add_gate("readers", ownership=OFF)
     before = service.stored()
-    request = getattr(pb, f"{method}Request")(items=[GOOD[method](queue=queue())])
+    request = getattr(pb, f"{method}Request")(items=[VALID_ITEMS[method](queue=queue())])
     answer = await call(service, method, request)
     assert reasons(answer.outcomes) == ["REASON_MODE_CHANGED"]
     assert service.stored() == before
@@ -190,12 +199,12 @@ async def test_s15_call_under_a_token_is_refused_once_nobody_owns_the_queues(
     ],
     ids=["owned", "broadcasting", "unknown"],
 )
-async def test_s15_commit_without_token_is_refused_for_any_other_group(
+async def test_s15_commit_without_token_is_rejected_for_any_other_group(
     service: Service, gate: dict[str, Any] | None, reason: str
 ) -> None:
-    service.knows("another", ownership=OFF)
+    service.add_gate("another", ownership=OFF)
     if gate is not None:
-        service.knows("free", **gate)
+        service.add_gate("free", **gate)
     answer = await call(service, "Commit", commit("free", committed_offset=4))
     assert reasons(answer.outcomes) == [reason]
     assert len(service.offsets.table) == 0
@@ -207,7 +216,7 @@ async def test_s15_commit_without_token_waits_until_groups_are_known(service: Se
     assert answer.outcomes[0].error.retry_after_ms > 0
 
 
-async def test_s15_unknown_group_is_no_hindrance_under_a_token(service: Service) -> None:
-    await service.held()
+async def test_s15_call_under_a_token_needs_no_known_group(service: Service) -> None:
+    await service.start_owner()
     answer = await call(service, "Commit", commit("readers", token=1, committed_offset=4))
     assert answer.outcomes[0].committed.committed_offset == 4

@@ -1,6 +1,6 @@
-"""Goal: what was written is there in the next life, or the service refuses to start.
+"""Goal: written entries survive a restart, or the service does not start.
 
-Method: the real disk in a folder of its own; damage is done by hand.
+Method: the real disk in a folder of its own; the test damages its file.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ NOW = Instant(5, 6)
 
 
 def life(folder: Path) -> ProgressTable:
-    """The table of a life that ends at once."""
+    """Return the table of a process that stops at once."""
     with LmdbDisk(folder) as disk:
         return recover_standalone(disk, QueueLimits(), NOW)[1]
 
 
 def busy() -> Scene:
-    """A queue with something in every field."""
+    """Return a queue with a value in every field."""
     scene = Scene()
     scene.fence(A, 0, initial_offset=3)
     scene.record(1, 3, 20)
@@ -60,7 +60,7 @@ def busy() -> Scene:
     return scene
 
 
-async def test_what_was_written_is_read_in_order_of_keys(tmp_path: Path) -> None:
+async def test_written_entries_are_read_in_key_order(tmp_path: Path) -> None:
     with LmdbDisk(tmp_path / "new" / "folder") as disk:
         await disk.write([(b"b", b"2"), (b"a", b"1")])
         await disk.write([(b"b", b"3")])
@@ -68,27 +68,27 @@ async def test_what_was_written_is_read_in_order_of_keys(tmp_path: Path) -> None
         assert list(disk.read()) == [(b"a", b"1"), (b"b", b"3")]
 
 
-def test_a_second_process_can_not_open_the_folder(tmp_path: Path) -> None:
+def test_second_process_can_not_open_the_folder(tmp_path: Path) -> None:
     with LmdbDisk(tmp_path), pytest.raises(DataDirInUse):
         LmdbDisk(tmp_path)
     LmdbDisk(tmp_path).close()
 
 
-async def test_the_map_grows_when_it_is_used_up(tmp_path: Path) -> None:
+async def test_map_grows_when_it_is_used_up(tmp_path: Path) -> None:
     entries = [(b"%d" % number, bytes(10_000)) for number in range(100)]
     with closing(LmdbDisk(tmp_path, map_bytes=64 * 1024)) as disk:
         await disk.write(entries)
         assert sorted(disk.read()) == sorted(entries)
 
 
-async def test_a_write_that_fails_writes_nothing(tmp_path: Path) -> None:
+async def test_failed_write_writes_nothing(tmp_path: Path) -> None:
     with LmdbDisk(tmp_path) as disk:
         with pytest.raises(lmdb.Error):
             await disk.write([(b"a", b"1"), (b"k" * 1_000, b"a key too long")])
         assert not list(disk.read())
 
 
-async def test_a_closed_disk_takes_no_writes(tmp_path: Path) -> None:
+async def test_closed_disk_rejects_writes(tmp_path: Path) -> None:
     disk = LmdbDisk(tmp_path)
     disk.close()
     disk.close()
@@ -96,11 +96,11 @@ async def test_a_closed_disk_takes_no_writes(tmp_path: Path) -> None:
         await disk.write([(b"a", b"1")])
 
 
-def test_each_life_has_an_epoch_of_its_own(tmp_path: Path) -> None:
+def test_each_restart_begins_a_new_epoch(tmp_path: Path) -> None:
     assert [life(tmp_path).epoch for _ in range(3)] == [1, 2, 3]
 
 
-async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> None:
+async def test_term_and_every_field_of_a_queue_survive_a_restart(tmp_path: Path) -> None:
     scene = busy()
     with LmdbDisk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
@@ -115,7 +115,7 @@ async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> No
     assert table.term == 7
 
 
-async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
+async def test_tombstones_of_a_deleted_topic_survive_a_restart(tmp_path: Path) -> None:
     scene = busy()
     with LmdbDisk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
@@ -131,7 +131,7 @@ async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
     assert table.state(KEY) == scene.table.state(KEY) == Tombstone(10, 1, scene.now.unix_ms)
 
 
-def test_keys_round_trip_and_those_of_a_group_stand_together() -> None:
+def test_keys_round_trip_and_keys_of_a_group_are_adjacent() -> None:
     keys = [
         GroupQueue(group, topic, "b", queue_id)
         for group in ("g", "g-1", "g1")
@@ -144,7 +144,7 @@ def test_keys_round_trip_and_those_of_a_group_stand_together() -> None:
 
 
 @pytest.mark.parametrize("stored", [b"group\0topic\0broker", b"a\0b\0c\0x", b"\xff\0b\0c\01"])
-def test_a_damaged_key_is_data_loss(stored: bytes) -> None:
+def test_damaged_key_is_data_loss(stored: bytes) -> None:
     with pytest.raises(DataLoss):
         decode_key(stored)
 
@@ -165,7 +165,7 @@ def damaged() -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize(("what", "stored"), list(damaged()))
-def test_a_damaged_progress_is_data_loss(what: str, stored: bytes) -> None:
+def test_damaged_progress_is_data_loss(what: str, stored: bytes) -> None:
     with pytest.raises(DataLoss, match="readers/news/broker-a/3"):
         decode_progress(KEY, stored)
 
@@ -183,7 +183,7 @@ def test_a_damaged_progress_is_data_loss(what: str, stored: bytes) -> None:
     ],
     ids=["format", "history", "term", "topic", "reset", "queues without position", "no checksum"],
 )
-def test_a_folder_that_contradicts_itself_is_refused(
+def test_contradicting_entries_are_rejected(
     tmp_path: Path, entries: list[tuple[bytes, bytes]]
 ) -> None:
     with LmdbDisk(tmp_path) as disk:
@@ -192,7 +192,7 @@ def test_a_folder_that_contradicts_itself_is_refused(
             recover_standalone(disk, QueueLimits(), NOW)
 
 
-def test_a_flipped_bit_anywhere_is_data_loss() -> None:
+def test_flipped_bit_anywhere_is_data_loss() -> None:
     key, stored = encode_key(KEY), seal(encode_key(KEY), encode_progress(busy().queue))
     assert unseal(key, stored) == encode_progress(busy().queue)
     for place in range(len(stored) * 8):
@@ -204,7 +204,7 @@ def test_a_flipped_bit_anywhere_is_data_loss() -> None:
         unseal(encode_key(KEY._replace(queue_id=4)), stored)
 
 
-def test_a_start_on_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+def test_start_with_a_flipped_bit_is_rejected(tmp_path: Path) -> None:
     with LmdbDisk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
         scene = busy()
@@ -215,7 +215,7 @@ def test_a_start_on_a_flipped_bit_is_refused(tmp_path: Path) -> None:
         life(tmp_path)
 
 
-async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) -> None:
+async def test_recorded_resets_survive_a_restart_with_every_field_in_order(tmp_path: Path) -> None:
     scene = busy()
     scene.reset(2, "first")
     scene.undo("first")
@@ -235,7 +235,7 @@ async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) 
     assert kept[1].steps[0].effect.before.acked == scene.queue.acked
 
 
-def test_a_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:
+def test_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:
     life(tmp_path)
     (tmp_path / "progress" / "data.mdb").write_bytes(b"x" * 20_000)
     with pytest.raises(DataLoss):

@@ -1,8 +1,8 @@
-"""How many messages come again, and why, for Prometheus.
+"""The metric of redelivered messages, by cause.
 
-Goal: each way in which a queue changes hands counts what was in flight, a hand-over in good order
-nothing. Method: the real service behind a real channel; queue 3 has [0, 10) in flight under
-token 1 of client-a.
+Goal: each kind of hand-over counts the messages in flight; of a drained queue there are none.
+Method: the real service behind a real channel; queue 3 has [0, 10) in flight under token 1 of
+client-a.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from tests.offsets.service_calls import TERM, Service, call, queue, run, wish
+from tests.offsets.service_calls import TERM, Service, call, fence_item, queue, run
 from tests.support.waiting import until
 
 OTHER = queue_pb2.Incarnation(client_id="client-b", incarnation_id=1)
@@ -20,7 +20,7 @@ BY = {"forced_by": "operator", "forced_reason": "stuck"}
 
 
 def counted(service: Service) -> dict[str, float]:
-    """Messages by cause, where there are any."""
+    """Return the number of messages by cause, without zeros."""
     return {
         sample.labels["cause"]: sample.value
         for metric in service.registry.collect()
@@ -30,8 +30,8 @@ def counted(service: Service) -> dict[str, float]:
 
 
 async def fence(service: Service, **fields: object) -> None:
-    """client-b, unless told otherwise, gets token 2; asked for twice."""
-    item = wish(**({"attempt": "b", "expected_token": 1, "holder": OTHER} | fields))
+    """Fence the queue for client-b, or with other fields, and repeat the attempt."""
+    item = fence_item(**({"attempt": "b", "expected_token": 1, "holder": OTHER} | fields))
 
     async def granted() -> bool:
         answer = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
@@ -46,23 +46,23 @@ async def acked(service: Service, committed_offset: int) -> None:
     await call(service, "Commit", pb.CommitRequest(items=[item]))
 
 
-async def test_a_hand_over_of_a_drained_queue_has_none(service: Service) -> None:
-    await service.held()
+async def test_hand_over_of_a_drained_queue_has_no_duplicates(service: Service) -> None:
+    await service.start_owner()
     await acked(service, 10)
     await fence(service)
     assert counted(service) == {}
 
 
-async def test_a_queue_that_is_closed_in_good_order_has_none(service: Service) -> None:
-    await service.held()
+async def test_closed_queue_has_no_duplicates(service: Service) -> None:
+    await service.start_owner()
     item = pb.CloseItem(queue=queue(), token=1, committed_offset=4)
     await call(service, "Close", pb.CloseRequest(items=[item]))
     await fence(service)
     assert counted(service) == {}
 
 
-async def test_what_is_cut_off_comes_again(service: Service) -> None:
-    await service.held()
+async def test_cut_off_messages_are_duplicates(service: Service) -> None:
+    await service.start_owner()
     item = pb.CloseItem(queue=queue(), token=1, committed_offset=4, unfinished=[run(6, 8)])
     for _ in range(2):
         await call(service, "Close", pb.CloseRequest(items=[item]))
@@ -74,10 +74,10 @@ async def test_what_is_cut_off_comes_again(service: Service) -> None:
     ("condition", "fields"),
     [("FORCED", BY), ("IDLE", {"idle_ms": 1})],
 )
-async def test_what_is_in_flight_when_a_queue_is_taken_comes_again(
+async def test_messages_in_flight_at_a_fence_are_duplicates(
     service: Service, condition: str, fields: dict[str, object]
 ) -> None:
-    await service.held()
+    await service.start_owner()
     await acked(service, 3)
     await fence(
         service, condition=pb.FenceCondition.Value(f"FENCE_CONDITION_{condition}"), **fields
@@ -85,18 +85,18 @@ async def test_what_is_in_flight_when_a_queue_is_taken_comes_again(
     assert counted(service) == {condition: 7}
 
 
-async def test_what_comes_a_third_time_counts_twice(service: Service) -> None:
-    await service.held()
+async def test_message_delivered_three_times_counts_twice(service: Service) -> None:
+    await service.start_owner()
     await fence(service, condition=FORCED, **BY)
     delivery = pb.DeliveryItem(queue=queue(), token=2, next_offset=4)
     await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=[delivery]))
-    item = wish(attempt="c", expected_token=2, condition=FORCED, **BY)
+    item = fence_item(attempt="c", expected_token=2, condition=FORCED, **BY)
     await call(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
     assert counted(service) == {"FORCED": 14}
 
 
-async def test_what_an_operator_wants_again_counts_as_that(service: Service) -> None:
-    await service.held()
+async def test_replayed_messages_are_counted_by_operation(service: Service) -> None:
+    await service.start_owner()
     await acked(service, 6)
     to = pb.ResetItem(queue=queue(), to_offset=4)
     order = pb.ResetRequest(op_id="op", by="admin", reason="replay", items=[to])

@@ -1,6 +1,5 @@
-"""Goal: what a fence says of the new token holds for as long as it is in force: that nobody has it,
-that it was taken by force, and of which subscription its deliveries have to be; and groups whose
-queues nobody owns commit without one.
+"""Goal: the properties that a fence gives a token last as long as the token: no holder, taken by
+force, subscription of its deliveries. Groups without ownership commit without a token.
 
 Method: one queue, one call at a time. Names follow the protocol: s4 the fence, s14 subscriptions,
 s15 groups without ownership.
@@ -27,7 +26,7 @@ from tests.offsets.rules_scene import FORCED, IDLE, KEY, SAME_HOLDER, A, B, Scen
 
 
 def held(limits: QueueLimits | None = None) -> Scene:
-    """A holds token 1 and has [0, 10) in flight."""
+    """Return a queue with token 1 of A and [0, 10) in flight."""
     scene = Scene(limits)
     scene.fence(A, 0)
     scene.record(1, 0, 10)
@@ -35,7 +34,7 @@ def held(limits: QueueLimits | None = None) -> Scene:
 
 
 def why(scene: Scene, call: str, *args: object) -> str:
-    """Why the call is fenced, after checking that it changed nothing."""
+    """Return why the call is fenced; assert that it changed nothing."""
     before = copy(scene.queue)
     with pytest.raises(Fenced) as raised:
         getattr(scene, call)(*args)
@@ -43,11 +42,11 @@ def why(scene: Scene, call: str, *args: object) -> str:
     return raised.value.facts["why"]
 
 
-# ---- to nobody
+# ---- without a holder
 
 
 @pytest.mark.parametrize("condition", [IDLE, FORCED])
-def test_s4_fence_to_nobody_is_closed_from_the_start(condition: object) -> None:
+def test_s4_fence_without_holder_is_closed_from_the_start(condition: object) -> None:
     scene = held()
     scene.commit(1, 2, offsets((4, 5)))
     scene.now_ms += 30_000
@@ -58,7 +57,7 @@ def test_s4_fence_to_nobody_is_closed_from_the_start(condition: object) -> None:
     assert grant.maybe_seen == offsets((2, 4), (5, 10))
 
 
-def test_s4_after_a_fence_to_nobody_anybody_may_have_the_queue() -> None:
+def test_s4_any_client_can_get_a_queue_after_a_fence_without_holder() -> None:
     scene = held()
     scene.fence(None, 1, FORCED)
     scene.restart()
@@ -67,7 +66,7 @@ def test_s4_after_a_fence_to_nobody_anybody_may_have_the_queue() -> None:
     assert scene.fence(B, 2).maybe_seen == offsets((0, 10))
 
 
-def test_s4_nobody_calls_under_a_token_of_nobody() -> None:
+def test_s4_calls_under_a_token_without_holder_are_fenced() -> None:
     scene = held()
     scene.now_ms += 30_000
     scene.fence(None, 1, IDLE)
@@ -78,7 +77,7 @@ def test_s4_nobody_calls_under_a_token_of_nobody() -> None:
     assert why(scene, "close", 1) == "TAKEN"
 
 
-def test_s4_fence_to_nobody_needs_its_condition_like_any_other() -> None:
+def test_s4_fence_without_holder_needs_its_condition() -> None:
     scene = held()
     with pytest.raises(Unacked):
         scene.fence(None, 1)
@@ -89,24 +88,24 @@ def test_s4_fence_to_nobody_needs_its_condition_like_any_other() -> None:
     assert scene.queue.holder == A
 
 
-def test_s4_repeated_fence_to_nobody_gets_the_stored_answer() -> None:
+def test_s4_repeated_fence_without_holder_gets_the_stored_answer() -> None:
     scene = held()
     grant = scene.fence(None, 1, FORCED, attempt="x")
     scene.restart()
     assert scene.fence(None, 1, FORCED, attempt="x") == grant._replace(changed=False)
 
 
-def test_s4_queue_without_progress_can_not_be_passed_to_nobody() -> None:
+def test_s4_fence_without_holder_of_a_queue_without_progress_is_rejected() -> None:
     scene = Scene()
     with pytest.raises(UnknownQueue):
         scene.fence(None, 0, FORCED)
-    assert KEY not in scene.table, "it would begin at an offset that nobody chose"
+    assert KEY not in scene.table, "no caller chose its start offset"
 
 
 # ---- by force
 
 
-def test_s4_force_is_recorded_and_survives_a_restart() -> None:
+def test_s4_forced_fence_is_recorded_and_survives_a_restart() -> None:
     scene = held()
     scene.fence(B, 1, FORCED)
     scene.restart()
@@ -114,7 +113,7 @@ def test_s4_force_is_recorded_and_survives_a_restart() -> None:
     assert why(scene, "commit", 1, 5) == "FORCED"
 
 
-def test_s4_next_fence_without_force_ends_the_note_of_it() -> None:
+def test_s4_next_fence_clears_the_record_of_a_forced_one() -> None:
     scene = held()
     scene.fence(None, 1, FORCED)
     scene.fence(B, 2)
@@ -135,20 +134,20 @@ def test_s14_delivery_of_another_subscription_is_fenced() -> None:
     assert scene.queue.delivered_offset == 1
 
 
-def test_s14_token_bound_to_no_subscription_takes_any() -> None:
+def test_s14_token_without_subscription_accepts_any_delivery() -> None:
     scene = held()
     scene.record(1, 10, 11, 7)
     assert scene.queue.delivered_offset == 11
 
 
-def test_s14_token_comes_before_subscription() -> None:
+def test_s14_token_is_checked_before_subscription() -> None:
     scene = Scene()
     scene.fence(A, 0, generation=5)
     scene.fence(B, 1, generation=6)
     assert why(scene, "record", 1, 0, 1, 5) == "TAKEN"
 
 
-def test_s14_acks_and_closes_name_no_subscription() -> None:
+def test_s14_acks_and_closes_need_no_subscription() -> None:
     scene = Scene()
     scene.fence(A, 0, generation=5)
     scene.record(1, 0, 4, 5)
@@ -159,7 +158,7 @@ def test_s14_acks_and_closes_name_no_subscription() -> None:
 # ---- what changed the progress last
 
 
-def test_s2_progress_tells_what_changed_it_last() -> None:
+def test_s2_progress_has_the_source_of_its_last_change() -> None:
     scene = held()
     found = [scene.queue.source]
     scene.table.commit(KEY, 1, Acks(0, 1, EMPTY), scene.now, ProgressSource.PULL)
@@ -190,15 +189,15 @@ def test_s15_first_commit_without_token_creates_the_progress() -> None:
     assert queue.source is ProgressSource.COMMIT
 
 
-def test_s15_first_commit_without_token_counts_though_nothing_is_acked() -> None:
+def test_s15_first_commit_without_token_creates_progress_without_acks() -> None:
     scene = Scene()
     assert scene.commit_unowned() == (0, True)
     scene.restart()
     assert scene.commit_unowned() == (0, False)
-    assert scene.queue.source is ProgressSource.COMMIT, "where the group begins is decided once"
+    assert scene.queue.source is ProgressSource.COMMIT, "the start of the group is stored"
 
 
-def test_s15_commits_without_token_are_a_set_union_that_never_falls() -> None:
+def test_s15_commits_without_token_are_united_and_never_go_back() -> None:
     scene = Scene()
     scene.commit_unowned(10)
     scene.restart()
@@ -226,17 +225,17 @@ def test_s15_late_commit_without_token_does_not_revive_a_deleted_queue() -> None
         scene.table.query(KEY)
     epoch = int(raised.value.facts["reset_epoch"])
     assert scene.commit_unowned(2, EMPTY, epoch).committed_offset == 2
-    assert scene.queue.token == 1, "the tombstone's: the next fence goes on from it"
+    assert scene.queue.token == 1, "the token of the tombstone, which the next fence continues"
 
 
-def test_s15_a_queue_that_nobody_owned_can_be_owned_from_where_it_stands() -> None:
+def test_s15_first_owner_starts_at_the_progress_committed_without_token() -> None:
     scene = Scene()
     scene.commit_unowned(10, offsets((12, 13)))
     grant = scene.fence(A, 0, initial_offset=99)
     assert (grant.token, grant.committed_offset, grant.acked) == (1, 10, offsets((12, 13)))
 
 
-def test_s15_a_queue_that_was_owned_goes_on_without_a_token() -> None:
+def test_s15_progress_made_under_a_token_continues_without_one() -> None:
     scene = held()
     assert scene.commit_unowned(15).committed_offset == 15
     assert scene.queue.delivered_offset == 15
@@ -244,7 +243,7 @@ def test_s15_a_queue_that_was_owned_goes_on_without_a_token() -> None:
         scene.commit(1, 16)
 
 
-def test_s8_commit_without_token_is_no_access_under_the_token() -> None:
+def test_s8_commit_without_token_does_not_restart_the_idle_time() -> None:
     scene = held()
     scene.now_ms += 30_000
     scene.commit_unowned(5)
@@ -259,7 +258,7 @@ def test_s8_commit_without_token_is_no_access_under_the_token() -> None:
     [QueueLimits(ack_ranges_max=100), QueueLimits(ack_bytes_max=250)],
     ids=["ranges", "bytes"],
 )
-def test_s16_at_the_cap_deliveries_wait_and_acks_are_taken_and_kept(limits: QueueLimits) -> None:
+def test_s16_deliveries_stop_at_the_cap_and_acks_are_accepted(limits: QueueLimits) -> None:
     scene = held(limits)
     scene.record(1, 10, 1_000)
     many = offsets(*((offset, offset + 1) for offset in range(1, 1_000, 2)))

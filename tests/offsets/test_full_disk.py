@@ -1,6 +1,6 @@
-"""Goal: on a full disk changes are refused, what is known is told, and both end by themselves.
+"""Goal: while the disk is full, changes are rejected and reads answered; later both work again.
 
-Method: the real service on its real disk; only how much is free is decided by the test.
+Method: the real service on its real disk; the test decides how much is free.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
-from tests.offsets.service_calls import TERM, Service, call, only_set, queue
+from tests.offsets.service_calls import TERM, Service, call, queue, single_set_directory
 from tests.support.serving import serving
 from tests.support.waiting import until
 
 
 class Room:
-    """What is free on the disk."""
+    """The free space of the disk."""
 
     free_bytes = FREE_BYTES_MIN
 
@@ -59,7 +59,7 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
                 metrics=OffsetsMetrics(registry),
                 events=EventPublisher(hub),
                 gates=gates,
-                directory=only_set(etcd, "readers"),
+                directory=single_set_directory(etcd, "readers"),
             ),
         )
         async with asyncio.TaskGroup() as tasks:
@@ -87,14 +87,14 @@ CHANGES: dict[str, Any] = {
 }
 
 
-async def test_a_full_disk_refuses_changes_until_it_has_room_again(
+async def test_full_disk_rejects_changes_until_it_has_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "RETRY_MS", 10)
     room = Room()
     async with serving_in(tmp_path, room) as service:
-        await service.held(queue_id=3)
-        await service.held(queue_id=4)
+        await service.start_owner(queue_id=3)
+        await service.start_owner(queue_id=4)
         room.free_bytes -= 1
         commits = service.offsets.commits
         async with asyncio.TaskGroup() as tasks:
@@ -102,14 +102,14 @@ async def test_a_full_disk_refuses_changes_until_it_has_room_again(
             await until(lambda: commits.disk_full is not None)
             assert service.registry.get_sample_value("baton_offsets_disk_full") == 1
             for method, request in CHANGES.items():
-                code, error = await refused(service, method, request)
+                code, error = await rejected(service, method, request)
                 assert (code, error) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "DISK_FULL"), method
             touch = pb.TouchRequest(items=[pb.TouchItem(queue=queue(queue_id=4), token=1)])
             assert not (await call(service, "Touch", touch)).outcomes[0].HasField("error")
             query = pb.QueryRequest(queues=[queue(queue_id=4)])
             found = (await call(service, "Query", query)).outcomes[0].progress
             assert found.committed_offset == 0
-            assert not caught.done(), "what was applied is answered when it is durable"
+            assert not caught.done(), "an applied change is answered once it is durable"
             room.free_bytes += 1
         assert caught.result().outcomes[0].committed.committed_offset == 5
         assert service.registry.get_sample_value("baton_offsets_disk_full") == 0
@@ -117,7 +117,7 @@ async def test_a_full_disk_refuses_changes_until_it_has_room_again(
         assert answer.outcomes[0].committed.committed_offset == 6
 
 
-async def refused(service: Service, method: str, request: Any) -> tuple[grpc.StatusCode, str]:
+async def rejected(service: Service, method: str, request: Any) -> tuple[grpc.StatusCode, str]:
     before, known = service.stored(), len(service.offsets.table)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call(service, method, request)
@@ -125,12 +125,12 @@ async def refused(service: Service, method: str, request: Any) -> tuple[grpc.Sta
     return raised.value.code(), from_rpc_error(raised.value).reason
 
 
-async def test_what_was_not_durable_on_a_full_disk_is_gone_after_a_restart(
+async def test_changes_that_were_not_durable_on_a_full_disk_are_gone_after_a_restart(
     tmp_path: Path,
 ) -> None:
     room = Room()
     async with serving_in(tmp_path, room) as service:
-        await service.held()
+        await service.start_owner()
         room.free_bytes = 0
         async with asyncio.TaskGroup() as tasks:
             caught = tasks.create_task(call(service, "Commit", commit(5)))
@@ -140,10 +140,10 @@ async def test_what_was_not_durable_on_a_full_disk_is_gone_after_a_restart(
     async with serving_in(tmp_path, room) as service:
         query = pb.QueryRequest(queues=[queue()])
         found = (await call(service, "Query", query)).outcomes[0].progress
-        assert found.committed_offset == 0, "and it starts although the disk is full"
+        assert found.committed_offset == 0, "the service starts although the disk is full"
 
 
-async def test_a_write_that_leaves_too_little_free_is_refused(tmp_path: Path) -> None:
+async def test_write_that_leaves_too_little_free_is_rejected(tmp_path: Path) -> None:
     room = Room()
     with LmdbDisk(tmp_path, free_bytes=room) as disk:
         room.free_bytes -= 1

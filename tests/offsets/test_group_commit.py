@@ -1,5 +1,6 @@
-"""Goal: nobody is answered before what the answer speaks of is durable. Method: a disk whose
-writes end when the test says so, and callers that wait.
+"""Goal: a call is answered only when the state that the answer is about is durable.
+
+Method: a disk whose writes end when the test decides, and waiting callers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from batonmq_server.offsets.group_commit import GroupCommit
 
 
 class Scene:
-    """Keys are words, their state is a number; `begun` has the writes, `end` lets one end."""
+    """Keys are words, their state is a number; `begun` has the started writes, `end` ends one."""
 
     def __init__(self) -> None:
         self.state = dict.fromkeys("abc", 0)
@@ -50,13 +51,13 @@ async def running(scene: Scene) -> AsyncIterator[asyncio.TaskGroup]:
         writer.cancel()
 
 
-async def test_a_key_without_pending_change_does_not_wait() -> None:
+async def test_key_without_pending_change_does_not_wait() -> None:
     scene = Scene()
     scene.change("a")
     await scene.commits.wait_durable(["b", "c"])
 
 
-async def test_a_change_is_settled_when_its_write_has_ended() -> None:
+async def test_change_is_durable_when_its_write_has_ended() -> None:
     scene = Scene()
     async with running(scene) as tasks:
         scene.change("a")
@@ -67,7 +68,7 @@ async def test_a_change_is_settled_when_its_write_has_ended() -> None:
         await waiting
 
 
-async def test_a_reader_waits_for_a_change_it_did_not_make() -> None:
+async def test_reader_waits_for_a_change_of_another_call() -> None:
     scene = Scene()
     async with running(scene) as tasks:
         scene.change("a")
@@ -82,7 +83,7 @@ async def test_a_reader_waits_for_a_change_it_did_not_make() -> None:
         await everything
 
 
-async def test_what_changes_during_a_write_goes_into_the_next_all_together() -> None:
+async def test_keys_changed_during_a_write_go_into_the_next_write() -> None:
     scene = Scene()
     async with running(scene) as tasks:
         scene.change("a")
@@ -101,7 +102,7 @@ async def test_what_changes_during_a_write_goes_into_the_next_all_together() -> 
         assert scene.begun.empty()
 
 
-async def test_a_failed_write_ends_the_writer_and_answers_nobody() -> None:
+async def test_failed_write_ends_the_writer_without_answers() -> None:
     scene = Scene()
     answered = False
 
@@ -121,7 +122,7 @@ async def test_a_failed_write_ends_the_writer_and_answers_nobody() -> None:
     assert not answered
 
 
-async def test_who_waits_when_the_writing_is_ended_is_told_that_nothing_is_known() -> None:
+async def test_waiting_calls_get_unreachable_when_the_writer_is_cancelled() -> None:
     scene = Scene()
     async with asyncio.TaskGroup() as tasks:
         writing = tasks.create_task(scene.commits.run())
@@ -144,7 +145,7 @@ async def refusal(scene: Scene, key: str) -> str:
     return refused.value.reason
 
 
-async def test_a_write_refused_for_want_of_room_is_tried_again_as_it_was(
+async def test_write_rejected_by_a_full_disk_is_retried_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(group_commit, "RETRY_MS", 1)
@@ -156,7 +157,7 @@ async def test_a_write_refused_for_want_of_room_is_tried_again_as_it_was(
         scene.change("a")
         scene.change("b")
         scene.end(DiskFull("full"))
-        assert await scene.begun.get() == [(b"a", b"1")], "what came later goes with what it needs"
+        assert await scene.begun.get() == [(b"a", b"1")], "a later state belongs to the next write"
         with pytest.raises(DiskFull):
             scene.commits.check_room()
         await scene.commits.drain()

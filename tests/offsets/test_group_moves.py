@@ -1,8 +1,8 @@
-"""Goal: a group that is moved to another replica set takes everything along, is kept by one set at
-every moment, and the move comes to its end whoever dies on the way.
+"""Goal: a moved group keeps all its entries, one set keeps it at every moment, and the move
+completes whichever node dies.
 
 Method: two sets, `left` and `right`, with real disks, a real etcd and real gRPC between them. The
-test writes the places as the nameserver does, and decides what becomes of calls between the sets.
+test writes the placements as the nameserver does, and may delay or fail calls between the sets.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ class Scene:
     right: ReplicaSet
 
     async def place(self, offsets_set: str, move: int = 0, from_set: str = "") -> None:
-        """Do what the nameserver does."""
+        """Write the placement, as the nameserver does."""
         place = GroupPlacement(offsets_set, move, from_set)
         await self.etcd.put(f"places/{GROUP}", place.encode())
 
     async def finished(self, move: int) -> bool:
-        """Whether etcd says that the move is over."""
+        """Return whether the move is finished in etcd."""
         stored = await self.etcd.get(f"places/{GROUP}")
         assert stored is not None
         place = decode_placement(stored)
         return place.move == move and not place.from_set
 
     async def moved(self, move: int) -> None:
-        """Wait until it is."""
+        """Wait until the move is finished."""
         await until(lambda: self.finished(move), timeout_s=40)
 
 
@@ -108,7 +108,7 @@ async def two_sets(
 
 
 async def leader(of: ReplicaSet) -> Replica:
-    """The node that answers, if only that the group is elsewhere."""
+    """Return the node that answers, also with GROUP_MOVED."""
     found: list[Replica] = []
 
     async def look() -> bool:
@@ -125,10 +125,10 @@ async def leader(of: ReplicaSet) -> Replica:
 
 
 async def ask(node: Replica, request: Any) -> Any:
-    """The answer of a node; its outcome if it has one.
+    """Return the answer of a node, or its outcome if it has one.
 
     Raises:
-        BatonError: as it, or its outcome, was refused.
+        BatonError: the call or its item was rejected.
     """
     method = type(request).__name__.removesuffix("Request")
     try:
@@ -142,7 +142,7 @@ async def ask(node: Replica, request: Any) -> Any:
 
 
 async def refused(node: Replica) -> str | None:
-    """Why a node does not tell of the group; None if it does."""
+    """Return the reason for which a node rejects a call about the group; None if it answers."""
     try:
         await ask(node, pb.ListResetsRequest(group=GROUP))
     except BatonError as error:
@@ -182,7 +182,7 @@ def reset(to_offset: int, queue_id: int) -> pb.ResetRequest:
 
 
 async def work(node: Replica) -> pb.Progress:
-    """Give the group a history: tokens, acks, what may have been seen, a reset.
+    """Give the group tokens, acks, maybe-seen offsets and a reset.
 
     Returns:
         The progress of queue 0.
@@ -195,12 +195,12 @@ async def work(node: Replica) -> pb.Progress:
 
 
 def of_group(node: Replica) -> list[StoredEntry]:
-    """What the disk of a node has of the group, but what became of it."""
+    """Return the stored entries of the group, without its local placement."""
     name = GROUP.encode() + b"\0"
     return [found for found in node.stored() if name in found[0]]
 
 
-async def test_a_moved_group_takes_everything_along(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_moved_group_keeps_all_its_entries(etcd_endpoint: str, tmp_path: Path) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         before = await work(left)
         resets = await ask(left, pb.ListResetsRequest(group=GROUP))
@@ -210,7 +210,7 @@ async def test_a_moved_group_takes_everything_along(etcd_endpoint: str, tmp_path
         await scene.moved(1)
         after = await progress(right)
         assert before.maybe_seen_count == 50
-        # As after a failover: delivered is what was reserved.
+        # As after a failover, delivered is at its reserved bound.
         before.delivered_offset, before.unacked_count = after.delivered_offset, after.unacked_count
         assert after == before
         assert after.delivered_offset >= 100
@@ -218,14 +218,12 @@ async def test_a_moved_group_takes_everything_along(etcd_endpoint: str, tmp_path
         answer = await ask(right, pb.ListHoldsRequest(queue=queue()))
         assert [hold.token for hold in answer.holds] == [hold.token for hold in holds.holds]
         assert of_group(right) == kept
-        assert of_group(left) == [], "what was handed over is forgotten"
+        assert of_group(left) == [], "the exported entries are removed"
         await ask(right, commit(50, token=2))
         assert (await progress(right)).committed_offset == 50
 
 
-async def test_the_old_set_refuses_everything_and_says_where_the_group_is(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_old_set_rejects_calls_with_the_new_set(etcd_endpoint: str, tmp_path: Path) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
         await work(left)
         await scene.place("right", 1, "left")
@@ -254,7 +252,7 @@ async def test_the_old_set_refuses_everything_and_says_where_the_group_is(
         assert not (await ask(left, pb.AnnounceRequest(term=1))).queues
 
 
-async def test_a_group_goes_back_and_forth(etcd_endpoint: str, tmp_path: Path) -> None:
+async def test_group_can_move_back_and_forth(etcd_endpoint: str, tmp_path: Path) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await work(left)
         await scene.place("right", 1, "left")
@@ -268,7 +266,7 @@ async def test_a_group_goes_back_and_forth(etcd_endpoint: str, tmp_path: Path) -
         await scene.place("right", 3, "left")
         await scene.moved(3)
         assert (await progress(right)).committed_offset == 65
-        # What is late of an earlier move does nothing.
+        # Late calls of an earlier move do nothing.
         with pytest.raises(OldMove):
             await ask(right, pb.ExportGroupRequest(group=GROUP, move=2, to_set="left"))
         await ask(left, pb.ForgetGroupRequest(group=GROUP, move=1))
@@ -277,10 +275,10 @@ async def test_a_group_goes_back_and_forth(etcd_endpoint: str, tmp_path: Path) -
         assert of_group(right)
 
 
-async def test_a_set_answers_nothing_before_all_has_arrived(
+async def test_new_set_answers_no_call_before_the_import_is_complete(
     etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In many parts, of which the last one is held up; then lost."""
+    """The export has many parts; the last one is delayed, then lost."""
     monkeypatch.setattr(leaving, "PART_BYTES", 1)
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         before = await work(left)
@@ -319,7 +317,7 @@ POINTS = (
 
 @pytest.mark.parametrize("victim", ["left", "right"])
 @pytest.mark.parametrize("point", POINTS)
-async def test_a_move_goes_on_whoever_dies_on_the_way(
+async def test_move_completes_when_either_leader_dies_at_any_step(
     etcd_endpoint: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -348,7 +346,7 @@ async def test_a_move_goes_on_whoever_dies_on_the_way(
 
 
 def stop_at(gate: Gate, point: str) -> asyncio.Event:
-    """Let calls between the sets come so far, and no farther; set once they have."""
+    """Let this many calls between the sets pass and block the next; set once it is blocked."""
     reached = asyncio.Event()
 
     async def stop(after: int, request: Any, proceed: Proceed) -> Any:
@@ -366,7 +364,7 @@ def stop_at(gate: Gate, point: str) -> asyncio.Event:
     return reached
 
 
-async def test_what_a_call_cut_short_did_not_forget_the_next_one_does(
+async def test_repeated_forget_completes_a_cancelled_one(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
@@ -375,7 +373,7 @@ async def test_what_a_call_cut_short_did_not_forget_the_next_one_does(
         async def cut_short(request: Any, proceed: Proceed) -> Any:
             del left.gate.rules["ForgetGroup"]
             try:
-                async with asyncio.timeout(0):  # until it waits for something
+                async with asyncio.timeout(0):  # cancelled at its first await
                     return await proceed()
             except TimeoutError:
                 raise Unreachable("cut short") from None
@@ -387,10 +385,10 @@ async def test_what_a_call_cut_short_did_not_forget_the_next_one_does(
         assert of_group(left) == []
 
 
-async def test_a_new_leader_of_either_set_goes_on_with_the_move(
+async def test_new_leader_of_either_set_continues_the_move(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The seal, and what has arrived, are changes like others: the followers have them."""
+    """Seal and imported entries are replicated changes: the followers have them."""
     async with two_sets(etcd_endpoint, tmp_path, nodes_per_set=2) as (scene, left, right):
         before = await work(left)
         await _all_in_sync(scene)
@@ -422,10 +420,10 @@ async def _all_in_sync(scene: Scene) -> None:
     await until(look, timeout_s=4 * LEASE_MS / 1000)
 
 
-async def test_nothing_is_counted_twice_or_lost_while_acks_go_on(
+async def test_acks_during_a_move_are_neither_lost_nor_counted_twice(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """Acks go to whoever keeps the group, over five moves: what was answered for is never less."""
+    """Acks during five moves go to the set that keeps the group; answered acks are never lost."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await hold(left, 0)
         answered, stop = [0], asyncio.Event()
@@ -457,10 +455,10 @@ async def test_nothing_is_counted_twice_or_lost_while_acks_go_on(
         assert (await progress(right)).committed_offset == answered[-1]
 
 
-async def test_the_same_fence_at_the_new_set_is_the_same_fence(
+async def test_fence_attempt_repeated_at_the_new_set_gets_the_same_answer(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The lock manager repeats an attempt whose answer was lost, wherever the group is by then."""
+    """The lock manager repeats an attempt without answer at the set that keeps the group now."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await hold(left, 0)
         first = await ask(left, fence(1))
@@ -471,8 +469,10 @@ async def test_the_same_fence_at_the_new_set_is_the_same_fence(
         assert (await progress(right)).token == 2
 
 
-async def test_the_term_comes_along(etcd_endpoint: str, tmp_path: Path) -> None:
-    """An old lock manager finds no set that has not heard of its successor."""
+async def test_term_of_the_lock_manager_moves_with_the_group(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """A lock manager with an old term is rejected by the new set too."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await hold(left, 0)
         await ask(left, pb.AnnounceRequest(term=9))
@@ -485,10 +485,10 @@ async def test_the_term_comes_along(etcd_endpoint: str, tmp_path: Path) -> None:
         assert (await ask(right, fence(1, term=9))).outcomes[0].fenced.token == 2
 
 
-async def test_a_topic_that_is_deleted_meanwhile_is_deleted_of_the_group_too(
+async def test_topic_deleted_during_a_move_is_deleted_for_the_group(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The sets are told one after the other, and each before or after the group."""
+    """The sets get the deletion one after the other, each before or after the group moves."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await hold(left, 0)
         reached = stop_at(left.gate, "after the seal")
@@ -505,10 +505,10 @@ async def test_a_topic_that_is_deleted_meanwhile_is_deleted_of_the_group_too(
         assert again.outcomes[0].fenced.token == 3, "no token is issued twice"
 
 
-async def test_what_the_group_has_begun_since_is_not_deleted_by_a_late_call(
+async def test_late_topic_deletion_does_not_delete_newer_progress_of_a_moved_group(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The old set has heard of the new topic, the new set hears of it after the group has come."""
+    """The old set deleted the topic's progress before the move, the new set does it after it."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await ask(left, pb.DeleteTopicRequest(topic="news", topic_id=7))
         await hold(left, 0)
@@ -520,7 +520,7 @@ async def test_what_the_group_has_begun_since_is_not_deleted_by_a_late_call(
         assert not (await ask(right, pb.QueryGroupRequest(group=GROUP))).queues
 
 
-async def test_a_group_without_a_place_belongs_to_one_set(
+async def test_group_without_a_placement_belongs_to_one_set(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with two_sets(etcd_endpoint, tmp_path) as (_, left, right):
@@ -549,10 +549,10 @@ async def _all_of(*calls: Any) -> list[Any]:
     return results
 
 
-async def test_a_group_that_is_here_gets_its_place_when_its_set_starts(
+async def test_stored_group_gets_its_placement_when_its_set_starts(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """What was kept before there were places, or sets, is given to nobody else."""
+    """A group stored without a placement is not given to another set."""
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         await hold(left, 0)
         await scene.etcd.delete(f"places/{GROUP}")
@@ -567,41 +567,41 @@ async def test_a_group_that_is_here_gets_its_place_when_its_set_starts(
         assert (await progress(await leader(scene.left))).token == 1
 
 
-def test_a_seal_is_only_lifted_by_a_greater_move() -> None:
-    homes = LocalPlacements()
-    assert homes.seal("g", 1, "b", {"t": 5})
-    assert not homes.seal("g", 1, "b", {"t": 9}), "a repetition changes nothing"
-    assert homes.get("g") == LocalPlacement(1, PlacementState.GONE, "b", {"t": 5})
+def test_seal_is_lifted_only_by_a_later_move() -> None:
+    placements = LocalPlacements()
+    assert placements.seal("g", 1, "b", {"t": 5})
+    assert not placements.seal("g", 1, "b", {"t": 9}), "a repetition changes nothing"
+    assert placements.get("g") == LocalPlacement(1, PlacementState.GONE, "b", {"t": 5})
     with pytest.raises(OldMove):
-        homes.seal("g", 1, "c", {})
+        placements.seal("g", 1, "c", {})
     with pytest.raises(GroupMoved):
-        homes.check("g")
-    homes.put("g", LocalPlacement(2, PlacementState.ARRIVING))
+        placements.check("g")
+    placements.put("g", LocalPlacement(2, PlacementState.ARRIVING))
     with pytest.raises(NotServing):
-        homes.check("g")
+        placements.check("g")
     with pytest.raises(NotServing):
-        homes.seal("g", 3, "c", {})
-    homes.put("g", LocalPlacement(2, PlacementState.KEPT, topic_ids={"u": 4}))
-    homes.check("g")
-    assert homes.topic_id("g", "u") == 4
-    assert not homes.forget("g", 1)
-    assert homes.seal("g", 3, "c", {"t": 6, "u": 1})
-    assert homes.get("g") == LocalPlacement(3, PlacementState.GONE, "c", {"t": 6, "u": 4})
-    assert homes.forget("g", 3)
-    assert homes.get("g") == LocalPlacement(3, PlacementState.FORGOTTEN, "c")
-    assert not homes.forget("g", 3), "once is enough"
+        placements.seal("g", 3, "c", {})
+    placements.put("g", LocalPlacement(2, PlacementState.KEPT, topic_ids={"u": 4}))
+    placements.check("g")
+    assert placements.topic_id("g", "u") == 4
+    assert not placements.forget("g", 1)
+    assert placements.seal("g", 3, "c", {"t": 6, "u": 1})
+    assert placements.get("g") == LocalPlacement(3, PlacementState.GONE, "c", {"t": 6, "u": 4})
+    assert placements.forget("g", 3)
+    assert placements.get("g") == LocalPlacement(3, PlacementState.FORGOTTEN, "c")
+    assert not placements.forget("g", 3), "its entries are removed only once"
     with pytest.raises(GroupMoved):
-        homes.check("g")
+        placements.check("g")
     with pytest.raises(OldMove):
-        homes.seal("g", 3, "c", {})
+        placements.seal("g", 3, "c", {})
 
 
-def test_what_was_not_handed_over_is_not_forgotten() -> None:
-    homes = LocalPlacements()
+def test_group_that_was_not_handed_over_is_not_forgotten() -> None:
+    placements = LocalPlacements()
     with pytest.raises(InvalidArgument):
-        homes.forget("g", 1)
-    homes.put("g", LocalPlacement(2, PlacementState.KEPT))
+        placements.forget("g", 1)
+    placements.put("g", LocalPlacement(2, PlacementState.KEPT))
     for move in (2, 3):
         with pytest.raises(InvalidArgument):
-            homes.forget("g", move)
-    assert not homes.forget("g", 1), "that was another one"
+            placements.forget("g", move)
+    assert not placements.forget("g", 1), "that is another move"

@@ -1,6 +1,8 @@
-"""Goal: offsets can say who held a queue under which token, from when to when, and what was
-delivered; and never says more than is known. Method: the rules on a real table, the log over a
-real channel with a real disk, and the disk after restarts and deletions.
+"""Goal: the holds of a queue have its tokens with holder, time span and deliveries, and bounds of
+deliveries that are not known exactly.
+
+Method: the rules on a real table, the list over a real channel with a real disk, and the disk
+after restarts and deletions.
 """
 
 from __future__ import annotations
@@ -39,19 +41,27 @@ from tests.offsets.rules_scene import (
     Scene,
     offsets,
 )
-from tests.offsets.service_calls import TERM, Service, call, deletion, queue, run, wish
+from tests.offsets.service_calls import (
+    TERM,
+    Service,
+    call,
+    delete_topic_request,
+    fence_item,
+    queue,
+    run,
+)
 
 NOW = Instant(1, 1)
 
 
 def told(scene: Scene, records: list[TokenChange]) -> list[tuple[int, HoldEnd, DeliveryReach]]:
-    """Token, end and reach of each hold, newest first."""
+    """Return token, end and reach of each hold, newest first."""
     found = link_holds(records, scene.queue.token, scene.queue.reach)
     return [(hold.began.token, hold.end, hold.reach) for hold in found]
 
 
 class Log:
-    """A scene that notes every handover."""
+    """A scene that records every token change."""
 
     def __init__(self) -> None:
         self.scene = Scene()
@@ -66,7 +76,7 @@ class Log:
         return told(self.scene, self.records)
 
 
-def test_each_way_to_end_a_token_is_told_with_what_was_delivered_under_it() -> None:
+def test_hold_has_the_cause_of_its_end_and_its_deliveries() -> None:
     log, scene = Log(), Scene()
     log.scene = scene
     scene.fence(A, 0)
@@ -98,7 +108,7 @@ def test_each_way_to_end_a_token_is_told_with_what_was_delivered_under_it() -> N
     ]
 
 
-def test_a_close_does_not_take_back_what_was_delivered() -> None:
+def test_close_keeps_the_delivered_offset_of_the_hold() -> None:
     log = Log()
     log.scene.fence(A, 0)
     log.note()
@@ -106,7 +116,7 @@ def test_a_close_does_not_take_back_what_was_delivered() -> None:
     log.scene.close(1, 4, unfinished=offsets((6, 7)))
     assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))]
     log.scene.restart()
-    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))], "nor does a restart"
+    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))], "a restart keeps it too"
     log.scene.fence(B, 1)
     log.note()
     assert log.told() == [
@@ -115,7 +125,7 @@ def test_a_close_does_not_take_back_what_was_delivered() -> None:
     ]
 
 
-def test_after_a_restart_what_was_delivered_is_known_only_within_bounds() -> None:
+def test_delivered_offset_of_a_hold_is_bounded_after_a_restart() -> None:
     log = Log()
     log.scene.fence(A, 0)
     log.note()
@@ -127,7 +137,7 @@ def test_after_a_restart_what_was_delivered_is_known_only_within_bounds() -> Non
     assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(12, 2_010))]
 
 
-def test_the_end_of_a_hold_is_the_begin_of_the_next() -> None:
+def test_hold_ends_when_the_next_one_begins() -> None:
     log = Log()
     log.scene.fence(A, 0)
     log.note()
@@ -140,7 +150,7 @@ def test_the_end_of_a_hold_is_the_begin_of_the_next() -> None:
     assert oldest.end_unix_ms == newest.began.unix_ms == oldest.began.unix_ms + 500
 
 
-def test_what_was_acked_before_the_issue_is_told_up_to_a_bound() -> None:
+def test_acked_ranges_of_a_hold_are_bounded() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 300)
@@ -151,7 +161,7 @@ def test_what_was_acked_before_the_issue_is_told_up_to_a_bound() -> None:
     assert scene.queue.token_change.acked.runs == acked.runs[:ACKED_RANGES_MAX]
 
 
-def test_holds_end_where_a_record_is_missing() -> None:
+def test_holds_stop_at_a_missing_record() -> None:
     log = Log()
     for token in range(4):
         log.scene.fence(A, token, FORCED)
@@ -160,7 +170,7 @@ def test_holds_end_where_a_record_is_missing() -> None:
     assert [token for token, _, _ in log.told()] == [4, 3]
 
 
-def test_progress_that_begins_anew_does_not_go_on_from_what_was_deleted() -> None:
+def test_holds_of_deleted_progress_are_not_linked() -> None:
     log = Log()
     log.scene.fence(A, 0)
     log.note()
@@ -170,7 +180,7 @@ def test_progress_that_begins_anew_does_not_go_on_from_what_was_deleted() -> Non
     assert [token for token, _, _ in log.told()] == [3]
 
 
-def test_a_stored_handover_keeps_every_field() -> None:
+def test_stored_token_change_keeps_every_field() -> None:
     ended = EndedToken(8, HoldEnd.TIMED_OUT, DeliveryReach(70, 2_070))
     for holder in (A, None):
         handover = TokenChange(9, holder, 1_700_000_000_000, 50, offsets((52, 60), (62, 63)), ended)
@@ -181,8 +191,8 @@ def test_a_stored_handover_keeps_every_field() -> None:
 
 
 async def fence(service: Service, token: int, client_id: str, **fields: object) -> None:
-    """Take the queue under a token that is expected to be `token + 1`."""
-    item = wish(
+    """Fence the queue with expected token `token`; the new one is `token + 1`."""
+    item = fence_item(
         attempt=f"attempt-{token + 1}",
         expected_token=token,
         condition=pb.FENCE_CONDITION_FORCED,
@@ -202,7 +212,7 @@ async def listed(service: Service) -> list[pb.Hold]:
 
 
 async def test_holds_are_listed_newest_first(service: Service) -> None:
-    await service.held(delivered=10)
+    await service.start_owner(delivered=10)
     acks = pb.CommitItem(queue=queue(), token=1, committed_offset=4, acked=[run(6, 8)])
     await call(service, "Commit", pb.CommitRequest(items=[acks]))
     await fence(service, 1, "client-b")
@@ -228,12 +238,12 @@ async def test_holds_are_listed_newest_first(service: Service) -> None:
     )
 
 
-async def test_a_queue_without_progress_has_no_holds(service: Service) -> None:
+async def test_queue_without_progress_has_no_holds(service: Service) -> None:
     assert await listed(service) == []
 
 
 async def test_only_the_newest_holds_are_kept(service: Service) -> None:
-    await service.held(delivered=0)
+    await service.start_owner(delivered=0)
     for token in range(1, HOLDS_MAX + 9):
         await fence(service, token, f"client-{token}")
     found = await listed(service)
@@ -244,17 +254,17 @@ async def test_only_the_newest_holds_are_kept(service: Service) -> None:
 
 
 async def test_holds_of_a_deleted_topic_are_deleted(service: Service) -> None:
-    await service.held()
+    await service.start_owner()
     await fence(service, 1, "client-b")
-    await call(service, "DeleteTopic", deletion())
+    await call(service, "DeleteTopic", delete_topic_request())
     assert await listed(service) == []
     assert not [key for key, _ in service.stored() if key.startswith(HOLDS)]
     await fence(service, 3, "client-c")
     assert [hold.token for hold in await listed(service)] == [4]
 
 
-async def test_a_commit_writes_nothing_of_holds(service: Service) -> None:
-    await service.held()
+async def test_commit_writes_no_hold(service: Service) -> None:
+    await service.start_owner()
     entries = "baton_offsets_durable_entries_total"
     before = service.registry.get_sample_value(entries) or 0
     acks = pb.CommitItem(queue=queue(), token=1, committed_offset=4)
@@ -262,7 +272,7 @@ async def test_a_commit_writes_nothing_of_holds(service: Service) -> None:
     assert service.registry.get_sample_value(entries) == before + 1
 
 
-async def test_a_life_begins_without_reading_holds_and_still_has_them(tmp_path: Path) -> None:
+async def test_recovery_does_not_read_holds_and_they_stay_stored(tmp_path: Path) -> None:
     scene = Scene()
     scene.fence(A, 0)
     handover = scene.queue.token_change

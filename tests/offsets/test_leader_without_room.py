@@ -1,7 +1,7 @@
-"""Goal: a node whose disk is full leads only as long as no other member could.
+"""Goal: a node whose disk is full is the leader only while no other replica could be.
 
-Method: nodes of one set in this process, with real etcd, disks and channels; only how much is free
-on a disk is decided by the test.
+Method: nodes of one set in this process, with real etcd, disks and channels; the test decides how
+much is free on each disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]
 
 
 class Rooms:
-    """What is free on the disks."""
+    """The free space of the disks."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
@@ -56,7 +56,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
 
 
 async def caught(node: Replica, offset: int) -> BatonError | None:
-    """What becomes of an ack that the node has applied when it finds its disk full."""
+    """Return the result of an ack that the node has applied when its disk becomes full."""
     try:
         await commit(node, offset, timeout_s=PATIENCE_S)
     except BatonError as error:
@@ -65,7 +65,7 @@ async def caught(node: Replica, offset: int) -> BatonError | None:
 
 
 async def problems(leader: Replica) -> list[str]:
-    """What keeps each of the followers from following, by their own account."""
+    """Return the problem that each follower reports."""
     answer = await leader.replication.DescribeReplicas(
         replication_pb.DescribeReplicasRequest(), timeout=TIMEOUT_S
     )
@@ -73,17 +73,17 @@ async def problems(leader: Replica) -> list[str]:
 
 
 async def next_leader(scene: ReplicaSet, before: Replica) -> Replica:
-    """The leader that serves after this one, which may still say that it does."""
+    """Return the next leader once it serves; this node may still claim to be the leader."""
 
     async def look() -> bool:
-        name = (await scene.fingerprint()).leader
+        name = (await scene.stored_set()).leader
         return name != before.name and await scene.nodes[name].serves()
 
     await until(look, PATIENCE_S)
-    return scene.nodes[(await scene.fingerprint()).leader]
+    return scene.nodes[(await scene.stored_set()).leader]
 
 
-async def test_who_has_no_room_does_not_keep_another_from_leading(
+async def test_replica_with_a_full_disk_does_not_block_an_election(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
     await scene.start("a", "b", "c")
@@ -94,7 +94,7 @@ async def test_who_has_no_room_does_not_keep_another_from_leading(
     await away.stop()
     await scene.in_sync(leader.name, full.name)
     rooms.fill(full)
-    await leader.stop()  # now nobody else could be elected
+    await leader.stop()  # no other node can be elected now
     (again,) = await scene.start(leader.name)
     await until(again.serves, PATIENCE_S)
     await commit(again, 10)
@@ -102,7 +102,7 @@ async def test_who_has_no_room_does_not_keep_another_from_leading(
     await scene.in_sync(again.name, full.name)
 
 
-async def test_a_leader_whose_disk_fills_gives_way_to_one_that_has_room(
+async def test_leader_with_a_full_disk_resigns_for_a_replica_with_room(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
     await scene.start("a", "b", "c")
@@ -113,14 +113,16 @@ async def test_a_leader_whose_disk_fills_gives_way_to_one_that_has_room(
     async with asyncio.TaskGroup() as tasks:
         late = tasks.create_task(caught(leader, 5))
         other = await next_leader(scene, leader)
-        assert isinstance(await late, Unreachable), "it is not known, so it is not called refused"
+        assert isinstance(await late, Unreachable), (
+            "the outcome is not known, so it is not a rejection"
+        )
     await commit(other, 10)
     rooms.clear(leader)
     await scene.in_sync("a", "b", "c")
     await scene.alike("a", "b", "c")
 
 
-async def test_a_leader_without_room_stays_while_nobody_has_any_and_is_read_from(
+async def test_leader_with_a_full_disk_stays_while_all_disks_are_full_and_answers_reads(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
     scene.settings = {
@@ -132,7 +134,7 @@ async def test_a_leader_without_room_stays_while_nobody_has_any_and_is_read_from
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
     await hold(leader, 0, 1)
-    epoch = (await scene.fingerprint()).epoch
+    epoch = (await scene.stored_set()).epoch
     one, other = (node for node in scene.nodes.values() if node is not leader)
     rooms.fill(one)
     rooms.fill(other)
@@ -144,8 +146,8 @@ async def test_a_leader_without_room_stays_while_nobody_has_any_and_is_read_from
     rooms.fill(leader)
     async with asyncio.TaskGroup() as tasks:
         late = tasks.create_task(caught(leader, 5))
-        await asyncio.sleep(3)  # so that it could have given way in vain
-        assert (await scene.fingerprint()).epoch == epoch
+        await asyncio.sleep(3)  # time in which it could have resigned
+        assert (await scene.stored_set()).epoch == epoch
         assert await committed(leader, queue_id=1) == 0
         rooms.clear(one)
         assert await next_leader(scene, leader) is one

@@ -17,7 +17,7 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq_server.offsets.core.holds import HOLDS_MAX
 from batonmq_server.runtime import paging
-from tests.offsets.service_calls import TERM, Service, call, queue, refusal, wish
+from tests.offsets.service_calls import TERM, Service, call, fence_item, queue, rejection
 
 QUEUES = [(topic, broker, number) for topic in ("news", "sport") for broker in "ab" for number in
           (0, 2, 10)]  # fmt: skip
@@ -41,8 +41,8 @@ async def reset(service: Service, op_id: str, *queues: queue_pb2.GroupQueue) -> 
 
 
 async def force(service: Service, token: int) -> None:
-    """Give the queue to another client, so that it has a hold more."""
-    item = wish(
+    """Give the queue to another client, which adds a hold."""
+    item = fence_item(
         attempt=f"attempt-{token + 1}",
         expected_token=token,
         condition=pb.FENCE_CONDITION_FORCED,
@@ -88,7 +88,7 @@ async def test_progress_of_a_group_is_paged_in_the_order_of_its_queues(service: 
     assert [each for page in found for each in page] == QUEUES
 
 
-async def test_queues_that_come_and_go_between_pages_cost_no_other_queue(service: Service) -> None:
+async def test_queues_added_and_removed_between_pages_hide_no_other_queue(service: Service) -> None:
     await reset(service, "op", *(ref(*each) for each in QUEUES))
     first, page_token = await queue_page(service, "", 5)
     await reset(service, "more", ref("early", "a", 0), ref("sport", "c", 0))
@@ -117,7 +117,7 @@ async def test_resets_recorded_between_pages_do_not_shift_the_next_page(service:
 
 
 async def test_holds_are_paged_newest_first_also_while_the_owner_changes(service: Service) -> None:
-    await service.held(delivered=0)
+    await service.start_owner(delivered=0)
     for token in range(1, 7):
         await force(service, token)
     assert await all_pages(service, hold_page, 3) == [[7, 6, 5], [4, 3, 2], [1]]
@@ -127,8 +127,8 @@ async def test_holds_are_paged_newest_first_also_while_the_owner_changes(service
     assert (first, rest, page_token) == ([7, 6, 5], [4, 3, 2, 1], "")
 
 
-async def test_holds_that_are_forgotten_between_pages_are_left_out(service: Service) -> None:
-    await service.held(delivered=0)
+async def test_holds_dropped_between_pages_are_left_out(service: Service) -> None:
+    await service.start_owner(delivered=0)
     for token in range(1, HOLDS_MAX):
         await force(service, token)
     _, page_token = await hold_page(service, "", HOLDS_MAX - 2)
@@ -137,8 +137,8 @@ async def test_holds_that_are_forgotten_between_pages_are_left_out(service: Serv
 
 
 @pytest.mark.parametrize("method", REQUESTS)
-async def test_default_page_has_the_whole_of_a_short_list(service: Service, method: str) -> None:
-    await service.held()
+async def test_default_page_has_all_of_a_short_list(service: Service, method: str) -> None:
+    await service.start_owner()
     await reset(service, "op", queue())
     assert not (await call(service, method, REQUESTS[method])).next_page_token
 
@@ -148,11 +148,11 @@ async def test_default_page_has_the_whole_of_a_short_list(service: Service, meth
 async def test_malformed_page_token_is_rejected(
     service: Service, method: str, page_token: str
 ) -> None:
-    await service.held()
+    await service.start_owner()
     request = type(REQUESTS[method])()
     request.CopyFrom(REQUESTS[method])
     request.page_token = page_token
-    code, error = await refusal(service, method, request)
+    code, error = await rejection(service, method, request)
     assert (code, error.facts["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "page_token")
 
 
@@ -160,6 +160,6 @@ async def test_page_token_of_one_list_is_rejected_by_another(service: Service) -
     await reset(service, "op", *(ref(*each) for each in QUEUES))
     _, page_token = await queue_page(service, "", 1)
     request = pb.ListResetsRequest(group="readers", page_token=page_token)
-    code, _ = await refusal(service, "ListResets", request)
+    code, _ = await rejection(service, "ListResets", request)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert b"news" in base64.urlsafe_b64decode(page_token), "the token is opaque, not encrypted"

@@ -1,6 +1,6 @@
-"""Goal: a great number of queues holds up neither a new lock manager nor the lease of a leader.
+"""Goal: many queues block neither a new lock manager nor the lease renewal of a leader.
 
-Method: parts that are small, behind a real channel; and a task beside that counts its turns.
+Method: small parts behind a real channel; and a task that counts how often it runs.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.values import Acks, Instant, QueueLimits
 from batonmq_server.offsets.persistence import recover_in_steps, recover_standalone
 from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
-from tests.offsets.service_calls import TERM, Service, call, deletion, queue, wish
+from tests.offsets.service_calls import TERM, Service, call, delete_topic_request, fence_item, queue
 
 GROUPS = [f"group-{number}" for number in range(7)]
 NOW = Instant(0, 0)
 
 
 async def fenced(service: Service) -> dict[tuple[str, int], int]:
-    """Three queues of each group get an owner; token by group and queue id."""
+    """Give three queues of each group an owner; return the tokens by group and queue id."""
     await call(service, "Announce", pb.AnnounceRequest(term=TERM))
     queues = [(group, queue_id) for group in GROUPS for queue_id in range(3)]
-    items = [wish(queue=queue(*one)) for one in queues]
+    items = [fence_item(queue=queue(*one)) for one in queues]
     await call(service, "Fence", pb.FenceRequest(term=TERM, items=items))
     return dict.fromkeys(queues, 1)
 
 
 async def parts(service: Service) -> list[pb.AnnounceResponse]:
-    """What is told of all queues."""
+    """Return the queues of all parts of Announce."""
     found = []
     request = pb.AnnounceRequest(term=TERM)
     while True:
@@ -49,7 +49,7 @@ def told(found: list[pb.AnnounceResponse]) -> list[tuple[tuple[str, int], int]]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 6, 21, 100])
-async def test_parts_of_an_announce_tell_every_queue_once(
+async def test_parts_of_an_announce_have_every_queue_once(
     service: Service, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     tokens = await fenced(service)
@@ -60,14 +60,14 @@ async def test_parts_of_an_announce_tell_every_queue_once(
     assert len(found) == -(-len(GROUPS) // groups_at_once)
 
 
-async def test_what_ends_between_two_parts_hides_no_other_queue(
+async def test_queue_deleted_between_two_parts_hides_no_other_queue(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = await fenced(service)
     monkeypatch.setattr(lockmgr_calls, "ANNOUNCED_MAX", 4)
     first = await call(service, "Announce", pb.AnnounceRequest(term=TERM))
     assert first.more
-    await call(service, "DeleteTopic", deletion())
+    await call(service, "DeleteTopic", delete_topic_request())
     request = pb.AnnounceRequest(term=TERM, after_group=first.queues[-1].queue.group)
     found = [first]
     while found[-1].more:
@@ -78,7 +78,7 @@ async def test_what_ends_between_two_parts_hides_no_other_queue(
     assert {token for _, token in seen[len(first.queues) :]} == {2}
 
 
-async def test_a_leader_lets_others_go_on_while_it_reads_what_it_has(
+async def test_recovery_in_steps_does_not_block_other_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(persistence, "RECOVERY_STEP", 10)

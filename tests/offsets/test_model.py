@@ -1,10 +1,10 @@
-"""Goal: no run of calls, late and repeated ones included, and of crashes leads anywhere but where
-a naive model on Python sets leads; the properties V1, V3, V4, V5, V7, V9, V10 hold on the way.
+"""Goal: after any sequence of calls, including late and repeated ones, and of crashes, the table
+has the state of a naive model on Python sets; properties V1, V3, V4, V5, V7, V9, V10 hold always.
 
-Method: a Hypothesis state machine on one queue. Every call may meet a crash after it was applied
-and before it was durable: then it was never answered, and the model has not seen it. The disk is
-the stored form of the last change that was told to be durable, so a forgotten `changed` shows. The
-model counts a reset and its undo offset by offset.
+Method: a Hypothesis state machine on one queue. Every call may crash after it was applied and
+before it was durable: then it was never answered, and the model has not seen it. The disk has the
+stored form of the last change with `changed`, so a missing `changed` is detected. The model counts
+a reset and its undo offset by offset.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ HOLDERS = st.sampled_from([A, A, B, B, C, None])
 GENERATION = st.sampled_from([0, 0, 1, 2])
 RUNS = st.frozensets(st.integers(0, 24), max_size=8).map(ranges_of)
 RESET_AGE = st.sampled_from([0] * 8 + [1, -1])
-"""How far a caller's reset epoch is behind the current one."""
+"""Difference between the current reset epoch and that of a caller."""
 AGE = st.sampled_from([0] * 12 + [1, 2, -1])
-"""How far a caller's token is behind the current one."""
+"""Difference between the current token and that of a caller."""
 PLACES = st.builds(
     lambda committed, acked: AckState(committed, acked.at_or_above(committed + 1)),
     st.integers(0, 14),
@@ -98,7 +98,7 @@ PLACES = st.builds(
 
 
 class Machine(RuleBasedStateMachine):
-    """Table and model side by side."""
+    """Runs every call on the table and on the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,10 +116,10 @@ class Machine(RuleBasedStateMachine):
         self.committed_before = 0
         self.acked_before: set[int] = set()
         self.in_hand: set[int] = set()
-        """What the client that holds the token may have started under it."""
+        """Offsets that the holder may have started under the current token."""
         self.must_flag: set[int] = set()
-        """What was started under a token that is over, by the owner's word where there is one, or
-        was handled: whatever is not handled any more after a reset was started too."""
+        """Offsets that were started under an earlier token, as its owner reported, or acked. And
+        offsets that a reset made unacked."""
 
     @property
     def now(self) -> Instant:
@@ -263,7 +263,7 @@ class Machine(RuleBasedStateMachine):
         self.call(("close", (self.model.token - age, acks, unfinished)), bool(survives))
 
     def acks(self, reset_age: int, committed: int, offsets: RangeSet, inside: bool) -> Acks:
-        """Acks that are mostly in bounds."""
+        """Draw acks that are mostly within the delivered range."""
         if inside:
             committed = min(committed, self.model.delivered)
             offsets = offsets.between(0, self.model.delivered)
@@ -294,7 +294,7 @@ class Machine(RuleBasedStateMachine):
             self.table.restore_topic(KEY.topic, self.stored_topic_id)
         if self.stored is not None:
             self.table.restore(KEY, decode_progress(KEY, self.stored))
-            self.model.delivered = self.model.reserved  # both 0 where the topic was deleted
+            self.model.delivered = self.model.reserved  # both 0 if the topic was deleted
             self.model.ever_delivered |= set(range(self.model.delivered))
         records = ResetHistory()
         for stored in self.stored_moves.values():
@@ -310,7 +310,7 @@ class Machine(RuleBasedStateMachine):
         answer, changed = self.ask_table(call)
         assert answer == expected
         if changed and not survives:
-            self.crash()  # after it was applied, before it was durable or answered
+            self.crash()  # after the call was applied, before it is durable
             return
         if changed:
             known = KEY in self.table or model.token > 0
@@ -366,7 +366,7 @@ class Machine(RuleBasedStateMachine):
         try:
             return asked[name]()
         except BatonError as error:
-            assert self.copy() == before, "refused means: nothing changed"
+            assert self.copy() == before, "a rejected call changes nothing"
             return error.reason, False
 
     def touch_table(self, token: int) -> tuple[object, bool]:
@@ -384,7 +384,7 @@ class Machine(RuleBasedStateMachine):
             outcome = self.resets.reset(KEY.group, order, [target], self.now, **dry)
         (result,) = outcome.results
         if not outcome.applied:
-            assert self.copy() == before, "a dry run, a repetition and a refusal change nothing"
+            assert self.copy() == before, "dry runs, repetitions and rejected calls change nothing"
         if isinstance(result, BatonError):
             return result.reason, False
         return answer_of(result), bool(outcome.applied)

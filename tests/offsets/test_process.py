@@ -26,7 +26,7 @@ from batonmq._connection.channels import connect
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.ports import HOST, keep_ports
 from batonmq_server.offsets.core.ranges import RangeSet
-from tests.offsets.service_calls import TERM, TIMEOUT_S, queue, run, wish
+from tests.offsets.service_calls import TERM, TIMEOUT_S, fence_item, queue, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 QUEUES = 6
@@ -35,7 +35,7 @@ READY_S = 30.0
 
 
 def program(tmp_path: Path, etcd_endpoint: str) -> tuple[Program, str]:
-    """How to start the service on the folder, and its address."""
+    """The command that starts the service on the folder, and its address."""
     port = keep_ports(tmp_path / "ports.json", ["offsets"])["offsets"]
     address = f"{HOST}:{port}"
     env = {
@@ -62,7 +62,7 @@ def program(tmp_path: Path, etcd_endpoint: str) -> tuple[Program, str]:
 
 @asynccontextmanager
 async def life(child: ChildProcess, address: str) -> AsyncIterator[pb_grpc.OffsetsServiceAsyncStub]:
-    """One life of the process; killed at the end if it still runs."""
+    """Run the process; kill it at the end if it still runs."""
     child.spawn()
     try:
         await child.ready(READY_S)
@@ -73,17 +73,17 @@ async def life(child: ChildProcess, address: str) -> AsyncIterator[pb_grpc.Offse
 
 
 async def own_all(stub: pb_grpc.OffsetsServiceAsyncStub) -> None:
-    """Every queue has token 1 and is delivered far ahead."""
+    """Give every queue token 1, and deliver far ahead."""
     await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
     keys = [queue(queue_id=queue_id) for queue_id in range(QUEUES)]
-    wishes = [wish(queue=key) for key in keys]
+    wishes = [fence_item(queue=key) for key in keys]
     await stub.Fence(pb.FenceRequest(term=TERM, items=wishes), timeout=TIMEOUT_S)
     items = [pb.DeliveryItem(queue=key, token=1, next_offset=DELIVERED) for key in keys]
     await stub.RecordDelivered(pb.RecordDeliveredRequest(items=items), timeout=TIMEOUT_S)
 
 
 class Acker:
-    """Commits one queue bit by bit, with holes, and notes what was answered."""
+    """Commits one queue in small ranges with gaps, and records the answered acks."""
 
     def __init__(self, queue_id: int) -> None:
         self.queue = queue(queue_id=queue_id)
@@ -91,7 +91,7 @@ class Acker:
         self.at = 0
 
     async def go_on(self, stub: pb_grpc.OffsetsServiceAsyncStub, enough: asyncio.Semaphore) -> None:
-        """Commit until the process is gone; each answer is told to `enough`."""
+        """Commit until the process is dead; call `enough` with each answer."""
         while True:
             hole, end = self.at + 1, self.at + 4
             acked = RangeSet(((self.at, hole), (hole + 1, end)))
@@ -109,11 +109,11 @@ class Acker:
 
 
 async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[RangeSet]:
-    """What each queue has acked, committed included, by taking it with force."""
+    """Fence each queue by force; return its acked offsets, including those below C."""
     request = pb.QueryRequest(queues=[queue(queue_id=queue_id) for queue_id in range(QUEUES)])
     known = (await stub.Query(request, timeout=TIMEOUT_S)).outcomes
     wishes = [
-        wish(
+        fence_item(
             queue=outcome.progress.queue,
             attempt=attempt,
             expected_token=outcome.progress.token,
@@ -157,9 +157,7 @@ async def test_every_answered_commit_survives_kill_9(etcd_endpoint: str, tmp_pat
         assert acked.next_offset <= acker.at + 4, "nothing is acked that was never sent"
 
 
-async def test_a_close_and_a_fence_that_were_answered_survive_kill_9(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_answered_close_and_fence_survive_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
     started, address = program(tmp_path, etcd_endpoint)
     child = ChildProcess(started)
     async with life(child, address) as stub:
@@ -169,8 +167,8 @@ async def test_a_close_and_a_fence_that_were_answered_survive_kill_9(
         )
         await stub.Close(pb.CloseRequest(items=[close]), timeout=TIMEOUT_S)
         child.kill_now()
-    repeated = wish(queue=queue(queue_id=1))
-    following = wish(queue=queue(queue_id=0), attempt="next", expected_token=1)
+    repeated = fence_item(queue=queue(queue_id=1))
+    following = fence_item(queue=queue(queue_id=0), attempt="next", expected_token=1)
     async with life(child, address) as stub:
         request = pb.FenceRequest(term=TERM, items=[repeated, following])
         answer = await stub.Fence(request, timeout=TIMEOUT_S)
@@ -189,7 +187,7 @@ async def test_a_close_and_a_fence_that_were_answered_survive_kill_9(
 
 
 class Mover:
-    """Resets one queue here and there, each time under an id of its own."""
+    """Resets one queue to changing offsets, each time with a new operation id."""
 
     def __init__(self, queue_id: int) -> None:
         self.queue = queue(queue_id=queue_id)
@@ -202,7 +200,7 @@ class Mover:
         return pb.ResetRequest(op_id=name, by="test", reason="kill -9", items=[item])
 
     async def go_on(self, stub: pb_grpc.OffsetsServiceAsyncStub, enough: asyncio.Semaphore) -> None:
-        """Reset until the process is gone; each answer is told to `enough`."""
+        """Reset until the process is dead; call `enough` with each answer."""
         while True:
             self.sent = len(self.answered) + 1
             try:
@@ -251,7 +249,7 @@ async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
     assert len(recorded) == len(set(recorded))
 
 
-async def test_an_undo_after_kill_9_restores_what_was_acked(
+async def test_undo_after_kill_9_restores_the_acked_offsets(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
@@ -277,9 +275,7 @@ async def test_an_undo_after_kill_9_restores_what_was_acked(
     assert (now.reset_epoch, now.token) == (2, 3)
 
 
-async def test_a_stopped_process_ends_by_itself_and_loses_nothing(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_stopped_process_exits_and_loses_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
     started, address = program(tmp_path, etcd_endpoint)
     child = ChildProcess(started)
     acker = Acker(0)
@@ -296,7 +292,7 @@ async def test_a_stopped_process_ends_by_itself_and_loses_nothing(
     assert not acker.answered.difference(found[0])
 
 
-async def test_a_second_process_on_the_same_folder_ends_at_once(
+async def test_second_process_on_the_same_folder_exits_at_once(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
@@ -321,7 +317,7 @@ async def test_a_second_process_on_the_same_folder_ends_at_once(
         assert child.pid is not None
 
 
-async def test_a_failed_write_ends_the_process_and_answers_nobody(
+async def test_failed_write_ends_the_process_without_an_answer(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
@@ -340,7 +336,7 @@ async def test_a_failed_write_ends_the_process_and_answers_nobody(
         with pytest.raises(grpc.aio.AioRpcError):
             for first in range(0, 60_000, 500):
                 keys = [queue(queue_id=queue_id) for queue_id in range(first, first + 500)]
-                request = pb.FenceRequest(term=TERM, items=[wish(queue=key) for key in keys])
+                request = pb.FenceRequest(term=TERM, items=[fence_item(queue=key) for key in keys])
                 await stub.Fence(request, timeout=TIMEOUT_S)
                 answered += keys
         assert await child.ended() == 1

@@ -45,7 +45,7 @@ FIRST = FenceAttempt(attempt="first", expected_token=0, condition=CLOSED_OR_DRAI
 
 
 def held(*, delivered: int = 10, limits: QueueLimits | None = None) -> Scene:
-    """A holds token 1 and has [0, delivered) in flight."""
+    """Return a queue with token 1 of A and [0, delivered) in flight."""
     scene = Scene(limits)
     scene.fence(A, 0)
     if delivered:
@@ -53,8 +53,8 @@ def held(*, delivered: int = 10, limits: QueueLimits | None = None) -> Scene:
     return scene
 
 
-def refused(scene: Scene, kind: type[BatonError], call: str, *args: object) -> dict[str, str]:
-    """The facts of the refusal, after checking that it changed nothing."""
+def rejected(scene: Scene, kind: type[BatonError], call: str, *args: object) -> dict[str, str]:
+    """Return the facts of the error; assert that the call changed nothing."""
     before = encode_progress(scene.table.state(KEY)), copy(scene.table.state(KEY))
     with pytest.raises(kind) as raised:
         getattr(scene, call)(*args)
@@ -65,17 +65,17 @@ def refused(scene: Scene, kind: type[BatonError], call: str, *args: object) -> d
 # ---- announce
 
 
-def test_s3_announce_takes_a_newer_term() -> None:
+def test_s3_announce_accepts_a_newer_term() -> None:
     scene = Scene()
     assert scene.table.announce(8)
     assert scene.table.term == 8
 
 
-def test_s3_announce_of_the_same_term_again_changes_nothing() -> None:
+def test_s3_repeated_announce_changes_nothing() -> None:
     assert not Scene().table.announce(7)
 
 
-def test_s3_announce_of_an_older_term_is_refused() -> None:
+def test_s3_announce_of_an_older_term_is_rejected() -> None:
     scene = Scene()
     with pytest.raises(OldEpoch) as raised:
         scene.table.announce(6)
@@ -84,14 +84,14 @@ def test_s3_announce_of_an_older_term_is_refused() -> None:
 
 
 @pytest.mark.parametrize("term", [6, 8])
-def test_s3_fence_of_another_term_than_the_announced_is_refused(term: int) -> None:
+def test_s3_fence_of_another_term_than_the_announced_is_rejected(term: int) -> None:
     scene = Scene()
     with pytest.raises(OldEpoch):
         scene.fence(A, 0, term=term)
     assert KEY not in scene.table
 
 
-def test_s3_a_caller_that_has_seen_a_newer_epoch_is_refused() -> None:
+def test_s3_caller_that_has_seen_a_newer_epoch_is_rejected() -> None:
     table = Scene().table
     table.check_epoch(0)
     table.check_epoch(1)
@@ -114,7 +114,7 @@ def test_s4_initial_offset_of_a_known_queue_is_ignored() -> None:
     assert scene.fence(B, 1, initial_offset=50).committed_offset == 0
 
 
-def test_s4_refused_fence_of_an_unknown_queue_leaves_it_unknown() -> None:
+def test_s4_rejected_fence_of_an_unknown_queue_leaves_it_unknown() -> None:
     scene = Scene()
     with pytest.raises(TokenMismatch) as raised:
         scene.fence(A, 3)
@@ -143,11 +143,11 @@ def test_s4_token_min_below_the_token_has_no_effect() -> None:
 def test_s4_unexpected_token_is_a_mismatch(expected: int) -> None:
     scene = Scene()
     scene.fence(A, 0, attempt="first")
-    facts = refused(scene, TokenMismatch, "fence", B, expected)
+    facts = rejected(scene, TokenMismatch, "fence", B, expected)
     assert facts == {"expected": str(expected), "token": "1", "attempt": "first"}
 
 
-def test_s4_repeated_attempt_gets_the_stored_answer_whatever_came_after() -> None:
+def test_s4_repeated_attempt_gets_the_stored_answer_after_other_calls() -> None:
     scene = Scene()
     first = scene.fence(A, 0, attempt="x")
     scene.record(1, 0, 10)
@@ -171,7 +171,7 @@ def refused_attempt(scene: Scene, attempt: str) -> dict[str, str]:
     return raised.value.facts
 
 
-def test_s4_repeated_attempt_whose_token_is_over_is_superseded() -> None:
+def test_s4_repeated_attempt_after_a_reset_is_superseded() -> None:
     scene = Scene()
     scene.fence(A, 0, attempt="x")
     scene.reset(0)
@@ -195,23 +195,23 @@ def test_s4_closed_or_drained_passes_when_closed() -> None:
     assert (grant.token, grant.committed_offset, grant.maybe_seen) == (2, 4, EMPTY)
 
 
-def test_s4_closed_or_drained_tells_what_is_unacked() -> None:
+def test_s4_closed_or_drained_error_has_the_unacked_offsets() -> None:
     scene = held()
     scene.commit(1, 3, offsets((5, 7)))
-    assert refused(scene, Unacked, "fence", B, 1) == {"unacked": "5", "lowest_offset": "3"}
+    assert rejected(scene, Unacked, "fence", B, 1) == {"unacked": "5", "lowest_offset": "3"}
 
 
 def test_s4_same_holder_passes_for_the_holder_only() -> None:
     scene = held()
-    refused(scene, NotHolder, "fence", B, 1, SAME_HOLDER)
-    refused(scene, NotHolder, "fence", Incarnation(A.client_id, 99), 1, SAME_HOLDER)
+    rejected(scene, NotHolder, "fence", B, 1, SAME_HOLDER)
+    rejected(scene, NotHolder, "fence", Incarnation(A.client_id, 99), 1, SAME_HOLDER)
     assert scene.fence(A, 1, SAME_HOLDER).token == 2
 
 
 def test_s4_same_holder_does_not_pass_once_closed() -> None:
     scene = held()
     scene.close(1)
-    refused(scene, NotHolder, "fence", A, 1, SAME_HOLDER)
+    rejected(scene, NotHolder, "fence", A, 1, SAME_HOLDER)
 
 
 def test_s4_idle_passes_exactly_at_the_bound() -> None:
@@ -226,40 +226,40 @@ def test_s4_idle_passes_exactly_at_the_bound() -> None:
 
 
 @pytest.mark.parametrize("access", ["record", "touch", "commit"])
-def test_s8_every_accepted_access_restarts_the_idle_time(access: str) -> None:
+def test_s8_every_accepted_call_restarts_the_idle_time(access: str) -> None:
     scene = held()
     scene.now_ms += 29_000
     args: dict[str, tuple[int, ...]] = {"record": (1, 0, 5), "touch": (1,), "commit": (1, 0)}
     getattr(scene, access)(*args[access])
     scene.now_ms += 1_000
-    assert refused(scene, NotIdle, "fence", B, 1, IDLE) == {"idle_ms": "1000"}
+    assert rejected(scene, NotIdle, "fence", B, 1, IDLE) == {"idle_ms": "1000"}
 
 
-def test_s8_refused_calls_do_not_restart_the_idle_time() -> None:
+def test_s8_rejected_calls_do_not_restart_the_idle_time() -> None:
     scene = held()
     scene.now_ms += 30_000
-    refused(scene, Fenced, "touch", 9)
-    refused(scene, Fenced, "commit", 9)
-    refused(scene, DeliveryGap, "record", 1, 50, 60)
-    refused(scene, BeyondDelivered, "commit", 1, 50)
+    rejected(scene, Fenced, "touch", 9)
+    rejected(scene, Fenced, "commit", 9)
+    rejected(scene, DeliveryGap, "record", 1, 50, 60)
+    rejected(scene, BeyondDelivered, "commit", 1, 50)
     assert scene.fence(B, 1, IDLE).token == 2
 
 
-def test_s8_a_fence_restarts_the_idle_time() -> None:
+def test_s8_fence_restarts_the_idle_time() -> None:
     scene = held()
     scene.now_ms += 30_000
     scene.fence(B, 1, IDLE)
-    assert refused(scene, NotIdle, "fence", C, 2, IDLE) == {"idle_ms": "0"}
+    assert rejected(scene, NotIdle, "fence", C, 2, IDLE) == {"idle_ms": "0"}
 
 
-def test_s4_forced_passes_always() -> None:
+def test_s4_forced_fence_always_passes() -> None:
     scene = held()
     grant = scene.fence(B, 1, FORCED)
     assert (grant.token, grant.maybe_seen) == (2, offsets((0, 10)))
 
 
 @pytest.mark.parametrize("condition", [IDLE, FORCED])
-def test_s4_what_was_in_flight_becomes_maybe_seen(condition: object) -> None:
+def test_s4_messages_in_flight_become_maybe_seen(condition: object) -> None:
     scene = held()
     scene.commit(1, 2, offsets((4, 6)))
     scene.now_ms += 30_000
@@ -270,7 +270,7 @@ def test_s4_what_was_in_flight_becomes_maybe_seen(condition: object) -> None:
     assert (scene.queue.delivered_offset, scene.queue.delivered_reserved) == (2, 2)
 
 
-def test_s4_what_is_resumed_counts_as_delivered_to_the_new_holder() -> None:
+def test_s4_resumed_offsets_count_as_delivered_to_the_new_holder() -> None:
     scene = held()
     scene.commit(1, 2)
     scene.fence(B, 1, FORCED)
@@ -296,21 +296,21 @@ def test_s4_resume_that_is_acked_counts_as_empty() -> None:
     assert scene.queue.delivered_offset == 3
 
 
-def test_s4_same_holder_keeps_unflagged_what_it_still_has() -> None:
+def test_s4_resumed_offsets_of_the_same_holder_are_not_flagged() -> None:
     scene = held()
     grant = scene.fence(A, 1, SAME_HOLDER, resume=offsets((0, 4)))
     assert grant.maybe_seen == offsets((4, 10))
 
 
 @pytest.mark.parametrize("condition", [SAME_HOLDER, IDLE, FORCED])
-def test_s4_delivered_is_never_lowered_for_the_same_holder(condition: object) -> None:
+def test_s4_delivered_never_goes_back_for_the_same_holder(condition: object) -> None:
     scene = held()
     scene.now_ms += 30_000
     scene.fence(A, 1, condition, resume=offsets((0, 4)))  # type: ignore[arg-type]
     assert scene.queue.delivered_offset == 10
 
 
-def test_s4_delivered_rises_with_what_the_same_holder_resumes() -> None:
+def test_s4_delivered_rises_to_the_resumed_offsets_of_the_same_holder() -> None:
     scene = held(delivered=4)
     scene.fence(A, 1, SAME_HOLDER, resume=offsets((0, 9)))
     assert (scene.queue.delivered_offset, scene.queue.delivered_reserved) == (9, 9)
@@ -336,42 +336,42 @@ def test_s3_delivery_answers_maybe_seen_within_the_range() -> None:
     assert scene.record(2, 15, 20).maybe_seen == EMPTY
 
 
-def test_s3_delivery_repeated_or_late_never_lowers_delivered() -> None:
+def test_s3_delivered_never_goes_back_by_a_repeated_or_late_delivery() -> None:
     scene = held()
     scene.record(1, 0, 10)
     scene.record(1, 2, 3)
     assert scene.queue.delivered_offset == 10
 
 
-def test_s3_delivery_that_leaves_offsets_out_is_a_gap() -> None:
+def test_s3_delivery_that_skips_offsets_is_a_gap() -> None:
     scene = held()
-    assert refused(scene, DeliveryGap, "record", 1, 11, 12) == {
+    assert rejected(scene, DeliveryGap, "record", 1, 11, 12) == {
         "first_offset": "11",
         "expected": "10",
     }
 
 
-def test_s3_delivery_may_start_behind_acked_offsets() -> None:
+def test_s3_delivery_may_start_after_acked_offsets() -> None:
     scene = held()
     scene.commit(1, 0, offsets((4, 10)))
     scene.close(1)
     scene.fence(B, 1)
     scene.record(2, 0, 4)
-    refused(scene, DeliveryGap, "record", 2, 11, 12)
+    rejected(scene, DeliveryGap, "record", 2, 11, 12)
     scene.record(2, 10, 12)
     assert scene.queue.delivered_offset == 12
 
 
 @pytest.mark.parametrize("token", [0, 2])
 def test_s3_delivery_under_another_token_is_fenced(token: int) -> None:
-    facts = refused(held(), Fenced, "record", token, 10, 11)
+    facts = rejected(held(), Fenced, "record", token, 10, 11)
     assert facts == {"token": str(token), "current": "1", "reset_epoch": "0", "why": "TAKEN"}
 
 
-def test_s3_delivery_stops_at_the_cap_of_ranges_and_goes_on_below_it() -> None:
+def test_s3_delivery_stops_at_the_cap_of_ranges_and_continues_below_it() -> None:
     scene = held(delivered=20, limits=QueueLimits(ack_ranges_max=3))
     scene.commit(1, 0, offsets((1, 2), (3, 4), (5, 6)))
-    assert refused(scene, AckCap, "record", 1, 20, 21) == {"ranges": "3", "limit": "3"}
+    assert rejected(scene, AckCap, "record", 1, 20, 21) == {"ranges": "3", "limit": "3"}
     scene.commit(1, 2)
     scene.record(1, 20, 21)
 
@@ -389,19 +389,19 @@ def test_s16_delivery_stops_at_the_cap_of_bytes() -> None:
     assert len(scene.queue.acked.encoded) == 78
     scene.record(1, 200, 201)
     scene.commit(1, 0, offsets((71, 72)))
-    refused(scene, AckCap, "record", 1, 201, 202)
+    rejected(scene, AckCap, "record", 1, 201, 202)
 
 
-def test_s16_at_the_cap_a_new_holder_can_still_fill_the_holes() -> None:
+def test_s16_new_holder_can_fill_the_gaps_at_the_cap() -> None:
     scene = held(delivered=6, limits=QueueLimits(ack_ranges_max=3))
     scene.commit(1, 0, offsets((1, 2), (3, 4), (5, 6)))
     scene.fence(B, 1, FORCED)
-    refused(scene, AckCap, "record", 2, 0, 7)
+    rejected(scene, AckCap, "record", 2, 0, 7)
     scene.record(2, 0, 5)
     assert scene.commit(2, 5).committed_offset == 6
 
 
-def test_s16_at_the_cap_a_repeated_delivery_is_still_answered() -> None:
+def test_s16_repeated_delivery_is_answered_at_the_cap() -> None:
     scene = held(delivered=20, limits=QueueLimits(ack_ranges_max=1))
     scene.commit(1, 0, offsets((1, 2)))
     assert not scene.record(1, 10, 20).changed
@@ -414,7 +414,7 @@ def test_s6_delivered_is_reserved_ahead_in_steps() -> None:
     assert scene.queue.delivered_reserved == 330
 
 
-def test_s6_close_and_fence_write_delivered_exactly() -> None:
+def test_s6_close_and_fence_store_delivered_without_reserve() -> None:
     scene = held()
     assert scene.queue.delivered_reserved == 2_010
     scene.commit(1, 3)
@@ -426,7 +426,7 @@ def test_s6_close_and_fence_write_delivered_exactly() -> None:
     assert (scene.queue.delivered_offset, scene.queue.delivered_reserved) == (3, 3)
 
 
-def test_s6_the_reservation_covers_acks_that_committed_runs_into() -> None:
+def test_s6_reservation_covers_acks_up_to_the_committed_offset() -> None:
     scene = held(delivered=20, limits=QueueLimits(span_max=1))
     scene.close(1, 0, offsets((5, 20)))
     scene.fence(B, 1)
@@ -440,21 +440,21 @@ def test_s6_the_reservation_covers_acks_that_committed_runs_into() -> None:
 # ---- acks
 
 
-def test_s3_commit_absorbs_what_becomes_contiguous() -> None:
+def test_s3_committed_offset_absorbs_contiguous_acks() -> None:
     scene = held()
     assert scene.commit(1, 0, offsets((2, 4), (6, 8))).committed_offset == 0
     assert scene.commit(1, 2).committed_offset == 4
     assert scene.queue.acked == offsets((6, 8))
 
 
-def test_s3_commit_that_tells_nothing_new_is_a_noop() -> None:
+def test_s3_commit_without_new_acks_is_a_noop() -> None:
     scene = held()
     scene.commit(1, 4, offsets((6, 8)))
     for committed, acked in ((4, EMPTY), (2, EMPTY), (0, offsets((1, 3), (6, 7))), (0, EMPTY)):
         assert scene.commit(1, committed, acked) == (4, False)
 
 
-def test_s3_commit_takes_offsets_out_of_maybe_seen() -> None:
+def test_s3_commit_removes_offsets_from_maybe_seen() -> None:
     scene = held()
     scene.fence(B, 1, FORCED)
     scene.record(2, 0, 10)
@@ -463,12 +463,12 @@ def test_s3_commit_takes_offsets_out_of_maybe_seen() -> None:
 
 
 @pytest.mark.parametrize(("committed", "acked"), [(11, EMPTY), (0, offsets((3, 4), (9, 12)))])
-def test_s3_commit_of_the_undelivered_is_refused(committed: int, acked: object) -> None:
-    facts = refused(held(), BeyondDelivered, "commit", 1, committed, acked)
+def test_s3_commit_of_undelivered_offsets_is_rejected(committed: int, acked: object) -> None:
+    facts = rejected(held(), BeyondDelivered, "commit", 1, committed, acked)
     assert facts == {"offset": "10", "delivered": "10"}
 
 
-def test_s3_commit_may_name_again_what_was_acked_above_delivered() -> None:
+def test_s3_commit_may_repeat_acks_above_delivered() -> None:
     scene = held()
     scene.commit(1, 0, offsets((4, 10)))
     scene.close(1)
@@ -481,26 +481,26 @@ def test_s3_commit_may_name_again_what_was_acked_above_delivered() -> None:
 def test_s3_commit_under_another_token_is_fenced() -> None:
     scene = held()
     scene.fence(B, 1, FORCED)
-    facts = refused(scene, Fenced, "commit", 1, 5)
+    facts = rejected(scene, Fenced, "commit", 1, 5)
     assert facts == {"token": "1", "current": "2", "reset_epoch": "0", "why": "FORCED"}
 
 
 def test_s3_commit_of_another_reset_epoch_is_fenced() -> None:
-    assert refused(held(), Fenced, "commit", 1, 5, EMPTY, 1)["why"] == "RESET"
+    assert rejected(held(), Fenced, "commit", 1, 5, EMPTY, 1)["why"] == "RESET"
 
 
 @pytest.mark.parametrize(("call", "args"), [("commit", (1, 5)), ("record", (1, 0, 9))])
 def test_s3_calls_under_a_closed_token_are_fenced(call: str, args: tuple[int, ...]) -> None:
     scene = held()
     scene.close(1)
-    assert refused(scene, Fenced, call, *args)["why"] == "CLOSED"
-    assert refused(scene, Fenced, "touch", 1)["why"] == "CLOSED"
+    assert rejected(scene, Fenced, call, *args)["why"] == "CLOSED"
+    assert rejected(scene, Fenced, "touch", 1)["why"] == "CLOSED"
 
 
-def test_s3_calls_after_a_reset_are_told_so() -> None:
+def test_s3_calls_after_a_reset_are_fenced_with_its_cause() -> None:
     scene = held()
     scene.reset(4)
-    assert refused(scene, Fenced, "touch", 1) == {
+    assert rejected(scene, Fenced, "touch", 1) == {
         "token": "1",
         "current": "2",
         "reset_epoch": "1",
@@ -529,7 +529,7 @@ def test_s3_calls_for_a_queue_without_progress_are_unknown(
 # ---- close
 
 
-def test_s9_close_returns_what_was_never_started_unseen() -> None:
+def test_s9_messages_never_started_are_redelivered_unflagged_after_a_close() -> None:
     scene = held()
     scene.close(1, 2, offsets((4, 5)))
     grant = scene.fence(B, 1)
@@ -537,13 +537,13 @@ def test_s9_close_returns_what_was_never_started_unseen() -> None:
     assert scene.queue.delivered_offset == 2
 
 
-def test_s9_close_hands_over_the_unfinished_flagged() -> None:
+def test_s9_unfinished_messages_are_redelivered_flagged_after_a_close() -> None:
     scene = held()
     scene.close(1, 2, offsets((4, 5)), offsets((0, 1), (3, 6)))
     assert scene.fence(B, 1).maybe_seen == offsets((3, 4), (5, 6))
 
 
-def test_s9_close_again_is_answered_without_effect() -> None:
+def test_s9_repeated_close_has_no_effect() -> None:
     scene = held()
     assert scene.close(1, 2) == (2, True)
     assert scene.close(1, 9, offsets((9, 10)), offsets((3, 4))) == (2, False)
@@ -554,44 +554,44 @@ def test_s9_close_under_another_token_is_fenced() -> None:
     scene = held()
     scene.close(1)
     scene.fence(B, 1)
-    assert refused(scene, Fenced, "close", 1)["why"] == "TAKEN"
+    assert rejected(scene, Fenced, "close", 1)["why"] == "TAKEN"
 
 
 @pytest.mark.parametrize(
     ("committed", "acked", "unfinished"),
     [(11, EMPTY, EMPTY), (0, offsets((10, 11)), EMPTY), (10, EMPTY, offsets((9, 11)))],
 )
-def test_s9_close_with_the_undelivered_is_refused(
+def test_s9_close_with_undelivered_offsets_is_rejected(
     committed: int, acked: object, unfinished: object
 ) -> None:
-    refused(held(), BeyondDelivered, "close", 1, committed, acked, unfinished)
+    rejected(held(), BeyondDelivered, "close", 1, committed, acked, unfinished)
 
 
 def test_s9_close_of_another_reset_epoch_is_fenced() -> None:
-    assert refused(held(), Fenced, "close", 1, 5, EMPTY, EMPTY, 1)["why"] == "RESET"
+    assert rejected(held(), Fenced, "close", 1, 5, EMPTY, EMPTY, 1)["why"] == "RESET"
 
 
 # ---- restart
 
 
-def test_s12_restart_takes_delivered_as_reserved_and_ages_as_zero() -> None:
+def test_s12_restart_sets_delivered_to_reserved_and_idle_time_to_zero() -> None:
     scene = held()
     scene.now_ms += 60_000
     scene.restart()
     assert scene.table.epoch == 2
     assert scene.queue.delivered_offset == 2_010
-    assert refused(scene, Unacked, "fence", B, 1) == {"unacked": "2010", "lowest_offset": "0"}
-    assert refused(scene, NotIdle, "fence", B, 1, IDLE) == {"idle_ms": "0"}
+    assert rejected(scene, Unacked, "fence", B, 1) == {"unacked": "2010", "lowest_offset": "0"}
+    assert rejected(scene, NotIdle, "fence", B, 1, IDLE) == {"idle_ms": "0"}
 
 
-def test_s12_after_a_restart_the_holder_goes_on_where_it_was() -> None:
+def test_s12_holder_continues_after_a_restart() -> None:
     scene = held()
     scene.restart()
     scene.record(1, 10, 20)
     assert scene.commit(1, 20).committed_offset == 20
 
 
-def test_s12_a_repeated_attempt_is_recognised_after_a_restart() -> None:
+def test_s12_repeated_attempt_is_recognised_after_a_restart() -> None:
     scene = held()
     scene.commit(1, 2, offsets((4, 5)))
     grant = scene.fence(B, 1, FORCED, attempt="x")
@@ -601,7 +601,7 @@ def test_s12_a_repeated_attempt_is_recognised_after_a_restart() -> None:
     assert scene.fence(B, 1, FORCED, attempt="x") == grant._replace(changed=False)
 
 
-def test_s12_closed_stays_closed_over_a_restart() -> None:
+def test_s12_closed_token_stays_closed_after_a_restart() -> None:
     scene = held()
     scene.close(1, 4, EMPTY, offsets((6, 7)))
     scene.restart()
@@ -612,7 +612,7 @@ def test_s12_closed_stays_closed_over_a_restart() -> None:
 # ---- topics that are deleted and created again
 
 
-def test_s1_after_a_delete_the_queue_begins_anew_and_the_token_goes_on() -> None:
+def test_s1_deleted_queue_starts_over_and_its_token_continues() -> None:
     scene = held()
     scene.commit(1, 4, offsets((6, 8)))
     scene.close(1, unfinished=offsets((4, 5)))
@@ -630,20 +630,20 @@ def test_s1_after_a_delete_the_queue_begins_anew_and_the_token_goes_on() -> None
 
 
 @pytest.mark.parametrize("expected", [0, 1, 3])
-def test_s1_a_fence_on_a_tombstone_expects_its_token(expected: int) -> None:
+def test_s1_fence_on_a_tombstone_expects_its_token(expected: int) -> None:
     scene = held()
     scene.delete(1)
-    assert refused(scene, TokenMismatch, "fence", B, expected)["token"] == "2"
+    assert rejected(scene, TokenMismatch, "fence", B, expected)["token"] == "2"
     assert KEY not in scene.table
 
 
-def test_s1_no_holder_of_a_deleted_topic_is_the_same_holder() -> None:
+def test_s1_holder_of_a_deleted_topic_is_not_the_same_holder() -> None:
     scene = held()
     scene.delete(1)
-    refused(scene, NotHolder, "fence", A, 2, SAME_HOLDER)
+    rejected(scene, NotHolder, "fence", A, 2, SAME_HOLDER)
 
 
-def test_s1_an_attempt_for_a_deleted_topic_is_not_repeated() -> None:
+def test_s1_attempt_for_a_deleted_topic_is_not_answered_again() -> None:
     scene = Scene()
     scene.fence(A, 0, attempt="x")
     scene.delete(1)
@@ -652,7 +652,7 @@ def test_s1_an_attempt_for_a_deleted_topic_is_not_repeated() -> None:
     assert raised.value.facts["attempt"] == ""
 
 
-def test_s1_token_min_counts_for_a_tombstone_too() -> None:
+def test_s1_token_min_applies_to_a_tombstone() -> None:
     scene = held()
     scene.delete(1)
     assert scene.fence(B, 2, token_min=40).token == 41
@@ -667,7 +667,7 @@ def test_s1_calls_for_a_deleted_topic_are_fenced(
 ) -> None:
     scene = held()
     scene.delete(1)
-    assert refused(scene, Fenced, call, token, *args) == {
+    assert rejected(scene, Fenced, call, token, *args) == {
         "token": str(token),
         "current": "2",
         "reset_epoch": "1",
@@ -675,19 +675,19 @@ def test_s1_calls_for_a_deleted_topic_are_fenced(
     }
 
 
-def test_s1_calls_of_the_deleted_topic_are_fenced_in_the_new_one() -> None:
+def test_s1_calls_of_the_deleted_topic_are_fenced_in_the_new_topic() -> None:
     scene = held()
     scene.delete(1)
     scene.fence(A, 2)
     for call, args in (("record", (1, 0, 1)), ("commit", (1, 4)), ("close", (1, 4))):
-        refused(scene, Fenced, call, *args)
+        rejected(scene, Fenced, call, *args)
     scene.record(3, 0, 5)
-    assert refused(scene, Fenced, "commit", 3, 5, EMPTY, 0)["why"] == "RESET"
+    assert rejected(scene, Fenced, "commit", 3, 5, EMPTY, 0)["why"] == "RESET"
     assert scene.commit(3, 5, EMPTY, 1).committed_offset == 5
 
 
 @pytest.mark.parametrize("topic_id", [6, 7])
-def test_s1_a_delete_that_comes_late_does_not_harm_the_new_topic(topic_id: int) -> None:
+def test_s1_late_delete_does_not_change_the_new_topic(topic_id: int) -> None:
     scene = held()
     scene.delete(7)
     scene.fence(B, 2)
@@ -697,7 +697,7 @@ def test_s1_a_delete_that_comes_late_does_not_harm_the_new_topic(topic_id: int) 
     assert scene.delete(8) == [KEY]
 
 
-def test_s1_deleting_for_a_newer_topic_leaves_a_tombstone_as_it_is() -> None:
+def test_s1_delete_for_a_newer_topic_does_not_change_a_tombstone() -> None:
     scene = held()
     scene.delete(1)
     before = scene.table.state(KEY)
@@ -706,7 +706,7 @@ def test_s1_deleting_for_a_newer_topic_leaves_a_tombstone_as_it_is() -> None:
     assert scene.table.state(KEY) == before
 
 
-def test_s1_delete_ends_all_groups_of_the_topic_and_no_other_topic() -> None:
+def test_s1_delete_affects_all_groups_of_the_topic_and_no_other_topic() -> None:
     scene = held()
     others = [KEY._replace(group="others", queue_id=q) for q in (0, 1)]
     kept = KEY._replace(topic="newsflash")
@@ -718,10 +718,10 @@ def test_s1_delete_ends_all_groups_of_the_topic_and_no_other_topic() -> None:
     assert {key for key, _ in scene.table.items()} == {KEY, *others, kept}
 
 
-def test_s12_a_tombstone_survives_a_restart() -> None:
+def test_s12_tombstone_survives_a_restart() -> None:
     scene = held()
     scene.delete(1)
     scene.restart()
     assert KEY not in scene.table
-    assert refused(scene, Fenced, "touch", 1)["why"] == "RESET"
+    assert rejected(scene, Fenced, "touch", 1)["why"] == "RESET"
     assert scene.fence(B, 2).token == 3

@@ -1,6 +1,6 @@
-"""Goal: the stories of the protocol (section 17) that offsets alone decides can't happen again.
+"""Goal: the failures of protocol section 17 that offsets alone prevents can't happen.
 
-Method: each is told with real calls to the end at which the naive version went wrong.
+Method: each story with real calls, up to the point at which the naive version failed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from batonmq_server.offsets.core.ranges import EMPTY
 from tests.offsets.rules_scene import FORCED, IDLE, SAME_HOLDER, A, B, Scene, offsets
 
 
-def test_story_1_no_fence_what_a_silent_holder_had_is_flagged() -> None:
+def test_story_1_messages_of_a_silent_holder_are_flagged() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 1)
@@ -24,17 +24,17 @@ def test_story_1_no_fence_what_a_silent_holder_had_is_flagged() -> None:
         scene.commit(1, 1)
 
 
-def test_story_2_test_drained_then_fence_a_pull_in_between_is_seen() -> None:
+def test_story_2_pull_between_drained_check_and_fence_is_noticed() -> None:
     scene = Scene()
     scene.fence(A, 0)
-    assert scene.queue.drained, "what the lock manager saw before it sent the fence"
+    assert scene.queue.drained, "the state that the lock manager saw before the fence"
     scene.record(1, 0, 1)
     with pytest.raises(Unacked):
         scene.fence(B, 1)
     assert scene.commit(1, 1).committed_offset == 1
 
 
-def test_story_5_renewal_is_a_fence_and_flags_what_the_dead_process_had() -> None:
+def test_story_5_renewal_is_a_fence_and_flags_messages_of_the_dead_process() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 1)
@@ -48,7 +48,7 @@ def test_story_5_renewal_is_a_fence_and_flags_what_the_dead_process_had() -> Non
         scene.commit(1, 1)
 
 
-def test_story_9_same_holder_that_dropped_its_work_gets_it_flagged() -> None:
+def test_story_9_messages_dropped_by_the_same_holder_are_flagged() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 1)
@@ -56,7 +56,7 @@ def test_story_9_same_holder_that_dropped_its_work_gets_it_flagged() -> None:
     assert scene.record(2, 0, 1).maybe_seen == offsets((0, 1))
 
 
-def test_story_10_a_delivery_answered_before_a_crash_still_blocks_a_hand_over() -> None:
+def test_story_10_delivery_answered_before_a_crash_blocks_a_hand_over() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 1)
@@ -65,7 +65,7 @@ def test_story_10_a_delivery_answered_before_a_crash_still_blocks_a_hand_over() 
         scene.fence(B, 1)
 
 
-def test_story_10_a_delivery_answered_from_memory_is_flagged_after_a_crash() -> None:
+def test_story_10_delivery_answered_from_memory_is_flagged_after_a_crash() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 1)
@@ -77,7 +77,7 @@ def test_story_10_a_delivery_answered_from_memory_is_flagged_after_a_crash() -> 
     assert not offsets((0, 50)).difference(scene.fence(B, 1, IDLE).maybe_seen)
 
 
-def test_story_11_a_retried_close_that_forgot_the_drain_timeout_has_no_effect() -> None:
+def test_story_11_retried_close_without_unfinished_offsets_has_no_effect() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 1)
@@ -86,7 +86,7 @@ def test_story_11_a_retried_close_that_forgot_the_drain_timeout_has_no_effect() 
     assert scene.fence(B, 1).maybe_seen == offsets((0, 1))
 
 
-def test_story_13_a_commit_on_its_way_does_not_undo_a_reset() -> None:
+def test_story_13_late_commit_does_not_undo_a_reset() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 10)
@@ -101,7 +101,7 @@ def test_story_13_a_commit_on_its_way_does_not_undo_a_reset() -> None:
     assert scene.queue.committed_offset == 0
 
 
-def test_story_14_work_finished_before_a_reset_does_not_count_after_it() -> None:
+def test_story_14_resume_from_before_a_reset_does_not_count_after_it() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 1)
@@ -114,7 +114,7 @@ def test_story_14_work_finished_before_a_reset_does_not_count_after_it() -> None
     assert scene.record(grant.token, 0, 1).maybe_seen == offsets((0, 1)), "replayed and flagged"
 
 
-def test_story_15_a_late_commit_of_a_lost_queue_moves_nothing() -> None:
+def test_story_15_late_commit_of_a_former_owner_changes_nothing() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 5)
@@ -125,7 +125,7 @@ def test_story_15_a_late_commit_of_a_lost_queue_moves_nothing() -> None:
     assert scene.queue.committed_offset == 0
 
 
-def test_story_21_a_re_acquire_that_claims_too_little_does_not_look_drained() -> None:
+def test_story_21_reacquire_with_too_small_a_resume_is_not_drained() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 2)
@@ -134,7 +134,7 @@ def test_story_21_a_re_acquire_that_claims_too_little_does_not_look_drained() ->
         scene.fence(B, 2)
 
 
-def test_story_7_a_fence_that_was_applied_makes_the_old_expectation_fail() -> None:
+def test_story_7_applied_fence_makes_the_old_expected_token_fail() -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.fence(B, 1, attempt="taken")

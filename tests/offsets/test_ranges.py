@@ -17,7 +17,7 @@ def of(offsets: set[int]) -> RangeSet:
 
 
 def members(ranges: RangeSet) -> set[int]:
-    """The offsets, after checking that the runs ascend and neither touch nor are empty."""
+    """Return the offsets; assert that the runs ascend, do not touch and are not empty."""
     ends = [end for run in ranges.runs for end in run]
     assert ends == sorted(set(ends))
     return {offset for first, next_ in ranges.runs for offset in range(first, next_)}
@@ -30,13 +30,13 @@ def test_union_and_difference_are_those_of_sets(one: set[int], other: set[int]) 
 
 
 @given(OFFSETS, BOUND, BOUND)
-def test_cuts_are_those_of_sets(one: set[int], first: int, next_: int) -> None:
+def test_subsets_are_those_of_sets(one: set[int], first: int, next_: int) -> None:
     assert members(of(one).at_or_above(first)) == {o for o in one if o >= first}
     assert members(of(one).between(first, next_)) == {o for o in one if first <= o < next_}
 
 
 @given(OFFSETS, BOUND)
-def test_questions_are_those_of_sets(one: set[int], offset: int) -> None:
+def test_membership_and_counts_are_those_of_sets(one: set[int], offset: int) -> None:
     ranges = of(one)
     assert ranges.count == len(one)
     assert bool(ranges) == bool(one)
@@ -70,7 +70,7 @@ def test_stored_form_takes_the_least_width(runs: tuple[tuple[int, int], ...], si
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_are_a_set_or_refused(stored: bytes) -> None:
+def test_arbitrary_bytes_are_decoded_or_rejected(stored: bytes) -> None:
     try:
         ranges = RangeSet.decode(stored)
     except ValueError:
@@ -85,6 +85,6 @@ def test_stored_runs_without_a_gap_between_them_are_rejected() -> None:
         RangeSet.decode(good[:-2] + b"\0" + good[-1:])
 
 
-def test_a_run_of_any_length_costs_one_entry() -> None:
+def test_run_of_any_length_costs_one_entry() -> None:
     ranges = RangeSet.of(0, 1 << 60).difference(RangeSet.of(5, 6))
     assert ranges.runs == ((0, 5), (6, 1 << 60))

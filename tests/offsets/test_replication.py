@@ -1,4 +1,4 @@
-"""A replica set of offsets, its leader dead, cut off, slow or back again.
+"""A replica set of offsets whose leader dies, is cut off, slow or comes back.
 
 Goal: answered progress is never lost and never goes back, whichever node is the leader; a node
 whose lease may have expired does not answer; a node that lacks a confirmed change is never elected;
@@ -35,7 +35,7 @@ from tests.offsets.replica_cluster import (
     commit,
     committed,
     hold,
-    refusal,
+    rejection,
     replica_set,
 )
 from tests.support.waiting import until
@@ -51,7 +51,7 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]
 
 
 async def three(scene: ReplicaSet) -> Replica:
-    """All three are in sync; the leader."""
+    """Wait until all three nodes are in sync; return the leader."""
     await scene.start("a", "b", "c")
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
@@ -62,7 +62,7 @@ def others(scene: ReplicaSet, leader: Replica) -> list[str]:
     return sorted(scene.nodes.keys() - {leader.name})
 
 
-async def test_a_set_begins_only_when_all_its_members_are_up(scene: ReplicaSet) -> None:
+async def test_new_set_starts_only_when_all_its_replicas_are_up(scene: ReplicaSet) -> None:
     await scene.start("a", "b")
     registered = [node.session for node in scene.nodes.values()]
 
@@ -71,13 +71,13 @@ async def test_a_set_begins_only_when_all_its_members_are_up(scene: ReplicaSet) 
         return len(found) == 2
 
     await until(both_listed)
-    assert (await scene.fingerprint()).epoch == 0
+    assert (await scene.stored_set()).epoch == 0
     await scene.start("c")
     leader = await scene.leader()
-    assert (await scene.fingerprint()).leader == leader.name
+    assert (await scene.stored_set()).leader == leader.name
 
 
-async def test_followers_hold_the_same_bytes_as_their_leader(scene: ReplicaSet) -> None:
+async def test_followers_store_the_same_bytes_as_the_leader(scene: ReplicaSet) -> None:
     leader = await three(scene)
     await hold(leader, *range(20))
     for queue_id in range(20):
@@ -86,17 +86,17 @@ async def test_followers_hold_the_same_bytes_as_their_leader(scene: ReplicaSet) 
     assert len(leader.stored()) > 40
 
 
-async def test_what_was_answered_is_there_after_the_leader_died_and_a_follower_was_elected(
+async def test_answered_changes_survive_the_death_of_the_leader(
     scene: ReplicaSet,
 ) -> None:
     first = await three(scene)
     await hold(first, 0)
     await commit(first, 42, (60, 70))
-    before = await scene.fingerprint()
+    before = await scene.stored_set()
     await first.crash()
     second = await scene.leader()
     assert second is not first
-    assert (await scene.fingerprint()).epoch == before.epoch + 1
+    assert (await scene.stored_set()).epoch == before.epoch + 1
     answer = await second.stub.QueryGroup(pb.QueryGroupRequest(group="readers"), timeout=20)
     (progress,) = answer.queues
     assert (progress.committed_offset, progress.acked_count, progress.token) == (42, 10, 1)
@@ -106,13 +106,13 @@ async def test_what_was_answered_is_there_after_the_leader_died_and_a_follower_w
     await scene.alike("a", "b", "c")
 
 
-async def test_an_old_leader_gives_up_what_it_answered_to_nobody(scene: ReplicaSet) -> None:
+async def test_old_leader_drops_its_unanswered_changes(scene: ReplicaSet) -> None:
     first = await three(scene)
     await hold(first, 0)
     await commit(first, 10)
     await scene.alike("a", "b", "c")
     first.gate.shut |= {"a", "b", "c"}
-    first.session.cut = True  # nor can it let its followers out of the set
+    first.session.cut = True  # so it can't remove followers from the in-sync set
     before = first.stored()
 
     async def written() -> bool:
@@ -130,7 +130,7 @@ async def test_an_old_leader_gives_up_what_it_answered_to_nobody(scene: ReplicaS
     assert await committed(second) == 20
 
 
-async def test_a_leader_that_lost_etcd_answers_nobody_although_it_is_asked(
+async def test_leader_cut_off_from_etcd_answers_no_call(
     scene: ReplicaSet,
 ) -> None:
     first = await three(scene)
@@ -148,19 +148,19 @@ async def test_a_leader_that_lost_etcd_answers_nobody_although_it_is_asked(
         except grpc.aio.AioRpcError as error:
             refusals.add(from_rpc_error(error).reason)
         else:
-            assert not begun, "it stopped before anybody else could begin"
+            assert not begun, "it stopped before another leader could begin"
             answered += 1
         return begun
 
     await until(another_begins)
-    assert answered, "it answered while its lease was good"
+    assert answered, "it answered while its lease was valid"
     assert "NO_QUORUM" in refusals
     second = await scene.leader()
     await commit(second, 20)
-    assert isinstance(await refusal(first, 30), BatonError)
+    assert isinstance(await rejection(first, 30), BatonError)
 
 
-async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refused(
+async def test_change_during_the_expiry_of_the_lease_has_an_unknown_outcome(
     scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await three(scene)
@@ -178,7 +178,7 @@ async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refus
 
     monkeypatch.setattr(first.disk, "write_blocking", slow)
     async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(refusal(first, 20))
+        waiting = tasks.create_task(rejection(first, 20))
         await until(begun.is_set)
         first.session.silent = True
 
@@ -186,20 +186,20 @@ async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refus
             try:
                 await committed(first, queue_id=1)
             except grpc.aio.AioRpcError as error:
-                # UNREACHABLE: this call, too, had begun by then.
+                # UNREACHABLE: this call had begun before the lease expired, too.
                 return from_rpc_error(error).reason in ("NOT_LEADER", "NO_QUORUM")
             return False
 
         await until(lease_over)
         over.set()
-    assert isinstance(waiting.result(), Unreachable), "it is on the disk, and will count"
+    assert isinstance(waiting.result(), Unreachable), "the change is on the disk and stays"
     await until(lambda: first.stored() != before)
     await first.crash()
     await scene.start(first.name)
     assert await committed(await scene.leader()) == 20
 
 
-async def test_a_slow_follower_falls_out_of_the_set_before_anything_is_answered_without_it(
+async def test_slow_follower_leaves_the_in_sync_set_before_changes_are_confirmed_without_it(
     scene: ReplicaSet,
 ) -> None:
     leader = await three(scene)
@@ -207,7 +207,7 @@ async def test_a_slow_follower_falls_out_of_the_set_before_anything_is_answered_
     slow, quick = others(scene, leader)
     leader.gate.shut.add(slow)
     await commit(leader, 10)
-    assert (await scene.fingerprint()).in_sync == {leader.name, quick}
+    assert (await scene.stored_set()).in_sync == {leader.name, quick}
     ready = [name for name, node in scene.nodes.items() if await node.caught_up()]
     assert sorted(ready) == sorted((leader.name, quick)), "a follower that lags is not ready"
     assert scene.nodes[quick].stored() == leader.stored()
@@ -217,12 +217,12 @@ async def test_a_slow_follower_falls_out_of_the_set_before_anything_is_answered_
     assert await scene.nodes[slow].caught_up()
 
 
-async def test_who_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:
+async def test_replica_that_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:
     leader = await three(scene)
     await hold(leader, 0)
     leader.gate.shut |= {"a", "b", "c"}
     await commit(leader, 10)
-    assert (await scene.fingerprint()).in_sync == {leader.name}
+    assert (await scene.stored_set()).in_sync == {leader.name}
     await leader.crash()
     session = scene.nodes[others(scene, leader)[0]].session
 
@@ -236,7 +236,7 @@ async def test_who_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:
     assert await committed(again) == 10
 
 
-async def test_who_has_lost_its_disk_is_not_elected_and_gets_everything_again(
+async def test_replica_that_lost_its_disk_is_not_elected_and_copies_everything(
     scene: ReplicaSet, tmp_path: Path
 ) -> None:
     leader = await three(scene)
@@ -245,10 +245,10 @@ async def test_who_has_lost_its_disk_is_not_elected_and_gets_everything_again(
     await scene.alike("a", "b", "c")
     lost, kept = others(scene, leader)
     for node in list(scene.nodes.values()):
-        node.session.cut = True  # nobody can let the others out
+        node.session.cut = True  # no leader can remove the others from the in-sync set
     for node in list(scene.nodes.values()):
         await node.crash()
-    assert (await scene.fingerprint()).in_sync == {"a", "b", "c"}
+    assert (await scene.stored_set()).in_sync == {"a", "b", "c"}
     shutil.rmtree(tmp_path / lost)
     await scene.start(lost, kept)
     again = await scene.leader()
@@ -258,7 +258,7 @@ async def test_who_has_lost_its_disk_is_not_elected_and_gets_everything_again(
     await scene.alike(lost, kept)
 
 
-async def test_the_leader_tells_how_far_everybody_is(scene: ReplicaSet) -> None:
+async def test_leader_describes_the_positions_of_all_replicas(scene: ReplicaSet) -> None:
     leader = await three(scene)
     await hold(leader, 0)
     slow, quick = others(scene, leader)
@@ -276,7 +276,7 @@ async def test_the_leader_tells_how_far_everybody_is(scene: ReplicaSet) -> None:
     assert by_name[slow].lag_ms >= LAG_MS_MAX
 
 
-async def test_too_few_in_sync_refuse_every_change_and_say_so(scene: ReplicaSet) -> None:
+async def test_changes_are_rejected_with_too_few_replicas_in_sync(scene: ReplicaSet) -> None:
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)
     await hold(leader, 0)
@@ -284,7 +284,7 @@ async def test_too_few_in_sync_refuse_every_change_and_say_so(scene: ReplicaSet)
     for name in others(scene, leader):
         await scene.nodes[name].stop()
     await scene.in_sync(leader.name)
-    error = await refusal(leader, 20)
+    error = await rejection(leader, 20)
     assert (error.reason, error.retry.name) == ("NOT_ENOUGH_REPLICAS", "SAME_CALL")
     assert error.facts == {"in_sync": "1", "limit": "2"}
     assert await committed(leader) == 10
@@ -292,8 +292,8 @@ async def test_too_few_in_sync_refuse_every_change_and_say_so(scene: ReplicaSet)
     await until(lambda: _taken(leader, 20))
 
 
-async def test_a_leader_that_begins_with_too_few_in_sync_is_read_from(scene: ReplicaSet) -> None:
-    """Nobody else can be elected: what it has stays."""
+async def test_leader_that_starts_with_too_few_in_sync_answers_reads(scene: ReplicaSet) -> None:
+    """No other node can be elected, so its changes stay."""
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)
     await hold(leader, 0)
@@ -305,7 +305,7 @@ async def test_a_leader_that_begins_with_too_few_in_sync_is_read_from(scene: Rep
     (again,) = await scene.start(leader.name)
     assert await scene.leader() is again
     assert await committed(again) == 10
-    error = await refusal(again, 20)
+    error = await rejection(again, 20)
     assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
     await scene.start(others(scene, leader)[0])
     await until(lambda: _taken(again, 20))
@@ -320,7 +320,7 @@ async def _taken(leader: Replica, offset: int) -> bool:
     return True
 
 
-async def test_a_follower_that_holds_something_else_finds_out_and_begins_anew(
+async def test_follower_with_a_different_copy_detects_it_and_copies_everything(
     scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "SYNC_ALL_FIRST_MS", 0)

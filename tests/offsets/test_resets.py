@@ -1,6 +1,6 @@
-"""Goal: resets, undos and clones do what section 13 of the protocol says, and are remembered.
+"""Goal: resets, undos and clones follow section 13 of the protocol, and are recorded.
 
-Method: one queue, one call at a time; a second group where two are needed. Names begin with s13.
+Method: one queue, one call at a time; clones with a second group. Names begin with s13.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHER = "cloners"
 
 
 def held(*, committed: int = 10) -> Scene:
-    """A holds token 1, has handled [0, committed) and 12, and has up to 20 in flight."""
+    """Return a queue with token 1 of A, [0, committed) and 12 acked, others up to 20 in flight."""
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 20)
@@ -41,7 +41,7 @@ def held(*, committed: int = 10) -> Scene:
 
 
 def handled(committed: int) -> Acks:
-    """Everything below `committed`."""
+    """Return acks of every offset below `committed`."""
     return Acks(0, committed, EMPTY)
 
 
@@ -53,7 +53,7 @@ def step(result: ResetStep | BatonError) -> ResetStep:
 # ---- one step
 
 
-def test_s13_reset_is_one_step_of_token_epoch_place_and_holder() -> None:
+def test_s13_reset_changes_token_epoch_offset_and_holder_in_one_step() -> None:
     scene = held()
     moved = step(scene.reset(4))
     queue = scene.queue
@@ -65,15 +65,15 @@ def test_s13_reset_is_one_step_of_token_epoch_place_and_holder() -> None:
     assert (moved.effect.before, moved.to_offset) == (AckState(10, offsets((12, 13))), 4)
 
 
-def test_s13_what_was_started_before_is_maybe_seen_afterwards() -> None:
+def test_s13_offsets_started_before_a_reset_are_maybe_seen_after_it() -> None:
     scene = held()
     scene.reset(4)
-    assert scene.queue.maybe_seen == offsets((4, 20)), "handled, in flight and acked alike"
+    assert scene.queue.maybe_seen == offsets((4, 20)), "committed, in flight and acked offsets"
     assert scene.fence(B, 2).maybe_seen == offsets((4, 20))
 
 
 @pytest.mark.parametrize("what", ["committed", "delivered", "acked", "maybe seen"])
-def test_s13_maybe_seen_reaches_to_whatever_was_farthest(what: str) -> None:
+def test_s13_maybe_seen_reaches_up_to_the_greatest_started_offset(what: str) -> None:
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 20)
@@ -99,20 +99,20 @@ def test_s13_forward_reset_is_a_recorded_skip() -> None:
     assert recorded.order == ResetOrder("op", ProgressSource.RESET, "admin", "replay")
     assert recorded.steps[0].effect == moved
     scene.reset(0, "back")
-    assert scene.queue.maybe_seen == offsets((0, 50)), "nothing that was started is forgotten"
+    assert scene.queue.maybe_seen == offsets((0, 50)), "no started offset is forgotten"
 
 
-def test_s13_backward_reset_counts_what_comes_again() -> None:
+def test_s13_backward_reset_counts_the_replayed_offsets() -> None:
     moved = step(held().reset(4)).effect
     assert (moved.replayed_count, moved.skipped_count) == (7, 0)
 
 
-def test_s13_forward_reset_beyond_a_hole_counts_the_hole_only() -> None:
+def test_s13_forward_reset_counts_only_unacked_offsets_as_skipped() -> None:
     moved = step(held().reset(15)).effect
     assert (moved.replayed_count, moved.skipped_count) == (0, 4)
 
 
-def test_s13_dry_run_tells_the_same_and_changes_nothing() -> None:
+def test_s13_dry_run_returns_the_same_effect_and_changes_nothing() -> None:
     scene = held()
     before = scene.queue.committed_offset, scene.queue.token, scene.queue.maybe_seen
     told = step(scene.reset(4, dry_run=True))
@@ -128,21 +128,21 @@ def test_s13_dry_run_leaves_a_queue_without_progress_unknown() -> None:
     assert list(scene.table.items()) == []
 
 
-def test_s13_queue_without_progress_begins_where_it_is_reset_to() -> None:
+def test_s13_reset_of_a_queue_without_progress_creates_it() -> None:
     scene = Scene()
     moved = step(scene.reset(4)).effect
     assert (moved.before, moved.replayed_count, moved.skipped_count) == (AckState(4), 0, 0)
     assert scene.fence(A, 1, initial_offset=90).committed_offset == 4
 
 
-# ---- whoever owned it
+# ---- the owner
 
 
 @pytest.mark.parametrize(
     ("call", "args"),
     [("record", (1, 20, 21)), ("touch", (1,)), ("commit", (1, 15)), ("close", (1, 15))],
 )
-def test_s13_owner_is_fenced_by_a_reset_and_told_why(call: str, args: tuple[int, ...]) -> None:
+def test_s13_owner_is_fenced_by_a_reset_with_its_cause(call: str, args: tuple[int, ...]) -> None:
     scene = held()
     scene.reset(4)
     with pytest.raises(Fenced) as raised:
@@ -151,12 +151,12 @@ def test_s13_owner_is_fenced_by_a_reset_and_told_why(call: str, args: tuple[int,
     assert raised.value.facts == facts
 
 
-def test_s13_owner_that_comes_back_begins_at_the_new_place() -> None:
+def test_s13_owner_continues_at_the_new_offset_after_a_reset() -> None:
     scene = held()
     scene.reset(4)
     grant = scene.fence(A, 2, resume=offsets((13, 20)), reset_epoch=0)
     assert (grant.committed_offset, grant.acked, grant.reset_epoch) == (4, EMPTY, 1)
-    assert scene.queue.delivered_offset == 4, "what it still has in hand is of another epoch"
+    assert scene.queue.delivered_offset == 4, "its messages in flight are of another epoch"
 
 
 def test_s13_attempt_before_a_reset_is_superseded() -> None:
@@ -168,7 +168,7 @@ def test_s13_attempt_before_a_reset_is_superseded() -> None:
         scene.fence(A, 0, attempt="x")
 
 
-def test_s13_force_and_subscription_of_the_owner_end_with_a_reset() -> None:
+def test_s13_reset_clears_force_and_subscription() -> None:
     scene = held()
     scene.fence(B, 1, FORCED, generation=7)
     scene.reset(4)
@@ -179,7 +179,7 @@ def test_s13_force_and_subscription_of_the_owner_end_with_a_reset() -> None:
 # ---- operation ids
 
 
-def test_s13_repeated_op_id_answers_the_same_and_changes_nothing() -> None:
+def test_s13_repeated_op_id_gets_the_same_answer_and_changes_nothing() -> None:
     scene = held()
     first = scene.reset(4)
     scene.fence(B, 2)
@@ -191,7 +191,7 @@ def test_s13_repeated_op_id_answers_the_same_and_changes_nothing() -> None:
         scene.restart()
 
 
-def test_s13_op_id_that_moved_the_queue_elsewhere_is_refused() -> None:
+def test_s13_op_id_that_moved_the_queue_elsewhere_is_rejected() -> None:
     scene = held()
     scene.reset(4)
     assert isinstance(scene.reset(5), OperationExists)
@@ -207,7 +207,7 @@ def test_s13_op_id_that_moved_the_queue_elsewhere_is_refused() -> None:
         ResetOrder("op", ProgressSource.CLONE, "admin", "replay", from_group=OTHER),
     ],
 )
-def test_s13_op_id_of_another_order_is_refused(other: ResetOrder) -> None:
+def test_s13_op_id_of_another_order_is_rejected(other: ResetOrder) -> None:
     scene = held()
     scene.reset(4)
     target = QueueReset(KEY._replace(queue_id=9), AckState(4))
@@ -230,7 +230,7 @@ def test_s13_one_operation_may_take_several_calls() -> None:
     assert [scene.table.query(key).token for key in keys] == [1, 1, 1, 1]
 
 
-def test_s13_records_are_kept_newest_first_and_the_oldest_is_forgotten() -> None:
+def test_s13_history_is_newest_first_and_drops_the_oldest() -> None:
     records = ResetHistory()
     for number in range(1, RECORDS_MAX + 3):
         assert records.next_number("g") == number
@@ -267,7 +267,7 @@ def test_s13_undo_restores_committed_and_acked_exactly() -> None:
     ]
 
 
-def test_s13_undo_of_a_skip_brings_what_was_skipped() -> None:
+def test_s13_undo_of_a_skip_replays_the_skipped_offsets() -> None:
     scene = held()
     scene.reset(50)
     (undone,) = scene.undo("op")
@@ -275,7 +275,7 @@ def test_s13_undo_of_a_skip_brings_what_was_skipped() -> None:
     assert scene.queue.maybe_seen == offsets((10, 12), (13, 50))
 
 
-def test_s13_repeated_undo_answers_the_same_and_changes_nothing() -> None:
+def test_s13_repeated_undo_gets_the_same_answer_and_changes_nothing() -> None:
     scene = held()
     scene.reset(4)
     first = scene.undo("op")
@@ -291,14 +291,14 @@ def test_s13_undo_can_be_undone() -> None:
     assert (scene.queue.committed_offset, scene.queue.acked) == (4, EMPTY)
 
 
-def test_s13_undo_of_an_unknown_operation_is_refused() -> None:
+def test_s13_undo_of_an_unknown_operation_is_rejected() -> None:
     scene = held()
     with pytest.raises(OperationNotFound) as raised:
         scene.undo("nothing")
     assert raised.value.facts == {"op_id": "nothing"}
 
 
-def test_s13_undo_is_answered_from_its_record_when_the_undone_one_is_forgotten() -> None:
+def test_s13_repeated_undo_is_answered_after_the_undone_operation_was_dropped() -> None:
     scene = held()
     scene.reset(4)
     first = scene.undo("op")
@@ -310,7 +310,9 @@ def test_s13_undo_is_answered_from_its_record_when_the_undone_one_is_forgotten()
 
 @pytest.mark.parametrize("deletion", ["topic", "group"])
 @pytest.mark.parametrize("anew", [False, True])
-def test_s13_undo_does_not_touch_what_was_created_again(deletion: str, anew: bool) -> None:
+def test_s13_undo_does_not_change_progress_created_after_a_deletion(
+    deletion: str, anew: bool
+) -> None:
     scene = held()
     scene.reset(4)
     if deletion == "topic":
@@ -340,17 +342,17 @@ def theirs(key: GroupQueue = KEY) -> GroupQueue:
     return key._replace(group=OTHER)
 
 
-def test_s13_clone_takes_over_committed_and_acked() -> None:
+def test_s13_clone_copies_committed_and_acked() -> None:
     scene = held()
     (moved,) = cloned(scene)
     queue = scene.table.query(theirs())
     assert (queue.committed_offset, queue.acked) == (10, offsets((12, 13)))
     assert (queue.token, queue.reset_epoch, queue.source) == (1, 1, ProgressSource.CLONE)
     assert (moved.key, moved.to_offset) == (theirs(), 10)
-    assert (scene.queue.token, scene.queue.holder) == (1, A), "the source is left alone"
+    assert (scene.queue.token, scene.queue.holder) == (1, A), "the source is unchanged"
 
 
-def test_s13_clone_flags_what_the_group_itself_had_started() -> None:
+def test_s13_clone_flags_offsets_that_the_group_had_started() -> None:
     scene = held()
     scene.table.commit_unowned(theirs(), handled(40), scene.now)
     (moved,) = cloned(scene)
@@ -366,7 +368,7 @@ def test_s13_clone_of_one_topic_leaves_the_others() -> None:
     assert theirs() not in scene.table
 
 
-def test_s13_clone_leaves_out_the_retries_of_the_source_unless_they_are_named() -> None:
+def test_s13_clone_skips_the_retry_topic_of_the_source_unless_named() -> None:
     scene = held()
     retries = KEY._replace(topic=f"%RETRY%{KEY.group}")
     scene.table.commit_unowned(retries, handled(3), scene.now)
@@ -381,7 +383,7 @@ def test_s13_clone_dry_run_changes_nothing() -> None:
     assert told == cloned(scene)
 
 
-def test_s13_repeated_clone_answers_the_same_whatever_the_source_did_since() -> None:
+def test_s13_repeated_clone_gets_the_same_answer_after_the_source_changed() -> None:
     scene = held()
     first = cloned(scene)
     scene.commit(1, 15)
@@ -404,7 +406,7 @@ def test_s13_clone_can_be_undone() -> None:
 # ---- deleted groups
 
 
-def test_s13_a_deleted_group_leaves_tombstones_as_a_deleted_topic_does() -> None:
+def test_s13_deleted_group_leaves_tombstones_as_a_deleted_topic_does() -> None:
     scene = held()
     scene.table.commit_unowned(theirs(), handled(3), scene.now)
     assert scene.delete_group() == [KEY]
@@ -417,7 +419,7 @@ def test_s13_a_deleted_group_leaves_tombstones_as_a_deleted_topic_does() -> None
     assert (grant.token, grant.committed_offset, grant.reset_epoch) == (3, 0, 1)
 
 
-def test_s13_a_group_may_be_deleted_on_one_topic() -> None:
+def test_s13_group_can_be_deleted_on_one_topic() -> None:
     scene = held()
     other = KEY._replace(topic="weather")
     scene.table.commit_unowned(other, handled(3), scene.now)
@@ -426,7 +428,7 @@ def test_s13_a_group_may_be_deleted_on_one_topic() -> None:
     assert scene.table.delete_group(KEY.group, "weather", Instant(0, 0)) == []
 
 
-def test_s13_reset_of_a_deleted_queue_goes_on_with_its_token() -> None:
+def test_s13_reset_of_a_deleted_queue_continues_its_token() -> None:
     scene = held()
     scene.delete_group()
     moved = step(scene.reset(4)).effect

@@ -1,5 +1,6 @@
-"""Goal: the wire says what the core says, and malformed calls change nothing. Method: the real
-service behind a real channel, with its real disk.
+"""Goal: the answers on the wire are those of the core, and malformed calls change nothing.
+
+Method: the real service behind a real channel, with its real disk.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets.codec import encode_key, unseal
 from batonmq_server.offsets.persistence import TOPIC
 from tests.offsets.service_calls import (
-    GOOD,
     TERM,
+    VALID_ITEMS,
     Service,
     call,
-    deletion,
+    delete_topic_request,
+    fence_item,
     queue,
     reasons,
-    refusal,
+    rejection,
     run,
-    wish,
 )
 from tests.support.waiting import until
 
 INT64_MAX = (1 << 63) - 1
 
 
-# ---- what each call answers
+# ---- the answer of each call
 
 
-async def test_announce_tells_every_queue(service: Service) -> None:
-    await service.held(queue_id=3)
+async def test_announce_returns_every_queue(service: Service) -> None:
+    await service.start_owner(queue_id=3)
     answer = await call(service, "Announce", pb.AnnounceRequest(term=8))
     holder = queue_pb2.Incarnation(client_id="client-a", incarnation_id=1)
     assert list(answer.queues) == [pb.QueueToken(queue=queue(), token=1, holder=holder)]
@@ -47,18 +48,18 @@ async def test_announce_tells_every_queue(service: Service) -> None:
 
 async def test_announce_of_an_older_term_is_old_epoch(service: Service) -> None:
     await call(service, "Announce", pb.AnnounceRequest(term=8))
-    code, error = await refusal(service, "Announce", pb.AnnounceRequest(term=7))
+    code, error = await rejection(service, "Announce", pb.AnnounceRequest(term=7))
     assert (code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "OLD_EPOCH")
     assert error.facts == {"epoch": "7", "current": "8"}
 
 
-async def test_fence_answers_each_item_by_itself(service: Service) -> None:
-    await service.held()
+async def test_fence_has_an_outcome_for_each_item(service: Service) -> None:
+    await service.start_owner()
     items = [
-        wish(),
-        wish(attempt="b"),
-        wish(attempt="c", expected_token=1),
-        wish(
+        fence_item(),
+        fence_item(attempt="b"),
+        fence_item(attempt="c", expected_token=1),
+        fence_item(
             attempt="d",
             expected_token=1,
             condition=pb.FENCE_CONDITION_FORCED,
@@ -74,13 +75,13 @@ async def test_fence_answers_each_item_by_itself(service: Service) -> None:
 
 
 async def test_fence_conditions_reach_the_core(service: Service) -> None:
-    await service.held()
+    await service.start_owner()
     other = queue_pb2.Incarnation(client_id="client-b", incarnation_id=1)
     same, idle = pb.FENCE_CONDITION_SAME_HOLDER, pb.FENCE_CONDITION_IDLE
     items = [
-        wish(attempt="b", expected_token=1, condition=same, holder=other),
-        wish(attempt="c", expected_token=1, condition=idle, idle_ms=60_000, holder=other),
-        wish(attempt="d", expected_token=1, condition=same, resume=[run(0, 4)], token_min=4),
+        fence_item(attempt="b", expected_token=1, condition=same, holder=other),
+        fence_item(attempt="c", expected_token=1, condition=idle, idle_ms=60_000, holder=other),
+        fence_item(attempt="d", expected_token=1, condition=same, resume=[run(0, 4)], token_min=4),
     ]
     answer = await call(service, "Fence", pb.FenceRequest(term=TERM, items=items))
     assert reasons(answer.outcomes[:2]) == ["REASON_NOT_HOLDER", "REASON_NOT_IDLE"]
@@ -89,14 +90,16 @@ async def test_fence_conditions_reach_the_core(service: Service) -> None:
 
 async def test_fence_of_another_term_is_old_epoch_for_each_item(service: Service) -> None:
     await call(service, "Announce", pb.AnnounceRequest(term=TERM))
-    answer = await call(service, "Fence", pb.FenceRequest(term=6, items=[wish(), wish()]))
+    answer = await call(
+        service, "Fence", pb.FenceRequest(term=6, items=[fence_item(), fence_item()])
+    )
     assert reasons(answer.outcomes) == ["REASON_OLD_EPOCH"] * 2
     assert len(service.offsets.table) == 0
 
 
-async def test_record_delivered_answers_maybe_seen(service: Service) -> None:
-    await service.held()
-    force = wish(
+async def test_record_delivered_returns_maybe_seen(service: Service) -> None:
+    await service.start_owner()
+    force = fence_item(
         attempt="b",
         expected_token=1,
         condition=pb.FENCE_CONDITION_FORCED,
@@ -132,8 +135,8 @@ async def test_record_delivered_answers_maybe_seen(service: Service) -> None:
     }
 
 
-async def test_touch_answers_an_error_or_nothing(service: Service) -> None:
-    await service.held()
+async def test_touch_returns_an_error_or_an_empty_outcome(service: Service) -> None:
+    await service.start_owner()
     items = [
         pb.TouchItem(queue=queue(), token=1),
         pb.TouchItem(queue=queue(), token=2),
@@ -144,8 +147,8 @@ async def test_touch_answers_an_error_or_nothing(service: Service) -> None:
     assert reasons(answer.outcomes[1:]) == ["REASON_FENCED", "REASON_UNKNOWN_QUEUE"]
 
 
-async def test_commit_tells_progress_and_repetition(service: Service) -> None:
-    await service.held()
+async def test_commit_returns_progress_and_noop(service: Service) -> None:
+    await service.start_owner()
     item = pb.CommitItem(queue=queue(), token=1, committed_offset=2, acked=[run(4, 6), run(6, 8)])
     request = pb.CommitRequest(items=[item])
     first, second = [await call(service, "Commit", request) for _ in range(2)]
@@ -153,10 +156,10 @@ async def test_commit_tells_progress_and_repetition(service: Service) -> None:
     assert second.outcomes[0].committed == pb.Committed(committed_offset=2, noop=True)
 
 
-async def test_commit_refuses_item_by_item(service: Service) -> None:
-    await service.held(queue_id=1)
-    await service.held(queue_id=2)
-    await service.held(queue_id=3)
+async def test_commit_rejects_single_items(service: Service) -> None:
+    await service.start_owner(queue_id=1)
+    await service.start_owner(queue_id=2)
+    await service.start_owner(queue_id=3)
     items = [
         pb.CommitItem(queue=queue(queue_id=1), token=9, committed_offset=2),
         pb.CommitItem(queue=queue(queue_id=2), token=1, committed_offset=11),
@@ -172,8 +175,8 @@ async def test_commit_refuses_item_by_item(service: Service) -> None:
     ]
 
 
-async def test_close_hands_over_what_was_cut_off(service: Service) -> None:
-    await service.held()
+async def test_close_makes_unfinished_offsets_maybe_seen(service: Service) -> None:
+    await service.start_owner()
     item = pb.CloseItem(
         queue=queue(), token=1, committed_offset=2, acked=[run(4, 5)], unfinished=[run(6, 7)]
     )
@@ -181,14 +184,14 @@ async def test_close_hands_over_what_was_cut_off(service: Service) -> None:
     first, second = [await call(service, "Close", request) for _ in range(2)]
     assert first.outcomes[0].closed == pb.Committed(committed_offset=2)
     assert second.outcomes[0].closed == pb.Committed(committed_offset=2, noop=True)
-    fence = pb.FenceRequest(term=TERM, items=[wish(attempt="b", expected_token=1)])
+    fence = pb.FenceRequest(term=TERM, items=[fence_item(attempt="b", expected_token=1)])
     assert (await call(service, "Fence", fence)).outcomes[0].fenced == pb.Fenced(
         token=2, committed_offset=2, acked=[run(4, 5)], maybe_seen=[run(6, 7)]
     )
 
 
-async def test_query_tells_everything_or_that_there_is_nothing(service: Service) -> None:
-    await service.held()
+async def test_query_returns_every_field_or_unknown_queue(service: Service) -> None:
+    await service.start_owner()
     commit = pb.CommitItem(queue=queue(), token=1, committed_offset=2, acked=[run(4, 6)])
     await call(service, "Commit", pb.CommitRequest(items=[commit]))
     request = pb.QueryRequest(queues=[queue(), queue("nobody")])
@@ -213,19 +216,19 @@ async def test_query_tells_everything_or_that_there_is_nothing(service: Service)
     )
 
 
-async def test_query_group_tells_its_queues_in_order(service: Service) -> None:
+async def test_query_group_returns_its_queues_in_order(service: Service) -> None:
     for queue_id in (10, 2):
-        await service.held(queue_id=queue_id)
+        await service.start_owner(queue_id=queue_id)
     answer = await call(service, "QueryGroup", pb.QueryGroupRequest(group="readers"))
     assert [progress.queue.queue.queue_id for progress in answer.queues] == [2, 10]
     nobody = await call(service, "QueryGroup", pb.QueryGroupRequest(group="nobody"))
     assert (nobody.offsets_epoch, len(nobody.queues)) == (1, 0)
 
 
-async def test_delete_topic_leaves_tombstones_that_only_a_fence_sees(service: Service) -> None:
+async def test_delete_topic_leaves_tombstones_only_for_fences(service: Service) -> None:
     for queue_id in (3, 4):
-        await service.held(queue_id=queue_id)
-    answer = await call(service, "DeleteTopic", deletion())
+        await service.start_owner(queue_id=queue_id)
+    answer = await call(service, "DeleteTopic", delete_topic_request())
     assert answer == pb.DeleteTopicResponse(offsets_epoch=1, queue_count=2)
     shown = await call(service, "QueryGroup", pb.QueryGroupRequest(group="readers"))
     assert list(shown.queues) == []
@@ -236,7 +239,7 @@ async def test_delete_topic_leaves_tombstones_that_only_a_fence_sees(service: Se
     assert [(each.token, each.closed, each.HasField("holder")) for each in announced] == [
         (2, True, False)
     ] * 2
-    for method, item in GOOD.items():
+    for method, item in VALID_ITEMS.items():
         if method == "Fence":
             continue
         refused = await call(
@@ -244,32 +247,37 @@ async def test_delete_topic_leaves_tombstones_that_only_a_fence_sees(service: Se
         )
         assert reasons(refused.outcomes) == ["REASON_FENCED"]
         assert refused.outcomes[0].error.facts["why"] == "RESET"
-    fence = wish(attempt="anew", expected_token=2, initial_offset=5)
+    fence = fence_item(attempt="anew", expected_token=2, initial_offset=5)
     passed = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
     assert passed.outcomes[0].fenced == pb.Fenced(token=3, committed_offset=5, reset_epoch=1)
 
 
-async def test_a_start_offset_of_an_earlier_topic_of_the_name_is_refused(service: Service) -> None:
-    await service.held()
-    await call(service, "DeleteTopic", deletion())
-    stale = wish(attempt="late", expected_token=2, initial_offset=900, topic_id=1)
+async def test_start_offset_of_an_earlier_topic_of_the_name_is_rejected(service: Service) -> None:
+    await service.start_owner()
+    await call(service, "DeleteTopic", delete_topic_request())
+    stale = fence_item(attempt="late", expected_token=2, initial_offset=900, topic_id=1)
     refused = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[stale]))
     assert reasons(refused.outcomes) == ["REASON_OLD_TOPIC"]
-    assert refused.outcomes[0].error.facts == {"topic_id": "1", "current": str(deletion().topic_id)}
+    assert refused.outcomes[0].error.facts == {
+        "topic_id": "1",
+        "current": str(delete_topic_request().topic_id),
+    }
     (known,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
-    assert known.error.reason, "it begins nowhere"
-    fresh = wish(attempt="anew", expected_token=2, initial_offset=5, topic_id=deletion().topic_id)
+    assert known.error.reason, "it has no progress"
+    fresh = fence_item(
+        attempt="anew", expected_token=2, initial_offset=5, topic_id=delete_topic_request().topic_id
+    )
     passed = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fresh]))
     assert passed.outcomes[0].fenced.committed_offset == 5
 
 
-async def test_delete_topic_again_does_nothing_to_the_new_topic(service: Service) -> None:
-    await service.held()
-    await call(service, "DeleteTopic", deletion())
-    fence = wish(attempt="anew", expected_token=2)
+async def test_repeated_delete_topic_does_not_change_the_new_topic(service: Service) -> None:
+    await service.start_owner()
+    await call(service, "DeleteTopic", delete_topic_request())
+    fence = fence_item(attempt="anew", expected_token=2)
     await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
     before = service.stored()
-    again = await call(service, "DeleteTopic", deletion())
+    again = await call(service, "DeleteTopic", delete_topic_request())
     assert again == pb.DeleteTopicResponse(offsets_epoch=1)
     assert service.stored() == before
     (known,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
@@ -285,11 +293,11 @@ async def test_delete_topic_again_does_nothing_to_the_new_topic(service: Service
         ({"topic_id": -1}, "INVALID_ARGUMENT", "topic_id"),
     ],
 )
-async def test_a_malformed_deletion_is_refused(
+async def test_malformed_deletion_is_rejected(
     service: Service, fields: dict[str, Any], reason: str, field: str
 ) -> None:
-    await service.held()
-    code, error = await refusal(service, "DeleteTopic", deletion(**fields))
+    await service.start_owner()
+    code, error = await rejection(service, "DeleteTopic", delete_topic_request(**fields))
     assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
     assert error.facts["field"] == field
 
@@ -297,13 +305,13 @@ async def test_a_malformed_deletion_is_refused(
 # ---- durability
 
 
-async def test_a_deletion_is_durable_with_all_its_queues_when_it_is_answered(
+async def test_deletion_is_durable_with_all_its_queues_when_it_is_answered(
     service: Service,
 ) -> None:
     for queue_id in range(20):
-        await service.held(queue_id=queue_id)
+        await service.start_owner(queue_id=queue_id)
     before = dict(service.stored())
-    await call(service, "DeleteTopic", deletion())
+    await call(service, "DeleteTopic", delete_topic_request())
     after = dict(service.stored())
     changed = {key for key, value in after.items() if before.get(key) != value}
     queues = {encode_key(GroupQueue("readers", "news", "broker-a", q)) for q in range(20)}
@@ -312,7 +320,7 @@ async def test_a_deletion_is_durable_with_all_its_queues_when_it_is_answered(
 
 
 async def test_every_answered_change_is_on_the_disk(service: Service) -> None:
-    await service.held()
+    await service.start_owner()
 
     async def stored_with(name: str, request: Any) -> bytes:
         await call(service, name, request)
@@ -325,24 +333,24 @@ async def test_every_answered_change_is_on_the_disk(service: Service) -> None:
         await stored_with("Commit", pb.CommitRequest(items=[commit])),
         await stored_with("Close", pb.CloseRequest(items=[close])),
         await stored_with(
-            "Fence", pb.FenceRequest(term=TERM, items=[wish(attempt="b", expected_token=1)])
+            "Fence", pb.FenceRequest(term=TERM, items=[fence_item(attempt="b", expected_token=1)])
         ),
         await stored_with("RecordDelivered", pb.RecordDeliveredRequest(items=[far])),
     ]
     assert len(set(states)) == 4
 
 
-async def test_a_delivery_below_the_reservation_writes_nothing(service: Service) -> None:
-    await service.held(delivered=10)
+async def test_delivery_below_the_reservation_writes_nothing(service: Service) -> None:
+    await service.start_owner(delivered=10)
     before = service.stored()
     item = pb.DeliveryItem(queue=queue(), token=1, first_offset=10, next_offset=2_000)
     await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=[item]))
     assert service.stored() == before
 
 
-async def test_many_calls_at_once_share_writes(service: Service) -> None:
+async def test_concurrent_calls_share_writes(service: Service) -> None:
     for queue_id in range(50):
-        await service.held(queue_id=queue_id)
+        await service.start_owner(queue_id=queue_id)
 
     def writes() -> float:
         name = "baton_offsets_durable_write_seconds_count"
@@ -360,15 +368,13 @@ async def test_many_calls_at_once_share_writes(service: Service) -> None:
 
 
 @pytest.mark.parametrize("method", ["Commit", "Close"])
-async def test_what_changed_is_published_and_a_repetition_is_not(
-    service: Service, method: str
-) -> None:
-    await service.held(queue_id=1)
-    await service.held(queue_id=2)
+async def test_changes_are_published_and_repetitions_are_not(service: Service, method: str) -> None:
+    await service.start_owner(queue_id=1)
+    await service.start_owner(queue_id=2)
 
     def request(*queue_ids: int) -> Any:
         items = [
-            GOOD[method](queue=queue(queue_id=queue_id), committed_offset=2)
+            VALID_ITEMS[method](queue=queue(queue_id=queue_id), committed_offset=2)
             for queue_id in queue_ids
         ]
         return getattr(pb, f"{method}Request")(items=items)
@@ -393,7 +399,7 @@ async def test_what_changed_is_published_and_a_repetition_is_not(
 
 
 async def test_outcomes_are_counted(service: Service) -> None:
-    await service.held()
+    await service.start_owner()
     commit = pb.CommitItem(queue=queue(), token=1, acked=[run(2, 3), run(4, 5)])
     for token in (1, 1, 2):
         commit.token = token

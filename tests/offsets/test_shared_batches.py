@@ -1,6 +1,6 @@
-"""Goal: in a call that brings items of many clients, what one of them sends costs no other.
+"""Goal: in a call with items of many clients, the items of one client do not fail those of others.
 
-Method: the real service behind a real channel, with etcd, or with an etcd that stands still.
+Method: the real service behind a real channel, with etcd, or with an etcd that does not answer.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from batonmq._common.clock import Clock
 from batonmq_server.offsets import placement_resolver
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX
-from tests.offsets.service_calls import GOOD, TERM, Service, call, queue, reasons, run
+from tests.offsets.service_calls import TERM, VALID_ITEMS, Service, call, queue, reasons, run
 from tests.support.waiting import until
 
 MADE_UP = [f"made-up-{number}" for number in range(5)]
 
 
-class StandingStill(EtcdSession):
-    """An etcd of which reads get no answer while `still`."""
+class StalledEtcd(EtcdSession):
+    """An etcd whose reads get no answer while `stalled` is set."""
 
-    still = False
+    stalled = False
     asked = waiting = 0
 
     async def get(self, key: str) -> KeyValue | None:
-        if self.still:
+        if self.stalled:
             self.asked += 1
             self.waiting += 1
             try:
@@ -41,13 +41,13 @@ class StandingStill(EtcdSession):
 
 
 @pytest.fixture
-async def etcd(etcd_endpoint: str) -> AsyncIterator[StandingStill]:
-    async with StandingStill(etcd_endpoint, f"test-{secrets.token_hex(8)}", Clock()) as session:
+async def etcd(etcd_endpoint: str) -> AsyncIterator[StalledEtcd]:
+    async with StalledEtcd(etcd_endpoint, f"test-{secrets.token_hex(8)}", Clock()) as session:
         yield session
 
 
 def shared(method: str, *items: Any) -> Any:
-    """A call with these items."""
+    """Return a call with these items."""
     term = {"term": TERM} if method == "Fence" else {}
     return getattr(pb, f"{method}Request")(items=items, **term)
 
@@ -58,17 +58,15 @@ async def places(etcd: EtcdSession) -> set[str]:
 
 
 @pytest.mark.parametrize("method", ["Fence", "RecordDelivered", "Touch"])
-async def test_malformed_items_leave_the_others_of_the_call_alone(
-    service: Service, method: str
-) -> None:
+async def test_malformed_items_do_not_fail_the_other_items(service: Service, method: str) -> None:
     for queue_id in (3, 4):
-        await service.held(queue_id=queue_id)
+        await service.start_owner(queue_id=queue_id)
     bad: dict[str, Any] = {"attempt": ""} if method == "Fence" else {"token": (1 << 62) + 1}
     good: dict[str, Any] = {"expected_token": 1} if method == "Fence" else {"token": 1}
     if method == "Fence":
         good["condition"] = pb.FENCE_CONDITION_SAME_HOLDER
         good["attempt"] = "attempt-2"
-    item = GOOD[method]
+    item = VALID_ITEMS[method]
     request = shared(
         method,
         item(queue=queue(queue_id=3), **bad),
@@ -84,11 +82,11 @@ async def test_malformed_items_leave_the_others_of_the_call_alone(
     assert facts == [{"field": "attempt" if method == "Fence" else "token"}] * 3
 
 
-async def test_acks_that_are_malformed_cost_only_the_delivery_they_ride_with(
+async def test_malformed_acks_fail_only_their_own_delivery(
     service: Service,
 ) -> None:
-    await service.held(queue_id=3, delivered=0)
-    await service.held(queue_id=4, delivered=0)
+    await service.start_owner(queue_id=3, delivered=0)
+    await service.start_owner(queue_id=4, delivered=0)
     acks = pb.Acks(acked=[run(5, 5)])
     items = [
         pb.DeliveryItem(queue=queue(queue_id=3), token=1, next_offset=1, progress=acks),
@@ -104,24 +102,24 @@ async def test_acks_that_are_malformed_cost_only_the_delivery_they_ride_with(
 
 
 @pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
-async def test_a_made_up_group_under_a_token_is_refused_without_a_question_to_etcd(
-    service: Service, etcd: StandingStill, method: str
+async def test_call_under_a_token_for_an_unknown_group_is_rejected_without_reading_etcd(
+    service: Service, etcd: StalledEtcd, method: str
 ) -> None:
-    await service.held()
-    etcd.still = True
-    items = [GOOD[method](queue=queue(group)) for group in MADE_UP]
+    await service.start_owner()
+    etcd.stalled = True
+    items = [VALID_ITEMS[method](queue=queue(group)) for group in MADE_UP]
     good: dict[str, Any] = {"next_offset": 11} if method == "RecordDelivered" else {}
-    items.append(GOOD[method](queue=queue(), **good))
+    items.append(VALID_ITEMS[method](queue=queue(), **good))
     answer = await call(service, method, shared(method, *items))
     assert reasons(answer.outcomes)[:-1] == ["REASON_NOT_SERVING"] * len(MADE_UP)
     assert not answer.outcomes[-1].HasField("error")
     assert etcd.asked == 0
 
 
-async def test_a_made_up_group_that_commits_without_token_gets_no_place(
-    service: Service, etcd: StandingStill
+async def test_commit_without_token_for_an_unknown_group_creates_no_placement(
+    service: Service, etcd: StalledEtcd
 ) -> None:
-    service.knows("readers", ownership="OWNERSHIP_OFF")
+    service.add_gate("readers", ownership="OWNERSHIP_OFF")
     items = [pb.CommitItem(queue=queue(group), committed_offset=1) for group in MADE_UP]
     items.append(pb.CommitItem(queue=queue(), committed_offset=1))
     answer = await call(service, "Commit", shared("Commit", *items))
@@ -130,11 +128,11 @@ async def test_a_made_up_group_that_commits_without_token_gets_no_place(
     assert await places(etcd) == {"readers"}
 
 
-async def test_groups_of_a_call_are_looked_up_at_the_same_time(
-    service: Service, etcd: StandingStill, monkeypatch: pytest.MonkeyPatch
+async def test_groups_of_a_call_are_resolved_concurrently(
+    service: Service, etcd: StalledEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", 10.0)
-    etcd.still = True
+    etcd.stalled = True
     query = pb.QueryRequest(queues=[queue(group) for group in MADE_UP])
     async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(call(service, "Query", query))
@@ -142,12 +140,12 @@ async def test_groups_of_a_call_are_looked_up_at_the_same_time(
         asking.cancel()
 
 
-async def test_what_etcd_does_not_tell_costs_only_those_who_need_it(
-    service: Service, etcd: StandingStill, monkeypatch: pytest.MonkeyPatch
+async def test_slow_etcd_fails_only_items_of_groups_that_need_it(
+    service: Service, etcd: StalledEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement_resolver, "RESOLVE_TIMEOUT_S", 0.05)
-    await service.held()
-    etcd.still = True
+    await service.start_owner()
+    etcd.stalled = True
     query = pb.QueryRequest(queues=[*map(queue, MADE_UP), queue()])
     answer = await call(service, "Query", query)
     assert reasons(answer.outcomes)[:-1] == ["REASON_NOT_SERVING"] * len(MADE_UP)

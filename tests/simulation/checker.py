@@ -22,7 +22,7 @@ from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.producers import StoreReceipt
-from batonmq_server.storage.core.store import CheckedBatch, Store, TopicQueues
+from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore
 from batonmq_server.storage.node import StorageNode
 from tests.simulation.answer_checks import AnswerChecks
 from tests.simulation.books import Books, Copy, Queue, key_of
@@ -91,7 +91,7 @@ class Checker:
 
     # ---- storage
 
-    def watch_store(self, store: Store, broker: str) -> None:
+    def watch_store(self, store: MessageStore, broker: str) -> None:
         """See what a new life of storage has kept, and takes in. There is one topic."""
         self.forget_pause()
         for key, queue in self.books.queues.items():
@@ -107,7 +107,7 @@ class Checker:
         append = store.append
 
         def watched(
-            batches: Sequence[CheckedBatch], topics: Mapping[str, TopicQueues], *more: Any
+            batches: Sequence[CheckedBatch], topics: Mapping[str, LocalTopic], *more: Any
         ) -> Any:
             outcomes = append(batches, topics, *more)
             for checked, outcome in zip(batches, outcomes, strict=True):

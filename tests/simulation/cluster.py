@@ -219,7 +219,7 @@ class ConsumerProcess(SimulatedProcess):
         checks.ended(self.name, event.kind, event.queue, event.token)
         if event.kind == "fenced":
             queue = consumer._queues[event.queue]
-            if queue._deadline_ms <= event.monotonic_ms:
+            if queue.lease.deadline_ms <= event.monotonic_ms:
                 checks.deadline_passed(self.name, event.queue)
 
 

@@ -20,7 +20,7 @@ from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosi
 from batonmq_server.storage.core.commitlog import FOLDER
 from batonmq_server.storage.core.epochs import EpochHistory
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
-from batonmq_server.storage.core.store import CheckedBatch, TopicQueues, VisibleRange
+from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, VisibleRange
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk
 from batonmq_server.testing.memory_network import MemoryCall
@@ -225,7 +225,7 @@ class StoreChecks(ReplicaChecks):
         keep, cut, begin_epoch = node.save_history, node.cut, node.begin_epoch
 
         def append(
-            batches: Sequence[CheckedBatch], topics: Mapping[str, TopicQueues], *more: Any
+            batches: Sequence[CheckedBatch], topics: Mapping[str, LocalTopic], *more: Any
         ) -> Any:
             outcomes = real["append"](batches, topics, *more)
             self._appended(name, node, batches, outcomes, topics)
@@ -267,7 +267,7 @@ class StoreChecks(ReplicaChecks):
         node: StorageNode,
         batches: Sequence[CheckedBatch],
         outcomes: Sequence[StoreReceipt | BatonError],
-        topics: Mapping[str, TopicQueues],
+        topics: Mapping[str, LocalTopic],
     ) -> None:
         """Only the acting leader writes; what it has written counts once somebody can see it."""
         fresh = [

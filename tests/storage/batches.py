@@ -18,13 +18,13 @@ from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.recovery import Recovery, RecoveryReport
-from batonmq_server.storage.core.store import ReadSpec, Store, TopicQueues, check
+from batonmq_server.storage.core.store import LocalTopic, MessageStore, ReadSpec, check
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.memory_disks import MemoryDisk
 
 TOPIC = "orders"
 TOPIC_ID = 7
-TOPICS: dict[str, TopicQueues | BatonError] = {TOPIC: TopicQueues(TOPIC_ID, 8)}
+TOPICS: dict[str, LocalTopic | BatonError] = {TOPIC: LocalTopic(TOPIC_ID, 8)}
 ALL = HashFilter(None)
 NOW = 1_700_000_000_000
 
@@ -54,7 +54,7 @@ class Opened:
     """A store after recovery, its disk and the report."""
 
     disk: MemoryDisk
-    store: Store
+    store: MessageStore
     report: RecoveryReport
 
 
@@ -70,13 +70,13 @@ def open_store(
     cache = FileCache(disk)
     log = CommitLog(disk, cache, segment_bytes)
     keys = KeyIndex(disk, cache, log.segment_end, log.first_position, run_entries=run_entries)
-    store = Store(log, cache, ProducerTable(), 1, keys)
+    store = MessageStore(log, cache, ProducerTable(), 1, keys)
     report = Recovery(disk, store, synced_position=synced_position, accept_loss=accept_loss).run()
     sync(store)
     return Opened(disk, store, report)
 
 
-def sync(store: Store) -> frozenset[QueueKey]:
+def sync(store: MessageStore) -> frozenset[QueueKey]:
     """Sync the store as the flusher does; return the queues that have grown."""
     unsynced = store.log.unsynced()
     for file in unsynced.files:
@@ -84,12 +84,12 @@ def sync(store: Store) -> frozenset[QueueKey]:
     return store.synced(unsynced.position)
 
 
-def append(store: Store, *batches: bytes, now: int = NOW) -> list[StoreReceipt | BatonError]:
+def append(store: MessageStore, *batches: bytes, now: int = NOW) -> list[StoreReceipt | BatonError]:
     """Append without a sync; return the outcomes."""
     return store.append([check(one) for one in batches], TOPICS, now)
 
 
-def stored(store: Store, *batches: bytes) -> list[StoreReceipt]:
+def stored(store: MessageStore, *batches: bytes) -> list[StoreReceipt]:
     """Append and sync; return the receipts. All batches must be stored."""
     outcomes = append(store, *batches)
     sync(store)
@@ -108,7 +108,7 @@ def wanted(
     return ReadSpec(offset, bytes_max, messages_max, filter)
 
 
-def bodies(store: Store, queue_id: int = 0) -> list[bytes]:
+def bodies(store: MessageStore, queue_id: int = 0) -> list[bytes]:
     """Return all visible bodies of a queue, read with several pulls."""
     found: list[bytes] = []
     offset = store.offsets((TOPIC_ID, queue_id)).first_offset

@@ -1,4 +1,4 @@
-"""Builds the data directory whose files are in `tests/storage/golden`.
+"""Builds the data directory with the files in `tests/storage/golden`.
 
 `python -m tests.storage.golden` writes the files again. That is needed only if a format changes;
 then its version and docs/reference/format.md must change too.

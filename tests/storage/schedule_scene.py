@@ -1,4 +1,4 @@
-"""A node in memory whose clock and scheduled deliveries are controlled by the test."""
+"""A node in memory; the test controls its clock and its scheduled deliveries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.retention import Retention, RetentionPolicy
-from batonmq_server.storage.core.store import Store, TopicQueues
+from batonmq_server.storage.core.store import LocalTopic, MessageStore
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
@@ -58,15 +58,15 @@ class TopicsTwin(TopicCache):
     """
 
     def __init__(self) -> None:
-        self.topics = {TOPIC: TopicQueues(TOPIC_ID, 8)}
+        self.topics = {TOPIC: LocalTopic(TOPIC_ID, 8)}
         self.errors: dict[str, BatonError] = {}
         self.asked, self.gate = asyncio.Event(), asyncio.Event()
         self.gate.set()
 
-    def known(self, name: str) -> TopicQueues | None:
+    def known(self, name: str) -> LocalTopic | None:
         return self.topics.get(name) if name not in self.errors else None
 
-    async def find(self, name: str) -> TopicQueues:
+    async def find(self, name: str) -> LocalTopic:
         self.asked.set()
         await self.gate.wait()
         if name in self.errors:
@@ -108,7 +108,7 @@ class Scene:
         self.servicer = ScheduleServicer(self.appender, self.topics, self.due.wake)
 
     @property
-    def store(self) -> Store:
+    def store(self) -> MessageStore:
         return self.node.store
 
     async def outcomes(self, *items: tuple[bytes, int]) -> list[pb.ScheduleOutcome]:

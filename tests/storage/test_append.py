@@ -128,7 +128,7 @@ BAD_BATCHES: list[tuple[bytes, type[BatonError], dict[str, str]]] = [
     (batch(b"a", topic="..\n"), InvalidName, {"field": "topic"}),
     (batch(b"a", topic=""), InvalidName, {"field": "topic"}),
     (batch(b"a", topic="x" * 128), InvalidName, {"field": "topic"}),
-    (batch(b"a", topic="nobody"), TopicNotFound, {"topic": "nobody"}),
+    (batch(b"a", topic="missing"), TopicNotFound, {"topic": "missing"}),
 ]
 
 
@@ -175,7 +175,7 @@ async def test_bad_batch_does_not_stop_the_other_batches(
 ) -> None:
     async with running(etcd_endpoint, tmp_path) as node:
         outcomes = await node.outcomes(
-            batch(b"a"), b"junk", batch(b"b", topic="nobody"), batch(b"c")
+            batch(b"a"), b"junk", batch(b"b", topic="missing"), batch(b"c")
         )
         assert reasons(outcomes) == ["stored", "BAD_BATCH", "TOPIC_NOT_FOUND", "stored"]
         assert outcomes[3].receipt.first_offset == 1

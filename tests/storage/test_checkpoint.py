@@ -23,7 +23,7 @@ from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
 from batonmq_server.storage.core.producers import ProducerState, StoreReceipt
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
@@ -71,7 +71,7 @@ def indexes(disk: MemoryDisk) -> dict[str, bytes]:
     }
 
 
-def served(store: Store) -> list[object]:
+def served(store: MessageStore) -> list[object]:
     """Return everything that can be read from the store."""
     return [
         [bodies(store, queue_id) for queue_id in range(3)],
@@ -314,7 +314,7 @@ def test_checkpoint_ahead_of_the_log_is_not_trusted() -> None:
     for name in opened.disk.names("log")[1:]:
         opened.disk.remove(f"log/{name}")
     again = reopened(opened.disk)
-    assert "no position" in again.report.rebuilt
+    assert "outside the log" in again.report.rebuilt
     assert again.report.next_position <= SEGMENT_BYTES
 
 

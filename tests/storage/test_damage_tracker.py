@@ -129,7 +129,7 @@ def test_damage_is_logged_and_counted_once_by_every_kind_of_read(
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert f"position={receipts[4].position}" in record.getMessage()
-    assert re.search(r"checksum 0x\w+ where 0x\w+ was written", record.getMessage())
+    assert re.search(r"the checksum is 0x\w+, the batch says 0x\w+", record.getMessage())
 
 
 async def at_once(call: Callable[[Any], None], argument: Any) -> None:

@@ -117,10 +117,10 @@ async def test_touch_answered_under_an_old_epoch_is_an_error() -> None:
 
 
 async def test_touch_and_record_fail_without_a_leader() -> None:
-    def nobody() -> offsets_grpc.OffsetsServiceAsyncStub:
+    def no_leader() -> offsets_grpc.OffsetsServiceAsyncStub:
         raise Unreachable("no offsets node is registered", retry_after_ms=200)
 
-    deliveries = DeliveryRecorder(nobody, Clock())
+    deliveries = DeliveryRecorder(no_leader, Clock())
     with pytest.raises(Unreachable):
         await deliveries.touch([HOLDER])
     async with asyncio.TaskGroup() as tasks:

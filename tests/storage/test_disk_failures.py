@@ -1,4 +1,4 @@
-"""A node of a replica set whose disk fails, or is full, at a bad moment.
+"""A replica set in which the disk of a node fails, or is full, at a bad moment.
 
 Goal: the node acknowledges nothing that may not be on its disk, resigns in favour of a healthy
 node, and recovers by itself with the bytes of the others. After a failed sync the unsynced bytes

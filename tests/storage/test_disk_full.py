@@ -69,7 +69,7 @@ class Sparse(MemoryFile):
 
 
 class SparseDisk(MemoryDisk):
-    """A disk whose files are allocated when written, as on copy-on-write file systems."""
+    """A disk that allocates files when they are written, as on copy-on-write file systems."""
 
     def create(self, path: str, size: int) -> File:
         super().create(path, size)

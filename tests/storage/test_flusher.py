@@ -1,6 +1,6 @@
 """Goal: one sync serves all waiting calls, and nothing is acknowledged after a failed sync.
 
-Method: a real folder; a node whose sync blocks or fails when the test says so.
+Method: a real folder; a node with a sync that blocks or fails when the test says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from batonmq.errors import NotServing
 from batonmq_server.storage.core.commitlog import UnsyncedFiles
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.disk import RealDisk
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metrics import StorageMetrics
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 
 class SlowNode(StorageNode):
-    """A node whose syncs wait for `gate` and may fail."""
+    """A node with syncs that wait for `gate` and may fail."""
 
     def __init__(self, disk: RealDisk, node: StorageNode) -> None:
         super().__init__(disk, node.recovery, node.report, node.history)
@@ -70,7 +70,7 @@ class Scene:
         )
 
     @property
-    def store(self) -> Store:
+    def store(self) -> MessageStore:
         return self.node.store
 
     def write(self, body: bytes = b"x", queue_id: int = 0) -> int:

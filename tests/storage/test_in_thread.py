@@ -2,8 +2,8 @@
 
 Goal: no thread works on a directory that is closed or used by another component, even if the caller
 was cancelled: the descriptor of a closed file may belong to another file by then.
-Method: a real folder and a node whose sync waits for the test; a real replica set in one process,
-in which an elected node loses its lease before its epoch is recorded.
+Method: a real folder and a node with a sync that waits for the test; a real replica set in one
+process, in which an elected node loses its lease before its epoch is recorded.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def test_error_of_the_thread_is_raised() -> None:
 
 
 async def cancelled(node: SlowNode, failure: OSError | None = None) -> Flusher:
-    """Return a flusher whose sync was cancelled while the disk was blocked, and has ended since."""
+    """Return a flusher after a sync that was cancelled while the disk was blocked."""
     append(node.store, batch(b"a"))
     flusher = Flusher(node, lambda _: None, lambda _: None)
     node.gate.clear()

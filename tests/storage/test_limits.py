@@ -37,7 +37,7 @@ def raw_batch(record: bytes, count: int = 1) -> bytes:
 
 
 def record(keys: int = 0, tag: int = 0, properties: int = 0, body: int = 0) -> bytes:
-    """Return a record whose parts have these sizes."""
+    """Return a record with parts of these sizes."""
     return struct.pack(">HHI", keys, tag, properties) + b"x" * (keys + tag + properties + body)
 
 

@@ -29,7 +29,7 @@ from batonmq_server.storage.core.schedule import (
     encode_scheduled,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import Store, VisibleRange
+from batonmq_server.storage.core.store import MessageStore, VisibleRange
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.log_cleaner import RESERVE, RESERVE_BYTES, CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
@@ -98,7 +98,7 @@ class Scene:
         )
 
     @property
-    def store(self) -> Store:
+    def store(self) -> MessageStore:
         return self.node.store
 
     async def clean(self) -> int:
@@ -122,7 +122,9 @@ def scene(disk: MemoryDisk | None = None, **policy: Any) -> Iterator[Scene]:
         yield Scene(node, disk, **policy)
 
 
-def fill(store: Store, count: int, *, queue_id: int = 0, now: int = NOW) -> list[StoreReceipt]:
+def fill(
+    store: MessageStore, count: int, *, queue_id: int = 0, now: int = NOW
+) -> list[StoreReceipt]:
     """Append and sync `count` messages, three per segment; their bodies are their offsets."""
     receipts = []
     for _ in range(count):
@@ -135,18 +137,18 @@ def fill(store: Store, count: int, *, queue_id: int = 0, now: int = NOW) -> list
     return receipts
 
 
-def sync(store: Store) -> None:
+def sync(store: MessageStore) -> None:
     unsynced = store.log.unsynced()
     for file in unsynced.files:
         file.sync()
     store.synced(unsynced.position)
 
 
-def held(store: Store, queue_id: int = 0) -> VisibleRange:
+def held(store: MessageStore, queue_id: int = 0) -> VisibleRange:
     return store.offsets((TOPIC_ID, queue_id))
 
 
-def readable(store: Store, queue_id: int = 0) -> list[int]:
+def readable(store: MessageStore, queue_id: int = 0) -> list[int]:
     """Return the offsets that a read from the first one returns, by the bodies."""
     return [int(body) for body in bodies(store, queue_id)]
 

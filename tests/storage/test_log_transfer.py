@@ -21,7 +21,7 @@ from batonmq_server.storage.core.log_transfer import (
     read_whole_batches,
 )
 from batonmq_server.storage.core.recovery import Recovery
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import batch, bodies, open_store, stored, sync
 
@@ -39,7 +39,7 @@ class Pair:
         self.recovery = Recovery(self.disks[1], follower, synced_position=0)
 
     @property
-    def follower(self) -> Store:
+    def follower(self) -> MessageStore:
         return self.recovery.store
 
     def next_piece(self, bytes_max: int, history: EpochHistory = HISTORY) -> bytes:

@@ -399,7 +399,7 @@ async def test_unknown_topic_queue_and_broker_have_different_errors(
     async with running(etcd_endpoint, tmp_path) as node:
         refusals = [
             await refusal_of(node.pull(**fields))
-            for fields in ({"topic": "nobody"}, {"queue_id": 8}, {"broker": "broker-b"})
+            for fields in ({"topic": "missing"}, {"queue_id": 8}, {"broker": "broker-b"})
         ]
         assert [type(one) for one in refusals] == [TopicNotFound, QueueNotFound, WrongBroker]
         assert refusals[2] is not None
@@ -411,7 +411,7 @@ async def test_statuses_are_those_of_the_contract(etcd_endpoint: str, tmp_path: 
     codes = grpc.StatusCode
     async with running(etcd_endpoint, tmp_path) as node:
         for fields, code in (
-            ({"topic": "nobody"}, codes.NOT_FOUND),
+            ({"topic": "missing"}, codes.NOT_FOUND),
             ({"offset": 5}, codes.OUT_OF_RANGE),
             ({"broker": "broker-b"}, codes.FAILED_PRECONDITION),
             ({"expression": "||"}, codes.INVALID_ARGUMENT),

@@ -20,7 +20,7 @@ from batonmq_server.storage.core.query import (
     MessageQueries,
     TimeWindow,
 )
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
@@ -51,7 +51,7 @@ def fresh() -> Opened:
     return open_store(MemoryDisk(), segment_bytes=1_500, run_entries=3)
 
 
-def store_at(store: Store, now: int, queue_id: int, *keys: tuple[str, ...]) -> list[Stored]:
+def store_at(store: MessageStore, now: int, queue_id: int, *keys: tuple[str, ...]) -> list[Stored]:
     """Store one batch; return its messages."""
     raw = batch(*(Message(b"x" * 20, keys=each) for each in keys), queue_id=queue_id)
     (receipt,) = append(store, raw, now=now)

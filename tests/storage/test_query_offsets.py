@@ -60,7 +60,7 @@ async def test_each_bad_queue_has_its_own_error(etcd_endpoint: str, tmp_path: Pa
     async with running(etcd_endpoint, tmp_path) as node:
         refusals = await query(
             node,
-            queue(topic="nobody"),
+            queue(topic="missing"),
             queue(queue_id=8),
             queue(broker="broker-b"),
             queue(topic="a/b"),

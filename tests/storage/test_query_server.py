@@ -91,7 +91,7 @@ async def test_messages_are_found_by_time_key_and_id(etcd_endpoint: str, tmp_pat
         assert ([body(one) for one in limited.messages], limited.more) == ([b"four"], True)
         assert not (await ask.find(key="k", to_unix_ms=first.store_unix_ms)).messages
         assert len((await ask.find(key="k", from_unix_ms=first.store_unix_ms)).messages) == 3
-        assert not (await ask.find(key="nobody")).messages
+        assert not (await ask.find(key="missing")).messages
         await ask.node.append(batch(Message(b"odd", keys=("a\u00a0b",))))
         assert [body(one) for one in (await ask.find(key="a\u00a0b")).messages] == [b"odd"]
         assert await ask.get(f"{BROKER}-{first.position:x}-2") == b"3"
@@ -121,7 +121,7 @@ async def test_read_returns_stored_batches_without_recording_a_delivery(
         ({"offset": 5}, "OFFSET_OUT_OF_RANGE"),
         ({"offset": -1}, "INVALID_ARGUMENT"),
         ({"queue": None}, "INVALID_ARGUMENT"),
-        ({"queue": queue(topic="nobody")}, "TOPIC_NOT_FOUND"),
+        ({"queue": queue(topic="missing")}, "TOPIC_NOT_FOUND"),
         ({"queue": queue(queue_id=8)}, "QUEUE_NOT_FOUND"),
         ({"queue": queue(broker="broker-b")}, "WRONG_BROKER"),
         ({"expression": "a || "}, "BAD_EXPRESSION"),
@@ -146,7 +146,7 @@ async def test_read_rejects_invalid_requests(
         ({"key": " a"}, "INVALID_ARGUMENT"),
         ({"key": "k" * 1_025}, "LIMIT_EXCEEDED"),
         ({"key": "k", "messages_max": 1_001}, "LIMIT_EXCEEDED"),
-        ({"key": "k", "topic": "nobody"}, "TOPIC_NOT_FOUND"),
+        ({"key": "k", "topic": "missing"}, "TOPIC_NOT_FOUND"),
         ({"key": "k", "topic": "a/b"}, "INVALID_NAME"),
     ],
 )

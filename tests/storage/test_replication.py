@@ -1,4 +1,4 @@
-"""A replica set of storage whose leader crashes, is cut off, is slow, or returns.
+"""A storage replica set: its leader crashes, is cut off, is slow, or returns.
 
 Goal: no acknowledged message is lost under any leader; receipts are true; copies are equal byte for
 byte; a node that lacks safe messages is never elected, and repairs itself.
@@ -170,7 +170,7 @@ async def test_old_leader_cuts_off_its_unacknowledged_messages(scene: Scene) -> 
     before = (await first.describe()).next_position
 
     async def written() -> bool:
-        error = await first.refusal(batch(b"nobody knows of it"), timeout_s=0.5)
+        error = await first.refusal(batch(b"unacknowledged"), timeout_s=0.5)
         assert error.reason == "UNREACHABLE"
         return (await first.describe()).next_position > before
 

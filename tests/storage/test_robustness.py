@@ -168,7 +168,7 @@ async def test_one_append_wakes_thousands_of_long_polls_of_its_queue_only(
         assert {(await one).next_offset for one in waiting[1::2]} == {1}
 
 
-@pytest.mark.parametrize("change", ["deleted", "shrunk", "made anew"])
+@pytest.mark.parametrize("change", ["deleted", "shrunk", "recreated"])
 async def test_long_polls_are_answered_when_their_topic_changes(
     etcd_endpoint: str, tmp_path: Path, change: str
 ) -> None:
@@ -192,7 +192,7 @@ async def test_long_polls_are_answered_when_their_topic_changes(
         expected = {"deleted": TopicNotFound, "shrunk": QueueNotFound}.get(change, BatonError)
         outcomes = [await one for one in waiting]
         assert all(isinstance(one, expected) for one in outcomes)
-        if change == "made anew":
+        if change == "recreated":
             reasons = {one.reason for one in outcomes if isinstance(one, BatonError)}
             assert reasons == {"OFFSET_AHEAD_OF_LOG"}, "the new topic has nothing at offset 1"
         await node.parked(0)

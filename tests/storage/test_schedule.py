@@ -34,7 +34,7 @@ from batonmq_server.storage.core.schedule import (
     encode_withdrawn,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import CheckedBatch, Store, check
+from batonmq_server.storage.core.store import CheckedBatch, MessageStore, check
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
@@ -64,7 +64,7 @@ GOLDEN_DELIVERY = (
 )
 
 
-def write(store: Store, *batches: bytes) -> list[int]:
+def write(store: MessageStore, *batches: bytes) -> list[int]:
     """Append batches of any topic with one write, without a sync; return their positions."""
     outcomes = store.append(
         [CheckedBatch(read_header(one), one) for one in batches], {**SYSTEM_TOPICS, **TOPICS}, NOW
@@ -73,7 +73,7 @@ def write(store: Store, *batches: bytes) -> list[int]:
     return [one.position for one in outcomes if isinstance(one, StoreReceipt)]
 
 
-def put(store: Store, *batches: bytes, deliver_unix_ms: int = NOW) -> list[DelayKey]:
+def put(store: MessageStore, *batches: bytes, deliver_unix_ms: int = NOW) -> list[DelayKey]:
     """Schedule batches without a sync; return their keys."""
     wrapped = [
         encode_scheduled(ScheduledBatch(deliver_unix_ms, TOPIC_ID, FIRST, one)) for one in batches
@@ -81,7 +81,7 @@ def put(store: Store, *batches: bytes, deliver_unix_ms: int = NOW) -> list[Delay
     return [(deliver_unix_ms, position) for position in write(store, *wrapped)]
 
 
-def deliver(store: Store, now: int = NOW) -> None:
+def deliver(store: MessageStore, now: int = NOW) -> None:
     """Deliver due batches with one write, without a sync."""
     due = store.schedule.waiting.due(now, 1_000)
     found = read_scheduled(store.log, [entry.position for entry in due])
@@ -95,11 +95,11 @@ def deliver(store: Store, now: int = NOW) -> None:
     )
 
 
-def waiting(store: Store) -> list[DelayKey]:
+def waiting(store: MessageStore) -> list[DelayKey]:
     return sorted(entry.key for entry in store.schedule.waiting.before(1 << 60, 1_000))
 
 
-def waiting_bodies(store: Store) -> list[bytes]:
+def waiting_bodies(store: MessageStore) -> list[bytes]:
     positions = [entry.position for entry in store.schedule.waiting.before(1 << 60, 1_000)]
     found = [one for one in read_scheduled(store.log, positions) if isinstance(one, ScheduledBatch)]
     assert len(found) == len(positions)

@@ -30,7 +30,7 @@ from batonmq.errors import (
     WrongBroker,
 )
 from batonmq_server.storage.core.retention import DiskUsage
-from batonmq_server.storage.core.store import TopicQueues
+from batonmq_server.storage.core.store import LocalTopic
 from batonmq_server.storage.schedule_server import decode_id, encode_id
 from batonmq_server.storage.scheduled_deliverer import UNDELIVERED_MAX
 from batonmq_server.testing.memory_disks import MemoryDisk
@@ -125,7 +125,7 @@ async def test_bad_item_is_rejected_alone() -> None:
         end = here.store.log.next_position
         refused = await here.outcomes(
             (b"junk", NOW),
-            (batch(b"a", topic="nobody"), NOW),
+            (batch(b"a", topic="missing"), NOW),
             (batch(b"a", queue_id=8), NOW),
             (batch(b"a"), 0),
             (batch(b"a"), -5),
@@ -241,14 +241,14 @@ async def test_clock_that_steps_back_delivers_nothing_early_and_one_that_steps_a
         assert here.bodies() == [b"first", b"second"]
 
 
-@pytest.mark.parametrize("made_anew", [False, True])
+@pytest.mark.parametrize("recreated", [False, True])
 async def test_batch_of_a_deleted_topic_is_not_delivered_and_that_is_reported(
-    made_anew: bool,
+    recreated: bool,
 ) -> None:
     async with scene() as here:
         await here.schedule(batch(b"lost"), NOW + 1)
-        if made_anew:
-            here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID + 1, 8)
+        if recreated:
+            here.topics.topics[TOPIC] = LocalTopic(TOPIC_ID + 1, 8)
         else:
             del here.topics.topics[TOPIC]
         here.clock.pass_ms(1)
@@ -265,7 +265,7 @@ async def test_batch_of_a_deleted_topic_is_not_delivered_and_that_is_reported(
 async def test_batch_whose_topic_has_no_queues_on_this_broker_is_not_delivered() -> None:
     async with scene() as here:
         await here.schedule(batch(b"lost"), NOW)
-        here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID, 0)
+        here.topics.topics[TOPIC] = LocalTopic(TOPIC_ID, 0)
         await here.deliver()
         assert here.waiting() == 0
         assert here.metric("undeliverable_batches_total", reason="QUEUE_NOT_FOUND") == 1
@@ -274,7 +274,7 @@ async def test_batch_whose_topic_has_no_queues_on_this_broker_is_not_delivered()
 async def test_batch_of_a_closed_queue_is_delivered_to_an_open_one() -> None:
     async with scene() as here:
         await here.schedule(batch(b"a", queue_id=5), NOW)
-        here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID, 8, write_queue_count=4)
+        here.topics.topics[TOPIC] = LocalTopic(TOPIC_ID, 8, write_queue_count=4)
         await here.deliver()
         assert (here.bodies(5), here.bodies(1)) == ([], [b"a"])
 
@@ -282,7 +282,7 @@ async def test_batch_of_a_closed_queue_is_delivered_to_an_open_one() -> None:
 async def test_read_only_topic_gets_accepted_batches_and_no_new_ones() -> None:
     async with scene() as here:
         await here.schedule(batch(b"a"), NOW)
-        here.topics.topics[TOPIC] = TopicQueues(TOPIC_ID, 8, writable=False)
+        here.topics.topics[TOPIC] = LocalTopic(TOPIC_ID, 8, writable=False)
         with pytest.raises(NotWritable):
             await here.schedule(batch(b"b"), NOW)
         await here.deliver()
@@ -291,7 +291,7 @@ async def test_read_only_topic_gets_accepted_batches_and_no_new_ones() -> None:
 
 async def test_batch_whose_topic_is_unknown_waits_and_the_others_are_delivered() -> None:
     async with scene() as here:
-        here.topics.topics["other"] = TopicQueues(9, 1)
+        here.topics.topics["other"] = LocalTopic(9, 1)
         await here.schedule(batch(b"other", topic="other"), NOW)
         await here.schedule(batch(b"a"), NOW)
         here.topics.errors["other"] = NoQuorum("etcd is away")

@@ -154,9 +154,9 @@ def test_key_index_runs_end_at_the_final_end_of_the_segment(end: int) -> None:
     assert first.log.end_position == end
     for number in range(1, 40):
         stored(first, keyed(number))
-    anew = open_store(disk.killed(), segment_bytes=2_048).store
-    assert bodies(anew) == [b"%d" % number for number in range(40)]
-    one, other = (store.keys.unsaved(store.log.next_position) for store in (first, anew))
+    rebuilt = open_store(disk.killed(), segment_bytes=2_048).store
+    assert bodies(rebuilt) == [b"%d" % number for number in range(40)]
+    one, other = (store.keys.unsaved(store.log.next_position) for store in (first, rebuilt))
     assert len(one.ended) > 0
     assert [run.stretch for run in one.ended] == [run.stretch for run in other.ended]
     assert one.open_run == other.open_run

@@ -23,7 +23,7 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from batonmq_server.storage.core.producers import StoreReceipt
-from batonmq_server.storage.core.store import SCANNED_MAX, TopicQueues, VisibleRange, check
+from batonmq_server.storage.core.store import SCANNED_MAX, LocalTopic, VisibleRange, check
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
@@ -132,7 +132,7 @@ def test_changed_byte_is_rejected() -> None:
 def test_topic_of_the_same_name_shares_nothing_with_the_old_one() -> None:
     store = open_store(MemoryDisk()).store
     stored(store, batch(b"old"))
-    store.append([check(batch(b"new"))], {TOPIC: TopicQueues(TOPIC_ID + 1, 8)}, NOW)
+    store.append([check(batch(b"new"))], {TOPIC: LocalTopic(TOPIC_ID + 1, 8)}, NOW)
     sync(store)
     assert store.offsets((TOPIC_ID + 1, 0)) == VisibleRange(0, 1)
     assert bodies(store) == [b"old"]

@@ -385,7 +385,7 @@ class StoreMachine(RuleBasedStateMachine):
         return batches[-1].offsets.stop if batches else 0
 
     def _retriable(self) -> list[Stored]:
-        """Return the batches whose receipts the log still contains."""
+        """Return the batches with a receipt that the log still contains."""
         found = []
         for queue_id in range(QUEUES):
             for producer_id in PRODUCERS[1:]:

@@ -18,7 +18,7 @@ from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum, TopicNotFound
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
-from batonmq_server.storage.core.store import TopicQueues
+from batonmq_server.storage.core.store import LocalTopic
 from batonmq_server.storage.topic_cache import MISSING_MS, TopicCache
 from tests.storage.clock import JumpingClock
 
@@ -70,8 +70,8 @@ async def test_queues_are_those_of_this_broker(etcd_endpoint: str) -> None:
         await here.put("a", 7, broker_a=3, broker_b=5)
         await here.put("b", 8, broker_b=5)
         async with here.following():
-            assert await here.topics.find("a") == TopicQueues(7, 3)
-            assert await here.topics.find("b") == TopicQueues(8, 0)
+            assert await here.topics.find("a") == LocalTopic(7, 3)
+            assert await here.topics.find("b") == LocalTopic(8, 0)
         assert here.session.asked_count == 0
 
 
@@ -81,7 +81,7 @@ async def test_topic_that_the_mirror_does_not_have_yet_is_looked_up_once(
     async with scene(etcd_endpoint) as here:
         await here.put("a", 7, broker_a=3)
         for _ in range(3):
-            assert await here.topics.find("a") == TopicQueues(7, 3)
+            assert await here.topics.find("a") == LocalTopic(7, 3)
         assert here.session.asked_count == 1
 
 
@@ -109,16 +109,16 @@ async def test_topic_created_within_that_second_is_known_at_once(etcd_endpoint: 
         await missing(here)
         revision = await here.put("a", 7, broker_a=3)
         await here.mirror.reached(revision)
-        assert await here.topics.find("a") == TopicQueues(7, 3)
+        assert await here.topics.find("a") == LocalTopic(7, 3)
 
 
 async def test_deleted_or_recreated_topic_is_not_the_old_topic(etcd_endpoint: str) -> None:
     async with scene(etcd_endpoint) as here:
         await here.put("a", 7, broker_a=3)
-        assert await here.topics.find("a") == TopicQueues(7, 3)
+        assert await here.topics.find("a") == LocalTopic(7, 3)
         async with here.following():
             await here.mirror.reached(await here.put("a", 8, broker_a=4))
-            assert here.topics.known("a") == TopicQueues(8, 4)
+            assert here.topics.known("a") == LocalTopic(8, 4)
             await here.session.delete(here.session.key("topics", "a"))
             await here.mirror.reached(await here.put("marker", 9, broker_a=1))
             assert here.topics.known("a") is None
@@ -136,7 +136,7 @@ async def test_undecodable_topic_is_neither_found_nor_deleted(etcd_endpoint: str
             assert not here.topics.is_gone("a", 7)
             assert here.topics.revision("a") == 0
             await here.mirror.reached(await here.put("a", 7, broker_a=4))
-            assert await here.topics.find("a") == TopicQueues(7, 4)
+            assert await here.topics.find("a") == LocalTopic(7, 4)
 
 
 async def test_lookup_without_etcd_is_no_quorum() -> None:

@@ -19,7 +19,7 @@ from batonmq_server.storage.core.delay_queue import DelaySnapshot
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.keyindex import UnsavedRuns, encode_run, open_path
 from batonmq_server.storage.core.producers import ProducerColumns, QueueKey
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 
 QUEUES_AT_ONCE = 64
 
@@ -55,7 +55,7 @@ class CheckpointWriter:
         position: Position of the last checkpoint; the next start reads the log from there.
     """
 
-    def __init__(self, disk: Disk, store: Store, position: int) -> None:
+    def __init__(self, disk: Disk, store: MessageStore, position: int) -> None:
         self._disk, self._store, self.position = disk, store, position
         self._obsolete_paths: list[str] = []
 

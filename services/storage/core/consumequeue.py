@@ -228,7 +228,7 @@ class ConsumeQueue:
         return [self._path(number) for number in numbers] if first_offset < next_offset else []
 
     def trim_before(self, position: int) -> list[str]:
-        """Drop the messages whose batches lie before `position`, because the log drops them.
+        """Drop the messages of batches before `position`, because the log drops them.
 
         The next offset does not change. Messages that are not visible yet must not be dropped.
 
@@ -274,7 +274,7 @@ class ConsumeQueue:
         return offset // self._entries_per_file
 
     def _first_from(self, position: int) -> tuple[int, int]:
-        """Return the first offset whose batch lies at or after `position`, and its position."""
+        """Return the first offset of a batch at or after `position`, and its position."""
         low, high = self.first_offset, self.next_offset - 1
         while low < high:
             middle = (low + high) // 2

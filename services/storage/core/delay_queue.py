@@ -52,13 +52,13 @@ class DelayedBatch(NamedTuple):
 class DelayQueue:
     """The scheduled batches of a log: added, taken by `due`, and removed once delivered.
 
-    Adding an entry whose key is there already only changes its position.
+    Adding an entry with a known key only changes its position.
     """
 
     def __init__(self) -> None:
         self._minutes: dict[int, _Bucket] = {}
         self._seconds: dict[int, _Bucket] = {}
-        self._runs: deque[_Run] = deque()
+        self._runs: deque[_SortedBucket] = deque()
         self._late: dict[DelayKey, int] = {}
         self._late_keys: list[DelayKey] = []
         self._taken: dict[DelayKey, int] = {}
@@ -196,7 +196,7 @@ class DelayQueue:
         second = min(self._seconds)
         if second * SECOND_MS > now_unix_ms:
             return False
-        self._runs.append(_Run(self._seconds.pop(second)))
+        self._runs.append(_SortedBucket(self._seconds.pop(second)))
         self._opened_ms = (second + 1) * SECOND_MS
         return True
 
@@ -398,7 +398,7 @@ class _Bucket:
         return kept
 
 
-class _Run:
+class _SortedBucket:
     """A bucket that accepts no more entries, read in order of time."""
 
     __slots__ = ("_cursor", "_order", "bucket")

@@ -55,7 +55,7 @@ class EpochHistory:
         return self.starts[-1][0] if self.starts else 0
 
     def position(self, end: int) -> ReplicaPosition:
-        """Return the position of a node whose log has this history and ends at `end`."""
+        """Return the position of a node with this history and a log that ends at `end`."""
         return NO_POSITION if self.damaged else ReplicaPosition(self.epoch, end)
 
     def with_epoch(self, epoch: int, position: int) -> EpochHistory:

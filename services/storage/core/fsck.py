@@ -21,7 +21,7 @@ from batonmq_server.storage.core.keyindex import KeyIndex, open_path
 from batonmq_server.storage.core.producers import ProducerTable
 from batonmq_server.storage.core.recovery import Recovery
 from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 
 PROBLEMS_MAX = 1_000
 _ANY_SEGMENT_BYTES = 1 << 30
@@ -225,7 +225,7 @@ class Fsck:
         report.indexes_compared = True
         self._checkpoint = found
 
-    def _scan(self, store: Store, recovery: Recovery) -> None:
+    def _scan(self, store: MessageStore, recovery: Recovery) -> None:
         """Scan the whole log, also after damaged batches."""
         report = self.report
         scan = LogScan(store.log, store.log.first_position)
@@ -247,7 +247,9 @@ class Fsck:
             if not found:
                 return
 
-    def _take(self, store: Store, recovery: Recovery, header: Header, batch: memoryview) -> None:
+    def _take(
+        self, store: MessageStore, recovery: Recovery, header: Header, batch: memoryview
+    ) -> None:
         found = self._checkpoint
         if found is not None and not self._disk.ends and header.position >= found.position:
             self._compare(store, found)
@@ -262,7 +264,7 @@ class Fsck:
             store.add_queue(key, header.topic, header.first_offset)
             store.restore(header, batch)
 
-    def _compare(self, store: Store, found: Checkpoint) -> None:
+    def _compare(self, store: MessageStore, found: Checkpoint) -> None:
         """Compare the indexes and the checkpoint with the rebuilt store at its position."""
         report = self.report
         store.flush()
@@ -335,11 +337,11 @@ class _ComparingFile(File):
         return
 
 
-def _fresh(disk: Disk) -> tuple[Store, Recovery]:
+def _fresh(disk: Disk) -> tuple[MessageStore, Recovery]:
     cache = FileCache(disk)
     log = CommitLog(disk, cache, _ANY_SEGMENT_BYTES)
     keys = KeyIndex(disk, cache, log.segment_end, log.first_position)
-    store = Store(log, cache, ProducerTable(), 0, keys)
+    store = MessageStore(log, cache, ProducerTable(), 0, keys)
     return store, Recovery(disk, store, synced_position=0, accept_loss=False)
 
 

@@ -293,7 +293,7 @@ class KeyIndex:
 
 @dataclass(frozen=True, slots=True)
 class KeyHits:
-    """Messages of one run whose key has the searched hash, oldest first."""
+    """Messages of one run with the searched key hash, oldest first."""
 
     stretch: RunExtent
     positions: npt.NDArray[np.int64]

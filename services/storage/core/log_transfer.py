@@ -83,7 +83,7 @@ def check_received(
             f"{len(data)} bytes at {position} are not in the segment [{first_position}, {end})",
             detail=DataLossDetail(position=position),
         )
-    scan = LogScan(_Received(position, data, end), position, len(data))
+    scan = LogScan(_ReceivedLog(position, data, end), position, len(data))
     batches = list(scan)
     after = position + len(data)
     ends = {after, end} if end - after < FILLER.size else {after}  # the rest may fit no filler
@@ -108,7 +108,7 @@ def check_received(
     return batches
 
 
-class _Received:
+class _ReceivedLog:
     """Received bytes, as a log that a scan can read."""
 
     def __init__(self, position: int, data: bytes, segment_end: int) -> None:

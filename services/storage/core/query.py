@@ -23,7 +23,7 @@ from batonmq_server.storage.core.consumequeue import ConsumeQueue, Int64Array
 from batonmq_server.storage.core.keyindex import KeyHits
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
-from batonmq_server.storage.core.store import Store, verified
+from batonmq_server.storage.core.store import MessageStore, verified
 
 LOOKED_AT_MAX = 2_000
 """Maximum number of messages that one search by key reads; some may only have the same hash."""
@@ -56,7 +56,7 @@ class KeyMatches:
 class MessageQueries:
     """Finds messages in `store`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: MessageStore) -> None:
         self._store, self._log = store, store.log
 
     def search_offset(self, key: QueueKey, unix_ms: int) -> int:
@@ -131,7 +131,7 @@ class MessageQueries:
         return KeyMatches(messages, looked_at_count > LOOKED_AT_MAX)
 
     def _look(self, topic_id: int, key: str, window: TimeWindow) -> Iterator[_LookedAt]:
-        """Yield the batches with messages whose keys have the hash of `key`, newest first."""
+        """Yield the batches with messages that have the hash of `key`, newest first."""
         for found in self._store.keys.find(topic_id, key_hash(key)):
             if found.stretch.last_unix_ms < window.from_unix_ms:
                 return

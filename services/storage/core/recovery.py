@@ -31,7 +31,7 @@ from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import FOLDER as KEYINDEX_FOLDER
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, LogScan
-from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.core.store import MessageStore
 
 SYNCED = struct.Struct(">qI")
 
@@ -98,12 +98,12 @@ class Recovery:
     """
 
     def __init__(
-        self, disk: Disk, store: Store, *, synced_position: int, accept_loss: bool = False
+        self, disk: Disk, store: MessageStore, *, synced_position: int, accept_loss: bool = False
     ) -> None:
         self._disk, self.store, self._accept_loss = disk, store, accept_loss
         self._synced_position = synced_position
         self._floors: dict[QueueKey, QueueFloor] = {}
-        self._anew = False
+        self._indexes_reset = False
         self._batches = self._messages = 0
         self.obsolete_paths: list[str] = []
 
@@ -179,7 +179,7 @@ class Recovery:
         for path in (checkpoint.PATH, CONSUMEQUEUE_FOLDER, KEYINDEX_FOLDER):
             self._disk.remove(path)
             self.store.cache.forget(path)
-        self._anew = True
+        self._indexes_reset = True
         self.obsolete_paths.clear()
         try:
             known = floors.decode(self._disk.load(floors.PATH))
@@ -265,5 +265,5 @@ class Recovery:
             raise BadIndex(f"queue {state.queue_id} of {state.topic} points to a wrong batch")
 
     def _first_offset(self, key: QueueKey, found: int) -> int:
-        """Return the first offset of a new queue whose first batch begins at offset `found`."""
-        return found if self._anew and self.store.log.first_position > 0 else 0
+        """Return the first offset of a new queue with a first batch at offset `found`."""
+        return found if self._indexes_reset and self.store.log.first_position > 0 else 0

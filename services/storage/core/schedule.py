@@ -1,7 +1,7 @@
 """Scheduled batches in the log, and which of them are not delivered yet.
 
 A scheduled batch is stored in the log inside a batch of a system topic. Its delivery is a batch of
-its own queue, whose producer fields identify the scheduled batch. A withdrawal (cancelled, or not
+its own queue; its producer fields identify the scheduled batch. A withdrawal (cancelled, or not
 deliverable) is a batch of the system topic too. So the log alone decides which batches still wait:
 there is no other state that a crash could leave behind. docs/reference/format.md describes the
 bytes.

@@ -65,7 +65,7 @@ class LogScrub:
         """
         file = self._disk.open(range_.path)
         try:
-            scan = LogScan(_Segment(file, range_), range_.position, RANGE_BYTES)
+            scan = LogScan(_SyncedSegment(file, range_), range_.position, RANGE_BYTES)
             while scan.position < range_.next_position:
                 for header, _ in scan:
                     if header.position + header.length >= range_.next_position:
@@ -87,7 +87,7 @@ class LogScrub:
         self.position = range_.position
 
 
-class _Segment:
+class _SyncedSegment:
     """The synced part of one segment, as a log that a scan can read."""
 
     def __init__(self, file: File, range_: ScrubRange) -> None:

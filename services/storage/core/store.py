@@ -61,7 +61,7 @@ READ_BYTES_MAX = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class TopicQueues:
+class LocalTopic:
     """The queues of a topic on this broker.
 
     Attributes:
@@ -152,7 +152,7 @@ def check(batch: bytes) -> CheckedBatch:
     return CheckedBatch(header, batch)
 
 
-def check_queue(topic: str, queues: TopicQueues, queue_id: int) -> QueueKey:
+def check_queue(topic: str, queues: LocalTopic, queue_id: int) -> QueueKey:
     """Return the key of a queue.
 
     Raises:
@@ -166,7 +166,7 @@ def check_queue(topic: str, queues: TopicQueues, queue_id: int) -> QueueKey:
     return queues.topic_id, queue_id
 
 
-def check_readable(topic: str, queues: TopicQueues) -> None:
+def check_readable(topic: str, queues: LocalTopic) -> None:
     """Check that consumers may read a topic.
 
     Raises:
@@ -180,7 +180,7 @@ def check_readable(topic: str, queues: TopicQueues) -> None:
         )
 
 
-def check_takes(header: Header, queues: TopicQueues) -> None:
+def check_takes(header: Header, queues: LocalTopic) -> None:
     """Check that the queue of a batch accepts messages.
 
     Raises:
@@ -194,7 +194,7 @@ def check_takes(header: Header, queues: TopicQueues) -> None:
         )
 
 
-class Store:
+class MessageStore:
     """The state of a storage node; see the module.
 
     Args:
@@ -238,7 +238,7 @@ class Store:
     def append(
         self,
         batches: Sequence[CheckedBatch],
-        topics: Mapping[str, TopicQueues | BatonError],
+        topics: Mapping[str, LocalTopic | BatonError],
         now_unix_ms: int,
         refusal: BatonError | None = None,
     ) -> list[StoreReceipt | BatonError]:
@@ -378,7 +378,7 @@ class Store:
         self._take(key, queue, receipt, header, batch)
 
     def add_queue(self, key: QueueKey, topic: str, first_offset: int = 0) -> ConsumeQueue:
-        """Add a queue without messages, whose next message gets `first_offset`."""
+        """Add a queue without messages; its next message gets `first_offset`."""
         queue = self._queues[key] = self.new_queue(key, topic, first_offset)
         return queue
 

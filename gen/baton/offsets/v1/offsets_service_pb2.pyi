@@ -30,13 +30,13 @@ class _FenceConditionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FenceC
     FENCE_CONDITION_UNSPECIFIED: _FenceCondition.ValueType  # 0
     """Not set; refused with INVALID_ARGUMENT."""
     FENCE_CONDITION_CLOSED_OR_DRAINED: _FenceCondition.ValueType  # 1
-    """Passes when the token is closed, or nothing is in flight."""
+    """Succeeds if the token is closed, or no message is in flight."""
     FENCE_CONDITION_SAME_HOLDER: _FenceCondition.ValueType  # 2
-    """Passes when the holder is the new holder and has not closed."""
+    """Succeeds if the holder is the new holder and the token is not closed."""
     FENCE_CONDITION_IDLE: _FenceCondition.ValueType  # 3
-    """Passes when no access was accepted under the token for `idle_ms`."""
+    """Succeeds if no call was accepted under the token for `idle_ms`."""
     FENCE_CONDITION_FORCED: _FenceCondition.ValueType  # 4
-    """Always passes; recorded with `forced_by` and `forced_reason`."""
+    """Always succeeds; recorded with `forced_by` and `forced_reason`."""
 
 class FenceCondition(_FenceCondition, metaclass=_FenceConditionEnumTypeWrapper):
     """Condition of a fence. There is no unconditional one."""
@@ -44,13 +44,13 @@ class FenceCondition(_FenceCondition, metaclass=_FenceConditionEnumTypeWrapper):
 FENCE_CONDITION_UNSPECIFIED: FenceCondition.ValueType  # 0
 """Not set; refused with INVALID_ARGUMENT."""
 FENCE_CONDITION_CLOSED_OR_DRAINED: FenceCondition.ValueType  # 1
-"""Passes when the token is closed, or nothing is in flight."""
+"""Succeeds if the token is closed, or no message is in flight."""
 FENCE_CONDITION_SAME_HOLDER: FenceCondition.ValueType  # 2
-"""Passes when the holder is the new holder and has not closed."""
+"""Succeeds if the holder is the new holder and the token is not closed."""
 FENCE_CONDITION_IDLE: FenceCondition.ValueType  # 3
-"""Passes when no access was accepted under the token for `idle_ms`."""
+"""Succeeds if no call was accepted under the token for `idle_ms`."""
 FENCE_CONDITION_FORCED: FenceCondition.ValueType  # 4
-"""Always passes; recorded with `forced_by` and `forced_reason`."""
+"""Always succeeds; recorded with `forced_by` and `forced_reason`."""
 Global___FenceCondition: _TypeAlias = FenceCondition  # noqa: Y015
 
 class _ProgressSource:
@@ -60,29 +60,29 @@ class _ProgressSource:
 class _ProgressSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProgressSource.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PROGRESS_SOURCE_UNSPECIFIED: _ProgressSource.ValueType  # 0
-    """Not set; progress that nothing has changed yet."""
+    """Not set; the progress has not been changed yet."""
     PROGRESS_SOURCE_FENCE: _ProgressSource.ValueType  # 1
-    """A Fence: the queue was passed on."""
+    """A Fence: the queue has a new token."""
     PROGRESS_SOURCE_COMMIT: _ProgressSource.ValueType  # 2
     """A Commit, or a Close."""
     PROGRESS_SOURCE_PULL: _ProgressSource.ValueType  # 3
-    """Acks that came with a pull."""
+    """Acks that were sent with a pull."""
     PROGRESS_SOURCE_RESET: _ProgressSource.ValueType  # 4
     """A Reset."""
     PROGRESS_SOURCE_CLONE: _ProgressSource.ValueType  # 5
     """A Clone."""
 
 class ProgressSource(_ProgressSource, metaclass=_ProgressSourceEnumTypeWrapper):
-    """What changed the progress of a queue."""
+    """The kind of a change of a queue's progress."""
 
 PROGRESS_SOURCE_UNSPECIFIED: ProgressSource.ValueType  # 0
-"""Not set; progress that nothing has changed yet."""
+"""Not set; the progress has not been changed yet."""
 PROGRESS_SOURCE_FENCE: ProgressSource.ValueType  # 1
-"""A Fence: the queue was passed on."""
+"""A Fence: the queue has a new token."""
 PROGRESS_SOURCE_COMMIT: ProgressSource.ValueType  # 2
 """A Commit, or a Close."""
 PROGRESS_SOURCE_PULL: ProgressSource.ValueType  # 3
-"""Acks that came with a pull."""
+"""Acks that were sent with a pull."""
 PROGRESS_SOURCE_RESET: ProgressSource.ValueType  # 4
 """A Reset."""
 PROGRESS_SOURCE_CLONE: ProgressSource.ValueType  # 5
@@ -96,31 +96,31 @@ class _HoldEnd:
 class _HoldEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HoldEnd.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     HOLD_END_UNSPECIFIED: _HoldEnd.ValueType  # 0
-    """Not set; it is the present one."""
+    """Not set; the token is the current one."""
     HOLD_END_PASSED: _HoldEnd.ValueType  # 1
-    """The next holder got the queue after this one had closed, or had nothing in flight."""
+    """The next holder got the queue after this one closed the token, or had no message in flight."""
     HOLD_END_RENEWED: _HoldEnd.ValueType  # 2
-    """The holder asked again."""
+    """The holder acquired the queue again."""
     HOLD_END_TIMED_OUT: _HoldEnd.ValueType  # 3
-    """No access for the lease time."""
+    """The holder's lease expired."""
     HOLD_END_FORCED: _HoldEnd.ValueType  # 4
-    """By force."""
+    """An operator forced it."""
     HOLD_END_RESET: _HoldEnd.ValueType  # 5
     """A reset or a clone moved the progress."""
 
 class HoldEnd(_HoldEnd, metaclass=_HoldEndEnumTypeWrapper):
-    """What ended a token."""
+    """The cause of the end of a token."""
 
 HOLD_END_UNSPECIFIED: HoldEnd.ValueType  # 0
-"""Not set; it is the present one."""
+"""Not set; the token is the current one."""
 HOLD_END_PASSED: HoldEnd.ValueType  # 1
-"""The next holder got the queue after this one had closed, or had nothing in flight."""
+"""The next holder got the queue after this one closed the token, or had no message in flight."""
 HOLD_END_RENEWED: HoldEnd.ValueType  # 2
-"""The holder asked again."""
+"""The holder acquired the queue again."""
 HOLD_END_TIMED_OUT: HoldEnd.ValueType  # 3
-"""No access for the lease time."""
+"""The holder's lease expired."""
 HOLD_END_FORCED: HoldEnd.ValueType  # 4
-"""By force."""
+"""An operator forced it."""
 HOLD_END_RESET: HoldEnd.ValueType  # 5
 """A reset or a clone moved the progress."""
 Global___HoldEnd: _TypeAlias = HoldEnd  # noqa: Y015
@@ -138,11 +138,11 @@ class ExportGroupRequest(_message.Message):
     group: _builtins.str
     """Group. Required."""
     move: _builtins.int
-    """Number of the move, as etcd has it; positive. Required."""
+    """Number of the move, as in the placement in etcd; positive. Required."""
     to_set: _builtins.str
-    """Replica set that takes the group over. Required."""
+    """Replica set to which the group moves. Required."""
     after_key: _builtins.bytes
-    """Only what follows this key; empty for the first part."""
+    """Only entries after this key; empty for the first part."""
     def __init__(
         self,
         *,
@@ -195,14 +195,14 @@ class ExportGroupResponse(_message.Message):
     last: _builtins.bool
     """True in the last part."""
     term: _builtins.int
-    """Highest announced term of the lock manager: the new set accepts none that is older."""
+    """Highest announced term of the lock manager; the new set accepts no older one."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredEntry]:
-        """Keys and values as they are stored, by key; about 1 MiB."""
+        """Stored entries, ascending by key; about 1 MiB."""
 
     @_builtins.property
     def topic_ids(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """For which id the progress on a topic's name was last deleted when the group was sealed."""
+        """By topic, the id for which this set had last deleted its progress when it sealed the group."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ Global___ExportGroupResponse: _TypeAlias = ExportGroupResponse  # noqa: Y015
 
 @_typing.final
 class StoredEntry(_message.Message):
-    """A key and its value, as they stand on the disk."""
+    """A key and its value in their stored form."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -309,7 +309,7 @@ class AnnounceRequest(_message.Message):
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
     after_group: _builtins.str
-    """Tell only of groups with greater names; empty for the first part."""
+    """Only groups with names after this one; empty for the first part."""
     def __init__(
         self,
         *,
@@ -337,10 +337,12 @@ class AnnounceResponse(_message.Message):
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
     more: _builtins.bool
-    """True if there are groups with greater names than the last one's."""
+    """True if there are groups with names after the last one."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueToken]:
-        """Token and holder of every queue, those of deleted topics included; by group, each group whole."""
+        """Token and holder of every queue, including those of deleted topics, ascending by group; no group
+        is split.
+        """
 
     def __init__(
         self,
@@ -359,7 +361,7 @@ Global___AnnounceResponse: _TypeAlias = AnnounceResponse  # noqa: Y015
 
 @_typing.final
 class QueueToken(_message.Message):
-    """Who holds a queue, as offsets knows it."""
+    """Token and holder of a queue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -410,7 +412,7 @@ class FenceRequest(_message.Message):
     """Highest epoch of offsets the caller has seen; 0 for none."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___FenceItem]:
-        """Queues to pass on."""
+        """Queues to fence."""
 
     def __init__(
         self,
@@ -429,7 +431,7 @@ Global___FenceRequest: _TypeAlias = FenceRequest  # noqa: Y015
 
 @_typing.final
 class FenceItem(_message.Message):
-    """One queue to pass on."""
+    """One queue to fence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -450,15 +452,15 @@ class FenceItem(_message.Message):
     attempt: _builtins.str
     """Id of this attempt, the same when repeated; 1 to 64 characters. Required."""
     expected_token: _builtins.int
-    """The token the caller saw; for a queue without progress the fact `token` of UNKNOWN_QUEUE."""
+    """The token that the caller saw; for a queue without progress that of the error UNKNOWN_QUEUE."""
     condition: Global___FenceCondition.ValueType
     """Required."""
     idle_ms: _builtins.int
     """For FENCE_CONDITION_IDLE, in milliseconds, positive."""
     forced_by: _builtins.str
-    """For FENCE_CONDITION_FORCED: who."""
+    """For FENCE_CONDITION_FORCED, the operator."""
     forced_reason: _builtins.str
-    """For FENCE_CONDITION_FORCED: why."""
+    """For FENCE_CONDITION_FORCED, the operator's reason."""
     reset_epoch: _builtins.int
     """Reset epoch to which `resume` belongs."""
     token_min: _builtins.int
@@ -466,22 +468,22 @@ class FenceItem(_message.Message):
     initial_offset: _builtins.int
     """Committed offset of a queue that has no progress yet; ignored otherwise."""
     subscription_generation: _builtins.int
-    """Deliveries under the new token have to name this generation of the group's subscription; 0 lets
-    any pass.
+    """Generation of the group's subscription that deliveries under the new token must name; 0 accepts
+    any.
     """
     topic_id: _builtins.int
-    """Id of the topic in which `initial_offset` was found; 0 if it is of any."""
+    """Id of the topic in which `initial_offset` was read; 0 for any."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
 
     @_builtins.property
     def holder(self) -> _queue_pb2.Incarnation:
-        """The new holder. Unset passes the queue to nobody: the new token is closed from the start."""
+        """The new holder; unset for none: then the new token is closed from the start."""
 
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """What the new holder, as an earlier holder, still has in hand."""
+        """Offsets that the new holder still has in flight from an earlier token."""
 
     def __init__(
         self,
@@ -547,11 +549,11 @@ class FenceOutcome(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fenced(self) -> Global___Fenced:
-        """The queue is passed on."""
+        """The new holder has the queue."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Nothing changed."""
+        """The item changed nothing."""
 
     def __init__(
         self,
@@ -571,7 +573,7 @@ Global___FenceOutcome: _TypeAlias = FenceOutcome  # noqa: Y015
 
 @_typing.final
 class Fenced(_message.Message):
-    """What the new holder starts from."""
+    """The state from which the new holder starts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -583,7 +585,7 @@ class Fenced(_message.Message):
     token: _builtins.int
     """The new token."""
     committed_offset: _builtins.int
-    """Committed offset: everything below is handled."""
+    """Committed offset: every offset below is acknowledged."""
     reset_epoch: _builtins.int
     """Reset epoch of the queue."""
     @_builtins.property
@@ -592,7 +594,7 @@ class Fenced(_message.Message):
 
     @_builtins.property
     def maybe_seen(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Offsets an earlier holder may have started, ascending, disjoint."""
+        """Offsets that an earlier holder may have started, ascending, disjoint."""
 
     def __init__(
         self,
@@ -654,18 +656,18 @@ class DeliveryItem(_message.Message):
     token: _builtins.int
     """Token of the puller. Required."""
     first_offset: _builtins.int
-    """First offset scanned."""
+    """First offset of the range."""
     next_offset: _builtins.int
-    """One past the last offset scanned, filtered ones included; greater than `first_offset`."""
+    """One past the last offset of the range, including filtered messages; greater than `first_offset`."""
     subscription_generation: _builtins.int
-    """Generation of the group's subscription by which the range was filtered."""
+    """Generation of the subscription that filtered the range."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
 
     @_builtins.property
     def progress(self) -> Global___Acks:
-        """Acks of the same queue and token that ride along; unset for none."""
+        """Acks of the same queue and token, committed first; unset for none."""
 
     def __init__(
         self,
@@ -687,7 +689,7 @@ Global___DeliveryItem: _TypeAlias = DeliveryItem  # noqa: Y015
 
 @_typing.final
 class Acks(_message.Message):
-    """Handled offsets."""
+    """Acknowledged offsets."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -697,10 +699,10 @@ class Acks(_message.Message):
     reset_epoch: _builtins.int
     """Reset epoch of the grant."""
     committed_offset: _builtins.int
-    """Every offset below this is handled; 0 if nothing is."""
+    """Every offset below this is acknowledged; 0 if none is."""
     @_builtins.property
     def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Handled offsets at or above `committed_offset`, ascending, disjoint."""
+        """Acknowledged offsets at or above `committed_offset`, ascending, disjoint."""
 
     def __init__(
         self,
@@ -755,11 +757,11 @@ class DeliveryOutcome(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def delivered(self) -> Global___Delivered:
-        """Recorded: the bytes may leave."""
+        """Recorded: storage may send the messages."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Refused: no bytes may leave."""
+        """Rejected: storage must not send the messages."""
 
     def __init__(
         self,
@@ -791,7 +793,7 @@ class Delivered(_message.Message):
 
     @_builtins.property
     def progress(self) -> Global___Committed:
-        """What became of `progress`, durable like the answer of a Commit; unset if there was none."""
+        """The result of committing `progress`, durable as after Commit; unset if there was none."""
 
     def __init__(
         self,
@@ -819,7 +821,7 @@ class TouchRequest(_message.Message):
     """Highest epoch of offsets the caller has seen; 0 for none."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___TouchItem]:
-        """Queues of parked pulls."""
+        """Queues of waiting long polls."""
 
     def __init__(
         self,
@@ -837,7 +839,7 @@ Global___TouchRequest: _TypeAlias = TouchRequest  # noqa: Y015
 
 @_typing.final
 class TouchItem(_message.Message):
-    """One parked pull."""
+    """One waiting long poll."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -959,14 +961,14 @@ class CommitItem(_message.Message):
     reset_epoch: _builtins.int
     """Reset epoch of the grant, or of the progress that was read."""
     committed_offset: _builtins.int
-    """Every offset below this is handled; 0 if nothing is."""
+    """Every offset below this is acknowledged; 0 if none is."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
 
     @_builtins.property
     def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Handled offsets at or above `committed_offset`, ascending, disjoint."""
+        """Acknowledged offsets at or above `committed_offset`, ascending, disjoint."""
 
     def __init__(
         self,
@@ -1027,7 +1029,7 @@ class CommitOutcome(_message.Message):
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Nothing changed."""
+        """The item changed nothing."""
 
     def __init__(
         self,
@@ -1056,7 +1058,7 @@ class Committed(_message.Message):
     committed_offset: _builtins.int
     """Committed offset now."""
     noop: _builtins.bool
-    """True if the commit told nothing new."""
+    """True if all of the acks were known."""
     def __init__(
         self,
         *,
@@ -1101,7 +1103,7 @@ Global___CloseRequest: _TypeAlias = CloseRequest  # noqa: Y015
 
 @_typing.final
 class CloseItem(_message.Message):
-    """One queue to close. A repeated Close carries the same content."""
+    """One queue to close. A repeated Close must have the same content."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1116,18 +1118,18 @@ class CloseItem(_message.Message):
     reset_epoch: _builtins.int
     """Reset epoch of the grant."""
     committed_offset: _builtins.int
-    """Every offset below this is handled; 0 if nothing is."""
+    """Every offset below this is acknowledged; 0 if none is."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
 
     @_builtins.property
     def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Handled offsets at or above `committed_offset`, ascending, disjoint."""
+        """Acknowledged offsets at or above `committed_offset`, ascending, disjoint."""
 
     @_builtins.property
     def unfinished(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Offsets whose handlers were cut off: started, not handled."""
+        """Offsets whose handlers were cut off: started, not acknowledged."""
 
     def __init__(
         self,
@@ -1185,11 +1187,11 @@ class CloseOutcome(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def closed(self) -> Global___Committed:
-        """The token is finished."""
+        """The token is closed."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Nothing changed."""
+        """The item changed nothing."""
 
     def __init__(
         self,
@@ -1219,7 +1221,7 @@ class QueryRequest(_message.Message):
     """Highest epoch of offsets the caller has seen; 0 for none."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.GroupQueue]:
-        """Queues asked for."""
+        """Queues to query."""
 
     def __init__(
         self,
@@ -1277,7 +1279,7 @@ class QueryOutcome(_message.Message):
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """The queue has none."""
+        """The queue has no progress."""
 
     def __init__(
         self,
@@ -1326,7 +1328,7 @@ class Progress(_message.Message):
     closed: _builtins.bool
     """True once the holder has closed the token."""
     committed_offset: _builtins.int
-    """Every offset below is handled."""
+    """Every offset below is acknowledged."""
     delivered_offset: _builtins.int
     """One past the last offset delivered under the token; not below `committed_offset`."""
     acked_count: _builtins.int
@@ -1334,11 +1336,11 @@ class Progress(_message.Message):
     unacked_count: _builtins.int
     """Number of delivered offsets that are not acked."""
     maybe_seen_count: _builtins.int
-    """Number of offsets an earlier holder may have started."""
+    """Number of offsets that an earlier holder may have started."""
     reset_epoch: _builtins.int
     """Reset epoch."""
     idle_ms: _builtins.int
-    """Time since the last accepted access under the token, in milliseconds."""
+    """Time since the last accepted call under the token, in milliseconds."""
     update_unix_ms: _builtins.int
     """Wall clock of the last durable change."""
     lowest_unacked_offset: _builtins.int
@@ -1346,15 +1348,15 @@ class Progress(_message.Message):
     acked_range_count: _builtins.int
     """Number of separate ranges of acked offsets."""
     ack_capped: _builtins.bool
-    """True if so many ranges are acked that deliveries wait for the lowest offset (ACK_CAP)."""
+    """True if deliveries are paused because too many ranges are acked (ACK_CAP)."""
     subscription_generation: _builtins.int
-    """Generation of the subscription the token is bound to; 0 if to none."""
+    """Generation of the subscription that deliveries under the token must name; 0 for any."""
     forced_by: _builtins.str
-    """Who took the queue by force when the present token was issued; empty if nobody did."""
+    """Operator who forced the fence that issued the token; empty if it was not forced."""
     forced_reason: _builtins.str
-    """Why."""
+    """Reason of that operator."""
     source: Global___ProgressSource.ValueType
-    """What changed the progress last."""
+    """Last kind of change of the progress."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -1446,7 +1448,7 @@ class QueryGroupResponse(_message.Message):
     """Token of the next page; empty if this is the last page."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
-        """Progress by topic, broker and queue, ascending."""
+        """Progress, ascending by topic, broker and queue id."""
 
     def __init__(
         self,
@@ -1504,7 +1506,7 @@ class DeleteTopicResponse(_message.Message):
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
     queue_count: _builtins.int
-    """Number of queues, counted per group, whose progress this call ended."""
+    """Number of queues, counted per group, whose progress this call deleted."""
     def __init__(
         self,
         *,
@@ -1538,18 +1540,20 @@ class ResetRequest(_message.Message):
     op_id: _builtins.str
     """Chosen by the caller, the same when repeated; 1 to 64 characters. Required unless it is a dry run."""
     by: _builtins.str
-    """Who does it, 1 to 255 characters. Required unless it is a dry run."""
+    """The operator, 1 to 255 characters. Required unless it is a dry run."""
     reason: _builtins.str
-    """Why, 1 to 1,024 characters. Required unless it is a dry run."""
+    """The operator's reason, 1 to 1,024 characters. Required unless it is a dry run."""
     dry_run: _builtins.bool
-    """Tell what would happen and change nothing."""
+    """Return what would happen, and change nothing."""
     undo_group: _builtins.str
-    """Group of the operation to be undone. Required with `undo_op_id`."""
+    """Group of the operation to undo. Required with `undo_op_id`."""
     undo_op_id: _builtins.str
-    """Bring every queue that this operation has moved back to where it was, acked offsets included."""
+    """Operation to undo: every queue that it has moved gets its earlier progress back, including acked
+    offsets.
+    """
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResetItem]:
-        """Where to go, 1 to 1,024 queues of one group, each at most once. Empty if `undo_op_id` is set."""
+        """The new offsets of 1 to 1,024 queues of one group, each queue once. Empty if `undo_op_id` is set."""
 
     def __init__(
         self,
@@ -1637,11 +1641,11 @@ class ResetOutcome(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def step(self) -> Global___ResetStep:
-        """The queue was moved, or would be."""
+        """The queue was moved, or would be moved by a dry run."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Nothing changed."""
+        """The item changed nothing."""
 
     def __init__(
         self,
@@ -1677,13 +1681,13 @@ class ResetStep(_message.Message):
     to_offset: _builtins.int
     """Committed offset after."""
     replayed_count: _builtins.int
-    """Offsets that were acked before and are not any more: they are delivered again."""
+    """Number of offsets that were acknowledged before and are not any more: they are redelivered."""
     skipped_count: _builtins.int
-    """Offsets that were not acked before and count as handled now."""
+    """Number of offsets that were not acknowledged before and are now."""
     reset_epoch: _builtins.int
-    """Reset epoch after."""
+    """Reset epoch after the step."""
     token: _builtins.int
-    """Token after."""
+    """Token after the step."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -1726,17 +1730,17 @@ class CloneRequest(_message.Message):
     op_id: _builtins.str
     """Chosen by the caller, the same when repeated; 1 to 64 characters. Required."""
     by: _builtins.str
-    """Who does it, 1 to 255 characters. Required."""
+    """The operator, 1 to 255 characters. Required."""
     reason: _builtins.str
-    """Why, 1 to 1,024 characters. Required."""
+    """The operator's reason, 1 to 1,024 characters. Required."""
     from_group: _builtins.str
-    """Group whose progress is taken. Required."""
+    """Group whose progress is copied. Required."""
     to_group: _builtins.str
-    """Group that gets it; another one. Required."""
+    """Group that gets the progress; a different one. Required."""
     topic: _builtins.str
-    """Only this topic; empty for all, but the retry topic of `from_group`."""
+    """Only this topic; empty for all topics but the retry topic of `from_group`."""
     dry_run: _builtins.bool
-    """Tell what would happen and change nothing."""
+    """Return what would happen, and change nothing."""
     def __init__(
         self,
         *,
@@ -1826,7 +1830,7 @@ class DeleteGroupResponse(_message.Message):
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
     queue_count: _builtins.int
-    """Number of queues whose progress this call ended."""
+    """Number of queues whose progress this call deleted."""
     def __init__(
         self,
         *,
@@ -1907,7 +1911,7 @@ Global___ListResetsResponse: _TypeAlias = ListResetsResponse  # noqa: Y015
 
 @_typing.final
 class RecordedReset(_message.Message):
-    """A reset or clone that was carried out."""
+    """A reset or clone that was applied."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1924,18 +1928,18 @@ class RecordedReset(_message.Message):
     kind: Global___ProgressSource.ValueType
     """PROGRESS_SOURCE_RESET or PROGRESS_SOURCE_CLONE."""
     by: _builtins.str
-    """Who did it."""
+    """The operator."""
     reason: _builtins.str
-    """Why."""
+    """The operator's reason."""
     unix_ms: _builtins.int
     """Wall clock of the operation."""
     undone_op_id: _builtins.str
-    """Operation that this one has undone; empty for none."""
+    """Operation that this one undid; empty for none."""
     from_group: _builtins.str
-    """Group whose progress a clone has taken; empty for a reset."""
+    """Group whose progress a clone copied; empty for a reset."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResetStep]:
-        """What it did, by topic, broker and queue."""
+        """The queues it moved, ascending by topic, broker and queue id."""
 
     def __init__(
         self,
@@ -2006,7 +2010,7 @@ class ListHoldsResponse(_message.Message):
     """Token of the next page; empty if this is the last page."""
     @_builtins.property
     def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hold]:
-        """Newest first; the first one is that of the present token."""
+        """Newest first; the first hold of the first page is that of the current token."""
 
     def __init__(
         self,
@@ -2043,26 +2047,26 @@ class Hold(_message.Message):
     begin_unix_ms: _builtins.int
     """Wall clock of its issue."""
     end_unix_ms: _builtins.int
-    """Wall clock of its end; 0 while it is the present one."""
+    """Wall clock of its end; 0 for the current token."""
     end: Global___HoldEnd.ValueType
-    """What ended it, or 0 while it is the present one."""
+    """Cause of its end; 0 for the current token."""
     committed_offset: _builtins.int
-    """Committed offset at its issue: everything below was handled before."""
+    """Committed offset at its issue: every offset below was acknowledged before."""
     delivered_offset: _builtins.int
-    """One past the last offset that is known to have been delivered under it, so far or in all. Equal
-    to `committed_offset` if nothing was.
+    """One past the last offset that is known to be delivered under the token; equal to
+    `committed_offset` if none is.
     """
     delivered_offset_max: _builtins.int
-    """Upper bound of it. Greater only if offsets was restarted meanwhile: what lies between may have
-    been delivered.
+    """Upper bound of `delivered_offset`; greater only if offsets was restarted meanwhile. The offsets in
+    between may have been delivered.
     """
     @_builtins.property
     def holder(self) -> _queue_pb2.Incarnation:
-        """Whom it was issued to; unset if to nobody."""
+        """Incarnation the token was issued to; unset if none."""
 
     @_builtins.property
     def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Offsets above that were acked before its issue, and so not delivered under it; the first 64
+        """Offsets above it that were acked before its issue, and so not delivered under it; the first 64
         ranges.
         """
 

@@ -26,18 +26,23 @@ if _version_not_supported:
 
 
 class OffsetsServiceStub:
-    """Keeps progress per (group, topic, broker, queue) and makes ownership atomic. Every request
-    carries the highest epoch of this replica set its caller has seen: a server with a lower one
-    refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
-    request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. So is one with a
-    malformed item, but for Fence, RecordDelivered and Touch: their items are of many clients, and only
-    the malformed ones are refused, with INVALID_ARGUMENT. While the disk is full every call that may
-    change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+    """Keeps the progress per (group, topic, broker, queue) and makes changes of ownership atomic.
 
-    A group is kept by one replica set at a time. What is asked of another one about it is refused, by
-    item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
-    is on its way here or its place is not known, UNAVAILABLE (NOT_SERVING).
+    Every request has the highest epoch of this replica set that its caller has seen; a server with a
+    lower epoch rejects it with FAILED_PRECONDITION (OLD_EPOCH). A batched call has 1 to 1,024 items,
+    otherwise it is rejected with INVALID_ARGUMENT, and its answer has one outcome per item, in request
+    order. A malformed item rejects the whole call with INVALID_ARGUMENT. Fence, RecordDelivered and
+    Touch have items of many clients: there only the malformed items are rejected.
+
+    All calls but RecordDelivered and Touch are answered once the change is durable. While the disk is
+    full, every call that may change something is rejected with RESOURCE_EXHAUSTED (DISK_FULL).
+
+    One replica set keeps a group at a time. Another set rejects calls about the group, or the items
+    about it, with FAILED_PRECONDITION (GROUP_MOVED; the error names the set that keeps it). While the
+    group is being moved to this set, or its placement is not known, it is UNAVAILABLE (NOT_SERVING).
+
+    List calls and QueryGroup are paged: an entry that exists during the whole listing is listed exactly
+    once, whatever is added or removed meanwhile. A page also ends when its entries have more than 1 MB.
     """
 
     def __init__(self, channel):
@@ -129,46 +134,51 @@ class OffsetsServiceStub:
 
 
 class OffsetsServiceServicer:
-    """Keeps progress per (group, topic, broker, queue) and makes ownership atomic. Every request
-    carries the highest epoch of this replica set its caller has seen: a server with a lower one
-    refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
-    request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. So is one with a
-    malformed item, but for Fence, RecordDelivered and Touch: their items are of many clients, and only
-    the malformed ones are refused, with INVALID_ARGUMENT. While the disk is full every call that may
-    change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+    """Keeps the progress per (group, topic, broker, queue) and makes changes of ownership atomic.
 
-    A group is kept by one replica set at a time. What is asked of another one about it is refused, by
-    item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
-    is on its way here or its place is not known, UNAVAILABLE (NOT_SERVING).
+    Every request has the highest epoch of this replica set that its caller has seen; a server with a
+    lower epoch rejects it with FAILED_PRECONDITION (OLD_EPOCH). A batched call has 1 to 1,024 items,
+    otherwise it is rejected with INVALID_ARGUMENT, and its answer has one outcome per item, in request
+    order. A malformed item rejects the whole call with INVALID_ARGUMENT. Fence, RecordDelivered and
+    Touch have items of many clients: there only the malformed items are rejected.
+
+    All calls but RecordDelivered and Touch are answered once the change is durable. While the disk is
+    full, every call that may change something is rejected with RESOURCE_EXHAUSTED (DISK_FULL).
+
+    One replica set keeps a group at a time. Another set rejects calls about the group, or the items
+    about it, with FAILED_PRECONDITION (GROUP_MOVED; the error names the set that keeps it). While the
+    group is being moved to this set, or its placement is not known, it is UNAVAILABLE (NOT_SERVING).
+
+    List calls and QueryGroup are paged: an entry that exists during the whole listing is listed exactly
+    once, whatever is added or removed meanwhile. A page also ends when its entries have more than 1 MB.
     """
 
     def Announce(self, request, context):
-        """A new lock manager leader makes its term known; nothing of an older term is accepted again. The
-        answer tells of about 10,000 queues: with many it takes several calls, each like the first.
+        """Announces the term of a new lock manager leader. From then on calls of older terms are rejected.
+        An answer has about 10,000 queues; a set with more needs several calls, each like the first.
 
-        Statuses: FAILED_PRECONDITION (OLD_EPOCH) if a newer term has announced itself.
+        Statuses: FAILED_PRECONDITION (OLD_EPOCH) if a newer term was announced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fence(self, request, context):
-        """Passes queues to new holders: each a conditional compare-and-swap of the token.
+        """Gives queues to new holders. Each item is a conditional compare-and-swap of the token.
 
         Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
-        NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: it has no progress, and was to be passed to
-        nobody), INVALID_ARGUMENT.
+        NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: the queue has no progress, and the
+        item has no holder), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RecordDelivered(self, request, context):
-        """Storage records what it is about to deliver; no bytes leave before the answer.
+        """Records deliveries that storage is about to make. Storage sends the messages after the answer.
 
-        Acks that ride along (`progress`) are taken first, as by Commit; if they are refused the delivery
-        is not recorded. If the delivery is refused, acks that were taken stay: repeating them is harmless.
+        Acks in `progress` are committed first, as by Commit; if they are rejected, the delivery is not
+        recorded. If only the delivery is rejected, the acks stay committed; repeating them is harmless.
 
         Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, MODE_CHANGED, BEYOND_DELIVERED),
         NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
@@ -178,7 +188,7 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Touch(self, request, context):
-        """Storage keeps the holders of parked pulls alive.
+        """Reports from storage the queues whose holders wait in a long poll, so that they are not idle.
 
         Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
         """
@@ -187,19 +197,21 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back. A
-        group without ownership commits with token 0; its first commit on a queue creates the progress.
+        """Commits acknowledged offsets. Acks are united as sets, so repeating a call is harmless and
+        committed progress never goes back. A group without ownership commits with token 0; its first
+        commit on a queue creates the progress. Acks are accepted also while deliveries are paused by
+        ACK_CAP.
 
         Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
-        (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: groups are not known
-        yet). Acks are taken also at the cap: only deliveries stop there.
+        (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: the groups have not been
+        read from etcd yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Close(self, request, context):
-        """The holder declares its token finished.
+        """Closes the token of the holder: it has stopped handling messages of the queue.
 
         Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
         (UNKNOWN_QUEUE).
@@ -209,17 +221,18 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Query(self, request, context):
-        """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
+        """Returns the progress of the given queues.
 
-        Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence, and
-        `reset_epoch` the one to name in a commit without token: 0, or those of a deleted queue).
+        Item errors: NOT_FOUND (UNKNOWN_QUEUE: the queue has no progress. Its detail has the token that a
+        fence must expect and the reset epoch that a commit without token must name; 0, or those of the
+        deleted progress).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def QueryGroup(self, request, context):
-        """Progress of every queue of a group; empty for a group without progress.
+        """Returns the progress of every queue of a group, in pages; empty for a group without progress.
 
         Statuses: INVALID_ARGUMENT.
         """
@@ -228,10 +241,10 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTopic(self, request, context):
-        """Ends what every group has of earlier topics of a name, before a new one is created. Their
-        queues have no progress from now on, but keep their tokens: the next fence goes on from them,
-        and calls under the old ones are FENCED with `why` RESET. A call for a `topic_id` that is not
-        greater than an earlier call's does nothing: so one that comes late can't harm the new topic.
+        """Deletes the progress of all groups on the earlier topics of a name, before a topic of this name is
+        created. The queues keep their tokens: the next fence continues from them, and calls under the old
+        tokens are FENCED with `why` RESET. A call with a `topic_id` that is not greater than that of an
+        earlier call does nothing, so a late call can't harm the new topic.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
         """
@@ -240,16 +253,17 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Moves the progress of queues, back or forth: the one way to do that. The token and the reset
-        epoch rise, so whoever owns the queue is fenced (`why` RESET), drops what it has in hand and
-        goes on from the new place; what may have been handled before comes again flagged. Every step
-        is recorded; repeating one by its `op_id` answers the same and changes nothing.
+        """Moves the progress of queues forward or back; only Reset and Clone can move progress back. Token
+        and reset epoch rise, so the owner of the queue is fenced (`why` RESET), drops its messages in
+        flight and continues at the new offset. Messages that may have been handled before are redelivered
+        with the maybe-seen flag. Every step is recorded; a call that is repeated with its `op_id` gets the
+        same answer and changes nothing.
 
-        An operation on more queues than one call holds takes several, with one `op_id`.
+        An operation on more queues than one call can have takes several calls with one `op_id`.
 
-        Item errors: NOT_FOUND (UNKNOWN_QUEUE: the group has no progress there, or what was moved was
-        deleted since, and it is an undo), ALREADY_EXISTS (OPERATION_EXISTS: this id was used by
-        somebody else, for another reason, or to move the queue elsewhere).
+        Item errors: NOT_FOUND (UNKNOWN_QUEUE, for an undo: the group has no progress on the queue, or the
+        progress that was moved was deleted since), ALREADY_EXISTS (OPERATION_EXISTS: the id was used by
+        another operator, with another reason, or for another offset of the queue).
         Statuses: INVALID_ARGUMENT, NOT_FOUND (OPERATION_NOT_FOUND, for an undo), FAILED_PRECONDITION
         (OLD_EPOCH).
         """
@@ -258,20 +272,19 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Clone(self, request, context):
-        """Gives one group the progress of another, queue by queue, as a reset does; acked offsets above
-        the committed ones are taken over too.
+        """Copies the progress of one group to another, queue by queue, as a reset does, including the acked
+        offsets above the committed ones.
 
         Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH;
-        GROUPS_APART: the groups are kept by two replica sets).
+        GROUPS_APART: two replica sets keep the groups).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteGroup(self, request, context):
-        """Ends what a deleted group had, as DeleteTopic does for a topic: no progress is left, tokens are
-        kept. Whether the group exists, etcd is asked at that moment: so a call that comes late can't
-        harm a group that was created again.
+        """Deletes the progress of a deleted group; the tokens are kept, as by DeleteTopic. The call reads
+        from etcd whether the group exists, so a late call can't harm a group that was created again.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH, GROUP_IN_USE: the group exists),
         UNAVAILABLE (NO_QUORUM).
@@ -281,7 +294,8 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListResets(self, request, context):
-        """The recorded resets and clones of a group, newest first, at most 1,000: older ones are forgotten.
+        """Lists the recorded resets and clones of a group, newest first, in pages. The newest 1,000 of a
+        group are kept.
 
         Statuses: INVALID_ARGUMENT.
         """
@@ -290,10 +304,9 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListHolds(self, request, context):
-        """Who held a queue, newest first, at most 32: older ones are forgotten. What was delivered to whom.
-
-        A queue without progress has none. Nor has one without owner, and one that was passed on before
-        this was recorded.
+        """Lists the holds of a queue, newest first, in pages: its tokens with their holders, time spans and
+        deliveries. The newest 32 of a queue are kept. A queue without progress or without ownership has
+        none.
 
         Statuses: INVALID_ARGUMENT.
         """
@@ -302,21 +315,22 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportGroup(self, request, context):
-        """Gives a group up to another replica set, which asks for it. With the first call the group is
-        sealed here, durably: from then on nothing about it is answered, and nothing of it changes. The
-        answer is a part of what is kept of it; repeating a call answers the same, until ForgetGroup.
+        """Hands a group over to another replica set, which makes the call. The first call seals the group
+        durably: from then on this set answers no other call about it and changes nothing of it. The answer
+        has a part of the stored entries; a repeated call gets the same answer until ForgetGroup.
 
-        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_MOVE: the group came here, or left, by a later
-        move, or is forgotten), UNAVAILABLE (NOT_SERVING: the group itself has not arrived here yet).
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_MOVE: a later move has brought the group, or
+        taken it, or the group is forgotten), UNAVAILABLE (NOT_SERVING: the group has not arrived here yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetGroup(self, request, context):
-        """Removes what was handed over. The seal stays. Repeating it, early or late, does no harm.
+        """Removes the entries of a group that was handed over; the seal stays. Repeating it, early or late,
+        is harmless.
 
-        Statuses: INVALID_ARGUMENT (also for a group that was not handed over).
+        Statuses: INVALID_ARGUMENT (also for a group that was not handed over by this move).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -414,18 +428,23 @@ def add_OffsetsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OffsetsService:
-    """Keeps progress per (group, topic, broker, queue) and makes ownership atomic. Every request
-    carries the highest epoch of this replica set its caller has seen: a server with a lower one
-    refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
-    request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. So is one with a
-    malformed item, but for Fence, RecordDelivered and Touch: their items are of many clients, and only
-    the malformed ones are refused, with INVALID_ARGUMENT. While the disk is full every call that may
-    change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+    """Keeps the progress per (group, topic, broker, queue) and makes changes of ownership atomic.
 
-    A group is kept by one replica set at a time. What is asked of another one about it is refused, by
-    item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
-    is on its way here or its place is not known, UNAVAILABLE (NOT_SERVING).
+    Every request has the highest epoch of this replica set that its caller has seen; a server with a
+    lower epoch rejects it with FAILED_PRECONDITION (OLD_EPOCH). A batched call has 1 to 1,024 items,
+    otherwise it is rejected with INVALID_ARGUMENT, and its answer has one outcome per item, in request
+    order. A malformed item rejects the whole call with INVALID_ARGUMENT. Fence, RecordDelivered and
+    Touch have items of many clients: there only the malformed items are rejected.
+
+    All calls but RecordDelivered and Touch are answered once the change is durable. While the disk is
+    full, every call that may change something is rejected with RESOURCE_EXHAUSTED (DISK_FULL).
+
+    One replica set keeps a group at a time. Another set rejects calls about the group, or the items
+    about it, with FAILED_PRECONDITION (GROUP_MOVED; the error names the set that keeps it). While the
+    group is being moved to this set, or its placement is not known, it is UNAVAILABLE (NOT_SERVING).
+
+    List calls and QueryGroup are paged: an entry that exists during the whole listing is listed exactly
+    once, whatever is added or removed meanwhile. A page also ends when its entries have more than 1 MB.
     """
 
     @staticmethod

@@ -21,16 +21,16 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Position(_message.Message):
-    """The last change a node has."""
+    """Position of a node: its last change."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the leader that wrote it; 0 if the node has nothing."""
+    """Epoch of the leader that wrote it; 0 if the node is empty."""
     version: _builtins.int
-    """Its version; 0 if the node has nothing."""
+    """Its version; 0 if the node is empty."""
     def __init__(
         self,
         *,
@@ -58,14 +58,12 @@ class FetchRequest(_message.Message):
     node_id: _builtins.str
     """Node id of the follower. Required."""
     hold_ms: _builtins.int
-    """Hold the call this long if there is nothing, 0 to 10,000 ms."""
+    """Maximum time to wait for changes, 0 to 10,000 ms."""
     problem: _builtins.str
-    """Why the follower could do nothing with the last answers, or can do nothing with the next, if that does
-    not pass by itself; else empty.
-    """
+    """Problem because of which the follower can't follow until an operator acts; else empty."""
     @_builtins.property
     def position(self) -> Global___Position:
-        """Last change the follower has, durably."""
+        """Position of the follower, durable."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class FetchResponse(_message.Message):
     epoch: _builtins.int
     """Epoch of the leader."""
     read_all: _builtins.bool
-    """The leader can't go on from the follower's position: ReadAll."""
+    """True if the leader can't continue from the follower's position: the follower must call ReadAll."""
     version: _builtins.int
     """Last version of the leader."""
     @_builtins.property
@@ -121,7 +119,7 @@ Global___FetchResponse: _TypeAlias = FetchResponse  # noqa: Y015
 
 @_typing.final
 class Change(_message.Message):
-    """One step from a version to the next: all of it, or nothing."""
+    """The atomic change from one version to the next."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -133,7 +131,7 @@ class Change(_message.Message):
 
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Entry]:
-        """What it sets, or takes away; each key once."""
+        """Keys that it sets or deletes; each key once."""
 
     def __init__(
         self,
@@ -160,7 +158,7 @@ class Entry(_message.Message):
     key: _builtins.bytes
     """The key."""
     value: _builtins.bytes
-    """Its value; unset takes the key away."""
+    """Its value; unset deletes the key."""
     def __init__(
         self,
         *,
@@ -205,7 +203,7 @@ Global___ReadAllRequest: _TypeAlias = ReadAllRequest  # noqa: Y015
 
 @_typing.final
 class ReadAllResponse(_message.Message):
-    """Part of the state; all parts together are as of `position`."""
+    """Part of the entries; all parts together are the state at `position`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -213,10 +211,10 @@ class ReadAllResponse(_message.Message):
     ENTRIES_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     last: _builtins.bool
-    """True in the last part; a stream that ends without it is of no use."""
+    """True in the last part; a stream without it is incomplete and must be discarded."""
     @_builtins.property
     def position(self) -> Global___Position:
-        """Last change that the state holds; in every part."""
+        """Position of the state; the same in every part."""
 
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Entry]:
@@ -275,7 +273,7 @@ class DigestResponse(_message.Message):
     """BLAKE2b-256 of all keys and values, ascending."""
     @_builtins.property
     def position(self) -> Global___Position:
-        """Last change of the state."""
+        """Position of the state."""
 
     def __init__(
         self,
@@ -324,12 +322,12 @@ class DescribeReplicasResponse(_message.Message):
     epoch: _builtins.int
     """Epoch of the leader."""
     confirmed: _builtins.int
-    """Everything up to this version is in the whole in-sync set."""
+    """Confirmed version: the whole in-sync set has every change up to it."""
     min_in_sync: _builtins.int
-    """With fewer members in sync every change is refused."""
+    """Minimum size of the in-sync set; with fewer replicas every change is rejected."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_replicas_pb2.Replica]:
-        """All members, and whoever else asks for changes; by node id."""
+        """All replicas of the set, and other nodes that fetch changes; ascending by node id."""
 
     def __init__(
         self,

@@ -28,10 +28,10 @@ if _version_not_supported:
 class ReplicationServiceStub:
     """Copies progress from the leader of an offsets replica set to its followers.
 
-    Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
-    versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
+    Offsets stores keys with values, and every change has a version: 1, 2, 3 ... without gaps. An epoch
+    is the time of one leader; the history has the first version of each epoch. Two nodes whose last
+    change has the same epoch and version store the same bytes. Only the leader answers; other nodes
+    reject every call with FAILED_PRECONDITION (NOT_LEADER).
     """
 
     def __init__(self, channel):
@@ -65,15 +65,15 @@ class ReplicationServiceStub:
 class ReplicationServiceServicer:
     """Copies progress from the leader of an offsets replica set to its followers.
 
-    Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
-    versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
+    Offsets stores keys with values, and every change has a version: 1, 2, 3 ... without gaps. An epoch
+    is the time of one leader; the history has the first version of each epoch. Two nodes whose last
+    change has the same epoch and version store the same bytes. Only the leader answers; other nodes
+    reject every call with FAILED_PRECONDITION (NOT_LEADER).
     """
 
     def Fetch(self, request, context):
-        """The changes after the last one the follower has. The call tells the leader that the follower has
-        everything up to there, durably. With nothing to tell it is held up to `hold_ms`.
+        """Returns the changes after the follower's position. The call also reports that the follower has
+        every change up to there durably. If there are no changes, the call waits up to `hold_ms`.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the follower has seen a newer
         leader).
@@ -83,8 +83,9 @@ class ReplicationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadAll(self, request, context):
-        """Everything, as of one version; for a follower whose last change the leader does not have, or which is
-        so far behind that the leader no longer keeps the changes since. Replaces all the follower has.
+        """Streams all entries of one version, for a follower whose last change the leader does not have, or
+        that lags so far that the leader no longer keeps the changes since. They replace all entries of the
+        follower.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """
@@ -93,7 +94,7 @@ class ReplicationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Digest(self, request, context):
-        """What the state of a version comes to, so that a follower finds out if it holds something else.
+        """Returns a digest of all entries of one version, so that a follower can detect a different copy.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """
@@ -102,7 +103,7 @@ class ReplicationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DescribeReplicas(self, request, context):
-        """How far every member of the set has come.
+        """Returns the position of every replica of the set.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER).
         """
@@ -144,10 +145,10 @@ def add_ReplicationServiceServicer_to_server(servicer, server):
 class ReplicationService:
     """Copies progress from the leader of an offsets replica set to its followers.
 
-    Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
-    versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
+    Offsets stores keys with values, and every change has a version: 1, 2, 3 ... without gaps. An epoch
+    is the time of one leader; the history has the first version of each epoch. Two nodes whose last
+    change has the same epoch and version store the same bytes. Only the leader answers; other nodes
+    reject every call with FAILED_PRECONDITION (NOT_LEADER).
     """
 
     @staticmethod

@@ -29,10 +29,10 @@ GRPC_VERSION: str
 class ReplicationServiceStub:
     """Copies progress from the leader of an offsets replica set to its followers.
 
-    Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
-    versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
+    Offsets stores keys with values, and every change has a version: 1, 2, 3 ... without gaps. An epoch
+    is the time of one leader; the history has the first version of each epoch. Two nodes whose last
+    change has the same epoch and version store the same bytes. Only the leader answers; other nodes
+    reject every call with FAILED_PRECONDITION (NOT_LEADER).
     """
 
     @_typing.overload
@@ -40,25 +40,26 @@ class ReplicationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReplicationServiceAsyncStub: ...
     Fetch: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.FetchRequest, _replication_service_pb2.FetchResponse]
-    """The changes after the last one the follower has. The call tells the leader that the follower has
-    everything up to there, durably. With nothing to tell it is held up to `hold_ms`.
+    """Returns the changes after the follower's position. The call also reports that the follower has
+    every change up to there durably. If there are no changes, the call waits up to `hold_ms`.
 
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the follower has seen a newer
     leader).
     """
     ReadAll: _grpc.UnaryStreamMultiCallable[_replication_service_pb2.ReadAllRequest, _replication_service_pb2.ReadAllResponse]
-    """Everything, as of one version; for a follower whose last change the leader does not have, or which is
-    so far behind that the leader no longer keeps the changes since. Replaces all the follower has.
+    """Streams all entries of one version, for a follower whose last change the leader does not have, or
+    that lags so far that the leader no longer keeps the changes since. They replace all entries of the
+    follower.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
     Digest: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.DigestRequest, _replication_service_pb2.DigestResponse]
-    """What the state of a version comes to, so that a follower finds out if it holds something else.
+    """Returns a digest of all entries of one version, so that a follower can detect a different copy.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
     DescribeReplicas: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.DescribeReplicasRequest, _replication_service_pb2.DescribeReplicasResponse]
-    """How far every member of the set has come.
+    """Returns the position of every replica of the set.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER).
     """
@@ -67,33 +68,34 @@ class ReplicationServiceStub:
 class ReplicationServiceAsyncStub(ReplicationServiceStub):
     """Copies progress from the leader of an offsets replica set to its followers.
 
-    Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
-    versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
+    Offsets stores keys with values, and every change has a version: 1, 2, 3 ... without gaps. An epoch
+    is the time of one leader; the history has the first version of each epoch. Two nodes whose last
+    change has the same epoch and version store the same bytes. Only the leader answers; other nodes
+    reject every call with FAILED_PRECONDITION (NOT_LEADER).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fetch: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.FetchRequest, _replication_service_pb2.FetchResponse]  # type: ignore[assignment]
-    """The changes after the last one the follower has. The call tells the leader that the follower has
-    everything up to there, durably. With nothing to tell it is held up to `hold_ms`.
+    """Returns the changes after the follower's position. The call also reports that the follower has
+    every change up to there durably. If there are no changes, the call waits up to `hold_ms`.
 
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the follower has seen a newer
     leader).
     """
     ReadAll: _aio.UnaryStreamMultiCallable[_replication_service_pb2.ReadAllRequest, _replication_service_pb2.ReadAllResponse]  # type: ignore[assignment]
-    """Everything, as of one version; for a follower whose last change the leader does not have, or which is
-    so far behind that the leader no longer keeps the changes since. Replaces all the follower has.
+    """Streams all entries of one version, for a follower whose last change the leader does not have, or
+    that lags so far that the leader no longer keeps the changes since. They replace all entries of the
+    follower.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
     Digest: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.DigestRequest, _replication_service_pb2.DigestResponse]  # type: ignore[assignment]
-    """What the state of a version comes to, so that a follower finds out if it holds something else.
+    """Returns a digest of all entries of one version, so that a follower can detect a different copy.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
     DescribeReplicas: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.DescribeReplicasRequest, _replication_service_pb2.DescribeReplicasResponse]  # type: ignore[assignment]
-    """How far every member of the set has come.
+    """Returns the position of every replica of the set.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER).
     """
@@ -101,10 +103,10 @@ class ReplicationServiceAsyncStub(ReplicationServiceStub):
 class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Copies progress from the leader of an offsets replica set to its followers.
 
-    Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
-    versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
+    Offsets stores keys with values, and every change has a version: 1, 2, 3 ... without gaps. An epoch
+    is the time of one leader; the history has the first version of each epoch. Two nodes whose last
+    change has the same epoch and version store the same bytes. Only the leader answers; other nodes
+    reject every call with FAILED_PRECONDITION (NOT_LEADER).
     """
 
     @_abc_1.abstractmethod
@@ -113,8 +115,8 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.FetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_service_pb2.FetchResponse, _abc.Awaitable[_replication_service_pb2.FetchResponse]]:
-        """The changes after the last one the follower has. The call tells the leader that the follower has
-        everything up to there, durably. With nothing to tell it is held up to `hold_ms`.
+        """Returns the changes after the follower's position. The call also reports that the follower has
+        every change up to there durably. If there are no changes, the call waits up to `hold_ms`.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the follower has seen a newer
         leader).
@@ -126,8 +128,9 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.ReadAllRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_replication_service_pb2.ReadAllResponse], _abc.AsyncIterator[_replication_service_pb2.ReadAllResponse]]:
-        """Everything, as of one version; for a follower whose last change the leader does not have, or which is
-        so far behind that the leader no longer keeps the changes since. Replaces all the follower has.
+        """Streams all entries of one version, for a follower whose last change the leader does not have, or
+        that lags so far that the leader no longer keeps the changes since. They replace all entries of the
+        follower.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """
@@ -138,7 +141,7 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.DigestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_service_pb2.DigestResponse, _abc.Awaitable[_replication_service_pb2.DigestResponse]]:
-        """What the state of a version comes to, so that a follower finds out if it holds something else.
+        """Returns a digest of all entries of one version, so that a follower can detect a different copy.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """
@@ -149,7 +152,7 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.DescribeReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_service_pb2.DescribeReplicasResponse, _abc.Awaitable[_replication_service_pb2.DescribeReplicasResponse]]:
-        """How far every member of the set has come.
+        """Returns the position of every replica of the set.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER).
         """

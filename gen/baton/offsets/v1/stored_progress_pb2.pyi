@@ -29,36 +29,36 @@ class _LocalPlacementStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_L
     LOCAL_PLACEMENT_STATE_UNSPECIFIED: _LocalPlacementState.ValueType  # 0
     """Not set; never written."""
     LOCAL_PLACEMENT_STATE_ARRIVING: _LocalPlacementState.ValueType  # 1
-    """On its way here: parts of it may be written."""
+    """The group is being imported; some of its entries may be written."""
     LOCAL_PLACEMENT_STATE_KEPT: _LocalPlacementState.ValueType  # 2
-    """It is kept here."""
+    """This set keeps the group."""
     LOCAL_PLACEMENT_STATE_GONE: _LocalPlacementState.ValueType  # 3
-    """It was sealed, to be handed over: it is kept elsewhere."""
+    """This set has sealed the group to hand it over; another set keeps it."""
     LOCAL_PLACEMENT_STATE_FORGOTTEN: _LocalPlacementState.ValueType  # 4
-    """The same, and what was handed over is removed."""
+    """As LOCAL_PLACEMENT_STATE_GONE, and the entries of the group are removed."""
 
 class LocalPlacementState(_LocalPlacementState, metaclass=_LocalPlacementStateEnumTypeWrapper):
-    """Whether a replica set keeps a group."""
+    """The state of a moved group in a replica set."""
 
 LOCAL_PLACEMENT_STATE_UNSPECIFIED: LocalPlacementState.ValueType  # 0
 """Not set; never written."""
 LOCAL_PLACEMENT_STATE_ARRIVING: LocalPlacementState.ValueType  # 1
-"""On its way here: parts of it may be written."""
+"""The group is being imported; some of its entries may be written."""
 LOCAL_PLACEMENT_STATE_KEPT: LocalPlacementState.ValueType  # 2
-"""It is kept here."""
+"""This set keeps the group."""
 LOCAL_PLACEMENT_STATE_GONE: LocalPlacementState.ValueType  # 3
-"""It was sealed, to be handed over: it is kept elsewhere."""
+"""This set has sealed the group to hand it over; another set keeps it."""
 LOCAL_PLACEMENT_STATE_FORGOTTEN: LocalPlacementState.ValueType  # 4
-"""The same, and what was handed over is removed."""
+"""As LOCAL_PLACEMENT_STATE_GONE, and the entries of the group are removed."""
 Global___LocalPlacementState: _TypeAlias = LocalPlacementState  # noqa: Y015
 
 @_typing.final
 class StoredProgress(_message.Message):
-    """How offsets keeps one queue on its disk. Not sent over the wire.
+    """Stored form of the progress of one queue. Not sent over the wire.
 
-    A set of offsets stands as runs, little-endian, empty for none: the width of a number ("B" 1,
-    "H" 2, "I" 4, "Q" 8 bytes), 8 bytes first offset, the length of the first run, then gap and
-    length of each further one.
+    A set of offsets is stored as runs, little-endian, empty for none: the width of a number ("B" 1,
+    "H" 2, "I" 4, "Q" 8 bytes), 8 bytes first offset, the length of the first run, then gap and length
+    of each further run.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -88,7 +88,7 @@ class StoredProgress(_message.Message):
     token: _builtins.int
     """Current token."""
     attempt: _builtins.str
-    """Id of the last fence attempt that passed the queue on."""
+    """Id of the last successful fence attempt."""
     committed_offset: _builtins.int
     """Committed offset."""
     delivered_reserved: _builtins.int
@@ -102,33 +102,33 @@ class StoredProgress(_message.Message):
     closed: _builtins.bool
     """True once the holder has closed the token."""
     update_unix_ms: _builtins.int
-    """Wall clock of the change."""
+    """Wall clock of the last change."""
     fenced_committed_offset: _builtins.int
-    """What the fence that issued the token answered, for a repeated attempt: committed offset."""
+    """Committed offset in the answer of the fence that issued the token, for a repeated attempt."""
     fenced_acked: _builtins.bytes
-    """What the fence that issued the token answered: acked offsets."""
+    """Acked offsets in that answer."""
     fenced_maybe_seen: _builtins.bytes
-    """What the fence that issued the token answered: maybe-seen offsets."""
+    """Maybe-seen offsets in that answer."""
     deleted: _builtins.bool
-    """True if the topic or the group was deleted: there is no progress, and the token and the reset epoch are kept
-    so that the next ones are greater.
+    """True if the topic or the group was deleted: there is no progress; token and reset epoch are kept so
+    that the next ones are greater.
     """
     subscription_generation: _builtins.int
-    """Deliveries under the token have to name this generation of the subscription; 0 lets any pass."""
+    """Generation of the subscription that deliveries under the token must name; 0 accepts any."""
     forced_by: _builtins.str
-    """Who took the queue by force when the token was issued; empty if nobody did."""
+    """Operator who forced the fence that issued the token; empty if it was not forced."""
     forced_reason: _builtins.str
-    """Why."""
+    """Reason of that operator."""
     source: _builtins.int
-    """What changed the progress last: number of a `ProgressSource`."""
+    """Last kind of change: number of a `ProgressSource`."""
     first_reset_epoch: _builtins.int
-    """Reset epoch with which the progress began: greater than 0 if an earlier one was deleted."""
+    """Reset epoch at the creation of the progress; greater than 0 if earlier progress was deleted."""
     superseded: _builtins.bool
-    """True if a reset has issued the token: the attempt was answered with an earlier one."""
+    """True if a reset issued the token; then `attempt` belongs to an earlier token."""
     closed_delivered: _builtins.int
-    """Of a closed token: one past the last offset that is known to have been delivered under it."""
+    """For a closed token, one past the last offset that is known to be delivered under it."""
     closed_delivered_max: _builtins.int
-    """Of a closed token: upper bound of it."""
+    """For a closed token, upper bound of `closed_delivered`."""
     @_builtins.property
     def holder(self) -> _queue_pb2.Incarnation:
         """Incarnation the token was issued to; unset if none."""
@@ -169,7 +169,7 @@ Global___StoredProgress: _TypeAlias = StoredProgress  # noqa: Y015
 
 @_typing.final
 class StoredTokenChange(_message.Message):
-    """How offsets keeps one change of a queue's token on its disk: what ended, and what began. Not sent
+    """Stored form of one change of a queue's token: the token that ended and the one that began. Not sent
     over the wire.
     """
 
@@ -195,11 +195,11 @@ class StoredTokenChange(_message.Message):
     ended_token: _builtins.int
     """The token that ended; 0 for none."""
     end: _builtins.int
-    """What ended it: number of a `HoldEnd`."""
+    """Cause of its end: number of a `HoldEnd`."""
     ended_delivered: _builtins.int
-    """One past the last offset that is known to have been delivered under it."""
+    """One past the last offset that is known to be delivered under it."""
     ended_delivered_max: _builtins.int
-    """Upper bound of it."""
+    """Upper bound of `ended_delivered`."""
     @_builtins.property
     def holder(self) -> _queue_pb2.Incarnation:
         """Incarnation it was issued to; unset if none."""
@@ -227,7 +227,7 @@ Global___StoredTokenChange: _TypeAlias = StoredTokenChange  # noqa: Y015
 
 @_typing.final
 class StoredReset(_message.Message):
-    """How offsets keeps one reset or clone on its disk. Not sent over the wire."""
+    """Stored form of one reset or clone. Not sent over the wire."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -245,20 +245,20 @@ class StoredReset(_message.Message):
     kind: _builtins.int
     """Number of a `ProgressSource`."""
     by: _builtins.str
-    """Who did it."""
+    """The operator."""
     reason: _builtins.str
-    """Why."""
+    """The operator's reason."""
     unix_ms: _builtins.int
     """Wall clock of the operation."""
     undone_op_id: _builtins.str
-    """Operation that this one has undone; empty for none."""
+    """Operation that this one undid; empty for none."""
     from_group: _builtins.str
-    """Group whose progress a clone has taken; empty for a reset."""
+    """Group whose progress a clone copied; empty for a reset."""
     number: _builtins.int
-    """Counts the operations of a group, from 1."""
+    """Number of the operation in its group, from 1."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredResetStep]:
-        """What it did."""
+        """The queues it moved."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ Global___StoredReset: _TypeAlias = StoredReset  # noqa: Y015
 
 @_typing.final
 class StoredResetStep(_message.Message):
-    """What a reset or clone did to one queue."""
+    """One queue that a reset or clone moved."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -302,13 +302,13 @@ class StoredResetStep(_message.Message):
     to_offset: _builtins.int
     """Committed offset after."""
     replayed_count: _builtins.int
-    """Offsets that are delivered again."""
+    """Number of offsets that were acknowledged before and are not any more."""
     skipped_count: _builtins.int
-    """Offsets that count as handled now."""
+    """Number of offsets that were not acknowledged before and are now."""
     reset_epoch: _builtins.int
-    """Reset epoch after."""
+    """Reset epoch after the step."""
     token: _builtins.int
-    """Token after."""
+    """Token after the step."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -335,7 +335,9 @@ Global___StoredResetStep: _TypeAlias = StoredResetStep  # noqa: Y015
 
 @_typing.final
 class StoredLocalPlacement(_message.Message):
-    """Where a group is, of one that has come to this replica set, or left it. Not sent over the wire."""
+    """Stored form of the local placement of a group that has moved to this replica set, or away from it.
+    Not sent over the wire.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -364,15 +366,16 @@ class StoredLocalPlacement(_message.Message):
     GONE_TO_FIELD_NUMBER: _builtins.int
     TOPIC_IDS_FIELD_NUMBER: _builtins.int
     move: _builtins.int
-    """Number of the move by which it came, or left."""
+    """Number of the move."""
     state: Global___LocalPlacementState.ValueType
-    """What became of the group here."""
+    """State of the group in this set."""
     gone_to: _builtins.str
-    """The set it has gone to; empty while it is here."""
+    """The set to which the group has moved; empty while it is kept here."""
     @_builtins.property
     def topic_ids(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Of a group that has gone: for which id the progress on a topic's name was last deleted when it
-        was sealed. Of one that is here: the same when it left, as far as it is ahead of this set's.
+        """Topic ids by topic name. Of a group that has left: the id for which this set had last deleted the
+        progress on the topic when it sealed the group. Of a group that is kept: the id that the old set
+        had at that time, if it is greater than the id of this set.
         """
 
     def __init__(

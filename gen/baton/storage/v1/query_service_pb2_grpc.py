@@ -64,7 +64,7 @@ class QueryServiceServicer:
     """
 
     def SearchOffset(self, request, context):
-        """Returns the first offset of a queue whose message was stored at or after a time.
+        """Returns the offset of the first message of a queue that was stored at or after a time.
 
         Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
         INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be read is

@@ -36,7 +36,7 @@ class QueryServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> QueryServiceAsyncStub: ...
     SearchOffset: _grpc.UnaryUnaryMultiCallable[_query_service_pb2.SearchOffsetRequest, _query_service_pb2.SearchOffsetResponse]
-    """Returns the first offset of a queue whose message was stored at or after a time.
+    """Returns the offset of the first message of a queue that was stored at or after a time.
 
     Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
     INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be read is
@@ -68,7 +68,7 @@ class QueryServiceAsyncStub(QueryServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SearchOffset: _aio.UnaryUnaryMultiCallable[_query_service_pb2.SearchOffsetRequest, _query_service_pb2.SearchOffsetResponse]  # type: ignore[assignment]
-    """Returns the first offset of a queue whose message was stored at or after a time.
+    """Returns the offset of the first message of a queue that was stored at or after a time.
 
     Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
     INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be read is
@@ -103,7 +103,7 @@ class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _query_service_pb2.SearchOffsetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_query_service_pb2.SearchOffsetResponse, _abc.Awaitable[_query_service_pb2.SearchOffsetResponse]]:
-        """Returns the first offset of a queue whose message was stored at or after a time.
+        """Returns the offset of the first message of a queue that was stored at or after a time.
 
         Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
         INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be read is

@@ -126,8 +126,8 @@ class FetchResponse(_message.Message):
     end_position: _builtins.int
     """End of the leader's log."""
     floors: _builtins.bytes
-    """For a follower that must discard its copy: first offsets of the queues whose messages the leader
-    has removed, in the format of the file `floors` (docs/reference/format.md). Otherwise unset.
+    """For a follower that must discard its copy: first offsets of the queues that have lost messages to
+    retention at the leader, in the format of the file `floors` (docs/reference/format.md). Otherwise unset.
     """
     segment_position: _builtins.int
     """First position of the segment that contains, or will contain, `position`."""

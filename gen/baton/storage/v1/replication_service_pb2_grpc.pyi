@@ -44,7 +44,7 @@ class ReplicationServiceStub:
     no new bytes, the leader waits up to `hold_ms`.
 
     The follower first adopts, durably, the part of `history` that begins at or before its own end,
-    and then writes `data`. So its history never states an epoch whose earlier log it lacks.
+    and then writes `data`. So its history never has an epoch that begins after its end.
 
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
     WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
@@ -68,7 +68,7 @@ class ReplicationServiceAsyncStub(ReplicationServiceStub):
     no new bytes, the leader waits up to `hold_ms`.
 
     The follower first adopts, durably, the part of `history` that begins at or before its own end,
-    and then writes `data`. So its history never states an epoch whose earlier log it lacks.
+    and then writes `data`. So its history never has an epoch that begins after its end.
 
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
     WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
@@ -95,7 +95,7 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         no new bytes, the leader waits up to `hold_ms`.
 
         The follower first adopts, durably, the part of `history` that begins at or before its own end,
-        and then writes `data`. So its history never states an epoch whose earlier log it lacks.
+        and then writes `data`. So its history never has an epoch that begins after its end.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
         WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).

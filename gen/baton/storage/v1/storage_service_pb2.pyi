@@ -244,8 +244,8 @@ class PullRequest(_message.Message):
     offset: _builtins.int
     """First offset to read, in messages, 0-based."""
     token: _builtins.int
-    """Fencing token of the grant under which the caller owns the queue. 0 for groups whose queues have
-    no owner (broadcasting, or ownership off); no delivery is recorded for them.
+    """Fencing token of the grant under which the caller owns the queue. 0 for groups without queue
+    owners (broadcasting, or ownership off); no delivery is recorded for them.
     """
     pull_id: _builtins.int
     """Chosen by the caller and returned, so that it can drop the response to an abandoned pull."""

@@ -74,7 +74,7 @@ class StorageServiceServicer:
 
         Statuses: INVALID_ARGUMENT if the request is empty or too large. UNAVAILABLE (NOT_SERVING) while
         starting or draining, and once the disk has failed: then it is unknown what was stored.
-        UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, or a leader whose lease may have expired:
+        UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, or a leader with a possibly expired lease:
         nothing was stored. UNAVAILABLE (UNREACHABLE) if the leader lost its lease during the call: it is
         unknown what was stored.
         """
@@ -85,11 +85,11 @@ class StorageServiceServicer:
     def Pull(self, request, context):
         """Reads stored batches from `offset` on, records the delivery at offsets under `token`, and only
         then answers. If there is no message, the call waits up to `hold_ms` for the next append (long
-        poll). A response without batches whose `next_offset` is greater than `offset` means that all
+        poll). A response without batches but with `next_offset` above `offset` means that all
         messages between were filtered out, or are no longer kept: see `lost_count`.
 
         Followers answer too, with the messages that the whole in-sync set has. A follower that has a
-        leader answers at once. A follower whose log ends before `offset` rejects the call: NOT_LEADER.
+        leader answers at once. A follower with a log that ends before `offset` rejects the call: NOT_LEADER.
 
         Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
         QUEUE_NOT_FOUND, GROUP_NOT_FOUND for a pull without token), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG),

@@ -28,7 +28,7 @@ class GroupMembers:
     topics: frozenset[str] = frozenset()
 
 
-class Membership:
+class GroupMembership:
     """Answers from live copies of the group records and gates. An unknown group has no members.
 
     Args:
