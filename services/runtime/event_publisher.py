@@ -8,6 +8,7 @@ from typing import Literal
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._connection.directory import ClientEnvironment
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import METRICS_PRODUCER
@@ -50,7 +51,7 @@ async def _nameservers(nodes: EtcdMirror) -> str:
     found: set[str] = set()
     async with aclosing(nodes.watch()) as changes:
         async for _ in changes:
-            known = (pb.Node.FromString(one.value) for one in nodes.values.values())
+            known = (StoredNode.FromString(one.value) for one in nodes.values.values())
             found = {node.address for node in known if node.service == pb.SERVICE_KIND_NAMESERVER}
             if found:
                 break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.nameserver.v1.stored_placement_pb2 import StoredPlacement
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import KeyValue
@@ -90,7 +90,7 @@ class GroupPlacements:
         revision, found = self._registered
         if revision != self._nodes.revision:
             nodes = (
-                pb.Node.FromString(stored.value)
+                StoredNode.FromString(stored.value)
                 for key, stored in self._nodes.values.items()
                 if key.startswith(f"{OFFSETS_SERVICE}/")
             )

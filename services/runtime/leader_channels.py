@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import grpc.aio
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._connection.channels import connect
 from batonmq.errors import Unreachable
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
@@ -53,7 +53,7 @@ class LeaderChannel(Generic[Stub]):
             node
             for key, stored in self._nodes.values.items()
             if key.startswith(f"{self._service}/")
-            and (node := pb.Node.FromString(stored.value)).leader
+            and (node := StoredNode.FromString(stored.value)).leader
             and self._replica_set in ("", node.replica_set or node.node_id)
         ]
         if not found:

@@ -75,7 +75,7 @@ class LogCopy:
 
     @property
     def position(self) -> ReplicaPosition:
-        """End of this copy; NOWHERE while it is being changed or after its disk has failed."""
+        """End of this copy; NO_POSITION while it is being changed or after its disk has failed."""
         if self._components is None or self._closing.is_set() or self._failure is not None:
             return NO_POSITION
         return self._components.node.position
@@ -218,7 +218,7 @@ class LogCopy:
             await self.open()
         except (OSError, DiskFull) as error:
             self.fail(error)
-            raise NotServing(f"the disk fails: {error}", retry_after_ms=500) from error
+            raise NotServing(f"the disk has failed: {error}", retry_after_ms=500) from error
 
     async def _stop(self) -> None:
         """Stop all components of the directory."""

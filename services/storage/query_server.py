@@ -142,7 +142,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         spec = MessageId.parse(request.message_id)
         if spec.broker != self._broker:
             raise WrongBroker(
-                f"this is broker {self._broker}, not {spec.broker}",
+                f"the request is for broker {spec.broker}, this is broker {self._broker}",
                 facts={"asked": spec.broker, "actual": self._broker},
             )
         try:

@@ -91,7 +91,7 @@ class StorageReplicationServicer(pb_grpc.ReplicationServiceServicer):
             raise InvalidArgument("node_id is required", facts={"field": "node_id"})
         if request.broker != self._role.broker:
             raise WrongBroker(
-                f"this is broker {self._role.broker}, not {request.broker}",
+                f"the request is for broker {request.broker}, this is broker {self._role.broker}",
                 facts={"asked": request.broker, "actual": self._role.broker},
             )
         bounds = (

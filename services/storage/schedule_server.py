@@ -118,7 +118,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         if key in self._withdrawing:
             return self._withdrawing[key]
         if key not in self._store.schedule.waiting:
-            raise NotScheduled(f"nothing is scheduled under {schedule_id}")
+            raise NotScheduled(f"no scheduled batch has the id {schedule_id}")
         (outcome,) = self._appender.append([checked(encode_withdrawn([key]))], SYSTEM_TOPICS)
         if isinstance(outcome, BatonError):
             raise outcome
@@ -213,7 +213,8 @@ def decode_id(schedule_id: str, broker: str) -> DelayKey:
         )
     if found[1] != broker:
         raise WrongBroker(
-            f"this is broker {broker}, not {found[1]}", facts={"asked": found[1], "actual": broker}
+            f"the request is for broker {found[1]}, this is broker {broker}",
+            facts={"asked": found[1], "actual": broker},
         )
     number = int(found[2], 16)
     return number >> _POSITION_BITS, number & (1 << _POSITION_BITS) - 1

@@ -151,7 +151,7 @@ def check_queue_name(queue: queue_pb2.QueueRef, broker: str) -> queue_pb2.QueueR
     check_limit("queue_id", queue.queue_id, QUEUE_ID_MAX)
     if queue.broker != broker:
         raise WrongBroker(
-            f"this is broker {broker}, not {queue.broker}",
+            f"the request is for broker {queue.broker}, this is broker {broker}",
             facts={"asked": queue.broker, "actual": broker},
         )
     return queue

@@ -5,10 +5,10 @@ Method: holds and progress as offsets tells them, by hand.
 from __future__ import annotations
 
 from batonmq._core.message_trace import (
+    CurrentProgress,
     Hold,
     MessageState,
     MessageTrace,
-    QueueProgressNow,
     TraceEventKind,
     trace_message,
 )
@@ -49,8 +49,8 @@ def standing(
     client_id: str | None = "b",
     *,
     complete: bool = True,
-) -> QueueProgressNow:
-    return QueueProgressNow(
+) -> CurrentProgress:
+    return CurrentProgress(
         committed_offset=committed,
         acked=acked,
         acked_complete=complete,
@@ -61,13 +61,13 @@ def standing(
 
 
 def told(one: MessageTrace) -> list[tuple[str, int, int, int]]:
-    return [(s.what.value, s.begin_unix_ms, s.end_unix_ms, s.token) for s in one.steps]
+    return [(s.what.value, s.begin_unix_ms, s.end_unix_ms, s.token) for s in one.events]
 
 
 def test_message_in_hand_was_delivered_under_the_present_token() -> None:
     found = trace_message([hold(1, "b", 2_000, delivered=6)], standing(), 5, STORED)
     assert told(found) == [("delivered", 2_000, 0, 1)]
-    assert found.state is MessageState.IN_HAND
+    assert found.state is MessageState.IN_FLIGHT
 
 
 def test_nothing_is_delivered_before_it_is_stored() -> None:
@@ -83,7 +83,7 @@ def test_message_beyond_what_was_delivered_waits() -> None:
 def test_within_the_bounds_of_a_restart_a_delivery_is_only_possible() -> None:
     found = trace_message([hold(1, "b", 2_000, delivered=5, possible=2_005)], standing(), 5, STORED)
     assert told(found) == [("maybe_delivered", 2_000, 0, 1)]
-    assert found.state is MessageState.MAYBE_IN_HAND
+    assert found.state is MessageState.MAYBE_IN_FLIGHT
 
 
 def test_ack_is_told_with_the_token_under_which_it_came() -> None:
@@ -125,7 +125,7 @@ def test_holder_that_asked_again_had_it_in_hand() -> None:
     ]
     found = trace_message(holds, standing(client_id="a"), 5, STORED)
     assert told(found) == [("delivered", 2_000, 4_000, 1), ("kept", 4_000, 0, 2)]
-    assert found.state is MessageState.IN_HAND
+    assert found.state is MessageState.IN_FLIGHT
 
 
 def test_reset_that_passes_over_a_message_is_no_ack() -> None:
@@ -143,7 +143,10 @@ def test_ack_before_a_reset_can_not_be_told_from_what_the_reset_did() -> None:
         hold(1, "a", 2_000, 4_000, "reset", delivered=6),
     ]
     found = trace_message(holds, standing(committed=9, client_id=None), 5, STORED)
-    assert [step.what for step in found.steps] == [TraceEventKind.DELIVERED, TraceEventKind.SETTLED]
+    assert [event.what for event in found.events] == [
+        TraceEventKind.DELIVERED,
+        TraceEventKind.ACKED_OR_SKIPPED,
+    ]
 
 
 def test_reset_brings_a_message_back() -> None:
@@ -154,12 +157,12 @@ def test_reset_brings_a_message_back() -> None:
     ]
     found = trace_message(holds, standing(), 5, STORED)
     assert told(found) == [("brought_back", 4_000, 4_000, 1)]
-    assert (found.state, found.before) == (MessageState.WAITING, True)
+    assert (found.state, found.handled_before) == (MessageState.WAITING, True)
 
 
 def test_what_was_acked_before_the_oldest_record_has_no_holder() -> None:
     found = trace_message([hold(9, "b", 4_000, committed=6)], standing(committed=6), 5, STORED)
-    assert (told(found), found.state, found.before) == ([], MessageState.ACKED, True)
+    assert (told(found), found.state, found.handled_before) == ([], MessageState.ACKED, True)
 
 
 def test_beyond_the_acked_ranges_that_are_told_nothing_is_sure() -> None:
@@ -171,7 +174,7 @@ def test_beyond_the_acked_ranges_that_are_told_nothing_is_sure() -> None:
 
 
 def test_message_of_a_queue_without_recorded_holds_is_at_most_in_hand() -> None:
-    assert trace_message([], standing(), 5, STORED).state is MessageState.MAYBE_IN_HAND
+    assert trace_message([], standing(), 5, STORED).state is MessageState.MAYBE_IN_FLIGHT
     assert trace_message([], standing(client_id=None), 5, STORED).state is MessageState.WAITING
     assert trace_message([], standing(committed=6), 5, STORED) == MessageTrace(
         (), MessageState.ACKED, True

@@ -65,7 +65,7 @@ def test_what_follows_a_lost_batch_is_sent_again_in_a_new_epoch() -> None:
         if body == b"lost":
             sender.stored()
     assert (first.producer_epoch, first.sequence) == (0, 1)
-    sender.again(anew=True)
+    sender.retry(new_epoch=True)
     sender.backing_off = False
     second = send(sender)
     assert (second.producer_epoch, second.sequence) == (1, 0)
@@ -149,13 +149,13 @@ def test_again_sends_the_same_bytes_before_all_others() -> None:
     sender = new_sender()
     submit(sender, b"1")
     first = sender.take(1_000).encoded
-    sender.again()
+    sender.retry()
     submit(sender, b"2")
     assert not sender.ready, "it backs off"
     assert sender.failures == 1
     sender.backing_off = False
     assert sender.take(9_999).encoded == first
-    sender.again()
+    sender.retry()
     assert sender.failures == 2
     sender.backing_off = False
     sender.take(0)
@@ -169,7 +169,7 @@ def test_refused_batch_leaves_its_sequence_to_the_next() -> None:
     batch = submit(sender, b"1")
     send(sender)
     submit(sender, b"2")
-    assert sender.refused() is batch
+    assert sender.rejected() is batch
     header = send(sender)
     assert (header.producer_epoch, header.sequence) == (0, 0)
 
@@ -178,10 +178,10 @@ def test_batch_refused_after_a_try_without_answer_may_be_stored_and_keeps_its_se
     sender = new_sender()
     submit(sender, b"1")
     send(sender)
-    sender.again()
+    sender.retry()
     sender.backing_off = False
     send(sender)
-    sender.refused()
+    sender.rejected()
     submit(sender, b"2")
     header = send(sender)
     assert (header.producer_epoch, header.sequence) == (1, 0)
@@ -203,7 +203,7 @@ def test_expire_drops_what_was_begun_in_time_and_never_sent() -> None:
     late = submit(sender, bytes(BYTES_MAX), 20)
     young = submit(sender, bytes(BYTES_MAX), 21)
     sender.take(0)
-    sender.again()
+    sender.retry()
     assert sender.expire(20) == [late]
     sender.backing_off = False
     assert sender.take(0) is sent, "it may be stored already"
@@ -281,7 +281,7 @@ class LossyStorage(RuleBasedStateMachine):
         batch = self.sender.take(0)
         if arrives:
             assert isinstance(self.store(batch.encoded), StoreReceipt)
-        self.sender.again()
+        self.sender.retry()
         self.sender.backing_off = False
 
     @precondition(lambda self: self.sender.ready)
@@ -296,7 +296,7 @@ class LossyStorage(RuleBasedStateMachine):
     @rule()
     def refused_for_good(self) -> None:
         self.refused |= set(bodies(self.sender.take(0).encoded)) - set(self.log)
-        self.sender.refused()
+        self.sender.rejected()
 
     @invariant()
     def every_receipt_is_true(self) -> None:

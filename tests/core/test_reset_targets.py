@@ -44,14 +44,14 @@ def test_target_within_the_queue_is_where_it_says(target: ResetTarget, offset: i
 @pytest.mark.parametrize("target", [ToOffset(9), ShiftBy(-6)])
 def test_what_is_not_kept_becomes_the_first_with_a_note(target: ResetTarget) -> None:
     assert resolve_target(target, QUEUE) == ResetOffset(
-        10, "offset 9 is not kept; 10 is the first that is"
+        10, "offset 9 is no longer kept; 10 is the first offset"
     )
 
 
 @pytest.mark.parametrize("target", [ToOffset(21), ShiftBy(6)])
 def test_what_is_past_the_end_becomes_the_end_with_a_note(target: ResetTarget) -> None:
     assert resolve_target(target, QUEUE) == ResetOffset(
-        20, "offset 21 is past the end; 20 is the end"
+        20, "offset 21 is beyond the end; 20 is the end"
     )
 
 

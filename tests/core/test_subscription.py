@@ -93,7 +93,7 @@ def test_what_follows_sql_and_white_space_is_a_condition() -> None:
 
 @pytest.mark.parametrize("expression", ["sql:a=5", "SQL:a>5", "sql:b IN('x')", "sql:(a<>5)"])
 def test_a_condition_without_white_space_before_it_is_no_tag(expression: str) -> None:
-    with pytest.raises(BadExpression, match="no white space after sql:"):
+    with pytest.raises(BadExpression, match="white space is missing after sql:"):
         parse_filter(expression)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import grpc.aio
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
@@ -32,7 +32,7 @@ async def test_each_address_has_one_channel_however_often_the_leader_moves() -> 
     )
     stubs = []
     for move in range(1, 21):
-        node = pb.Node(node_id="a", leader=True, epoch=move, address=ADDRESSES[move % 2])
+        node = StoredNode(node_id="a", leader=True, epoch=move, address=ADDRESSES[move % 2])
         nodes.values["offsets/a"] = KeyValue("offsets/a", node.SerializeToString(), 1, move)
         nodes.revision = move
         stubs.append(peer.stub())

@@ -20,7 +20,7 @@ import pytest
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
 from batonmq._telemetry.events import EventHub
@@ -51,7 +51,7 @@ class Scene:
         service: str = "offsets",
         replica_set: str = "",
     ) -> None:
-        node = pb.Node(
+        node = StoredNode(
             node_id=node_id, address=address, epoch=epoch, leader=leader, replica_set=replica_set
         )
         key = f"nodes/{service}/{node_id}"
@@ -59,7 +59,7 @@ class Scene:
 
     async def unregister(self, node_id: str) -> None:
         await self._etcd.delete(f"nodes/offsets/{node_id}")
-        marker = await self._etcd.put("nodes/z/z", pb.Node().SerializeToString())
+        marker = await self._etcd.put("nodes/z/z", StoredNode().SerializeToString())
         await self.nodes.reached(marker)
 
 

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._common.clock import Clock
 from batonmq._process.config import load
 from batonmq.errors import NoQuorum
@@ -52,8 +53,8 @@ async def stored(etcd: EtcdSession) -> KeyValue:
     return found
 
 
-async def node(etcd: EtcdSession) -> pb.Node:
-    return pb.Node.FromString((await stored(etcd)).value)
+async def node(etcd: EtcdSession) -> StoredNode:
+    return StoredNode.FromString((await stored(etcd)).value)
 
 
 async def test_entry_has_address_and_kind_of_the_process(etcd: EtcdSession) -> None:

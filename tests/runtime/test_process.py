@@ -23,7 +23,7 @@ import grpc.aio
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.health import SERVING, ask_health
@@ -48,7 +48,7 @@ class Running:
     """A process that serves."""
 
     child: ChildProcess
-    node: pb.Node
+    node: StoredNode
 
     def log(self) -> str:
         return "\n".join(self.child.last_lines(200))
@@ -86,7 +86,7 @@ async def offsets(
         await child.ready(30)
         stored = await etcd.get(KEY)
         assert stored is not None
-        yield Running(child, pb.Node.FromString(stored.value))
+        yield Running(child, StoredNode.FromString(stored.value))
     finally:
         child.kill_now()
 

@@ -98,7 +98,7 @@ def stored(store: MessageStore, *batches: bytes) -> list[StoreReceipt]:
     return receipts
 
 
-def wanted(
+def read_spec(
     offset: int = 0,
     *,
     filter: HashFilter | SqlFilter = ALL,
@@ -112,7 +112,9 @@ def bodies(store: MessageStore, queue_id: int = 0) -> list[bytes]:
     """Return all visible bodies of a queue, read with several pulls."""
     found: list[bytes] = []
     offset = store.offsets((TOPIC_ID, queue_id)).first_offset
-    while (reading := store.read((TOPIC_ID, queue_id), wanted(offset, messages_max=7))) is not None:
+    while (
+        reading := store.read((TOPIC_ID, queue_id), read_spec(offset, messages_max=7))
+    ) is not None:
         for raw in reading.batches:
             header = read_header(raw)
             begin = max(offset - header.first_offset, 0)

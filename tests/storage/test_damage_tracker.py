@@ -37,8 +37,8 @@ from tests.storage.batches import (
     append,
     batch,
     open_store,
+    read_spec,
     stored,
-    wanted,
 )
 
 SEGMENT_BYTES = 700
@@ -83,9 +83,9 @@ def test_flipped_bit_is_never_served_and_every_check_finds_it() -> None:
         again = open_store(disk, segment_bytes=SEGMENT_BYTES)
         assert again.report.rebuilt == "", "a start trusts what lies below the checkpoint"
         with pytest.raises(DataLoss) as lost:
-            again.store.read((TOPIC_ID, 1), wanted(victim.first_offset))
+            again.store.read((TOPIC_ID, 1), read_spec(victim.first_offset))
         assert lost.value.facts == {"position": str(victim.position)}
-        assert again.store.read((TOPIC_ID, 1), wanted(victim.first_offset + 2)) is not None
+        assert again.store.read((TOPIC_ID, 1), read_spec(victim.first_offset + 2)) is not None
         queries = MessageQueries(again.store)
         try:
             queries.message(victim.position, 0)
@@ -123,7 +123,7 @@ def test_damage_is_logged_and_counted_once_by_every_kind_of_read(
     damage = DamageTracker(counter.inc)
     for _ in range(3):
         with pytest.raises(DataLoss) as lost:
-            store.read((TOPIC_ID, 1), wanted(receipts[4].first_offset))
+            store.read((TOPIC_ID, 1), read_spec(receipts[4].first_offset))
         damage.report_error(lost.value)
     assert (len(damage), counter._value.get()) == (1, 1)
     (record,) = caplog.records

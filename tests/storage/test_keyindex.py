@@ -60,7 +60,7 @@ def save(disk: MemoryDisk, index: KeyIndex, position: int) -> UnsavedRuns:
     unsaved = index.unsaved(position)
     for run in unsaved.ended:
         disk.replace(run.path, encode_run(run))
-    path = open_path(unsaved.open_run.stretch.first_position)
+    path = open_path(unsaved.open_run.extent.first_position)
     file = disk.open(path, create=True)
     file.write(unsaved.rows_from * unsaved.rows.itemsize, [unsaved.rows.tobytes()])
     index.saved(unsaved)
@@ -103,7 +103,7 @@ def test_runs_are_found_newest_first_with_their_times() -> None:
     for number in range(7):
         add(index, number * 100, 1, [(0, 9)])
     save(disk, index, 700)
-    stretches = [part.stretch for part in index.find(1, 9)]
+    stretches = [part.extent for part in index.find(1, 9)]
     assert [(s.first_unix_ms, s.last_unix_ms) for s in stretches] == [
         (1_600, 1_600), (1_400, 1_500), (1_200, 1_300), (1_000, 1_100),
     ]  # fmt: skip

@@ -29,7 +29,7 @@ from batonmq._core.subscription import SqlFilter, parse_filter
 from batonmq_server.storage.core.property_filter import STEPS_MAX, PropertyMatches, find_passing
 from batonmq_server.storage.core.tag_filter import batch_starts
 from batonmq_server.testing.memory_disks import MemoryDisk
-from tests.storage.batches import TOPIC, TOPIC_ID, batch, open_store, stored, wanted
+from tests.storage.batches import TOPIC, TOPIC_ID, batch, open_store, read_spec, stored
 
 KEY = (TOPIC_ID, 0)
 
@@ -300,14 +300,14 @@ def test_store_reads_by_properties_and_returns_the_scanned_count() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=1 << 20)
     sent = [batch(*map(message, "19")), batch(message("1")), batch(message("8"), message())]
     stored(opened.store, *sent)
-    reading = opened.store.read(KEY, wanted(1, filter=condition("a > 5")))
+    reading = opened.store.read(KEY, read_spec(1, filter=condition("a > 5")))
     assert reading is not None
     assert [read_header(raw).first_offset for raw in reading.batches] == [0, 3]
     assert (reading.next_offset, reading.message_count, reading.filtered_count) == (5, 2, 2)
-    nothing = opened.store.read(KEY, wanted(0, filter=condition("a > 50")))
+    nothing = opened.store.read(KEY, read_spec(0, filter=condition("a > 50")))
     assert nothing is not None
     assert (nothing.batches, nothing.next_offset, nothing.filtered_count) == ([], 5, 5)
-    assert opened.store.read(KEY, wanted(5, filter=condition("a > 5"))) is None
+    assert opened.store.read(KEY, read_spec(5, filter=condition("a > 5"))) is None
 
 
 def test_batches_begin_where_the_position_changes() -> None:

@@ -34,7 +34,7 @@ from batonmq_server.storage.core.store import LocalTopic
 from batonmq_server.storage.schedule_server import decode_id, encode_id
 from batonmq_server.storage.scheduled_deliverer import UNDELIVERED_MAX
 from batonmq_server.testing.memory_disks import MemoryDisk
-from tests.storage.batches import NOW, TOPIC, TOPIC_ID, batch, wanted
+from tests.storage.batches import NOW, TOPIC, TOPIC_ID, batch, read_spec
 from tests.storage.schedule_scene import SEGMENT_BYTES, scene
 
 HOUR_MS = 3_600_000
@@ -61,7 +61,7 @@ async def test_batch_is_delivered_at_its_time_unchanged() -> None:
         here.clock.pass_ms(1)
         await here.deliver()
         assert here.bodies(3) == [b"body", b"second"]
-        reading = here.store.read((TOPIC_ID, 3), wanted())
+        reading = here.store.read((TOPIC_ID, 3), read_spec())
         assert reading is not None
         record = next(decode_records(reading.batches[0], read_header(reading.batches[0]), [0]))
         assert (record.tag, record.keys, record.properties) == ("paid", ("a", "b"), {"x": "y"})

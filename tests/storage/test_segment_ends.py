@@ -158,7 +158,7 @@ def test_key_index_runs_end_at_the_final_end_of_the_segment(end: int) -> None:
     assert bodies(rebuilt) == [b"%d" % number for number in range(40)]
     one, other = (store.keys.unsaved(store.log.next_position) for store in (first, rebuilt))
     assert len(one.ended) > 0
-    assert [run.stretch for run in one.ended] == [run.stretch for run in other.ended]
+    assert [run.extent for run in one.ended] == [run.extent for run in other.ended]
     assert one.open_run == other.open_run
 
 

@@ -34,10 +34,10 @@ from tests.storage.batches import (
     batch,
     bodies,
     open_store,
+    read_spec,
     stored,
     sync,
     tagged,
-    wanted,
 )
 
 KEY = (TOPIC_ID, 0)
@@ -62,7 +62,7 @@ def test_stored_bytes_are_the_producers_but_for_the_stamp() -> None:
     sent = batch(b"a", b"b")
     stored(store, batch(b"first"))
     (receipt,) = stored(store, sent)
-    reading = store.read(KEY, wanted(1))
+    reading = store.read(KEY, read_spec(1))
     assert reading is not None
     (raw,) = reading.batches
     header = check_batch(raw, stamped=True)
@@ -74,7 +74,7 @@ def test_stored_bytes_are_the_producers_but_for_the_stamp() -> None:
 def test_nothing_is_visible_before_the_sync() -> None:
     store = open_store(MemoryDisk()).store
     append(store, batch(b"a"))
-    assert store.read(KEY, wanted()) is None
+    assert store.read(KEY, read_spec()) is None
     assert store.offsets(KEY) == VisibleRange(0, 0)
     assert sync(store) == {KEY}
     assert bodies(store) == [b"a"]
@@ -203,11 +203,11 @@ def test_offset_beyond_the_log_is_ahead_of_log() -> None:
     store = open_store(MemoryDisk()).store
     stored(store, batch(b"a"))
     with pytest.raises(OffsetAheadOfLog) as refused:
-        store.read(KEY, wanted(2))
+        store.read(KEY, read_spec(2))
     assert refused.value.facts == {"offset": "2", "next_offset": "1"}
-    assert store.read(KEY, wanted(1)) is None
+    assert store.read(KEY, read_spec(1)) is None
     with pytest.raises(OffsetAheadOfLog):
-        store.read((TOPIC_ID, 3), wanted(1))
+        store.read((TOPIC_ID, 3), read_spec(1))
 
 
 def test_offset_before_the_first_is_out_of_range() -> None:
@@ -218,14 +218,14 @@ def test_offset_before_the_first_is_out_of_range() -> None:
     disk.remove("checkpoint")
     store = open_store(disk.killed(), segment_bytes=300).store
     with pytest.raises(OffsetOutOfRange) as refused:
-        store.read(KEY, wanted(0))
+        store.read(KEY, read_spec(0))
     assert refused.value.facts == {"offset": "0", "first_offset": "1", "next_offset": "3"}
 
 
 def test_messages_max_may_end_inside_a_batch() -> None:
     store = open_store(MemoryDisk()).store
     stored(store, batch(b"a", b"b", b"c"))
-    reading = store.read(KEY, wanted(0, messages_max=2))
+    reading = store.read(KEY, read_spec(0, messages_max=2))
     assert reading is not None
     assert (reading.next_offset, reading.message_count, len(reading.batches)) == (2, 2, 1)
 
@@ -245,7 +245,7 @@ def test_backlog_is_read_in_few_large_reads() -> None:
         return read(position, bytes_max)
 
     opened.store.log.read = counted  # type: ignore[method-assign]
-    found = opened.store.read((TOPIC_ID, 0), wanted(bytes_max=1 << 20))
+    found = opened.store.read((TOPIC_ID, 0), read_spec(bytes_max=1 << 20))
     assert found is not None
     assert (found.next_offset, len(found.batches)) == (801, 801)
     assert sum(reads) <= 1_601 * len(mine)
@@ -258,12 +258,12 @@ def test_read_advances_even_if_the_filter_keeps_nothing() -> None:
     for _ in range(5):
         stored(store, tagged(*["x"] * 5_000))
     none = HashFilter(frozenset({1}))
-    first = store.read(KEY, wanted(0, filter=none, messages_max=10))
+    first = store.read(KEY, read_spec(0, filter=none, messages_max=10))
     assert first is not None
     assert (first.batches, first.next_offset, first.filtered_count) == (
         [], SCANNED_MAX, SCANNED_MAX,
     )  # fmt: skip
-    second = store.read(KEY, wanted(first.next_offset, filter=none))
+    second = store.read(KEY, read_spec(first.next_offset, filter=none))
     assert second is not None
     assert second.next_offset == 25_000
 
@@ -272,7 +272,7 @@ def test_only_batches_with_a_message_to_deliver_are_sent() -> None:
     store = open_store(MemoryDisk()).store
     stored(store, tagged("a", "b"), tagged("b"), tagged("a"), tagged("b", "b"))
     hash_of_a = HashFilter(frozenset({97}))
-    reading = store.read(KEY, wanted(0, filter=hash_of_a))
+    reading = store.read(KEY, read_spec(0, filter=hash_of_a))
     assert reading is not None
     headers = [check_batch(raw, stamped=True) for raw in reading.batches]
     assert [h.first_offset for h in headers] == [0, 3]
@@ -285,9 +285,9 @@ def test_damaged_batch_is_never_served() -> None:
     _good, bad = stored(store, batch(b"good"), batch(b"bad"))
     disk.files[f"log/{0:020d}"].content[bad.next_position - 1] ^= 1
     with pytest.raises(DataLoss) as found:
-        store.read(KEY, wanted(0))
+        store.read(KEY, read_spec(0))
     assert found.value.facts == {"position": str(bad.position)}
-    reading = store.read(KEY, wanted(0, messages_max=1))
+    reading = store.read(KEY, read_spec(0, messages_max=1))
     assert reading is not None
     assert reading.batches[0].endswith(b"good")
 
@@ -299,7 +299,7 @@ def test_index_entry_that_points_to_a_wrong_batch_is_data_loss() -> None:
     file = disk.files[f"log/{0:020d}"].content
     file[second.position : second.next_position] = file[first.position : first.next_position]
     with pytest.raises(DataLoss):
-        store.read(KEY, wanted(1))
+        store.read(KEY, read_spec(1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -333,7 +333,7 @@ def test_records_keep_tag_keys_and_properties() -> None:
     store = open_store(MemoryDisk()).store
     message = Message(b"body", tag="订单", keys=("k1", "k2"), properties={"a": "1"})
     stored(store, batch(message))
-    reading = store.read(KEY, wanted())
+    reading = store.read(KEY, read_spec())
     assert reading is not None
     raw = reading.batches[0]
     (record,) = decode_records(raw, check_batch(raw, stamped=True), [0])

@@ -128,7 +128,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
             for sequence, count, receipt in batches
         ],
     )  # fmt: skip
-    run, at = checkpoint.open_run, checkpoint.open_run.stretch
+    run, at = checkpoint.open_run, checkpoint.open_run.extent
     head = HEAD.pack(
         MAGIC, VERSION, 0, checkpoint.position, checkpoint.store_unix_ms, at.first_position,
         at.first_unix_ms, at.last_unix_ms, run.count, run.crc, len(names), *map(len, columns),
@@ -163,11 +163,11 @@ def decode(raw: bytes) -> Checkpoint | None:
     for count, dtype in zip(counts[1:-1], _ROWS, strict=True):
         columns.append(np.frombuffer(content, dtype, count, at).tolist())
         at += count * dtype.itemsize
-    stretch = RunExtent(run_position, position, first_unix_ms, last_unix_ms)
+    extent = RunExtent(run_position, position, first_unix_ms, last_unix_ms)
     return Checkpoint(
         position,
         store_unix_ms,
-        OpenRun(stretch, run_count, run_crc),
+        OpenRun(extent, run_count, run_crc),
         [QueueState(names[row[0]], *row[1:]) for row in columns[0]],
         _producers(*columns[1:]),
         content[at : at + counts[-1] * DELAY_ROW.itemsize],

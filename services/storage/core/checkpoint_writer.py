@@ -112,7 +112,7 @@ class CheckpointWriter:
             for path, at, raw in entries.writes:
                 self._write(path, at, raw)
         if len(keys.rows):
-            paths.append(open_path(keys.open_run.stretch.first_position))
+            paths.append(open_path(keys.open_run.extent.first_position))
             self._write(paths[-1], keys.rows_from * keys.rows.itemsize, keys.rows.tobytes())
         try:
             disk.sync(paths)

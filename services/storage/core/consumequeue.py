@@ -311,7 +311,7 @@ class ConsumeQueue:
                     raise
                 raise _lost(path, f"can't be read: {error.strerror}", first_offset) from error
             if len(chunk) != min(wanted, room):
-                raise _lost(path, "ends early", first_offset)
+                raise _lost(path, "is too short", first_offset)
             chunks.append(chunk)
             first_offset += len(chunk) // ENTRY.itemsize
         return np.frombuffer(b"".join(chunks), ENTRY)

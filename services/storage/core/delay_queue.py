@@ -163,7 +163,7 @@ class DelayQueue:
         return self._copy(list(self._buckets()))
 
     def restore(self, raw: bytes) -> None:
-        """Take what `DelaySnapshot.encode` gave; nothing waits yet."""
+        """Load what `DelaySnapshot.encode` has returned, into an empty queue."""
         rows = np.frombuffer(raw, ROW).astype(_ROW)
         minutes = rows["deliver_unix_ms"] // MINUTE_MS
         order = np.lexsort((rows["schedule_id"], minutes))
@@ -313,7 +313,7 @@ class _Bucket:
         at = len(ids)
         if ids and entry.schedule_id < ids[-1]:
             at = bisect_left(ids, entry.schedule_id)
-        if at < len(ids) and ids[at] == entry.schedule_id:  # it was removed
+        if at < len(ids) and ids[at] == entry.schedule_id:  # a removed entry
             self._gone_count -= 1
             self.after_ms[at] = entry.deliver_unix_ms - self.begin_unix_ms
             self.positions[at] = entry.position

@@ -274,7 +274,7 @@ class Fsck:
             return
         store.keys.write_ended_runs()
         keys = store.keys.unsaved(found.position)
-        path = open_path(keys.open_run.stretch.first_position)
+        path = open_path(keys.open_run.extent.first_position)
         content = self._real.load(path)[: keys.rows.nbytes]
         if keys.open_run != found.open_run or content != keys.rows.tobytes():
             self._disk.differs(path, "differs from the log and the checkpoint")

@@ -72,9 +72,9 @@ class RunExtent:
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """The open run as a checkpoint has it; `stretch` ends at the checkpoint."""
+    """The open run at a checkpoint; `extent` ends at the checkpoint."""
 
-    stretch: RunExtent
+    extent: RunExtent
     count: int
     crc: int
 
@@ -83,13 +83,13 @@ class OpenRun:
 class EndedRun:
     """A run that has ended and is not written yet; its rows are in log order."""
 
-    stretch: RunExtent
+    extent: RunExtent
     rows: Rows
 
     @property
     def path(self) -> str:
         """Path of its file."""
-        return _path(self.stretch.first_position)
+        return _path(self.extent.first_position)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +131,7 @@ def encode_run(run: EndedRun) -> bytes:
             rows["index"].tobytes(),
         )
     )
-    at = run.stretch
+    at = run.extent
     head = HEAD.pack(
         MAGIC, VERSION, 0, at.first_position, at.next_position, at.first_unix_ms, at.last_unix_ms,
         len(rows), crc32c(columns),
@@ -140,7 +140,7 @@ def encode_run(run: EndedRun) -> bytes:
 
 
 class KeyIndex:
-    """See the module. One owner; `UnsavedRuns` may be written by another thread.
+    """The key index of one log. `UnsavedRuns` may be written by another thread.
 
     Args:
         segment_end: Returns the end of the segment that contains, or will contain, a position. The
@@ -189,13 +189,13 @@ class KeyIndex:
     def find(self, topic_id: int, key_hash: int) -> Iterator[KeyHits]:
         """Yield the places of messages that may have a key, run by run, newest first."""
         wanted = np.uint64(search_hash(topic_id, key_hash))
-        for stretch, rows in [
-            (self._open.stretch(-1), self._open.rows),
-            *((ended.stretch, ended.rows) for ended in reversed(self._ended)),
+        for extent, rows in [
+            (self._open.extent(-1), self._open.rows),
+            *((ended.extent, ended.rows) for ended in reversed(self._ended)),
         ]:
             hits = rows[rows["hash"] == wanted]
             if len(hits):
-                yield KeyHits(stretch, hits["position"].astype(np.int64), hits["index"])
+                yield KeyHits(extent, hits["position"].astype(np.int64), hits["index"])
         for run in reversed(self._runs):
             found = run.find(self._cache, wanted)
             if found is not None:
@@ -208,7 +208,7 @@ class KeyIndex:
         self._handed_out = tuple(self._ended)
         return UnsavedRuns(
             self._handed_out,
-            OpenRun(run.stretch(position), run.count, run.crc()),
+            OpenRun(run.extent(position), run.count, run.crc()),
             run.saved_count,
             rows[run.saved_count :],
             self._saved_path if self._saved_path != open_path(run.first_position) else "",
@@ -217,9 +217,9 @@ class KeyIndex:
     def saved(self, unsaved: UnsavedRuns) -> None:
         """Record that `unsaved` is written and that a durable checkpoint refers to it."""
         self._handed_out = ()
-        self._saved_path = open_path(unsaved.open_run.stretch.first_position)
+        self._saved_path = open_path(unsaved.open_run.extent.first_position)
         self._written(unsaved.ended)
-        if self._open.first_position == unsaved.open_run.stretch.first_position:
+        if self._open.first_position == unsaved.open_run.extent.first_position:
             self._open.saved_count = unsaved.open_run.count
 
     def resume(self, open_run: OpenRun, first_position: int) -> None:
@@ -231,7 +231,7 @@ class KeyIndex:
         Raises:
             BadIndex: the files do not match the checkpoint.
         """
-        at = open_run.stretch
+        at = open_run.extent
         if at.first_position < first_position:  # the log has dropped that part
             at, open_run = RunExtent(first_position, first_position), OpenRun(at, 0, 0)
         runs = []
@@ -241,7 +241,7 @@ class KeyIndex:
                 run = _read_run(self._disk, begin)
                 if begin != position:
                     break
-                position = run.stretch.next_position
+                position = run.extent.next_position
                 runs.append(run)
         if position != at.first_position:
             raise BadIndex(f"the key index has no run that begins at position {position}")
@@ -255,8 +255,8 @@ class KeyIndex:
 
     def drop_before(self, position: int) -> list[str]:
         """Drop the runs before `position`, the begin of a segment; return the files to remove."""
-        gone = [run.path for run in self._runs if run.stretch.next_position <= position]
-        self._runs = [run for run in self._runs if run.stretch.next_position > position]
+        gone = [run.path for run in self._runs if run.extent.next_position <= position]
+        self._runs = [run for run in self._runs if run.extent.next_position > position]
         return gone
 
     def write_ended_runs(self) -> None:
@@ -268,8 +268,8 @@ class KeyIndex:
 
     def _written(self, ended: tuple[EndedRun, ...]) -> None:
         self._ended = [run for run in self._ended if run not in ended]
-        self._runs += [_RunFile(run.stretch, len(run.rows)) for run in ended]
-        self._runs.sort(key=lambda run: run.stretch.first_position)
+        self._runs += [_RunFile(run.extent, len(run.rows)) for run in ended]
+        self._runs.sort(key=lambda run: run.extent.first_position)
 
     def _end(self, next_position: int) -> None:
         """End the open run at `next_position`, and begin the next one."""
@@ -277,14 +277,14 @@ class KeyIndex:
             if len(self._ended) >= ENDED_MAX:
                 with suppress(OSError):  # for example a full disk: the runs stay in memory
                     self.write_ended_runs()
-            self._ended.append(EndedRun(self._open.stretch(next_position), self._open.rows))
+            self._ended.append(EndedRun(self._open.extent(next_position), self._open.rows))
         self._open = _OpenRunRows(next_position)
 
     def _names(self) -> Sequence[str]:
         return self._disk.names(FOLDER)
 
     def _read_open(self, open_run: OpenRun) -> Rows:
-        path = open_path(open_run.stretch.first_position)
+        path = open_path(open_run.extent.first_position)
         raw = self._disk.load(path)[: open_run.count * ROW.itemsize]
         if len(raw) != open_run.count * ROW.itemsize or crc32c(raw) != open_run.crc:
             raise BadIndex(f"{path} does not match the checkpoint")
@@ -295,7 +295,7 @@ class KeyIndex:
 class KeyHits:
     """Messages of one run with the searched key hash, oldest first."""
 
-    stretch: RunExtent
+    extent: RunExtent
     positions: npt.NDArray[np.int64]
     indexes: npt.NDArray[np.uint16]
 
@@ -314,7 +314,7 @@ class _OpenRunRows:
     def rows(self) -> Rows:
         return self._all[: self.count]
 
-    def stretch(self, next_position: int) -> RunExtent:
+    def extent(self, next_position: int) -> RunExtent:
         return RunExtent(
             self.first_position, next_position, self._first_unix_ms, self._last_unix_ms
         )
@@ -348,8 +348,8 @@ class _OpenRunRows:
         self._crc_count = self.count
         return self._crc
 
-    def resume(self, stretch: RunExtent, rows: Rows) -> None:
-        self._first_unix_ms, self._last_unix_ms = stretch.first_unix_ms, stretch.last_unix_ms
+    def resume(self, extent: RunExtent, rows: Rows) -> None:
+        self._first_unix_ms, self._last_unix_ms = extent.first_unix_ms, extent.last_unix_ms
         self._all = rows.copy()
         self.count = self.saved_count = len(rows)
 
@@ -358,13 +358,13 @@ class _OpenRunRows:
 class _RunFile:
     """A run in a file."""
 
-    stretch: RunExtent
+    extent: RunExtent
     count: int
     _fence: npt.NDArray[np.uint64] | None = field(default=None)
 
     @property
     def path(self) -> str:
-        return _path(self.stretch.first_position)
+        return _path(self.extent.first_position)
 
     @property
     def _hashes_at(self) -> int:
@@ -392,7 +392,7 @@ class _RunFile:
         if first == last:
             return None
         return KeyHits(
-            self.stretch,
+            self.extent,
             self._column(cache, 8 * self.count, ">i8", first, last).astype(np.int64),
             self._column(cache, 16 * self.count, ">u2", first, last).astype(np.uint16),
         )

@@ -133,9 +133,9 @@ class MessageQueries:
     def _look(self, topic_id: int, key: str, window: TimeWindow) -> Iterator[_LookedAt]:
         """Yield the batches with messages that have the hash of `key`, newest first."""
         for found in self._store.keys.find(topic_id, key_hash(key)):
-            if found.stretch.last_unix_ms < window.from_unix_ms:
+            if found.extent.last_unix_ms < window.from_unix_ms:
                 return
-            if found.stretch.first_unix_ms >= window.to_unix_ms:
+            if found.extent.first_unix_ms >= window.to_unix_ms:
                 continue
             for position in reversed(self._within(np.unique(found.positions), found, window)):
                 begin, end = np.searchsorted(found.positions, (position, position + 1))
@@ -147,9 +147,9 @@ class MessageQueries:
         begin = int(np.searchsorted(positions, self._log.first_position))
         end = int(np.searchsorted(positions, self._store.readable_position))
         kept: list[int] = positions[begin:end].tolist()
-        if found.stretch.last_unix_ms >= window.to_unix_ms:
+        if found.extent.last_unix_ms >= window.to_unix_ms:
             kept = kept[: bisect_left(kept, window.to_unix_ms, key=self._store_unix_ms)]
-        if found.stretch.first_unix_ms < window.from_unix_ms:
+        if found.extent.first_unix_ms < window.from_unix_ms:
             kept = kept[bisect_left(kept, window.from_unix_ms, key=self._store_unix_ms) :]
         return kept
 

@@ -160,7 +160,8 @@ def check_queue(topic: str, queues: LocalTopic, queue_id: int) -> QueueKey:
     """
     if queue_id >= queues.queue_count:
         raise QueueNotFound(
-            f"topic {topic} has {queues.queue_count} queues here; there is no queue {queue_id}",
+            f"topic {topic} has {queues.queue_count} queues on this broker; there is no "
+            f"queue {queue_id}",
             facts={"topic": topic, "queue_id": queue_id, "queue_count": queues.queue_count},
         )
     return queues.topic_id, queue_id
