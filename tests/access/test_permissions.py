@@ -9,6 +9,10 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq.errors import InvalidArgument, InvalidName, PermissionDenied
 from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
     OPERATE,
@@ -27,10 +31,6 @@ from batonmq_server.runtime.access.permissions import (
     produce,
     use_topic,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from batonmq.errors import InvalidArgument, InvalidName, PermissionDenied
 
 names = st.sampled_from(["a", "ab", "abc", "b", "BATON_SYS_METRICS", "BATON_SYS_X", "BATON"])
 patterns = names | st.builds("{}*".format, names | st.just("") | st.just("BATON_SYS_"))
