@@ -11,15 +11,15 @@ from batonmq_server.demo.journal import HandledMessage, OwnershipRecord
 
 @dataclass(frozen=True, slots=True)
 class DeliveryReport:
-    """What became of the messages of one group.
+    """How the messages of a group were delivered.
 
     Attributes:
-        consumed: Different messages that were handled.
-        lost: Messages that nobody handled.
-        duplicated: Handlings beyond the first of a message.
-        unflagged: Those of them that were not marked as redelivered.
-        misordered: First handlings of a message after one that stands behind it in its queue.
-        foreign: Handled messages that were never sent, or not meant for the group.
+        consumed: Distinct messages that were handled.
+        lost: Messages that no member handled.
+        duplicated: Deliveries beyond the first of a message.
+        unflagged: Duplicates that were not flagged as redelivered.
+        misordered: Messages first handled after a later message of their queue.
+        foreign: Handled messages that were never sent, or not to this group.
     """
 
     consumed: int
@@ -33,10 +33,10 @@ class DeliveryReport:
 def compare_deliveries(
     handled: Sequence[HandledMessage], sent: Mapping[str, int]
 ) -> DeliveryReport:
-    """Compare what was handled with what was sent.
+    """Compare the handled messages with those that were sent.
 
     Args:
-        sent: Keys of all messages meant for the group, with their place in the order of sending.
+        sent: Keys of all messages for the group, with their position in the order of sending.
     """
     times = Counter(h.key for h in handled)
     repeats = Counter(h.key for h in handled if h.redelivered)
@@ -55,7 +55,7 @@ def compare_deliveries(
 
 
 def _misordered(handled: Sequence[HandledMessage], sent: Mapping[str, int]) -> int:
-    """Owners follow each other by token; within one token the journal has the order."""
+    """Count misordered messages; owners are ordered by token, their messages as recorded."""
     by_queue: dict[str, list[HandledMessage]] = defaultdict(list)
     for h in handled:
         by_queue[h.queue].append(h)
@@ -68,24 +68,24 @@ def _misordered(handled: Sequence[HandledMessage], sent: Mapping[str, int]) -> i
             if h.key in seen:
                 continue
             seen.add(h.key)
-            place = sent.get(h.key, -1)
-            count += h.offset < offset or place < order
-            offset, order = max(offset, h.offset), max(order, place)
+            position = sent.get(h.key, -1)
+            count += h.offset < offset or position < order
+            offset, order = max(offset, h.offset), max(order, position)
     return count
 
 
 def handovers_ms(events: Iterable[OwnershipRecord]) -> list[int]:
-    """How long each queue that changed hands was without anybody handling it, in ms, ascending.
+    """Return how long each hand-over between two members durations, in ms, ascending.
 
-    From the moment the old owner started nothing more to the grant of the next one.
+    It counts from the start of draining at the old owner to the grant to the new owner.
     """
-    took = []
-    let_go: dict[str, OwnershipRecord] = {}
+    durations = []
+    draining: dict[str, OwnershipRecord] = {}
     for event in sorted(events, key=lambda e: (e.token, e.monotonic_ms)):
         if event.kind == "draining":
-            let_go[event.queue] = event
+            draining[event.queue] = event
         elif event.kind == "granted":
-            before = let_go.pop(event.queue, None)
+            before = draining.pop(event.queue, None)
             if before is not None and before.member != event.member:
-                took.append(max(event.monotonic_ms - before.monotonic_ms, 0))
-    return sorted(took)
+                durations.append(max(event.monotonic_ms - before.monotonic_ms, 0))
+    return sorted(durations)

@@ -1,9 +1,9 @@
-"""The demo: a real data set through a real cluster, while queues change hands.
+"""The demo: a real data set goes through a real cluster, while queues change owners.
 
 1. Every flight is published to a topic with 8 queues: key = flight id, tag = carrier.
-2. A group consumes them with 1, then 3, 2, 4 and again 1 member, processes of their own that
-   join and leave gracefully while messages flow. A second group takes two carriers only.
-3. Journals that the members wrote are compared with what was sent, message by message.
+2. A group consumes them with 1, then 3, 2, 4 and again 1 member. Members are processes that join
+   and leave gracefully while messages flow. A second group subscribes to two carriers only.
+3. The members' journals are compared with the sent messages, one by one.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ FILTERED_GROUP = "two-carriers"
 CARRIERS = ("AA", "UA")
 SIZES = (1, 3, 2, 4, 1)
 SHARES = (0.12, 0.32, 0.52, 0.72)
-"""Parts of the messages after which the number of members changes."""
+"""Shares of the messages after which the number of members changes."""
 STALL_S = 90.0
-"""No message in so long: the demo gives up and says what is missing."""
+"""The demo fails if no message is handled for this long."""
 TICK_S = 0.05
 
 Progress = Callable[[str, int, int], None]
-"""Told: what is going on, how much of it is done, out of how much."""
+"""Takes the name of the phase, the number of messages done, and their total."""
 
 
 class DemoStalled(Exception):
-    """Nothing has moved for a long time."""
+    """No message was handled for a long time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What the demo found; `ok` is its verdict.
+    """The figures of the demo; `ok` tells whether it succeeded.
 
     Attributes:
-        published: Messages sent and confirmed.
-        consumed: Different messages the first group handled.
-        lost: Messages it did not handle.
-        duplicated: Handlings beyond the first of a message.
-        duplicated_unflagged: Those of them that did not say so.
-        misordered: Messages handled after one that stands behind them in their queue.
-        handovers: Times a queue went from one member to another.
-        handover_p50_ms, handover_p99_ms, handover_max_ms: From the old owner's last start of a
-            message to the new owner's grant.
-        publish_rate, consume_rate: Messages per second, all members together.
+        published: Messages sent, with a receipt.
+        consumed: Distinct messages that the first group handled.
+        lost: Messages that the first group did not handle.
+        duplicated: Deliveries beyond the first of a message.
+        duplicated_unflagged: Duplicates that were not flagged as redelivered.
+        misordered: Messages first handled after a later message of their queue.
+        handovers: Hand-overs of a queue from one member to another.
+        handover_p50_ms, handover_p99_ms, handover_max_ms: Time from the start of draining at the
+            old owner to the grant to the new owner.
+        publish_rate, consume_rate: Messages per second, of all members together.
         filtered_expected, filtered_consumed: Messages of the second group.
-        filtered_wrong: Messages of the second group that were lost, doubled, misordered or
-            not its own.
+        filtered_wrong: Messages of the second group that were lost, duplicated, misordered or
+            filtered wrongly.
     """
 
     published: int
@@ -83,7 +83,7 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        """Nothing lost, nothing twice, everything in order, in both groups."""
+        """Whether both groups handled every message once and in order."""
         return (
             self.lost == self.duplicated == self.misordered == self.filtered_wrong == 0
             and self.consumed == self.published
@@ -91,7 +91,7 @@ class DemoResult:
         )
 
     def as_dict(self) -> dict[str, int]:
-        """All numbers by name."""
+        """Return all figures by name."""
         return asdict(self)
 
 
@@ -104,17 +104,17 @@ async def run_demo(
     pace: int = 0,
     security: Security | None = None,
 ) -> DemoResult:
-    """Run the demo against a cluster that is up.
+    """Run the demo on a running cluster.
 
     Args:
         security: How to use TLS; None for none.
         nameserver: host:port.
-        folder: Where the members write their journals; empty.
-        pace: Messages a member handles in a second, at most; 0 for no limit.
+        folder: Folder for the journals of the members; it must be empty.
+        pace: Messages that a member handles per second, at most; 0 for no limit.
 
     Raises:
-        DemoStalled: messages stopped flowing.
-        MemberFailed: a member's process died.
+        DemoStalled: no message was handled for a long time.
+        MemberFailed: a member's process failed.
     """
     clock = Clock()
     async with Admin(nameserver, security=security) as admin:
@@ -143,50 +143,50 @@ async def run_demo(
         pace=pace,
         security=security,
     )
-    wanted = {f.flight_id: place for place, f in enumerate(flights) if f.carrier in CARRIERS}
+    wanted = {f.flight_id: position for position, f in enumerate(flights) if f.carrier in CARRIERS}
     for part in (main, filtered):
         part.folder.mkdir(parents=True)
-    async with AsyncExitStack() as crews:
-        crew = await crews.enter_async_context(MemberGroup(main, _crew_size()))
-        other = await crews.enter_async_context(MemberGroup(filtered, 1))
+    async with AsyncExitStack() as groups:
+        group = await groups.enter_async_context(MemberGroup(main, _group_size()))
+        other = await groups.enter_async_context(MemberGroup(filtered, 1))
         started_ms = clock.monotonic_ms()
         other.members[0].join()
-        present = await _change_members(crew, len(flights), progress)
+        present = await _change_members(group, len(flights), progress)
         consume_ms = clock.monotonic_ms() - started_ms
         await _until(other, len(wanted), progress, "filtered group")
         for member in (*present, *other.members):
             member.leave()
-        await crew.ended(present)
+        await group.ended(present)
         await other.ended(other.members)
-    sent = {flight.flight_id: place for place, flight in enumerate(flights)}
-    handled, events = read(crew.journals)
+    sent = {flight.flight_id: position for position, flight in enumerate(flights)}
+    handled, events = read(group.journals)
     filtered_handled, _ = read(other.journals)
-    verdict, filtered_verdict = (
+    report, filtered_report = (
         compare_deliveries(handled, sent),
         compare_deliveries(filtered_handled, wanted),
     )
-    took = handovers_ms(events)
+    durations = handovers_ms(events)
     return DemoResult(
         published=len(flights),
-        consumed=verdict.consumed,
-        lost=verdict.lost,
-        duplicated=verdict.duplicated,
-        duplicated_unflagged=verdict.unflagged,
-        misordered=verdict.misordered,
-        handovers=len(took),
-        handover_p50_ms=_percentile(took, 50),
-        handover_p99_ms=_percentile(took, 99),
-        handover_max_ms=took[-1] if took else 0,
+        consumed=report.consumed,
+        lost=report.lost,
+        duplicated=report.duplicated,
+        duplicated_unflagged=report.unflagged,
+        misordered=report.misordered,
+        handovers=len(durations),
+        handover_p50_ms=_percentile(durations, 50),
+        handover_p99_ms=_percentile(durations, 99),
+        handover_max_ms=durations[-1] if durations else 0,
         publish_rate=round(1000 * len(flights) / max(publish_ms, 1)),
         consume_rate=round(1000 * len(flights) / max(consume_ms, 1)),
         filtered_expected=len(wanted),
-        filtered_consumed=filtered_verdict.consumed,
-        filtered_wrong=_wrong(filtered_verdict),
+        filtered_consumed=filtered_report.consumed,
+        filtered_wrong=_wrong(filtered_report),
     )
 
 
 async def publish(producer: Producer, flights: Sequence[Flight], progress: Progress) -> None:
-    """Send every flight and wait for every receipt."""
+    """Send every flight, and wait for every receipt."""
     pending = []
     for number, flight in enumerate(flights):
         message = Message(flight.row.encode(), flight.carrier, (flight.flight_id,))
@@ -201,9 +201,11 @@ async def publish(producer: Producer, flights: Sequence[Flight], progress: Progr
     progress("publish", len(flights), len(flights))
 
 
-async def _change_members(crew: MemberGroup, count: int, progress: Progress) -> list[MemberProcess]:
-    """Let the group grow and shrink while it consumes; the members that are left."""
-    idle = list(crew.members)
+async def _change_members(
+    group: MemberGroup, count: int, progress: Progress
+) -> list[MemberProcess]:
+    """Let members join and leave while messages flow; return the members at the end."""
+    idle = list(group.members)
     present: list[MemberProcess] = []
     for phase, (size, share) in enumerate(zip(SIZES, (*SHARES, 1.0), strict=True), start=1):
         while len(present) < size:
@@ -213,37 +215,37 @@ async def _change_members(crew: MemberGroup, count: int, progress: Progress) -> 
         gone = [present.pop(0) for _ in range(len(present) - size)]
         for member in gone:
             member.leave()
-        await _until(crew, int(share * count), progress, f"{phase}: consume with {size}")
+        await _until(group, int(share * count), progress, f"{phase}: consume with {size}")
         if gone:
-            await crew.ended(gone)
+            await group.ended(gone)
     return present
 
 
-async def _until(crew: MemberGroup, count: int, progress: Progress, what: str) -> None:
-    """Until the crew has handled `count` messages.
+async def _until(group: MemberGroup, count: int, progress: Progress, what: str) -> None:
+    """Wait until the group has handled `count` messages.
 
     Raises:
-        DemoStalled: it handles no more.
+        DemoStalled: it handled no message for a long time.
     """
     loop = asyncio.get_running_loop()
     before, moved_s = -1, loop.time()
-    while (now := crew.handled) < count:
+    while (now := group.handled) < count:
         progress(what, now, count)
         if now != before:
             before, moved_s = now, loop.time()
         elif loop.time() - moved_s > STALL_S:
-            raise DemoStalled(f"{what}: {now} of {count} messages, and no more for {STALL_S:g} s")
+            raise DemoStalled(f"{what}: no progress for {STALL_S:g} s at {now} of {count} messages")
         await asyncio.sleep(TICK_S)
     progress(what, count, count)
 
 
-def _crew_size() -> int:
+def _group_size() -> int:
     joins = [max(after - before, 0) for before, after in zip((0, *SIZES), SIZES, strict=False)]
     return sum(joins)
 
 
-def _wrong(verdict: DeliveryReport) -> int:
-    return verdict.lost + verdict.duplicated + verdict.misordered + verdict.foreign
+def _wrong(report: DeliveryReport) -> int:
+    return report.lost + report.duplicated + report.misordered + report.foreign
 
 
 def _percentile(ascending: Sequence[int], percent: int) -> int:

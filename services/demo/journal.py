@@ -1,12 +1,12 @@
 """The journal of a demo member: which messages it handled and which queues it owned.
 
-A journal is a text file with one line per fact, written before the fact is acknowledged, so
-that it survives whatever happens to its writer:
+A journal is a text file with one line per record. The line of a message is written before the
+message is acknowledged, so it survives a crash of the member:
 
     H <queue> <offset> <token> <redelivered> <key>     a message was handled
-    E <kind> <queue> <token> <monotonic ms>            a queue came or went
+    E <kind> <queue> <token> <monotonic ms>            the ownership of a queue changed
 
-A queue is `<broker>/<queue id>`; all are of one topic.
+A queue is `<broker>/<queue id>`; all queues are of one topic.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Journal:
         os.close(self._file)
 
     def handled(self, message: ReceivedMessage) -> None:
-        """Note that a message is handled."""
+        """Write that a message was handled."""
         line = (
             f"H {_name(message.queue)} {message.offset} {message.token} "
             f"{int(message.redelivered)} {message.keys[0]}\n"
@@ -51,7 +51,7 @@ class Journal:
         os.write(self._file, line.encode())
 
     def ownership(self, event: OwnershipEvent) -> None:
-        """Note that a queue came or went."""
+        """Write that the ownership of a queue changed."""
         line = f"E {event.kind} {_name(event.queue)} {event.token} {event.monotonic_ms}\n"
         os.write(self._file, line.encode())
 
@@ -62,7 +62,7 @@ def _name(queue: QueueRef) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HandledMessage:
-    """One handled message."""
+    """A message that was handled."""
 
     queue: str
     offset: int
@@ -73,7 +73,7 @@ class HandledMessage:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipRecord:
-    """One change of ownership, and who saw it."""
+    """A change of ownership, as its member recorded it."""
 
     member: str
     kind: str
@@ -83,14 +83,17 @@ class OwnershipRecord:
 
 
 def read(paths: Iterable[Path]) -> tuple[list[HandledMessage], list[OwnershipRecord]]:
-    """Everything in the journals; the file name is the member. A torn last line is left out."""
+    """Return all records of the journals; a file is named after its member.
+
+    An incomplete last line is skipped.
+    """
     handled, events = [], []
     for path in paths:
         for line in path.read_text().splitlines(keepends=True):
             if not line.endswith("\n"):
                 continue
-            what, *fields = line.split()
-            if what == "H":
+            kind, *fields = line.split()
+            if kind == "H":
                 offset, token, redelivered = map(int, fields[1:4])
                 handled.append(
                     HandledMessage(fields[0], offset, token, bool(redelivered), fields[4])

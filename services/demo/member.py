@@ -1,8 +1,9 @@
-"""One member of a consumer group as a process of its own: `python -m batonmq_server.demo.member`.
+"""The program of a demo member: `python -m batonmq_server.demo.member`.
 
-It waits for the line `join` on standard input, which may say how to use TLS, consumes and journals
-until `leave` or the end of the input, and leaves gracefully. On standard output it says `ready`,
-and then how many messages it has handled whenever that changes, a few times a second.
+It prints `ready` and waits for the line `join` on standard input, which may have TLS options as
+JSON. It then consumes and writes its journal until the line `leave` or the end of the input, and
+leaves the group gracefully. It prints the number of handled messages when it changes, at most ten
+times per second.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from batonmq._process import logs
 from batonmq_server.demo.journal import Journal
 
 PROGRESS_INTERVAL_S = 0.1
-PACED_RUN = 50
+PACED_MESSAGES = 50
+"""With a pace, a member pauses after each run of this many messages."""
 
 
 async def consume(options: argparse.Namespace) -> None:
-    """Join, handle, journal, leave."""
+    """Join the group, handle messages, and leave."""
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
     )
     print("ready", flush=True)
-    word, _, told = (await commands.readline()).decode().strip().partition(" ")
+    word, _, tls = (await commands.readline()).decode().strip().partition(" ")
     if word != "join":
         return
     settings = ConsumerSettings(
         consume_from="first",
         commit_interval_ms=500,
         metrics_stream=True,
-        security=from_json(told) if told else None,
+        security=from_json(tls) if tls else None,
     )
     handled = [0]
     with Journal(options.journal) as journal:
@@ -49,16 +51,16 @@ async def consume(options: argparse.Namespace) -> None:
             on_ownership=journal.ownership,
         )
         async with asyncio.TaskGroup() as tasks:
-            telling = tasks.create_task(_tell_progress(handled))
+            reporting = tasks.create_task(_report_progress(handled))
             async with consumer:
                 stopping = tasks.create_task(_stop_on_leave(commands, consumer))
                 async for message in consumer:
                     journal.handled(message)
                     handled[0] += 1
-                    if options.pace and handled[0] % PACED_RUN == 0:
-                        await asyncio.sleep(PACED_RUN / options.pace)
+                    if options.pace and handled[0] % PACED_MESSAGES == 0:
+                        await asyncio.sleep(PACED_MESSAGES / options.pace)
             stopping.cancel()
-            telling.cancel()
+            reporting.cancel()
     print(handled[0], flush=True)
 
 
@@ -67,12 +69,12 @@ async def _stop_on_leave(commands: asyncio.StreamReader, consumer: Consumer) -> 
     consumer.stop()
 
 
-async def _tell_progress(handled: list[int]) -> None:
-    told = -1
+async def _report_progress(handled: list[int]) -> None:
+    reported = -1
     while True:
-        if handled[0] != told:
-            told = handled[0]
-            print(told, flush=True)
+        if handled[0] != reported:
+            reported = handled[0]
+            print(reported, flush=True)
         await asyncio.sleep(PROGRESS_INTERVAL_S)
 
 

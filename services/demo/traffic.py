@@ -1,9 +1,9 @@
-"""Messages that flow until somebody says stop, and what became of each.
+"""The work of `baton traffic`: a steady flow of messages, and a check of their deliveries.
 
-`baton traffic`: one producer sends at a steady rate, and a few members, processes of their own,
-handle and journal. SIGTERM, or the end of the time, ends the sending; once everything is handled,
-or nothing moves any more, the members leave, and what was sent is compared with what was handled.
-Meanwhile somebody kills, pauses and cuts off whatever the cluster consists of.
+One producer sends at a steady rate; a few members, each a process, handle the messages and write
+journals. Sending ends with SIGTERM or after a time. When all messages are handled, or none is for
+a long time, the members leave, and the journals are compared with the sent messages. Meanwhile the
+user may kill, pause or disconnect processes of the cluster.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from batonmq_server.demo.member_processes import MemberGroup, MemberOptions
 TOPIC, GROUP, QUEUE_COUNT = "traffic", "drivers", 8
 TICKS_PER_S = 10
 WAITING_MAX = 100_000
-"""Messages without an outcome; sending waits then."""
+"""Sending pauses at this number of messages without a receipt."""
 STALL_S = 120.0
-"""Nothing was handled for so long after the last message was sent: what is missing is lost."""
+"""After the last message, a message that is not handled for this long counts as lost."""
 PATIENT = ProducerSettings(delivery_timeout_ms=600_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPlan:
-    """What is to flow.
+    """Options of the traffic.
 
     Attributes:
-        rate: Messages sent in a second.
-        members: How many handle them.
-        seconds: How long is sent; 0: until SIGTERM.
-        folder: Where members write their journals; empty.
+        nameserver: host:port of the nameservers.
+        rate: Messages sent per second.
+        members: Number of members that handle them.
+        seconds: How long to send; 0: until SIGTERM.
+        folder: Folder for the journals of the members; it must be empty.
         security: How to use TLS; None for none.
     """
 
@@ -57,11 +58,12 @@ class TrafficPlan:
 
 @dataclass(slots=True)
 class TrafficProducer:
-    """What was sent, as it happens.
+    """Sends messages at a steady rate.
 
     Attributes:
-        sent: Confirmed messages by key, with their place in the order of sending.
-        unsure: Keys of those that may be stored or not; nothing is asked of them.
+        sent: Keys of messages with a receipt, with their position in the order of sending.
+        unsure: Keys of messages that may be stored or not; they are not checked.
+        stop: Set to end the sending.
     """
 
     sent: dict[str, int] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class TrafficProducer:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def produce(self, plan: TrafficPlan) -> None:
-        """Send until told to stop, and wait for all outcomes."""
+        """Send until `stop` is set, and wait for all receipts."""
         waiting: asyncio.Queue[tuple[str, int, Pending] | None] = asyncio.Queue(WAITING_MAX)
         number = 0
         settings = replace(PATIENT, security=plan.security)
@@ -91,7 +93,7 @@ class TrafficProducer:
             try:
                 await pending
             except BatonError as error:
-                print(f"not confirmed: {error}", file=sys.stderr, flush=True)
+                print(f"no receipt: {error}", file=sys.stderr, flush=True)
                 self.unsure.add(key)
             else:
                 self.sent[key] = number
@@ -99,7 +101,7 @@ class TrafficProducer:
 
 @dataclass(frozen=True, slots=True)
 class TrafficResult:
-    """The balance; see `batonmq_server.demo.journal.Verdict` for the words."""
+    """The result of the traffic; see `DeliveryReport` for the figures."""
 
     sent: int
     unsure: int
@@ -111,34 +113,34 @@ class TrafficResult:
     foreign: int
 
     def ok(self, repeats: bool) -> bool:
-        """Nothing lost, everything in order, nothing twice.
+        """Return whether every message was handled once and in order.
 
         Args:
-            repeats: Whether a message that says so may come twice.
+            repeats: Whether a message flagged as redelivered may be handled twice.
         """
         twice = self.unflagged if repeats else self.duplicated
         return self.lost == twice == self.misordered == self.foreign == 0 < self.sent
 
 
-def balance(flow: TrafficProducer, journals: list[Path]) -> TrafficResult:
-    """Compare the journals with what was sent."""
+def balance(producer: TrafficProducer, journals: list[Path]) -> TrafficResult:
+    """Compare the journals with the sent messages."""
     handled, _ = read(journals)
-    verdict: DeliveryReport = compare_deliveries(
-        [h for h in handled if h.key not in flow.unsure], flow.sent
+    report: DeliveryReport = compare_deliveries(
+        [h for h in handled if h.key not in producer.unsure], producer.sent
     )
-    return TrafficResult(sent=len(flow.sent), unsure=len(flow.unsure), **asdict(verdict))
+    return TrafficResult(sent=len(producer.sent), unsure=len(producer.unsure), **asdict(report))
 
 
 async def run(plan: TrafficPlan) -> TrafficResult:
-    """Let messages flow on a cluster that is up, until told to stop; a line a second says how."""
+    """Run the traffic on a running cluster; print the progress once a second."""
     async with Admin(plan.nameserver, security=plan.security) as admin:
         try:
             await admin.create_topic(TOPIC, QUEUE_COUNT)
         except TopicExists:
-            print("the topic is there already", file=sys.stderr)
-    flow = TrafficProducer()
+            print(f"topic {TOPIC} exists already", file=sys.stderr)
+    producer = TrafficProducer()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, flow.stop.set)
+        asyncio.get_running_loop().add_signal_handler(signum, producer.stop.set)
     part = MemberOptions(
         nameserver=plan.nameserver,
         group=GROUP,
@@ -147,40 +149,40 @@ async def run(plan: TrafficPlan) -> TrafficResult:
         folder=plan.folder,
         security=plan.security,
     )
-    async with MemberGroup(part, plan.members) as crew, asyncio.TaskGroup() as tasks:
-        for member in crew.members:
+    async with MemberGroup(part, plan.members) as group, asyncio.TaskGroup() as tasks:
+        for member in group.members:
             member.join()
-        telling = tasks.create_task(_tell(flow, crew))
-        ending = tasks.create_task(_end(flow, plan.seconds))
-        await flow.produce(plan)
-        ending.cancel()
-        await _handled(flow, crew)
-        for member in crew.members:
+        reporting = tasks.create_task(_report_progress(producer, group))
+        stopping = tasks.create_task(_stop_after(producer, plan.seconds))
+        await producer.produce(plan)
+        stopping.cancel()
+        await _wait_until_handled(producer, group)
+        for member in group.members:
             member.leave()
-        await crew.ended(crew.members)
-        telling.cancel()
-        return balance(flow, crew.journals)
+        await group.ended(group.members)
+        reporting.cancel()
+        return balance(producer, group.journals)
 
 
-async def _handled(flow: TrafficProducer, crew: MemberGroup) -> None:
-    """Until everything sent is handled, or nothing has been for long."""
+async def _wait_until_handled(producer: TrafficProducer, group: MemberGroup) -> None:
+    """Wait until all sent messages are handled, or none was for a long time."""
     loop = asyncio.get_running_loop()
     before, moved_s = -1, loop.time()
     while loop.time() - moved_s < STALL_S:
-        if crew.handled != before:
-            before, moved_s = crew.handled, loop.time()
-            if before >= len(flow.sent) and not balance(flow, crew.journals).lost:
+        if group.handled != before:
+            before, moved_s = group.handled, loop.time()
+            if before >= len(producer.sent) and not balance(producer, group.journals).lost:
                 return
         await asyncio.sleep(0.5)
 
 
-async def _tell(flow: TrafficProducer, crew: MemberGroup) -> None:
+async def _report_progress(producer: TrafficProducer, group: MemberGroup) -> None:
     while True:
-        print(json.dumps({"sent": len(flow.sent), "handled": crew.handled}), flush=True)
+        print(json.dumps({"sent": len(producer.sent), "handled": group.handled}), flush=True)
         await asyncio.sleep(1)
 
 
-async def _end(flow: TrafficProducer, seconds: float) -> None:
+async def _stop_after(producer: TrafficProducer, seconds: float) -> None:
     if seconds:
         await asyncio.sleep(seconds)
-        flow.stop.set()
+        producer.stop.set()

@@ -1,4 +1,4 @@
-"""An authority of one's own, and the certificates it issues: for a cluster on one machine."""
+"""A certificate authority for clusters on one machine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from batonmq._connection.security import Security
 AUTHORITY_DAYS = 3_650
 CERTIFICATE_DAYS = 365
 _BEFORE = timedelta(hours=1)
-"""Clocks may differ."""
+"""How long before its issue a certificate is valid, because clocks may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateSubject:
-    """Whom a certificate is about.
+    """The subject of a certificate.
 
     Attributes:
         name: Common name.
-        uri: Identity by which access is granted, if it is not the name.
-        hosts: Names and addresses at which it serves; a client has none.
+        uri: Identity for grants of roles, if it is not the name.
+        hosts: Names and addresses of a server; empty for a client.
     """
 
     name: str
@@ -39,10 +39,10 @@ class CertificateSubject:
 
 
 class CertificateAuthority:
-    """Issues certificates into a folder: `ca.pem`, `ca.key`, and a pair for each subject.
+    """Issues certificates into a folder: `ca.pem`, `ca.key`, and two files for each subject.
 
     Args:
-        folder: Made, and given an authority, if it has none.
+        folder: Folder of the authority; both are created if they do not exist.
     """
 
     def __init__(self, folder: Path, clock: Clock | None = None) -> None:
@@ -50,17 +50,17 @@ class CertificateAuthority:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.ca_file = folder / "ca.pem"
         if not self.ca_file.exists():
-            self._found()
+            self._create()
         key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         self._key = key
         self._certificate = x509.load_pem_x509_certificate(self.ca_file.read_bytes())
 
     def issue(self, subject: CertificateSubject, days: float = CERTIFICATE_DAYS) -> Security:
-        """A certificate and its key, `NAME.pem` and `NAME.key`; those that were there are replaced.
+        """Issue a certificate and its key as `NAME.pem` and `NAME.key`; existing ones are replaced.
 
         Args:
-            days: It ends after so many; one that has ended already has less than none.
+            days: How long the certificate is valid; negative for one that has expired already.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         builder = self._builder(subject.name, key, days).issuer_name(self._certificate.subject)
@@ -87,14 +87,14 @@ class CertificateAuthority:
         return self.security(subject.name)
 
     def security(self, name: str) -> Security:
-        """The files of a subject that has a certificate."""
+        """Return the files of a subject that has a certificate."""
         return Security(
             ca_file=str(self.ca_file),
             cert_file=str(self.folder / f"{name}.pem"),
             key_file=str(self.folder / f"{name}.key"),
         )
 
-    def _found(self) -> None:
+    def _create(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         builder = self._builder("baton local authority", key, AUTHORITY_DAYS)
         builder = builder.issuer_name(_named("baton local authority"))
@@ -150,7 +150,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file that nobody else may read."""
+    """Replace a file that only its owner may read."""
     draft = path.with_name(f"{path.name}.new")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -1,7 +1,4 @@
-"""One child process: start it tied to this one, watch it, end it.
-
-Knows processes and signals, nothing of what the program does.
-"""
+"""A child process that is killed when this process ends: start, watch and stop it."""
 
 from __future__ import annotations
 
@@ -15,26 +12,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from batonmq._process.environment import with_absolute_python_path
+
 _POLL_S = 0.05
 _WRAPPER = Path(__file__).with_name("parent_death.py")
 _LOG_BYTES_MAX = 16 * 1024 * 1024
 
 
 class NotReady(Exception):
-    """A child did not become ready in time, or ended before it was."""
+    """A child process was not ready in time, or ended before it was ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a child runs.
+    """A program and its surroundings.
 
     Attributes:
-        command: The program's path and its arguments.
-        drop: Variables of this process's environment that start with one of these are not
-            passed on.
-        env: Variables to add.
-        log_path: Where its output goes, appended to.
-        is_ready: Asks once whether it serves; must not take more than a second or so.
+        name: Name of the process, for messages.
+        command: Path and arguments of the program.
+        log_path: File that its output is appended to.
+        is_ready: Checks once whether the process serves; must not take more than about a second.
+        env: Environment variables to add.
+        drop: Prefixes of environment variables that the process does not inherit.
+        folder: Working directory; None for that of this process. `python -m` imports from the
+            working directory first, so a folder of the user's must not be one.
     """
 
     name: str
@@ -43,16 +44,17 @@ class Program:
     is_ready: Callable[[], Awaitable[bool]]
     env: Mapping[str, str] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
+    folder: Path | None = None
 
     def environment(self) -> dict[str, str]:
-        """All variables it is given."""
-        inherited = os.environ  # noqa: TID251  a child inherits what is not ours to decide
+        """Return all environment variables of the process."""
+        inherited = os.environ  # noqa: TID251  the process inherits all but what is dropped
         kept = {name: value for name, value in inherited.items() if not name.startswith(self.drop)}
-        return kept | dict(self.env)
+        return with_absolute_python_path(kept | dict(self.env))
 
 
 class StartedProcess(Protocol):
-    """A process that was started; see `subprocess.Popen` for what each of these does."""
+    """A started process; the methods are those of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int:  # noqa: D102
@@ -65,8 +67,8 @@ class StartedProcess(Protocol):
 
 
 ProcessStarter = Callable[[Program, BinaryIO], StartedProcess]
-"""Starts a program that leads a session of its own, writes where it is told, and dies with the
-process that asks for it."""
+"""Starts a program in a session of its own, with the given output; it is killed when this process
+ends."""
 
 
 def start_program(program: Program, log: BinaryIO) -> StartedProcess:
@@ -78,44 +80,45 @@ def start_program(program: Program, log: BinaryIO) -> StartedProcess:
         stdout=log,
         stderr=subprocess.STDOUT,
         env=program.environment(),
+        cwd=program.folder,
         start_new_session=True,
     )
 
 
 class ChildProcess:
-    """A program that runs, has ended, or was not started yet.
+    """A program that is running, has ended, or was not started yet.
 
-    It leads a session of its own, so a terminal's Ctrl-C does not reach it: whoever started it
-    decides in which order things end. To be started from a thread that lives as long as it is
-    to live, since it dies with that thread.
+    It has a session of its own, so Ctrl-C in a terminal does not reach it: this process decides in
+    which order processes end. Start it from a thread that lives as long as the process should,
+    because the kernel kills it when that thread ends.
     """
 
     def __init__(self, program: Program, start: ProcessStarter = start_program) -> None:
         self.program = program
         self._start = start
-        self.wanted = False
-        """True between `spawn` and the beginning of `stop`: an end in between is unasked for."""
+        self.should_run = False
+        """True between `spawn` and the start of `stop`: an end in between is unexpected."""
         self._process: StartedProcess | None = None
         self._log_position = 0
 
     @property
     def name(self) -> str:
-        """Name of the program, for people."""
+        """Name of the process, for messages."""
         return self.program.name
 
     @property
     def pid(self) -> int | None:
-        """Process id; None if it does not run."""
+        """Process id; None if the process is not running."""
         return self._process.pid if self._process and self.returncode is None else None
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs or was never started."""
+        """Exit status, negative for a signal; None while running, or if never started."""
         return self._process.poll() if self._process else None
 
     def spawn(self) -> None:
-        """Start the program; it must not run already."""
-        assert self.pid is None, f"{self.name} runs already"
+        """Start the program, which must not be running."""
+        assert self.pid is None, f"{self.name} is running already"
         log_path = self.program.log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         if log_path.exists() and log_path.stat().st_size > _LOG_BYTES_MAX:
@@ -123,29 +126,29 @@ class ChildProcess:
         with log_path.open("ab") as log:
             self._log_position = log.tell()
             self._process = self._start(self.program, log)
-        self.wanted = True
+        self.should_run = True
 
     async def ready(self, timeout_s: float) -> None:
-        """Return once the program serves.
+        """Wait until the process serves.
 
         Raises:
-            NotReady: It ended, or `timeout_s` passed.
+            NotReady: it ended, or `timeout_s` passed.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 await until(self._serves_or_ended)
         except TimeoutError:
-            raise NotReady(f"{self.name} does not serve after {timeout_s:g} s") from None
+            raise NotReady(f"{self.name} was not ready after {timeout_s:g} s") from None
         if self.pid is None:
             how = describe_exit(self.returncode)
-            raise NotReady(f"{self.name} ended ({how}) before it served")
+            raise NotReady(f"{self.name} ended ({how}) before it was ready")
 
     async def _serves_or_ended(self) -> bool:
         return self.pid is None or await self.program.is_ready()
 
     async def stop(self, grace_s: float) -> bool:
-        """Ask the program to end, and kill it after `grace_s`; True if it ended by itself."""
-        self.wanted = False
+        """Send SIGTERM, and SIGKILL after `grace_s`; return False if SIGKILL was needed."""
+        self.should_run = False
         self.send(signal.SIGTERM)
         self.send(signal.SIGCONT)
         try:
@@ -157,30 +160,30 @@ class ChildProcess:
         return True
 
     async def ended(self) -> int | None:
-        """The exit status, once there is one; None if it was never started."""
+        """Wait for the end, and return the exit status; None if the process was never started."""
         await until(lambda: self.pid is None)
         return self.returncode
 
     async def serves(self) -> bool:
-        """Whether it runs and is ready."""
+        """Return whether the process is running and ready."""
         return self.pid is not None and await self.program.is_ready()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if it runs."""
+        """Send a signal if the process is running."""
         if self._process:
             self._process.send_signal(number)
 
     def kill_now(self) -> None:
-        """Kill the program and everything in its session, and wait for its death."""
+        """Kill the process and its session, and wait for its end."""
         if self._process and self.pid is not None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it ended in this moment
+            except ProcessLookupError:  # it ended just now
                 self._process.kill()
             self._process.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of what it has printed since the last `spawn`."""
+        """Return the last lines that the process has printed since `spawn`."""
         try:
             with self.program.log_path.open("rb") as log:
                 log.seek(0, os.SEEK_END)
@@ -191,7 +194,7 @@ class ChildProcess:
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Return once `condition` is true. Polls: nothing portable tells of a child's death."""
+    """Wait until `condition` is true, by polling: no portable event tells of a child's end."""
     while True:
         answer = condition()
         if answer if isinstance(answer, bool) else await answer:
@@ -200,7 +203,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 
 
 def describe_exit(returncode: int | None) -> str:
-    """`exit code 1`, or `SIGKILL`."""
+    """Return an exit status as text, such as `exit code 1` or `SIGKILL`."""
     if returncode is None:
         return "never started"
     if returncode >= 0:

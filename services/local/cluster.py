@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: etcd and the processes of the services, supervised."""
+"""A cluster on this machine: etcd and the processes of the services, supervised."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _REGISTERED_S = 30.0
 
 
 class ClusterFailed(Exception):
-    """The cluster could not be started, or could not be kept running. Everything is stopped."""
+    """The cluster could not be started or kept running; all its processes are stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A process of the cluster; `pid` is None if it does not run or is not the cluster's own."""
+    """A process of the cluster; `pid` is None if it is not running or is not the cluster's own."""
 
     name: str
     address: str
@@ -44,23 +44,23 @@ class Endpoint:
 
 
 def to_stderr(message: str) -> None:
-    """Tell the person at the terminal."""
+    """Print a message for the user on standard error."""
     print(message, file=sys.stderr, flush=True)
 
 
 class LocalCluster:
-    """Runs inside `async with`; once that is entered, every service serves and is registered.
+    """A cluster that runs inside `async with`; its services are ready and registered there.
 
-    A process that ends unasked is reported and, with `auto_restart`, started again; one that
-    keeps ending ends the cluster: the body of the `async with` is cancelled and `ClusterFailed`
-    raised in its place.
+    A process that ends unexpectedly is reported and, with `auto_restart`, started again. If it
+    keeps ending, the cluster fails: the body of the `async with` is cancelled, and `ClusterFailed`
+    is raised.
 
-    Processes go by the names of `endpoints`: `etcd` and those of `ClusterOptions.names`.
+    The names of processes are those in `endpoints`: `etcd` and `ClusterOptions.names`.
 
     Args:
-        data_dir: Made if it does not exist. Only one cluster may run on it.
-        report: Takes what a person should know at once, one message a call.
-        start: Starts a service; a fork server of the cluster's own does if it is not given.
+        data_dir: Created if it does not exist. Only one cluster may use it.
+        report: Called with each message for the user.
+        start: Starts a service; by default a fork server of the cluster's own.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LocalCluster:
         self.data_dir = data_dir.absolute()
         self.options = options or ClusterOptions()
         modules = {f"{self.options.programs}.{member.service}" for member in self.options.instances}
-        self._fork_server = ForkServer(sorted(modules))
+        self._fork_server = ForkServer(sorted(modules), self.options.folder or self.data_dir)
         self._start_process = start or self._fork_server.start
         self._forks = start is None
         self._processes = Supervisor(report, auto_restart=self.options.auto_restart)
@@ -82,27 +82,27 @@ class LocalCluster:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """host:port of each process's gRPC server, and of etcd."""
+        """host:port of the gRPC server of each process, and of etcd."""
         addresses = {name: self._layout.address(name) for name in self.options.names}
         return addresses | {"etcd": self._etcd}
 
     @property
     def nameserver(self) -> str:
-        """host:port that clients are given; several separated by commas."""
+        """host:port of the nameservers for clients, separated by commas."""
         return ",".join(map(self._layout.address, self.options.names_of("nameserver")))
 
     @property
     def security(self) -> Security | None:
-        """What clients show; None if the cluster is not secure. To be asked once it serves."""
+        """TLS files of clients; None if the cluster has no TLS. Available after the start."""
         return self._layout.security()
 
     async def is_etcd_healthy(self, endpoint: str) -> bool:
-        """Whether the etcd of the cluster at `host:port` has a leader and answers."""
+        """Return whether the etcd of the cluster at `host:port` answers and has a leader."""
         own = None if self.options.etcd else self._layout.security("etcd")
         return await is_healthy(endpoint, own)
 
     def endpoints(self) -> list[Endpoint]:
-        """Every process, etcd first."""
+        """Return all processes, etcd first."""
         rest = [
             Endpoint(n, self._layout.address(n), self._layout.metrics_address(n), self.pid(n))
             for n in self.options.names
@@ -115,7 +115,7 @@ class LocalCluster:
 
     @property
     def auto_restart(self) -> bool:
-        """Whether a process that ends unasked is started again."""
+        """Whether a process that ends unexpectedly is started again."""
         return self._processes.auto_restart
 
     @auto_restart.setter
@@ -123,15 +123,15 @@ class LocalCluster:
         self._processes.auto_restart = wanted
 
     def pid(self, name: str) -> int | None:
-        """Process id of a service or of `etcd`; None while it does not run."""
+        """Return the process id of a service or of etcd; None while it is not running."""
         return self._processes.pid(name)
 
     async def start(self, name: str) -> None:
-        """Start a process that does not run, and wait until it serves."""
+        """Start a process that is not running, and wait until it is ready."""
         await self._processes.start(name)
 
     async def stop(self, name: str) -> None:
-        """End a process in good order; it stays away until `start`."""
+        """Stop a process; it is not started again until `start`."""
         await self._processes.stop(name)
 
     async def restart(self, name: str) -> None:
@@ -140,27 +140,27 @@ class LocalCluster:
         await self.start(name)
 
     async def kill(self, name: str) -> None:
-        """SIGKILL a process and wait for its death, which counts as unasked for."""
+        """Kill a process and wait for its end, which counts as unexpected."""
         await self._processes.kill(name)
 
     async def serving(self, name: str) -> None:
-        """Wait until a process, such as one that was killed, serves again."""
+        """Wait until a process is ready, for instance after it was killed."""
         await self._processes.serving(name)
 
     def pause(self, name: str) -> None:
-        """Stop a process in its tracks; it keeps its memory and its sockets."""
+        """Suspend a process with SIGSTOP; it keeps its memory and its sockets."""
         self._processes.send(name, signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        """Let a paused process go on."""
+        """Resume a suspended process."""
         self._processes.send(name, signal.SIGCONT)
 
     async def __aenter__(self) -> Self:
-        """Start everything.
+        """Start all processes, and wait until they are ready and registered.
 
         Raises:
-            ClusterDirInUse: Another cluster runs on the directory.
-            ClusterFailed: Something did not start; nothing is left running.
+            ClusterDirInUse: another cluster uses the directory.
+            ClusterFailed: a process did not start; all are stopped.
         """
         async with AsyncExitStack() as exits:
             exits.enter_context(lock_data_dir(self.data_dir))
@@ -194,8 +194,8 @@ class LocalCluster:
         self._etcd = self.options.etcd
         try:
             if self._etcd:
-                silent = f"etcd at {self._etcd} does not answer"
-                await _wait(lambda: self.is_etcd_healthy(self._etcd), _ETCD_WAIT_S, silent)
+                problem = f"etcd at {self._etcd} does not answer"
+                await _wait(lambda: self.is_etcd_healthy(self._etcd), _ETCD_WAIT_S, problem)
             else:
                 await self._start_etcd()
             await until(self._fork_server.is_ready)
@@ -205,7 +205,7 @@ class LocalCluster:
                 )
             for name in self.options.names:
                 await self._processes.ready(name)
-            await _wait(self._all_registered, _REGISTERED_S, "not every service has registered")
+            await _wait(self._all_registered, _REGISTERED_S, "not every service is registered")
         except NotReady as error:
             raise ClusterFailed(str(error)) from error
 
@@ -224,7 +224,7 @@ class LocalCluster:
             await self._processes.ready(_etcd(number))
 
     async def _all_registered(self) -> bool:
-        """Whether everybody is there, and of each kind somebody leads."""
+        """Return whether all processes are registered and every replica set has a leader."""
         async with connector(self.security)(self._layout.address("nameserver")) as channel:
             stub = nameserver_grpc.NameserverServiceStub(channel)
             request = nameserver_pb.DescribeClusterRequest()
@@ -232,10 +232,10 @@ class LocalCluster:
                 answer = await stub.DescribeCluster(request, timeout=2)
             except grpc.aio.AioRpcError:
                 return False
-        there = {node.address for node in answer.nodes}
+        registered = {node.address for node in answer.nodes}
         sets = {(node.service, node.replica_set) for node in answer.nodes}
         led = {(node.service, node.replica_set) for node in answer.nodes if node.leader}
-        return led == sets and there.issuperset(map(self._layout.address, self.options.names))
+        return led == sets and registered.issuperset(map(self._layout.address, self.options.names))
 
     async def _watch(self, name: str) -> None:
         try:
@@ -246,7 +246,7 @@ class LocalCluster:
 
 
 def _etcd(number: int) -> str:
-    """Name of an etcd process."""
+    """Return the name of an etcd process."""
     return f"etcd-{number}" if number else "etcd"
 
 

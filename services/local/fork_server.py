@@ -20,21 +20,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from batonmq_server.local.child_process import Program, StartedProcess, start_program
+from batonmq._process.environment import with_absolute_python_path
+from batonmq_server.local.child_process import (
+    Program,
+    StartedProcess,
+    start_program,
+)
 
 NUMBER_BYTES = 4
-"""Of a process id, and of a wait status."""
+"""Size of a process id, and of a wait status, on a report socket."""
 _END_S = 1.0
 _FORKS = sys.platform == "linux"
 
 
 class ForkServer(AbstractContextManager["ForkServer"]):
-    """Starts processes; all that still run end with the block.
+    """Starts programs by fork; those that are still running are killed at the end of the block.
 
     Args:
-        modules: What is imported beforehand: programs by the name that `python -m` takes, which
-            do nothing at import.
-        folder: Where they are looked for besides, as Python does in the folder it is started in.
+        modules: Programs to import in advance, by the names that `python -m` takes. They must do
+            nothing when they are imported.
+        folder: Working directory of the fork server, from which Python imports first; None for
+            that of this process.
     """
 
     def __init__(self, modules: Sequence[str], folder: Path | None = None) -> None:
@@ -43,7 +49,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        """Begin to import, beside whatever else is done first."""
+        """Start the fork server, which imports the modules in the background."""
         if _FORKS:
             self._open()
         return self
@@ -57,7 +63,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         self.close()
 
     def close(self) -> None:
-        """End all that still run."""
+        """End the fork server; the kernel then kills the processes it has forked."""
         if self._requests is not None and self._process is not None:
             self._requests.close()
             self._process.kill()
@@ -65,14 +71,14 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             self._requests = None
 
     def is_ready(self) -> bool:
-        """Whether all is imported, so that a start does not wait for it."""
+        """Return whether all modules are imported, so that a start does not wait for them."""
         return self._requests is None or bool(select.select([self._requests], [], [], 0)[0])
 
     def start(self, program: Program, log: BinaryIO) -> StartedProcess:
-        """Start a program: forked if it is a module for this interpreter, else executed.
+        """Start a program: by fork if it is a module of this interpreter, otherwise by exec.
 
         Raises:
-            OSError: it could not be started.
+            OSError: the program could not be started.
         """
         match program.command if _FORKS else ():
             case [sys.executable, "-m", module, *arguments]:
@@ -83,35 +89,35 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             "name": program.name,
             "module": module,
             "arguments": arguments,
-            "folder": str(Path.cwd()),
+            "folder": str(program.folder or Path.cwd()),
             "env": program.environment(),
         }
-        forked = self._ask(request, log)
+        forked = self._request(request, log)
         if forked is None and self._has_ended():
             self.close()
-            forked = self._ask(request, log)
+            forked = self._request(request, log)
         if forked is None:
             raise OSError(f"{program.name} could not be forked")
         return forked
 
     def _has_ended(self) -> bool:
-        """Whether who forks was killed, and all that it had forked."""
+        """Return whether the fork server was killed, and with it all that it had forked."""
         with suppress(subprocess.TimeoutExpired):
             return self._process is not None and self._process.wait(_END_S) is not None
         return False
 
-    def _ask(self, request: object, log: BinaryIO) -> ForkedProcess | None:
-        news, theirs = socket.socketpair()
+    def _request(self, request: object, log: BinaryIO) -> ForkedProcess | None:
+        report, theirs = socket.socketpair()
         with theirs, os.fdopen(os.memfd_create("request"), "wb") as text:
             text.write(json.dumps(request).encode())
             text.flush()
             fds = [text.fileno(), log.fileno(), theirs.fileno()]
             with suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._open(), [b"?"], fds)
-        pid = int.from_bytes(news.recv(NUMBER_BYTES), "big")
+        pid = int.from_bytes(report.recv(NUMBER_BYTES), "big")
         if pid:
-            return ForkedProcess(pid, news)
-        news.close()
+            return ForkedProcess(pid, report)
+        report.close()
         return None
 
     def _open(self) -> socket.socket:
@@ -131,58 +137,59 @@ class ForkServer(AbstractContextManager["ForkServer"]):
                     stdout=subprocess.DEVNULL,
                     stderr=None if sys.stderr else subprocess.DEVNULL,
                     cwd=self._folder,
+                    env=with_absolute_python_path(os.environ),  # noqa: TID251  inherited
                     pass_fds=[fd],
-                    start_new_session=True,  # what a terminal sends to a group is not for it
+                    start_new_session=True,  # Ctrl-C in a terminal does not reach it
                 )
         return self._requests
 
 
 class ForkedProcess:
-    """A process that was forked.
+    """A process that the fork server has forked.
 
     Args:
-        news: Brings its wait status when it has ended.
+        report: Socket that delivers the wait status when the process has ended.
     """
 
-    def __init__(self, pid: int, news: socket.socket) -> None:
-        self.pid, self._news = pid, news
+    def __init__(self, pid: int, report: socket.socket) -> None:
+        self.pid, self._report = pid, report
         self._returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while the process is running."""
         if self._returncode is None:
             with suppress(BlockingIOError):
-                self._ended(self._news.recv(NUMBER_BYTES, socket.MSG_DONTWAIT))
+                self._ended(self._report.recv(NUMBER_BYTES, socket.MSG_DONTWAIT))
         return self._returncode
 
     def wait(self) -> int:
-        """Exit status, once there is one."""
+        """Wait for the end, and return the exit status, negative for a signal."""
         if self._returncode is None:
-            self._ended(self._news.recv(NUMBER_BYTES))
+            self._ended(self._report.recv(NUMBER_BYTES))
         assert self._returncode is not None
         return self._returncode
 
     def send_signal(self, sig: int, /) -> None:
-        """Send a signal, if it runs."""
-        if self.poll() is None:  # its id is nobody else's before its end is told
+        """Send a signal if the process is running."""
+        if self.poll() is None:  # the id is not reused before the end is reported
             with suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """SIGKILL it, if it runs."""
+        """Send SIGKILL if the process is running."""
         self.send_signal(signal.SIGKILL)
 
     def _ended(self, status: bytes) -> None:
-        """Note how it ended; if nobody is left to say so, see that it does."""
+        """Store the wait status; if the fork server has ended without one, kill the process."""
         if not status:
             _kill(self.pid)
         number = int.from_bytes(status, "big") if status else int(signal.SIGKILL)
         self._returncode = os.waitstatus_to_exitcode(number)
-        self._news.close()
+        self._report.close()
 
 
 def _kill(pid: int) -> None:
-    """Kill the orphan of a fork server, which is about to end anyway, and wait until it has."""
+    """Kill a process whose fork server has ended, and wait for its end."""
     with suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:

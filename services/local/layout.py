@@ -1,12 +1,12 @@
-"""What a local cluster consists of: programs, ports, folders.
+"""The processes, ports and folders of a local cluster.
 
-lock          held while the cluster runs
-tls/          an authority and what it has certified, if the cluster is secure; etcd's in tls/etcd
-ports.json    the services' ports
+lock          locked while the cluster is running
+tls/          certificate authority and certificates, with TLS only; those of etcd in tls/etcd
+ports.json    ports of the services
 logs/         one file per process
-etcd/         unless another etcd is used; etcd-1/ and so on, if there are several
-storage/      what the process of that name keeps
-storage-1/    and so on, if there are several brokers; storage-0-a/ if they have replicas
+etcd/         data of etcd, unless another etcd is used; etcd-1/ and so on for further members
+storage/      data of the process of that name
+storage-1/    and so on for further brokers; storage-0-a/ and so on with replicas
 offsets/      likewise
 """
 
@@ -27,7 +27,7 @@ from batonmq_server.local.process_host import LOOPBACK, ProcessHost
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
 _WITH_DATA = ("storage", "offsets")
 ADMIN = "admin"
-"""Whom the certificate of clients is about, and who may do everything where access is on."""
+"""Subject of the clients' certificate, and administrator if access control is on."""
 ETCD = "etcd"
 _WATERMARKS = {
     "disk_warn_percent": 95,
@@ -35,11 +35,11 @@ _WATERMARKS = {
     "disk_clean_forcibly_percent": 97,
     "disk_full_percent": 98,
 }
-"""A person's disk may well be 90 % full of other things."""
+"""Higher than the defaults, because the disk of a workstation may be 90 % full of other data."""
 
 
 class TlsSetupFailed(Exception):
-    """The cluster can't be made secure, or can't be what it was not before."""
+    """TLS can't be set up, or a cluster can't change between TLS and no TLS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,10 @@ class ServiceInstance:
     """One process of a service.
 
     Attributes:
-        name: Of the process, its folder and its log.
-        settings: What it does not share with others of its service.
+        name: Name of the process, its folder and its log.
+        service: Name of the service.
+        node_id: Node id of the process.
+        settings: Settings that differ from those of other processes of the service.
     """
 
     name: str
@@ -59,30 +61,33 @@ class ServiceInstance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """How a local cluster differs from the default.
+    """Options of a local cluster.
 
     Attributes:
-        cluster: Name of the cluster, for clusters that share an etcd.
-        etcd: host:port of an etcd to use; some of its own if empty.
-        etcds: How many etcd members there are, if they are its own.
-        brokers: How many brokers there are, at least 1: `broker-0` and so on.
-        storage_replicas: Nodes of each broker, 1 to 5: with several, `storage-0-a` and so on.
+        cluster: Name of the cluster; clusters that share an etcd need different names.
+        etcd: host:port of a running etcd; empty to start one.
+        etcds: Number of etcd members to start.
+        brokers: Number of brokers, at least 1: `broker-0` and so on.
+        storage_replicas: Nodes of each broker, 1 to 5; if several, `storage-0-a` and so on.
         offsets: Nodes of each offsets set, 1 to 5.
-        offsets_sets: How many offsets sets there are, 1 to 5, over which the groups are spread:
-            `offsets`, and `offsets-b` and so on, whose nodes are `offsets-b-0` and so on.
-        lockmgrs: How many lock managers there are, of which one leads.
-        nameservers: How many nameservers there are.
-        nameserver_port: Port the first nameserver gets if it is free and none was kept; 0 for any.
-        secure: Everybody shows a certificate to everybody, by an authority that the cluster makes;
-            an etcd that is not its own is talked to without TLS.
-        access: Nobody but the administrator, whom clients' certificate is about, may do what was
-            not granted; only if the cluster is secure.
-        log_level: Lowest level the services log.
+        offsets_sets: Number of offsets sets, 1 to 5, over which the groups are spread: `offsets`,
+            and `offsets-b` and so on, with nodes `offsets-b-0` and so on.
+        lockmgrs: Number of lock managers, one of which is the leader.
+        nameservers: Number of nameservers.
+        nameserver_port: Port of the first nameserver, if it is free and none was used before; 0
+            for any.
+        secure: Whether all connections use mutual TLS, with certificates of an authority that the
+            cluster creates. Connections to a running etcd do not use TLS.
+        access: Whether permissions are checked; needs `secure`. The subject of the clients'
+            certificate is the administrator.
+        log_level: Lowest level that the services log.
         settings: Further settings by service, for all its processes, such as
             `{"storage": {"segment_bytes": 65536}}`.
-        auto_restart: Start a process again that ended unasked.
-        hosts: By name of a process, etcd included: where it runs; on loopback if it is not named.
+        auto_restart: Whether a process that ends unexpectedly is started again.
+        hosts: Hosts of processes, etcd included, that are not on loopback, by the name of the
+            process.
         programs: Package of the services' programs, such as `batonmq_server.storage`.
+        folder: Working directory of the services; None for the data directory.
     """
 
     cluster: str = "baton"
@@ -102,10 +107,11 @@ class ClusterOptions:
     auto_restart: bool = True
     hosts: Mapping[str, ProcessHost] = field(default_factory=dict)
     programs: str = "batonmq_server"
+    folder: Path | None = None
 
     @property
     def instances(self) -> tuple[ServiceInstance, ...]:
-        """The processes of the services, in the order in which they are started."""
+        """Processes of the services, in the order of their start."""
         return (
             *(one for letter in "abcde"[: self.offsets_sets] for one in self._offsets(letter)),
             *(one for number in range(self.brokers) for one in self._storage(number)),
@@ -121,11 +127,11 @@ class ClusterOptions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the members."""
+        """Names of the services' processes."""
         return tuple(member.name for member in self.instances)
 
     def names_of(self, service: str) -> tuple[str, ...]:
-        """Names of the members of a service."""
+        """Return the names of the processes of a service."""
         return tuple(member.name for member in self.instances if member.service == service)
 
     def _storage(self, number: int) -> list[ServiceInstance]:
@@ -144,7 +150,7 @@ class ClusterOptions:
         nodes = [f"{name}-{number}" for number in range(self.offsets)]
         settings: dict[str, object] = {"replica_set": name}
         if self.offsets > 1:
-            # A majority: what was answered for survives the loss of the rest.
+            # A majority: acknowledged changes survive the loss of the other nodes.
             settings |= {"replicas": ",".join(nodes), "min_in_sync": self.offsets // 2 + 1}
         return [
             ServiceInstance(
@@ -155,23 +161,23 @@ class ClusterOptions:
 
 
 def highly_available(options: ClusterOptions) -> ClusterOptions:
-    """The cluster with enough of everything to lose one of each."""
+    """Return options with enough instances to lose one of each service and of etcd."""
     return replace(
         options, etcds=3, brokers=2, storage_replicas=2, offsets=3, lockmgrs=2, nameservers=2
     )
 
 
 def _nth(service: str, number: int) -> str:
-    """The first is called as its service."""
+    """Return the name of a process; the first one has the name of its service."""
     return f"{service}-{number}" if number else service
 
 
 class Layout:
-    """Addresses and programs of one data directory; the ports are chosen when it is made.
+    """Addresses and programs of a data directory; ports are chosen when the object is created.
 
     Raises:
-        TlsSetupFailed: nothing here makes certificates; or several members of etcd know each other
-            as what they were when the directory was begun.
+        TlsSetupFailed: the package that issues certificates is missing; or a cluster with several
+            etcd members was created with TLS and is now used without, or the reverse.
     """
 
     def __init__(self, data_dir: Path, options: ClusterOptions) -> None:
@@ -180,18 +186,22 @@ class Layout:
         preferred = {"nameserver": options.nameserver_port}
         self._ports = keep_ports(data_dir / "ports.json", wanted, preferred)
         self._tls = data_dir / "tls"
-        begun = self.etcd_dir(0).exists() and options.etcds > 1
-        if begun and self._tls.exists() != options.secure:
+        exists = self.etcd_dir(0).exists() and options.etcds > 1
+        if exists and self._tls.exists() != options.secure:
             was = "without --secure" if options.secure else "with --secure"
-            raise TlsSetupFailed(f"{data_dir} was begun {was}, which its etcds can't change")
+            raise TlsSetupFailed(
+                f"{data_dir} was created {was}, which a cluster of several etcds can't change"
+            )
         if options.access and not options.secure:
-            raise TlsSetupFailed("access needs TLS: without it nothing proves who calls")
+            raise TlsSetupFailed(
+                "access control needs TLS: without it the identity of callers is unknown"
+            )
         if options.secure:
             hosts = {self._host(name).address for name in (*options.names, *options.hosts)}
             _certify(self._tls, sorted({"localhost", HOST, *hosts}))
 
     def security(self, name: str = ADMIN) -> Security | None:
-        """What a client shows, or `etcd`, or a service; None if the cluster is not secure."""
+        """Return the TLS files of a client, of `etcd`, or of a service; None without TLS."""
         if not self._options.secure:
             return None
         folder = self._tls / ETCD if name == ETCD else self._tls
@@ -202,26 +212,26 @@ class Layout:
         )
 
     def etcd_dir(self, number: int) -> Path:
-        """Where an etcd of the cluster's own lives."""
+        """Return the data directory of an etcd member."""
         return self._data_dir / _nth("etcd", number)
 
     def address(self, name: str) -> str:
-        """host:port of a process's gRPC server."""
+        """Return host:port of the gRPC server of a process."""
         return f"{self._host(name).address}:{self._ports[name]}"
 
     def metrics_address(self, name: str) -> str:
-        """host:port of a process's Prometheus endpoint."""
+        """Return host:port of the Prometheus endpoint of a process."""
         return f"{self._host(name).address}:{self._ports[f'{name}-metrics']}"
 
     def log_path(self, name: str) -> Path:
-        """Where its output goes."""
+        """Return the log file of a process."""
         return self._data_dir / "logs" / f"{name}.log"
 
     def program(self, member: ServiceInstance, etcd: str) -> Program:
-        """A process of a service.
+        """Return the program of a process.
 
         Args:
-            etcd: host:port; several separated by commas.
+            etcd: host:port of etcd; several separated by commas.
         """
         name, service = member.name, member.service
         settings: dict[str, object] = {
@@ -248,11 +258,12 @@ class Layout:
             drop=("BATON_",),
             env={f"BATON_{service}_{key}".upper(): str(value) for key, value in settings.items()},
             log_path=self.log_path(name),
+            folder=self._options.folder or self._data_dir,
             is_ready=lambda: _serves(self.address(name), self.security()),
         )
 
     def _security(self, service: str) -> dict[str, object]:
-        """Settings of a service that say how it uses TLS, or that it may do without."""
+        """Return the TLS settings of a service, or the one that allows a network without TLS."""
         own = self.security(service)
         if own is None:
             return {"insecure_network": True} if self._options.hosts else {}
@@ -279,16 +290,16 @@ async def _serves(address: str, security: Security | None) -> bool:
 
 
 def _certify(folder: Path, hosts: Sequence[str]) -> None:
-    """Certificates for everybody, anew at each start."""
+    """Issue new certificates for all services and for the administrator."""
     try:
-        from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject  # noqa: PLC0415  brought by [local]
+        from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject  # noqa: PLC0415  it needs cryptography, which may be missing
     except ModuleNotFoundError as error:
         raise TlsSetupFailed(
-            "nothing here makes certificates: install batonmq[local], or leave --secure out"
+            "the package cryptography is missing: install batonmq-server, or leave out --secure"
         ) from error
     authority = CertificateAuthority(folder)
     for service in SERVICES:
         authority.issue(CertificateSubject(name=service, uri=f"service:{service}", hosts=hosts))
     authority.issue(CertificateSubject(name=ADMIN))
-    # Whoever this one certifies reads and writes everything, whatever was granted.
+    # A separate authority: its certificates give access to all data in etcd, whatever was granted.
     CertificateAuthority(folder / ETCD).issue(CertificateSubject(name=ETCD, hosts=hosts))

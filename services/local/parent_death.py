@@ -21,15 +21,19 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Tie this process to its parent, of that process id."""
+    """Ask the kernel to kill this process when its parent ends.
+
+    Args:
+        parent: Process id of the parent; if it has ended already, this process exits.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # it ended before the request
         sys.exit(1)
 
 
 def main() -> None:
-    """Tie this process to its parent, then become the program."""
+    """Tie this process to its parent, then execute the program."""
     die_with_parent(int(sys.argv[1]))
     os.execv(sys.argv[2], sys.argv[2:])
 

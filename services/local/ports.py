@@ -1,9 +1,9 @@
 """Loopback ports that are chosen once and kept, and the lock of a data directory.
 
-A port is taken from below the range the kernel uses for outgoing connections: from inside it, a
-client that connects again and again to a port nobody listens on can be given that very port as
-its own, and then the server can't have it back. Between its choice and the moment when its server
-listens a port is claimed in a folder that all clusters of the user share.
+Ports come from below the range that the kernel uses for outgoing connections. From inside that
+range, a client that keeps connecting to a port without a listener can get this very port as its own
+local port, and then the server can't listen on it. From the choice of a port until its server
+listens, the port is claimed in a folder that all clusters of the user share.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ HOST = "127.0.0.1"
 _FIRST_PORT = 10_000
 _TRIES = 200
 _CLAIM_S = 120
-"""A server listens on the port that was chosen for it sooner than this, or never."""
+"""How long a claim is valid; a server listens sooner than this, or never."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class ClusterDirInUse(Exception):
-    """Another process runs on the data directory."""
+    """Another process uses the data directory."""
 
 
 class NoFreePort(Exception):
-    """No port could be found that is free."""
+    """No free port was found."""
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on the loopback port now."""
+    """Return whether a server could listen on the loopback port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -48,21 +48,22 @@ def is_free(port: int) -> bool:
 def keep_ports(
     path: Path, names: Sequence[str], preferred: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """One free port per name: the one in the file, else the preferred one, else any.
+    """Return one free port per name: that in the file, else the preferred one, else any.
 
-    The file is rewritten with what was chosen. A port of the file that somebody else has by now
+    The file is rewritten with the chosen ports. A port in the file that another process uses by now
     is replaced.
 
     Raises:
-        NoFreePort: There is none left.
+        NoFreePort: no port is free.
     """
     remembered = _remembered(path)
     chosen: dict[str, int] = {}
     for name in names:
-        wishes = (remembered.get(name), (preferred or {}).get(name))
+        candidates = (remembered.get(name), (preferred or {}).get(name))
         taken = set(chosen.values()) | {remembered[n] for n in remembered if n != name}
         chosen[name] = next(
-            (port for port in wishes if port and port not in chosen.values() and is_free(port)), 0
+            (port for port in candidates if port and port not in chosen.values() and is_free(port)),
+            0,
         ) or _any_port(taken)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
@@ -98,7 +99,7 @@ def _any_port(taken: set[int]) -> int:
 
 
 def _claim(port: int) -> bool:
-    """Whether nobody else has chosen the port lately; then it is ours."""
+    """Claim the port; return False if another cluster has claimed it recently."""
     folder = Path(tempfile.gettempdir(), f"baton-ports-{os.getuid()}")
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -120,10 +121,10 @@ def _ephemeral_first() -> int:
 
 @contextmanager
 def lock_data_dir(data_dir: Path) -> Iterator[None]:
-    """Hold the directory for this process; the kernel lets go when the process ends.
+    """Lock the directory for this process; the kernel releases the lock when the process ends.
 
     Raises:
-        ClusterDirInUse: Another process holds it.
+        ClusterDirInUse: another process has the lock.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     with (data_dir / "lock").open("a+") as file:
@@ -132,7 +133,7 @@ def lock_data_dir(data_dir: Path) -> Iterator[None]:
         except OSError as error:
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            raise ClusterDirInUse(f"process {holder} runs on {data_dir}") from error
+            raise ClusterDirInUse(f"{data_dir} is used by process {holder}") from error
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

@@ -1,4 +1,4 @@
-"""A Prometheus that looks at a local cluster, if the machine has one."""
+"""A Prometheus that scrapes a local cluster, if the machine has one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.ports import HOST, keep_ports
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "prometheus"
-"""Scrape config and rules; there in a checkout, not in an installed package."""
+"""Scrape configuration and rules; they exist in a checkout, not in an installed package."""
 PORT = 9090
 READY_S = 30.0
 STOP_GRACE_S = 10.0
@@ -26,25 +26,23 @@ _RUNBOOK = re.compile(r"(?<=runbook_url: )(?=docs/)")
 
 
 class PrometheusNotFound(Exception):
-    """There is no Prometheus to start."""
+    """No Prometheus program was found."""
 
 
 def find_prometheus() -> Path:
-    """The `prometheus` on PATH.
+    """Return the path of `prometheus` on PATH.
 
     Raises:
-        PrometheusNotFound: There is none.
+        PrometheusNotFound: there is none.
     """
     found = shutil.which("prometheus")
     if found is None:
-        raise PrometheusNotFound(
-            "there is no prometheus on PATH; Debian: apt-get install prometheus"
-        )
+        raise PrometheusNotFound("prometheus is not on PATH; on Debian: apt-get install prometheus")
     return Path(found)
 
 
 def scrape_targets(cluster: LocalCluster) -> list[Mapping[str, Any]]:
-    """The services of a cluster, for Prometheus, with the labels that rules ask for."""
+    """Return the scrape targets of a cluster, with the labels that the rules need."""
     addresses = {endpoint.name: endpoint.metrics_address for endpoint in cluster.endpoints()}
     return [
         {
@@ -60,22 +58,22 @@ def scrape_targets(cluster: LocalCluster) -> list[Mapping[str, Any]]:
 
 
 class Prometheus:
-    """One that outlasts nobody; started again on `data_dir`, it has the same address and series.
+    """A Prometheus process; started again on the same `data_dir`, it has the same address and data.
 
     Args:
-        data_dir: Its own: configuration, rules, targets, series and log.
-        told: What it is to look at; see `scrape_targets`.
-        port: What it gets if that is free and none was kept; 0 for any.
+        data_dir: Folder of its configuration, rules, targets, series and log.
+        targets: What it scrapes; see `scrape_targets`.
+        port: Port to use if it is free and none was used before; 0 for any.
     """
 
     def __init__(
-        self, data_dir: Path, told: Sequence[Mapping[str, Any]], *, port: int = PORT
+        self, data_dir: Path, targets: Sequence[Mapping[str, Any]], *, port: int = PORT
     ) -> None:
-        self._data_dir, self._told = data_dir.absolute(), told
+        self._data_dir, self._targets = data_dir.absolute(), targets
         preferred = {"prometheus": port} if port else {}
         ports = keep_ports(self._data_dir / "ports.json", ["prometheus"], preferred)
         self.address = f"{HOST}:{ports['prometheus']}"
-        """host:port of its pages and its API."""
+        """host:port of its web pages and API."""
         self._child = ChildProcess(
             Program(
                 name="prometheus",
@@ -93,14 +91,14 @@ class Prometheus:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while it does not run."""
+        """Process id; None while it is not running."""
         return self._child.pid
 
     async def __aenter__(self) -> Self:
-        """Return once it answers.
+        """Start it, and wait until it answers.
 
         Raises:
-            NotReady: It ended or does not answer; see its log.
+            NotReady: it ended or does not answer; see its log.
         """
         self._configure()
         self._child.spawn()
@@ -120,13 +118,13 @@ class Prometheus:
         await self._child.stop(STOP_GRACE_S)
 
     def _configure(self) -> None:
-        """Put a copy of the configuration beside the list of targets."""
+        """Write the configuration and the list of targets into the data directory."""
         (self._data_dir / "prometheus.yml").write_text(_BARE)
         top = CONFIG.parents[1].as_uri()
         for path in (*CONFIG.glob("*.yml"), *CONFIG.glob("*.yaml")):
             copy = self._data_dir / path.name
             copy.write_text(_RUNBOOK.sub(f"{top}/", path.read_text()))
-        (self._data_dir / "targets.json").write_text(json.dumps(self._told, indent=2) + "\n")
+        (self._data_dir / "targets.json").write_text(json.dumps(self._targets, indent=2) + "\n")
 
     def _is_ready(self) -> bool:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,4 +1,4 @@
-"""Keeps children running: says when one ends, starts it again, gives up when that is no use."""
+"""Supervision of child processes: report an unexpected end, start again, give up on repeats."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _LOG_LINES = 12
 
 
 class RestartLimitExceeded(Exception):
-    """A child keeps ending."""
+    """A child process ended more often than the supervisor restarts it."""
 
 
 class Supervisor:
-    """Children by name. An end that nobody asked for is never kept quiet.
+    """Keeps child processes running, and reports every unexpected end.
 
     Args:
-        report: Takes what a person should know at once, one message a call.
-        auto_restart: Start a child again that ended unasked; may be changed at any time.
+        report: Called with each message for the user.
+        auto_restart: Whether a child that ended unexpectedly is started again; may be changed at
+            any time.
+        backoff: Delays of restarts.
     """
 
     def __init__(
@@ -42,26 +44,26 @@ class Supervisor:
         self._deaths: dict[str, deque[int]] = {}
 
     def __iter__(self) -> Iterator[str]:
-        """Names of the children."""
+        """Return the names of the children."""
         return iter(self._children)
 
     def add(self, child: ChildProcess) -> None:
-        """Start a child for the first time."""
+        """Add a child and start it."""
         self._children[child.name] = child
         self._changing[child.name] = asyncio.Lock()
         self._deaths[child.name] = deque()
         child.spawn()
 
     def pid(self, name: str) -> int | None:
-        """Process id; None if it does not run or there is no such child."""
+        """Return the process id of a child; None if it is not running or does not exist."""
         child = self._children.get(name)
         return child.pid if child else None
 
     async def ready(self, name: str) -> None:
-        """Wait until a child that was just started serves.
+        """Wait until a child that was just started is ready.
 
         Raises:
-            NotReady: It ended or does not answer; with the end of its log.
+            NotReady: it ended, or was not ready in time; the message has the end of its log.
         """
         child = self._children[name]
         try:
@@ -70,32 +72,32 @@ class Supervisor:
             raise NotReady(f"{error}{_log_end(child)}") from error
 
     async def serving(self, name: str) -> None:
-        """Wait until a child serves, whatever happens to it meanwhile.
+        """Wait until a child is ready, even if it ends and is started again meanwhile.
 
         Raises:
-            TimeoutError: It does not.
+            TimeoutError: it was not ready in time.
         """
         async with asyncio.timeout(READY_S):
             await until(self._children[name].serves)
 
     async def start(self, name: str) -> None:
-        """Start a child that does not run, and wait until it serves.
+        """Start a child that is not running, and wait until it is ready.
 
         Raises:
-            NotReady: It ended or does not answer; with the end of its log.
+            NotReady: it ended, or was not ready in time; the message has the end of its log.
         """
         async with self._changing[name]:
             self._children[name].spawn()
             await self.ready(name)
 
     async def stop(self, name: str) -> None:
-        """End a child in good order; it stays away until `start`."""
+        """Stop a child; it is not started again until `start`."""
         async with self._changing[name]:
             if not await self._children[name].stop(STOP_GRACE_S):
-                self._report(f"{name} did not end within {STOP_GRACE_S:g} s and was killed")
+                self._report(f"{name} did not stop within {STOP_GRACE_S:g} s and was killed")
 
     async def stop_all(self, order: Sequence[Sequence[str]]) -> None:
-        """End the children in waves; killed all at once if that is cancelled."""
+        """Stop the children, wave by wave; if cancelled, kill all that are left."""
         try:
             for wave in order:
                 async with asyncio.TaskGroup() as tasks:
@@ -109,36 +111,38 @@ class Supervisor:
                     child.kill_now()
 
     async def kill(self, name: str) -> None:
-        """SIGKILL a child and wait for its death, which counts as unasked for."""
+        """Kill a child and wait for its end, which counts as unexpected."""
         pid = self.pid(name)
         self.send(name, signal.SIGKILL)
         await until(lambda: pid is None or self.pid(name) != pid)
 
     def send(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a child, if it runs."""
+        """Send a signal to a child if it is running."""
         self._children[name].send(number)
 
     async def watch(self, name: str) -> None:
-        """See to one child for ever; to be run as one task.
+        """Watch one child until cancelled.
 
         Raises:
-            RestartLimitExceeded: It ended more than `DEATHS_MAX` times within `DEATHS_WINDOW_MS`.
+            RestartLimitExceeded: it ended more than `DEATHS_MAX` times within `DEATHS_WINDOW_MS`.
         """
         child = self._children[name]
         while True:
-            await until(lambda: child.wanted and child.pid is None)
+            await until(lambda: child.should_run and child.pid is None)
             self._report(f"{name} ended: {describe_exit(child.returncode)}{_log_end(child)}")
             if self.auto_restart:
-                await self._revive(child)
+                await self._restart(child)
             else:
-                child.wanted = False
+                child.should_run = False
 
-    async def _revive(self, child: ChildProcess) -> None:
+    async def _restart(self, child: ChildProcess) -> None:
         delay_ms = self._count_death(child.name)
         self._report(f"{child.name} starts again in {delay_ms} ms")
         await asyncio.sleep(delay_ms / 1000)
         async with self._changing[child.name]:
-            if not child.wanted or child.pid is not None:  # somebody else saw to it meanwhile
+            if (
+                not child.should_run or child.pid is not None
+            ):  # stopped or started by another task meanwhile
                 return
             child.spawn()
             try:
@@ -147,10 +151,10 @@ class Supervisor:
                 self._report(str(error))
                 child.kill_now()
             else:
-                self._report(f"{child.name} serves again: pid {child.pid}")
+                self._report(f"{child.name} is ready again: pid {child.pid}")
 
     def _count_death(self, name: str) -> int:
-        """How long to wait before the next start, in milliseconds."""
+        """Count an unexpected end; return the delay before the restart, in milliseconds."""
         now_ms, deaths = self._clock.monotonic_ms(), self._deaths[name]
         deaths.append(now_ms)
         while deaths[0] <= now_ms - DEATHS_WINDOW_MS:
@@ -166,5 +170,5 @@ class Supervisor:
 def _log_end(child: ChildProcess) -> str:
     lines = child.last_lines(_LOG_LINES)
     if not lines:
-        return "; it has printed nothing"
+        return "; it printed nothing"
     return "\n".join([f"; the end of {child.program.log_path}:", *(f"    {ln}" for ln in lines)])

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,7 @@ class RunningCluster:
 
 
 @contextmanager
-def up(data_dir: Path, *options: str) -> Iterator[RunningCluster]:
+def up(data_dir: Path, *options: str, command: Sequence[str] = BATON) -> Iterator[RunningCluster]:
     """`baton up` on `data_dir`, with more options; killed in the end if it still runs.
 
     Its nameserver has a port of its own from the first time on, not the one that every cluster
@@ -117,11 +117,11 @@ def up(data_dir: Path, *options: str) -> Iterator[RunningCluster]:
     ports = data_dir / "ports.json"
     if not ports.exists():
         keep_ports(ports, ["nameserver"])
-    command = [*BATON, "--format", "json", "up", "--data-dir", str(data_dir), *options]
+    arguments = [*command, "--format", "json", "up", "--data-dir", str(data_dir), *options]
     stderr = data_dir.with_name(f"{data_dir.name}.stderr")
     with (
         stderr.open("wb") as file,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file) as process,
+        subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=file) as process,
     ):
         try:
             assert process.stdout is not None

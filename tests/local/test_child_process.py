@@ -42,9 +42,9 @@ async def test_stop_ends_it_with_sigterm(tmp_path: Path) -> None:
     child = _child(tmp_path, SLEEPER)
     child.spawn()
     await child.ready(20)
-    assert child.wanted
+    assert child.should_run
     assert await child.stop(20)
-    assert (child.returncode, child.pid, child.wanted) == (-signal.SIGTERM, None, False)
+    assert (child.returncode, child.pid, child.should_run) == (-signal.SIGTERM, None, False)
 
 
 async def test_stop_ends_a_paused_one(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ inner.wait()
 async def test_one_that_ends_before_it_serves_is_reported_with_its_exit(tmp_path: Path) -> None:
     child = _child(tmp_path, "import sys; print('no such disk'); sys.exit(7)")
     child.spawn()
-    with pytest.raises(NotReady, match=r"child ended \(exit code 7\) before it served"):
+    with pytest.raises(NotReady, match=r"child ended \(exit code 7\) before it was ready"):
         await child.ready(20)
     assert child.last_lines(3) == ["no such disk"]
 
@@ -90,7 +90,7 @@ async def test_one_that_ends_before_it_serves_is_reported_with_its_exit(tmp_path
 async def test_one_that_never_serves_is_given_up(tmp_path: Path) -> None:
     child = _child(tmp_path, "import time; time.sleep(600)")
     child.spawn()
-    with pytest.raises(NotReady, match="does not serve after"):
+    with pytest.raises(NotReady, match="was not ready after"):
         await child.ready(0.1)
     child.kill_now()
 
@@ -100,7 +100,7 @@ async def test_unasked_end_leaves_it_wanted(tmp_path: Path) -> None:
     child.spawn()
     child.send(signal.SIGKILL)
     assert await child.ended() == -signal.SIGKILL
-    assert child.wanted
+    assert child.should_run
 
 
 async def test_environment_is_inherited_but_for_what_is_dropped(

@@ -89,7 +89,7 @@ def test_with_access_on_the_administrator_may_do_everything_and_etcd_trusts_nobo
 
 
 def test_access_without_tls_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TlsSetupFailed, match="nothing proves who calls"):
+    with pytest.raises(TlsSetupFailed, match="identity of callers is unknown"):
         Layout(tmp_path, ClusterOptions(access=True))
 
 
@@ -112,8 +112,8 @@ def test_an_etcd_that_is_not_the_clusters_own_is_talked_to_without_tls(tmp_path:
 
 def test_members_of_etcd_stay_as_they_were_begun(tmp_path: Path) -> None:
     (tmp_path / "etcd").mkdir()
-    with pytest.raises(TlsSetupFailed, match="begun without --secure"):
+    with pytest.raises(TlsSetupFailed, match="created without --secure"):
         Layout(tmp_path, ClusterOptions(etcds=3, secure=True))
     Layout(tmp_path, ClusterOptions(secure=True))
-    with pytest.raises(TlsSetupFailed, match="begun with --secure"):
+    with pytest.raises(TlsSetupFailed, match="created with --secure"):
         Layout(tmp_path, ClusterOptions(etcds=3))

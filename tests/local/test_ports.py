@@ -77,7 +77,7 @@ def test_spoilt_file_is_written_anew(tmp_path: Path, spoilt: str) -> None:
 def test_lock_is_refused_to_a_second_and_names_the_first(tmp_path: Path) -> None:
     with (
         lock_data_dir(tmp_path / "d"),
-        pytest.raises(ClusterDirInUse, match=rf"process {os.getpid()} runs on"),
+        pytest.raises(ClusterDirInUse, match=rf"used by process {os.getpid()}"),
         lock_data_dir(tmp_path / "d"),
     ):
         raise AssertionError("locked twice")

@@ -84,5 +84,5 @@ def test_without_one_nothing_is_started(tmp_path: Path, monkeypatch: pytest.Monk
     command = [*BATON, "up", "--observe", "--data-dir", str(tmp_path / "data")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "there is no prometheus on PATH" in done.stderr
+    assert "prometheus is not on PATH" in done.stderr
     assert not (tmp_path / "data" / "logs").exists()

@@ -58,7 +58,7 @@ async def test_killed_child_is_reported_and_started_again(tmp_path: Path) -> Non
         assert reports[0].startswith("child ended: SIGKILL; the end of ")
         assert reports[0].endswith("\n    up")
         assert reports[1].startswith("child starts again in ")
-        assert reports[2] == f"child serves again: pid {supervisor.pid('child')}"
+        assert reports[2] == f"child is ready again: pid {supervisor.pid('child')}"
 
 
 async def test_without_auto_restart_it_stays_away_until_started(tmp_path: Path) -> None:

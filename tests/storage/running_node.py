@@ -16,6 +16,7 @@ import grpc.aio
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
@@ -160,7 +161,7 @@ async def running_node(
             chosen,
             query_grpc.QueryServiceStub(channel),
         )
-        peer = nameserver_pb.Node(node_id="a", address=offsets_address, leader=True)
+        peer = StoredNode(node_id="a", address=offsets_address, leader=True)
         revision = await etcd.put(etcd.key("nodes", "offsets", "a"), peer.SerializeToString())
         await node.put_topic()
         async with asyncio.timeout(TIMEOUT_S):

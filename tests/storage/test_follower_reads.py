@@ -19,6 +19,7 @@ import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -60,7 +61,7 @@ async def offsets(scene: Scene) -> AsyncIterator[OffsetsTwin]:
         ) as address,
         EtcdSession(scene.endpoint, scene.cluster, Clock()) as session,
     ):
-        node = nameserver_pb.Node(node_id="o", address=address, leader=True, epoch=1)
+        node = StoredNode(node_id="o", address=address, leader=True, epoch=1)
         await session.put(session.key("nodes", "offsets", "o"), node.SerializeToString())
         yield twin
 

@@ -19,6 +19,7 @@ import grpc.aio
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.storage.v1 import replication_service_pb2 as replication_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -707,7 +708,7 @@ async def test_set_does_not_start_while_a_member_still_runs_without_replicas(sce
     await alone.append(*numbered(0, 30))
     await alone.stop()
     async with EtcdSession(scene.endpoint, scene.cluster, Clock()) as session:
-        entry = nameserver_pb.Node(node_id="b", leader=True, replica_set=BROKER)
+        entry = StoredNode(node_id="b", leader=True, replica_set=BROKER)
         await session.put(session.key("nodes", "storage", "b"), entry.SerializeToString())
         await scene.start("a", "c")
         with pytest.raises(TimeoutError):

@@ -17,6 +17,7 @@ from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.cluster_state import first_problem, leader_process
 from batonmq_server.local.layout import ClusterOptions, highly_available
 from batonmq_server.local.process_host import LOOPBACK, ProcessHost
+from tests.support.cluster import REPO
 from tests.support.member import now_us
 from tools.faults.crowd import Crowd, crowd_at
 from tools.faults.director import ETCD, MEMBER, NETWORK, Director, Fault, Strike
@@ -174,6 +175,7 @@ def _options(place: Callable[[str], ProcessHost]) -> ClusterOptions:
             settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
             auto_restart=False,
             programs="tools.faults.services",
+            folder=REPO,
         )
     )
     etcds = [f"etcd-{number}" if number else ETCD for number in range(options.etcds)]
