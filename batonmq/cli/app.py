@@ -109,7 +109,7 @@ def _missing_command(name: str) -> click.Command:
         message = f"baton {name} is part of batonmq-server, which is not installed"
         options = click.get_current_context().find_object(GlobalOptions)
         output = Output(options.form if options else OutputFormat.TABLE)
-        output.failure("NOT_INSTALLED", message, "Install it: pip install batonmq-server")
+        output.failure("NOT_INSTALLED", message, "Install it: pip install 'batonmq-server[local]'")
         raise Exit(1)
 
     return click.Command(
