@@ -57,9 +57,8 @@ class MemberSessions:
         self._events, self._grace_ms = events, grace_ms
         self._open: Counter[SessionKey] = Counter()
         self._broken: dict[SessionKey, tuple[int, int]] = {}
-        self._heard: dict[
-            SessionKey, int
-        ] = {}  # Last heartbeat or opening, of open and broken sessions.
+        # Time of the last heartbeat, or of the opening, of open and broken sessions.
+        self._heard: dict[SessionKey, int] = {}
         self._broken_changed = asyncio.Event()
 
     @contextmanager

@@ -93,7 +93,7 @@ class PlacementCalls:
         if revision:
             await self._catalog.caught_up(places=revision)
             log.info(
-                "group is moved group=%s move=%d from=%s to=%s",
+                "group move written group=%s move=%d from=%s to=%s",
                 group,
                 after.move,
                 after.from_set,

@@ -28,7 +28,7 @@ from batonmq_server.nameserver.core.groups import Group, Pause, StagedSubscripti
 from batonmq_server.nameserver.inspector import (
     FRESH_MS,
     RECHECK_MS,
-    GroupQueues,
+    InspectionTarget,
     evidence_of_group,
 )
 from batonmq_server.nameserver.metrics import LagMetrics
@@ -46,7 +46,7 @@ async def asked() -> AsyncIterator[Scene]:
 
 
 async def why(asked: Scene, *groups: Group, patient: bool = False) -> list[QueueDiagnosis]:
-    targets = [GroupQueues(group, asked.inspector.queues_of(group)) for group in groups]
+    targets = [InspectionTarget(group, asked.inspector.queues_of(group)) for group in groups]
     return await asked.inspector.inspect(targets, patient=patient)
 
 
@@ -213,7 +213,7 @@ async def test_refused_client_is_reported_with_its_subscription(asked: Scene) ->
     asked.refused.append(
         pb.RefusedClient(incarnation=queue_pb2.Incarnation(client_id="c2"), error=conflict)
     )
-    target = GroupQueues(group, tuple(asked.inspector.queues_of_topic("orders")))
+    target = InspectionTarget(group, tuple(asked.inspector.queues_of_topic("orders")))
     found = await asked.inspector.inspect([target], patient=False)
     assert reasons(found) == [StuckReason.REFUSED_SUBSCRIPTION] * 2
     assert found[0].finding.values == {
