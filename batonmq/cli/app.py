@@ -63,7 +63,8 @@ COMMANDS = {
     ),
 }
 SERVER_COMMANDS = {
-    "demo": "Publish all New York flights of 2013, consume them while members join and leave, and check.",
+    "demo": "Publish all New York flights of 2013, consume them while members join and leave, and "
+    "check.",
     "fsck": "Check every batch of a storage node, and its indexes against the batches.",
     "traffic": "Send to topic `traffic`, handle in group `drivers`, and compare the two.",
     "up": "Start etcd and the four services on loopback ports, and keep them running until Ctrl-C.",
