@@ -1,7 +1,7 @@
-"""Dead letters, and what becomes of one that is sent again.
+"""Dead letters, and their copies when they are redriven.
 
-A copy keeps what the message was and where it came from. Its attempts count from 1 again; what was
-before stands beside, so that the story can be told. Pure: no wire, no clock.
+A copy has the content and the origin of the message. Its attempts count from 1 again; the former
+attempts are in other properties, so that traces can show them. This module has no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ HISTORY = frozenset({REDRIVE_ID, REDRIVEN_FROM, REDRIVEN_BY, REDRIVE_REASON, FOR
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that a group has given up, as it lies among the dead letters.
+    """A message in the dead letter topic of a group.
 
     Attributes:
-        message_id: Of the dead letter; `queue` and `offset` are its place.
-        dead_unix_ms: When it was stored there.
-        origin: Where the message was at first; None if it was put here by somebody else.
+        message_id: Id of the dead letter, which is stored at `queue` and `offset`.
+        dead_unix_ms: Time at which the dead letter was stored.
+        origin: Where the message was stored first; None if BatonMQ did not send the dead letter.
         reason: Why the last attempt failed: `asked`, `failed` or `timeout`; empty if unknown.
-        error: What it said.
-        attempts: How often it was handed to a handler since it was sent, or redriven last.
-        former_attempts: And how often before that.
-        client_id: Who had it at last.
-        keys: Index keys that its producer gave it; `properties` likewise.
-        redriven: Whether it was sent again since.
+        error: Error of the last attempt.
+        attempts: Number of attempts since the message was sent, or redriven last.
+        former_attempts: Number of attempts before that.
+        client_id: Client of the last attempt.
+        keys: Index keys from its producer.
+        properties: Properties from its producer.
+        redriven: Whether the dead letter was redriven.
     """
 
     group: str
@@ -74,17 +75,17 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criteria:
-    """Which dead letters are meant: those for which everything holds that is given.
+    """Selects the dead letters that meet all criteria that are given.
 
     Attributes:
-        cause: `asked`, `failed` or `timeout`: why the last attempt failed.
-        since_unix_ms: Dead since then.
-        tag: With this tag.
-        key: With this index key.
-        expression: As of a subscription: tags joined by `||`, or `sql: <condition>`.
+        cause: Why the last attempt failed: `asked`, `failed` or `timeout`.
+        since_unix_ms: Earliest time at which the dead letter was stored.
+        tag: The tag.
+        key: One of the index keys.
+        expression: A subscription expression: tags joined by `||`, or `sql: <condition>`.
 
     Raises:
-        BadExpression: the expression means nothing.
+        BadExpression: The expression can't be parsed.
     """
 
     cause: str = ""
@@ -97,7 +98,7 @@ class Criteria:
         parse_filter(self.expression)
 
     def accepts(self, letter: DeadLetter) -> bool:
-        """Whether a dead letter is meant."""
+        """Return whether a dead letter meets the criteria."""
         return (
             self.cause in ("", letter.reason)
             and letter.dead_unix_ms >= self.since_unix_ms
@@ -108,19 +109,19 @@ class Criteria:
 
 
 def dead_letter(
-    place: tuple[str, QueueRef, int],
+    location: tuple[str, QueueRef, int],
     times: tuple[int, int],
     message: Message,
     *,
     redriven: bool,
 ) -> DeadLetter:
-    """The dead letter that a stored message is.
+    """Return the dead letter in a stored message.
 
     Args:
-        place: Its id, queue and offset.
-        times: When it was born, and stored here.
+        location: Id, queue and offset of the stored message.
+        times: Times of its creation and of its storage, in Unix milliseconds.
     """
-    message_id, queue, offset = place
+    message_id, queue, offset = location
     properties = message.properties
     found = origin_of(properties)
     origin, attempts = found if found else (None, 0)
@@ -146,9 +147,9 @@ def dead_letter(
 
 
 def redrive_producer_id(replay_id: str, message_id: str) -> int:
-    """Producer id under which one dead letter is sent again by a replay.
+    """Return the producer id with which a replay sends a dead letter again.
 
-    Whoever repeats the replay comes to the same, so storage keeps one copy.
+    A repeated replay uses the same id, so storage keeps one copy.
 
     Returns:
         63 bits, not 0.
@@ -158,12 +159,14 @@ def redrive_producer_id(replay_id: str, message_id: str) -> int:
 
 
 def copy_of(letter: DeadLetter, replay_id: str, by: str, reason: str, *, to_topic: bool) -> Message:
-    """What is sent again.
+    """Return the message to send for a redriven dead letter.
 
     Args:
-        to_topic: To everybody who reads the topic it came from: as a new message, with its history
-            beside. Otherwise to its group alone, to which it looks as it did the first time, but
-            for the properties with its history.
+        replay_id: Id of the replay.
+        by: Operator who started the replay.
+        reason: Reason that the operator gave.
+        to_topic: Send it as a new message to all groups of its first topic. Otherwise its own group
+            gets it again, as it was at first. Both have properties with the history.
     """
     origin = letter.origin or Origin(letter.queue, letter.offset, letter.message_id)
     history = {
@@ -191,17 +194,18 @@ def copy_of(letter: DeadLetter, replay_id: str, by: str, reason: str, *, to_topi
     )
 
 
-def destination(letter: DeadLetter, queues: Sequence[QueueRef], once: int) -> QueueRef:
-    """The queue that takes the copy: the one it came from, or one beside it, or any.
+def destination(letter: DeadLetter, queues: Sequence[QueueRef], producer_id: int) -> QueueRef:
+    """Return the queue for the copy: the first queue of the message, one of its broker, or any.
 
     Args:
-        queues: That take messages, ascending, at least one; all of one topic.
-        once: The copy's `redrive_producer_id`: every repetition comes to the same queue.
+        queues: Queues of one topic that take messages, ascending, at least one.
+        producer_id: The copy's `redrive_producer_id`, so that a repetition gets the same queue.
     """
     if letter.origin is not None and letter.origin.queue in queues:
         return letter.origin.queue
-    beside = [queue for queue in queues if queue.broker == letter.queue.broker]
-    return (beside or queues)[once % len(beside or queues)]
+    same_broker = [queue for queue in queues if queue.broker == letter.queue.broker]
+    candidates = same_broker or queues
+    return candidates[producer_id % len(candidates)]
 
 
 def _number(text: str) -> int:

@@ -1,4 +1,4 @@
-"""When a message that is sent now is to be delivered: a time, a delay, or one of 18 levels."""
+"""Delivery time of a scheduled message: a time, a delay, or one of 18 delay levels."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ LEVEL_NAMES = (
 )  # fmt: skip
 """Delays by level; levels count from 1. Source: RocketMQ messageDelayLevel."""
 AHEAD_MS_MAX = 40 * 24 * 3_600_000
-"""Nothing is scheduled for later than this."""
+"""Limit of the time between sending and delivery: 40 days."""
 _PART = re.compile(r"([0-9]{1,12})(ms|s|m|h|d)")
 _ISO = re.compile(r"P([0-9]{1,12}D)?(?:T([0-9]{1,12}H)?([0-9]{1,12}M)?([0-9]{1,12}S)?)?", re.ASCII)
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
 def parse_duration_ms(text: str) -> int:
-    """Milliseconds of numbers with units: ms, s, m, h or d; or of an ISO 8601 duration in days,
-    hours, minutes and seconds, which is what Kafka's tools take.
+    """Return the milliseconds of a duration, such as `1d12h` or `PT36H`.
+
+    Units are ms, s, m, h and d. An ISO 8601 duration in days, hours, minutes and seconds, which
+    Kafka's tools take, is accepted too.
 
     Raises:
-        InvalidArgument: it is something else.
+        InvalidArgument: The text is not a duration.
     """
     iso = _ISO.fullmatch(text)
     plain = "".join(part for part in iso.groups() if part).lower() if iso else text
@@ -47,14 +49,14 @@ def deliver_time(
     delay_ms: int | None = None,
     delay_level: int | None = None,
 ) -> int:
-    """When to deliver a message that is sent now, Unix milliseconds.
+    """Return the delivery time of a message that is sent now, in Unix milliseconds.
 
-    At most one of the three is given; none means now, as does level 0. A level beyond the last one
-    is the last one. A time that has passed is allowed.
+    At most one of the three arguments is given. Without any, and with level 0, the delivery time is
+    now. A level above the last one counts as the last one. A time in the past is allowed.
 
     Raises:
-        InvalidArgument: several are given, or one is negative.
-        LimitExceeded: more than 40 days ahead.
+        InvalidArgument: Several arguments are given, or one is negative.
+        LimitExceeded: The time is more than 40 days ahead.
     """
     given = {
         name: value
@@ -66,10 +68,14 @@ def deliver_time(
         if value is not None
     }
     if len(given) > 1:
-        raise InvalidArgument(f"{' and '.join(given)} exclude each other")
+        raise InvalidArgument(
+            f"{' and '.join(given)} are given together", remedy="Give one of them."
+        )
     for name, value in given.items():
         if value < (name == "deliver_at_unix_ms"):
-            raise InvalidArgument(f"{name} is {value}", facts={"field": name})
+            raise InvalidArgument(
+                f"{name} must not be negative, got {value}", facts={"field": name}
+            )
     if delay_level is not None:
         delay_ms = LEVELS_MS[min(delay_level, len(LEVELS_MS)) - 1] if delay_level else 0
     if deliver_at_unix_ms is None:
@@ -78,15 +84,16 @@ def deliver_time(
 
 
 def check_deliver_time(deliver_unix_ms: int, now_unix_ms: int) -> int:
-    """`deliver_unix_ms`, if a message may be scheduled for it.
+    """Return `deliver_unix_ms` if it is a valid delivery time.
 
     Raises:
-        InvalidArgument: it is not a time.
-        LimitExceeded: more than 40 days ahead.
+        InvalidArgument: The time is not positive.
+        LimitExceeded: The time is more than 40 days ahead.
     """
     if deliver_unix_ms < 1:
         raise InvalidArgument(
-            f"deliver_unix_ms is {deliver_unix_ms}", facts={"field": "deliver_unix_ms"}
+            f"deliver_unix_ms must be positive, got {deliver_unix_ms}",
+            facts={"field": "deliver_unix_ms"},
         )
     if deliver_unix_ms - now_unix_ms > AHEAD_MS_MAX:
         raise LimitExceeded(

@@ -1,7 +1,8 @@
-"""What became of one message in one queue, for one group: by who held the queue and what is acked.
+"""History of one message in one queue for one group, from the recorded tokens of the queue.
 
-Says no more than is known. What was delivered is known by ranges of offsets, so when exactly it was
-is not; after a restart of offsets also whether may be open. Pure: no wire, no clock.
+The history states no more than is known. Deliveries are recorded as ranges of offsets, so the exact
+time of a delivery is unknown; after a restart of offsets it may also be unknown whether a message
+was delivered. This module has no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from batonmq._core.ranges import Range, contains
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """One token of a queue.
+    """The time during which one fencing token of a queue was current.
 
     Attributes:
-        client_id: Whom it was issued to; None for nobody.
-        end_unix_ms: 0 while it is the present one.
-        end: What ended it: passed, renewed, timed_out, forced or reset; empty while it is present.
-        committed_offset: At its issue everything below was handled, and all in `acked`.
-        acked_complete: Whether those are all; otherwise what lies above them is open.
-        delivered_offset: One past the last offset that is known to have been delivered under it.
-        delivered_offset_max: Upper bound of it.
+        client_id: The owner; None if the token was issued to no client.
+        end_unix_ms: 0 while the token is current.
+        end: What replaced the token: passed, renewed, timed_out, forced or reset; empty while it is
+            current.
+        committed_offset: When the token was issued, all offsets below were handled.
+        acked: When the token was issued, these offsets were handled too.
+        acked_complete: Whether `acked` is complete; otherwise offsets above it are unknown.
+        delivered_offset: Offset after the last one known to be delivered under the token.
+        delivered_offset_max: Upper bound of `delivered_offset`.
     """
 
     token: int
@@ -38,18 +41,18 @@ class Hold:
     delivered_offset: int
     delivered_offset_max: int
 
-    def had(self, offset: int) -> bool | None:
-        """Whether an offset was handled before the issue; None if that is not known."""
+    def had_handled(self, offset: int) -> bool | None:
+        """Return whether an offset was handled before the token was issued; None if unknown."""
         return _handled(offset, self.committed_offset, self.acked, complete=self.acked_complete)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueProgressNow:
-    """Where a group is on a queue now; attributes as in `Hold`.
+class CurrentProgress:
+    """Progress of a group on a queue now; attributes as in `Hold`.
 
     Attributes:
-        client_id: Who holds the queue; None for nobody.
-        owned: Whether the group's queues are owned, so that deliveries are recorded.
+        client_id: The owner of the queue; None if it has none.
+        owned: Whether the group's queues have owners, so that deliveries are recorded.
     """
 
     committed_offset: int
@@ -59,34 +62,34 @@ class QueueProgressNow:
     token: int
     owned: bool
 
-    def has(self, offset: int) -> bool | None:
-        """Whether an offset is handled; None if that is not known."""
+    def has_handled(self, offset: int) -> bool | None:
+        """Return whether an offset is handled; None if unknown."""
         return _handled(offset, self.committed_offset, self.acked, complete=self.acked_complete)
 
 
 class TraceEventKind(StrEnum):
-    """What happened."""
+    """What happened to a message."""
 
     DELIVERED = "delivered"
     MAYBE_DELIVERED = "maybe_delivered"
-    """Within bounds: it was about to be, or was."""
+    """It was delivered, or was about to be."""
     KEPT = "kept"
-    """The holder asked again, and had it in hand still or got it once more."""
+    """The owner acquired the queue again; it still had the message, or received it once more."""
     ACKED = "acked"
     SKIPPED = "skipped"
-    """A reset or clone counts it as handled."""
-    SETTLED = "acked_or_skipped"
-    """By the time of a reset or clone, or by it."""
+    """A reset or clone marked it as handled."""
+    ACKED_OR_SKIPPED = "acked_or_skipped"
+    """It was acknowledged before a reset or clone, or marked as handled by it."""
     BROUGHT_BACK = "brought_back"
-    """A reset or clone has it delivered again."""
+    """A reset or clone marked it as not handled, so that it is delivered again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """Something that happened between two times; at `begin_unix_ms` if both are the same.
+    """An event between two times; at `begin_unix_ms` if both are equal.
 
     Attributes:
-        end_unix_ms: 0 for: by now.
+        end_unix_ms: 0 if the event may have happened up to now.
     """
 
     what: TraceEventKind
@@ -97,56 +100,59 @@ class TraceEvent:
 
 
 class MessageState(StrEnum):
-    """Where a message is for a group, in one queue."""
+    """State of a message in one queue, for one group."""
 
     ACKED = "acked"
-    IN_HAND = "in_hand"
-    MAYBE_IN_HAND = "maybe_in_hand"
+    IN_FLIGHT = "in_flight"
+    MAYBE_IN_FLIGHT = "maybe_in_flight"
     WAITING = "waiting"
-    """It has not been delivered, or was and comes again."""
+    """It was not delivered, or is to be delivered again."""
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class MessageTrace:
-    """What became of one message in one queue, for one group.
+    """History of one message in one queue, for one group.
 
     Attributes:
-        steps: In order of time.
-        state: As it is now.
-        before: It was handled before the oldest hold that is recorded, so nobody knows by whom.
+        events: Events, oldest first.
+        state: Current state.
+        handled_before: Whether it was handled before the oldest recorded token, so that the client
+            that handled it is unknown.
     """
 
-    steps: tuple[TraceEvent, ...]
+    events: tuple[TraceEvent, ...]
     state: MessageState
-    before: bool
+    handled_before: bool
 
 
 def trace_message(
-    holds: Sequence[Hold], standing: QueueProgressNow, offset: int, store_unix_ms: int
+    holds: Sequence[Hold], progress: CurrentProgress, offset: int, store_unix_ms: int
 ) -> MessageTrace:
-    """The story of an offset.
+    """Return the history of the message at an offset.
 
     Args:
-        holds: Newest first, each linked to the next.
-        store_unix_ms: When the message was stored: it was not delivered before.
+        holds: The recorded tokens, newest first, without a gap.
+        store_unix_ms: Time at which the message was stored; it was not delivered earlier.
     """
     oldest_first = list(reversed(holds))
-    had = [*(hold.had(offset) for hold in oldest_first), standing.has(offset)]
-    steps: list[TraceEvent] = []
+    handled = [*(hold.had_handled(offset) for hold in oldest_first), progress.has_handled(offset)]
+    events: list[TraceEvent] = []
     before: Hold | None = None
-    for hold, then, after in zip(oldest_first, had[:-1], had[1:], strict=True):
+    for hold, then, after in zip(oldest_first, handled[:-1], handled[1:], strict=True):
         begin = max(hold.begin_unix_ms, store_unix_ms)
         if then is not True and (what := _delivery(hold, before, offset, sure=then is False)):
-            steps.append(TraceEvent(what, begin, hold.end_unix_ms, hold.token, hold.client_id))
+            events.append(TraceEvent(what, begin, hold.end_unix_ms, hold.token, hold.client_id))
         if then is not after and None not in (then, after):
-            steps.append(_change(hold, begin, handled=bool(after), offset=offset))
+            events.append(_change(hold, begin, handled=bool(after), offset=offset))
         before = hold
-    return MessageTrace(tuple(steps), _state(oldest_first, standing, had[-1], offset), bool(had[0]))
+    return MessageTrace(
+        tuple(events), _state(oldest_first, progress, handled[-1], offset), bool(handled[0])
+    )
 
 
 def _delivery(hold: Hold, before: Hold | None, offset: int, *, sure: bool) -> TraceEventKind | None:
-    """How a message that was not handled yet met a hold, if it did."""
+    """Return how a message that was not handled was delivered under a token; None if it was not."""
     if offset >= hold.delivered_offset_max or hold.client_id is None:
         return None
     if (
@@ -162,7 +168,7 @@ def _delivery(hold: Hold, before: Hold | None, offset: int, *, sure: bool) -> Tr
 
 
 def _change(hold: Hold, begin: int, *, handled: bool, offset: int) -> TraceEvent:
-    """It was handled, or was not any more, by the time the hold ended."""
+    """Return the event that changed whether the message was handled, under a token."""
     if hold.end != "reset":
         return TraceEvent(TraceEventKind.ACKED, begin, hold.end_unix_ms, hold.token, hold.client_id)
     at = hold.end_unix_ms
@@ -170,22 +176,22 @@ def _change(hold: Hold, begin: int, *, handled: bool, offset: int) -> TraceEvent
         return TraceEvent(TraceEventKind.BROUGHT_BACK, at, at, hold.token, None)
     if offset >= hold.delivered_offset_max:
         return TraceEvent(TraceEventKind.SKIPPED, at, at, hold.token, None)
-    return TraceEvent(TraceEventKind.SETTLED, begin, at, hold.token, hold.client_id)
+    return TraceEvent(TraceEventKind.ACKED_OR_SKIPPED, begin, at, hold.token, hold.client_id)
 
 
 def _state(
-    oldest_first: Sequence[Hold], standing: QueueProgressNow, handled: bool | None, offset: int
+    oldest_first: Sequence[Hold], progress: CurrentProgress, handled: bool | None, offset: int
 ) -> MessageState:
     if handled is not False:
         return MessageState.UNKNOWN if handled is None else MessageState.ACKED
-    if standing.client_id is None:
+    if progress.client_id is None:
         return MessageState.WAITING
     if not oldest_first:
-        return MessageState.MAYBE_IN_HAND
+        return MessageState.MAYBE_IN_FLIGHT
     if offset < oldest_first[-1].delivered_offset:
-        return MessageState.IN_HAND
+        return MessageState.IN_FLIGHT
     if offset < oldest_first[-1].delivered_offset_max:
-        return MessageState.MAYBE_IN_HAND
+        return MessageState.MAYBE_IN_FLIGHT
     return MessageState.WAITING
 
 

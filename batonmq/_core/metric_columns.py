@@ -1,8 +1,9 @@
-"""Which columns an event of each kind fills. Pure: messages come in as whatever has their fields.
+"""Columns of the metrics streams, and the columns that each kind of event fills.
 
-docs/reference/metrics-streams.md tells what the kinds mean. A column has one meaning in all kinds
-that fill it, and is null in the others; what has no column of its own is in `attrs`, as text. Text
-that is empty is null; in `attrs` nothing stands that is 0, false or empty.
+docs/reference/metrics-streams.md explains the kinds. A column has one meaning in all kinds that
+fill it, and is null in the others. Values without a column are in `attrs`, as text. Empty text is
+null; `attrs` has no value that is 0, false or empty. Any object with the fields of a message is
+accepted.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ ColumnType = Literal["string", "int", "bigint", "timestamp", "bigints", "texts",
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The sum of a repeated field, whose path this is."""
+    """A getter of the sum of a repeated field.
+
+    Attributes:
+        path: Path of the field, joined by dots.
+    """
 
     path: str
 
     def __call__(self, event: Any) -> int:
-        """Of one message."""
+        """Return the sum in one message."""
         for name in self.path.split("."):
             event = getattr(event, name)
         return sum(event)
 
 
 Getter = str | Total | Callable[[Any], Any]
-"""Path of a field in the message of a kind, joined by dots; or what makes the value of it."""
+"""Path of a field in the message of a kind, joined by dots; or a function of the message."""
 
 BATCH_COLUMNS: Mapping[str, ColumnType] = {
     "source": "string",
@@ -38,7 +43,7 @@ BATCH_COLUMNS: Mapping[str, ColumnType] = {
     "event_index": "int",
     "vocabulary": "int",
 }
-"""What a row has of the batch of its event. The Arrow form of a batch leaves it out."""
+"""Columns with values of the batch. The Arrow encoding of a batch leaves them out."""
 
 EVENT_COLUMNS: Mapping[str, ColumnType] = {
     "kind": "string",
@@ -69,26 +74,26 @@ EVENT_COLUMNS: Mapping[str, ColumnType] = {
     "attrs": "texts",
     "payload": "binary",
 }
-"""What a row has of its event, in this order. `texts` is a map of text to text."""
+"""Columns with values of the event, in order. `texts` is a map of text to text."""
 
 DROPPED = "dropped"
-"""Kind of the row that tells how many events its source has dropped so far: of the batch itself."""
+"""Kind of the row of a batch with the number of events that its source has dropped so far."""
 DROPPED_INDEX = -1
 """`event_index` of that row."""
 NO_KIND = "none"
-"""Kind of an event that has none."""
+"""Kind of an event whose message has no kind."""
 UNREADABLE = "unreadable"
-"""Kind of the row of what is no event, or no batch of events; its bytes are in `payload`."""
+"""Kind of a row for bytes that are not an event or a batch; the bytes are in `payload`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What an event of a kind fills besides `kind`, `time` and the columns of its queue.
+    """The values of a kind of event, beside `kind`, `time` and the columns of its queue.
 
     Attributes:
-        columns: By column. An enumeration comes as a number there; the column has its name without
-            the prefix.
-        attrs: By name in `attrs`.
+        columns: Getter of each column. A getter of an enumeration returns a number; the column has
+            the name without its prefix.
+        attrs: Getter of each name in `attrs`.
     """
 
     columns: Mapping[str, Getter] = field(default_factory=dict)
@@ -96,12 +101,12 @@ class Kind:
 
 
 def producer_id(source: str, incarnation_id: int) -> str:
-    """One life of a source. With the number of a batch it names the batch for ever."""
+    """Return the id of one run of a source; together with `seq` it identifies a batch."""
     return f"{source}/{incarnation_id:016x}"
 
 
 def unknown_kind(field_number: int) -> str:
-    """Kind of an event of a newer service; its bytes are in `payload`."""
+    """Return the kind of an event of a newer version; its bytes are in `payload`."""
     return f"field_{field_number}"
 
 
@@ -252,4 +257,4 @@ KINDS: Mapping[str, Kind] = {
     "handled": Kind(_CLIENT, {"failed_count": "failed_count"}),
     "sent": Kind({**_CLIENT, "byte_count": "byte_count"}, {"failed_count": "failed_count"}),
 }
-"""By the name of the field in MetricEvent's oneof."""
+"""Kinds by the name of the field in the oneof of MetricEvent."""

@@ -1,4 +1,4 @@
-"""Which names are allowed. The same rules stand in the comments of the protos."""
+"""Checks of names. The comments of the protos state the same rules."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ _HOST_CHARACTERS_MAX = 255
 
 SYSTEM_TOPIC_PREFIX = "BATON_SYS_"
 METRICS_TOPIC = "BATON_SYS_METRICS"
-"""What services and clients tell of themselves, as `baton.metrics.v1.MetricBatch`."""
+"""Topic of the events that services and clients publish, as `baton.metrics.v1.MetricBatch`."""
 ALERTS_TOPIC = "BATON_SYS_ALERTS"
-"""What jobs find alarming in that."""
+"""Topic of the alerts that Spark jobs derive from these events."""
 
 
 def is_system_topic(name: str) -> bool:
-    """Whether the system itself makes and uses the topic."""
+    """Return whether the topic belongs to BatonMQ itself."""
     return name.startswith(SYSTEM_TOPIC_PREFIX)
 
 
 def check_topic(name: str) -> str:
-    """`name`, if it may name a topic."""
+    """Return `name` if it is a valid topic name; raise InvalidName otherwise."""
     return _check("topic", name, _TOPIC, "1 to 127 characters of A-Z a-z 0-9 _ % -")
 
 
 def check_user_topic(name: str) -> str:
-    """`name`, if it may name a topic that users create and delete."""
+    """Return `name` if it is a valid name of a user's topic; raise InvalidName otherwise."""
     check_topic(name)
     if is_system_topic(name):
         raise InvalidName(
-            f"topic {name} is reserved for the system",
-            remedy=f"Use a name that does not start with {SYSTEM_TOPIC_PREFIX}.",
+            f"topic name {name} is reserved for BatonMQ",
+            remedy=f"Choose a name that does not start with {SYSTEM_TOPIC_PREFIX}.",
             facts={"field": "topic"},
         )
     return name
 
 
 def check_group(name: str) -> str:
-    """`name`, if it may name a consumer group."""
+    """Return `name` if it is a valid group name; raise InvalidName otherwise."""
     return _check("group", name, _TOPIC, "1 to 127 characters of A-Z a-z 0-9 _ % -")
 
 
 def check_broker(name: str) -> str:
-    """`name`, if it may name a storage replica set."""
+    """Return `name` if it is a valid broker name; raise InvalidName otherwise."""
     return _check("broker", name, _BROKER, "1 to 63 characters of a-z 0-9 -")
 
 
 def check_offsets_set(name: str) -> str:
-    """`name`, if it may name an offsets replica set."""
+    """Return `name` if it is a valid name of an offsets set; raise InvalidName otherwise."""
     return _check("offsets_set", name, _BROKER, "1 to 63 characters of a-z 0-9 -")
 
 
 def check_client_id(name: str) -> str:
-    """`name`, if it may be a client id."""
+    """Return `name` if it is a valid client id; raise InvalidName otherwise."""
     return _check("client_id", name, _CLIENT, "1 to 255 visible ASCII characters without /")
 
 
 def check_host(name: str) -> str:
-    """`name`, if it may stand as the host of a client: it is only ever shown to people."""
+    """Return `name` if it is a valid host of a client, which is only shown to people."""
     rule = f"at most {_HOST_CHARACTERS_MAX} printable characters"
     return _checked("host", name, name.isprintable(), _HOST_CHARACTERS_MAX, rule)
 

@@ -1,4 +1,4 @@
-"""The producer's books of one queue: what waits, what is on its way, under which sequence."""
+"""Batches of a producer for one queue: waiting or in flight, with their sequence numbers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Token = TypeVar("Token")
 
 SEQUENCE_LIMIT = 1 << 32
 MAYBE_STORED = (
-    "Check that the storage service runs. It may have stored the message before it was lost."
+    "Check that the storage service runs. It may have stored the message before it failed."
 )
 ONE_BATCH_EPOCH = (1 << 32) - 1
-"""Epoch of a producer that sends one batch in its life, whose id is the name of that batch."""
+"""Epoch of a producer id that is used for one batch only."""
 
 
 @dataclass(slots=True)
 class Batch(Generic[Token]):
-    """Messages of one queue that travel together.
+    """Messages of one queue that are sent together.
 
     Attributes:
-        token: What the shell attaches, to tell the senders of the outcome.
-        begin_ms: Monotonic time of its beginning; the delivery timeout counts from there.
-        encoded: The bytes once they are fixed: from the first try on.
-        failures: Tries that failed.
-        unsure: Whether one of them may have stored it.
+        token: Object that the caller attaches, to report the outcome to the senders.
+        begin_ms: Monotonic time of the start of the batch; the delivery timeout counts from it.
+        encoded: The bytes; fixed by the first attempt, empty before.
+        failures: Number of failed attempts.
+        unsure: Whether a failed attempt may have stored the batch.
     """
 
     token: Token
@@ -44,13 +44,13 @@ class Batch(Generic[Token]):
 
 
 class QueueSender(Generic[Token]):
-    """One queue's batches, in order, at most one of them in flight.
+    """The batches of one queue, in order, at most one of them in flight.
 
-    Because of that a repeated batch can never be overtaken, and sequences have no gaps.
+    With one batch in flight, no batch overtakes a repeated one, and sequence numbers have no gaps.
 
     Args:
-        producer_id: Of this producer on this queue; not 0. Not shared by queues, because a new
-            epoch on one queue ends the one before on all queues of the id.
+        producer_id: Producer id for this queue only, not 0. A new epoch on one queue would end the
+            previous epoch on all queues of the id.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class QueueSender(Generic[Token]):
         producer_id: int,
         bytes_max: int,
         count_max: int,
-        packing: RecordCompressor | None = None,
+        compressor: RecordCompressor | None = None,
     ) -> None:
         self.queue = queue
         self._producer_id, self._bytes_max, self._count_max = producer_id, bytes_max, count_max
-        self._packing = packing or RecordCompressor()
+        self._compressor = compressor or RecordCompressor()
         self._epoch = 0
         self._sequence = 0
         self._waiting: deque[Batch[Token]] = deque()
@@ -72,26 +72,26 @@ class QueueSender(Generic[Token]):
 
     @property
     def ready(self) -> bool:
-        """Whether a batch could be sent now."""
+        """Whether a batch can be sent now."""
         return bool(self._waiting) and self.in_flight is None and not self.backing_off
 
     @property
     def failures(self) -> int:
-        """Failed tries of the batch that is next."""
+        """Number of failed attempts of the next batch."""
         return self._waiting[0].failures if self._waiting else 0
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or travels."""
+        """Whether no batch waits or is in flight."""
         return self.last is None
 
     @property
     def last(self) -> Batch[Token] | None:
-        """The batch behind which nothing waits or travels; None if nothing does."""
+        """The last batch that waits or is in flight; None if there is none."""
         return self._waiting[-1] if self._waiting else self.in_flight
 
     def open_batch(self, record_bytes: int) -> Batch[Token] | None:
-        """The batch that takes another record of this size; None if a new one has to begin."""
+        """Return the batch with room for a record of this size; None if a new one is needed."""
         if not self._waiting:
             return None
         batch = self._waiting[-1]
@@ -102,13 +102,13 @@ class QueueSender(Generic[Token]):
         return None if full or batch.encoded else batch
 
     def begin_batch(self, token: Token, monotonic_ms: int) -> Batch[Token]:
-        """A new batch behind the others."""
-        batch = Batch(token, monotonic_ms, BatchBuilder(self._packing))
+        """Append a new batch, and return it."""
+        batch = Batch(token, monotonic_ms, BatchBuilder(self._compressor))
         self._waiting.append(batch)
         return batch
 
     def take(self, unix_ms: int) -> Batch[Token]:
-        """Put the first waiting batch in flight; its bytes are fixed from then on."""
+        """Put the first waiting batch in flight, and return it; its bytes are fixed."""
         assert self.ready
         batch = self.in_flight = self._waiting.popleft()
         if not batch.encoded:
@@ -122,52 +122,56 @@ class QueueSender(Generic[Token]):
         return batch
 
     def stored(self) -> Batch[Token]:
-        """The batch in flight is stored."""
-        batch = self._landed()
+        """Record that the batch in flight is stored, and return it."""
+        batch = self._take_in_flight()
         self._sequence = (self._sequence + batch.builder.count) % SEQUENCE_LIMIT
         return batch
 
-    def again(self, *, anew: bool = False) -> None:
-        """The batch in flight is to be sent once more, unchanged and before all others.
+    def retry(self, *, new_epoch: bool = False) -> None:
+        """Return the batch in flight to the front of the queue, to be sent again.
 
-        Nothing is ready until the caller has set `backing_off` to False.
+        No batch is ready until the caller sets `backing_off` to False.
 
         Args:
-            anew: In a new epoch: it is not stored, and a batch before it is lost.
+            new_epoch: Send it in a new epoch: it is not stored, and an earlier batch is lost.
         """
-        batch = self._landed()
-        if anew:
+        batch = self._take_in_flight()
+        if new_epoch:
             self._epoch, self._sequence = self._epoch + 1, 0
             batch.encoded, batch.unsure = b"", False
         batch.failures += 1
         self.backing_off = True
         self._waiting.appendleft(batch)
 
-    def refused(self) -> Batch[Token]:
-        """The batch in flight was refused for good; its sequence numbers go to the next.
+    def rejected(self) -> Batch[Token]:
+        """Record that the batch in flight was rejected for good, and return it.
 
-        Not if an earlier try may have stored it: the next batch would pass for a repetition.
+        The next batch reuses its sequence numbers, unless an earlier attempt may have stored the
+        batch: storage would then take the next one for a repetition.
         """
         batch = self.in_flight
-        return self.unknown() if batch is not None and batch.failures else self._landed()
+        return self.unknown() if batch is not None and batch.failures else self._take_in_flight()
 
     def unknown(self) -> Batch[Token]:
-        """Nobody will ever know whether the batch in flight is stored.
+        """Record that it is unknown whether the batch in flight is stored, and return it.
 
-        A new epoch begins, so that the next sequence neither leaves a gap nor looks repeated.
+        A new epoch begins, so that the next sequence number is neither a gap nor a repetition.
         """
         self._epoch += 1
         self._sequence = 0
-        return self._landed()
+        return self._take_in_flight()
 
     def expire(self, begin_ms_max: int) -> list[Batch[Token]]:
-        """Forget the batches that were begun so early and never sent; the dropped ones."""
+        """Remove and return batches started at or before `begin_ms_max` that were never sent."""
         return self.take_away(lambda one: one.begin_ms <= begin_ms_max and not one.encoded)
 
     def take_away(
         self, wanted: Callable[[Batch[Token]], bool], count_max: int = sys.maxsize
     ) -> list[Batch[Token]]:
-        """Give up those waiting batches of which `wanted` is true; no try may have stored one."""
+        """Remove and return the waiting batches for which `wanted` is true.
+
+        No attempt may have stored one of them.
+        """
         kept: deque[Batch[Token]] = deque()
         taken: list[Batch[Token]] = []
         for batch in self._waiting:
@@ -176,13 +180,13 @@ class QueueSender(Generic[Token]):
         return taken
 
     def drop(self) -> list[Batch[Token]]:
-        """Forget everything that waits or travels; the dropped batches."""
+        """Remove and return all batches, waiting or in flight."""
         dropped = [*([self.in_flight] if self.in_flight else []), *self._waiting]
         self.in_flight = None
         self._waiting.clear()
         return dropped
 
-    def _landed(self) -> Batch[Token]:
+    def _take_in_flight(self) -> Batch[Token]:
         batch = self.in_flight
         assert batch is not None
         self.in_flight = None
@@ -190,11 +194,11 @@ class QueueSender(Generic[Token]):
 
 
 def maybe_stored(error: BatonError) -> BatonError:
-    """What is told of a message that an earlier try may have stored, if the last one says no."""
+    """Return the error for a message that an earlier attempt may have stored."""
     if isinstance(error, Unreachable):
         return Unreachable(error.message, remedy=MAYBE_STORED, facts=error.facts)
     return Unreachable(
-        f"{error.message}; an earlier try may have stored the message",
-        remedy="Look whether it is stored before you send it again: baton message get.",
+        f"{error.message}; an earlier attempt may have stored the message",
+        remedy="Check whether it is stored before you send it again: baton message get.",
         facts=error.facts,
     )

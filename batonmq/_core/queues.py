@@ -1,4 +1,4 @@
-"""The names of a queue: in the cluster, as a group sees it, and of the client that owns it."""
+"""Keys of queues, and the incarnations of clients that own them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, order=True)
 class QueueRef:
-    """One queue of the cluster.
+    """Key of one queue of the cluster.
 
     Attributes:
-        broker: Name of the storage node that has it.
-        queue_id: Its index, from 0, among the queues of the topic on this broker.
+        broker: Storage replica set that keeps the queue.
+        queue_id: Index among the queues of the topic on this broker, from 0.
     """
 
     topic: str
@@ -24,7 +24,7 @@ class QueueRef:
 
 
 class GroupQueue(NamedTuple):
-    """One queue as one consumer group sees it: the key of progress and of locks."""
+    """Key of one queue within one consumer group: the key of progress and of locks."""
 
     group: str
     topic: str
@@ -36,7 +36,7 @@ class GroupQueue(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One process life of one client. Ownership belongs to an incarnation, never to a client id."""
+    """One run of one client process. An incarnation owns queues, a client id does not."""
 
     client_id: str
     incarnation_id: int

@@ -1,4 +1,4 @@
-"""Half-open runs of offsets: ascending, disjoint, not touching."""
+"""Half-open ranges of offsets: ascending, disjoint, and not adjacent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Range = tuple[int, int]
 
 
 def normalize(ranges: Iterable[Range]) -> list[Range]:
-    """The same offsets as ascending runs, joined where they touch or overlap."""
+    """Return the ranges in ascending order, joined if they overlap or are adjacent."""
     joined: list[Range] = []
     for first, end in sorted(ranges):
         if joined and first <= joined[-1][1]:
@@ -21,7 +21,7 @@ def normalize(ranges: Iterable[Range]) -> list[Range]:
 
 
 def subtract(ranges: Sequence[Range], minus: Sequence[Range]) -> list[Range]:
-    """Offsets of `ranges` that are not in `minus`; both normalized."""
+    """Return the offsets of `ranges` that are not in `minus`; both are normalized."""
     left: list[Range] = []
     for begin, end in ranges:
         first = begin
@@ -38,13 +38,13 @@ def subtract(ranges: Sequence[Range], minus: Sequence[Range]) -> list[Range]:
 
 
 def contains(ranges: Sequence[Range], offset: int) -> bool:
-    """Whether `offset` is in one of the normalized `ranges`."""
+    """Return whether `offset` is in one of the normalized `ranges`."""
     index = bisect_right(ranges, offset, key=lambda run: run[0]) - 1
     return index >= 0 and offset < ranges[index][1]
 
 
 def of_sorted(offsets: Iterable[int]) -> list[Range]:
-    """Ascending offsets as runs."""
+    """Return ascending offsets as ranges."""
     runs: list[Range] = []
     for offset in offsets:
         if runs and runs[-1][1] == offset:

@@ -1,7 +1,4 @@
-"""Where a reset puts a group on a queue: what an operator asks for, in the bounds of the queue.
-
-Knows one queue at a time, and of it only numbers that somebody else has looked up.
-"""
+"""Targets of a reset: the offset that an operator asks for, within the bounds of a queue."""
 
 from __future__ import annotations
 
@@ -10,31 +7,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ToOffset:
-    """The same offset on every queue."""
+    """Reset every queue to the same offset."""
 
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class ToTime:
-    """The first message stored at or after a time, by the clock of storage."""
+    """Reset to the first message stored at or after a time, by the clock of storage."""
 
     unix_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class ToEarliest:
-    """The first message that is still kept."""
+    """Reset to the first message that is still kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToLatest:
-    """After the last message."""
+    """Reset to the end of the queue, after the last message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShiftBy:
-    """So many messages on from the committed offset; negative for back."""
+    """Reset to the committed offset plus `count` messages; a negative count goes back."""
 
     count: int
 
@@ -44,11 +41,13 @@ ResetTarget = ToOffset | ToTime | ToEarliest | ToLatest | ShiftBy
 
 @dataclass(frozen=True, slots=True)
 class ResetBounds:
-    """A queue, and how far the group is on it.
+    """Offsets of a queue and of the group on it.
 
     Attributes:
-        committed_offset: None if the group has no progress here.
-        time_offset: For `ToTime`: what storage found for the time.
+        first_offset: First offset that is kept.
+        next_offset: Offset after the last message.
+        committed_offset: None if the group has no progress on the queue.
+        time_offset: The offset that storage found for the time of `ToTime`.
     """
 
     first_offset: int
@@ -59,39 +58,42 @@ class ResetBounds:
 
 @dataclass(frozen=True, slots=True)
 class ResetOffset:
-    """Where to put the group; `note` says where that is not what was asked for.
+    """Offset to which a queue is reset.
 
     Attributes:
-        offset: In [first_offset, next_offset]; None to leave the queue as it is.
+        offset: In [first_offset, next_offset]; None to leave the queue unchanged.
+        note: A sentence for the operator if the offset is not the requested one.
     """
 
     offset: int | None
     note: str = ""
 
 
-def resolve_target(target: ResetTarget, standing: ResetBounds) -> ResetOffset:
-    """Where `target` is on a queue."""
+def resolve_target(target: ResetTarget, bounds: ResetBounds) -> ResetOffset:
+    """Return the offset of `target` on a queue."""
     match target:
         case ToOffset(offset):
-            return _clamped(offset, standing)
+            return _clamped(offset, bounds)
         case ToTime():
-            assert standing.time_offset is not None
-            return _clamped(standing.time_offset, standing)
+            assert bounds.time_offset is not None
+            return _clamped(bounds.time_offset, bounds)
         case ToEarliest():
-            return ResetOffset(standing.first_offset)
+            return ResetOffset(bounds.first_offset)
         case ToLatest():
-            return ResetOffset(standing.next_offset)
+            return ResetOffset(bounds.next_offset)
         case ShiftBy(count):
-            if standing.committed_offset is None:
-                return ResetOffset(None, "the group has no progress to shift; left as it is")
-            return _clamped(standing.committed_offset + count, standing)
+            if bounds.committed_offset is None:
+                return ResetOffset(
+                    None, "the group has no progress to shift; the queue stays unchanged"
+                )
+            return _clamped(bounds.committed_offset + count, bounds)
 
 
-def _clamped(offset: int, standing: ResetBounds) -> ResetOffset:
-    if offset < standing.first_offset:
-        first = standing.first_offset
-        return ResetOffset(first, f"offset {offset} is not kept; {first} is the first that is")
-    if offset > standing.next_offset:
-        end = standing.next_offset
-        return ResetOffset(end, f"offset {offset} is past the end; {end} is the end")
+def _clamped(offset: int, bounds: ResetBounds) -> ResetOffset:
+    if offset < bounds.first_offset:
+        first = bounds.first_offset
+        return ResetOffset(first, f"offset {offset} is no longer kept; {first} is the first offset")
+    if offset > bounds.next_offset:
+        end = bounds.next_offset
+        return ResetOffset(end, f"offset {offset} is beyond the end; {end} is the end")
     return ResetOffset(offset)

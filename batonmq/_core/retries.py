@@ -1,7 +1,7 @@
-"""What becomes of a message that was not handled: again, sent back for later, or dead.
+"""Retries of messages whose handling failed: in place, through the retry topic, or dead letters.
 
-Attempts count how often a message was handed to a handler, over all rounds, from 1; retries are
-the attempts after the first.
+Attempts count the calls of a handler with a message, in all rounds, from 1. Retries are the
+attempts after the first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.records import KEYS_BYTES_MAX
 
 RETRY_DELAYS_MS = LEVELS_MS[2:]
-"""Wait so long before the first retry, the second, ...: 10 s to 2 h. Source: RocketMQ."""
+"""Delay before the first retry, the second, and so on: 10 s to 2 h. Source: RocketMQ."""
 _PREFIXES = "%RETRY%", "%DLQ%"
 RETRIES_MAX = len(RETRY_DELAYS_MS)
 ERROR_CHARACTERS_MAX = 1_000
@@ -34,11 +34,13 @@ Reason = Literal["asked", "failed", "timeout"]
 
 @dataclass(frozen=True, slots=True)
 class HandlingFailure:
-    """Why a message was not handled.
+    """Why the handling of a message failed.
 
     Attributes:
-        reason: `asked`: the handler returned so. `failed`: it raised. `timeout`: it took too long.
-        delay_ms: What the handler asked for; None leaves it to the policy.
+        reason: `asked`: the handler returned a retry. `failed`: it raised. `timeout`: it took too
+            long.
+        error: Message of the error, or the reason that the handler gave.
+        delay_ms: Delay that the handler asked for; None leaves the delay to the policy.
     """
 
     reason: Reason
@@ -48,7 +50,7 @@ class HandlingFailure:
 
 @dataclass(frozen=True, slots=True)
 class RetryInPlace:
-    """Keep the message and hand it to the handler again."""
+    """Keep the message and call the handler again after a delay."""
 
     delay_ms: int
 
@@ -67,7 +69,7 @@ class SendToDeadLetters:
 
 @dataclass(frozen=True, slots=True)
 class StopConsumer:
-    """Keep the message and end the consumer."""
+    """Keep the message and stop the consumer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +82,14 @@ FailureAction = RetryInPlace | SendBack | SendToDeadLetters | SkipMessage | Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How failures are met.
+    """Decides what follows a failure.
 
     Attributes:
-        sends_back: Whether retries go through the retry topic; else the message stays in hand.
-        retries_max: More retries there are not; None for no limit.
-        exhausted: What follows the last one.
-        first_ms: Wait so long before the first retry of a message in hand; doubles.
-        delay_ms_max: The longest such wait.
+        sends_back: Whether retries go through the retry topic; otherwise they are in place.
+        retries_max: Largest number of retries; None for no limit.
+        exhausted: What follows the failure of the last retry.
+        first_ms: Delay before the first retry in place, in milliseconds; doubles with each retry.
+        delay_ms_max: Largest delay before a retry in place, in milliseconds.
     """
 
     sends_back: bool
@@ -97,10 +99,10 @@ class RetryPolicy:
     delay_ms_max: int
 
     def decide(self, attempts: int, delay_ms: int | None) -> FailureAction:
-        """What to do after attempt number `attempts` has failed.
+        """Return what to do after attempt number `attempts` has failed.
 
         Args:
-            delay_ms: What the handler asked for, if it did.
+            delay_ms: Delay that the handler asked for, if any.
         """
         if self.retries_max is not None and attempts > self.retries_max:
             match self.exhausted:
@@ -111,15 +113,15 @@ class RetryPolicy:
                 case "stop":
                     return StopConsumer()
         if self.sends_back:
-            rung = RETRY_DELAYS_MS[min(attempts, len(RETRY_DELAYS_MS)) - 1]
-            return SendBack(rung if delay_ms is None else delay_ms)
+            by_attempt_ms = RETRY_DELAYS_MS[min(attempts, len(RETRY_DELAYS_MS)) - 1]
+            return SendBack(by_attempt_ms if delay_ms is None else delay_ms)
         pause_ms = min(self.first_ms << min(attempts - 1, 30), self.delay_ms_max)
         return RetryInPlace(pause_ms if delay_ms is None else delay_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a message was when it was handed out the first time."""
+    """Where a message was stored first: its queue, offset and id."""
 
     queue: QueueRef
     offset: int
@@ -127,17 +129,17 @@ class Origin:
 
 
 def retry_topic(group: str) -> str:
-    """Topic of the messages that wait to be handled by `group` again."""
+    """Return the topic of the messages that `group` is to handle again."""
     return f"{_PREFIXES[0]}{group}"
 
 
 def dead_letter_topic(group: str) -> str:
-    """Topic of the messages that `group` has given up."""
+    """Return the topic of the dead letters of `group`."""
     return f"{_PREFIXES[1]}{group}"
 
 
 def group_of(topic: str) -> str:
-    """The group whose retry or dead letter topic this is; empty if it is another topic."""
+    """Return the group of a retry or dead letter topic; empty for any other topic."""
     for prefix in _PREFIXES:
         if topic.startswith(prefix):
             return topic[len(prefix) :]
@@ -147,7 +149,7 @@ def group_of(topic: str) -> str:
 def properties_of(
     origin: Origin, attempts: int, failure: HandlingFailure, client_id: str
 ) -> Mapping[str, str]:
-    """What travels with a message that is sent back, beside what its producer attached."""
+    """Return the properties to add to a message that is sent back."""
     queue = origin.queue
     shown = failure.error[:ERROR_CHARACTERS_MAX]
     error = "".join(each if each.isprintable() else " " for each in shown)
@@ -162,9 +164,9 @@ def properties_of(
 
 
 def with_origin_key(keys: Sequence[str], origin: Origin) -> tuple[str, ...]:
-    """Keys of a message that is sent back: its own and, if there is room, the origin's id.
+    """Return the keys of a message that is sent back: its own and, if it fits, the origin's id.
 
-    By that key the copies of a message are found in the retry topic and among the dead letters.
+    The last key finds the copies of a message in the retry topic and among the dead letters.
     """
     own = without_origin_key(keys, origin)
     longer = (*own, origin.message_id)
@@ -179,7 +181,7 @@ def without_origin_key(keys: Sequence[str], origin: Origin) -> tuple[str, ...]:
 
 
 def origin_of(properties: Mapping[str, str]) -> tuple[Origin, int] | None:
-    """Inverse of `properties_of`: the origin, and the attempts so far; None without them."""
+    """Return the origin and the attempts in properties of `properties_of`; None if absent."""
     try:
         topic, broker, queue_id, offset = properties[ORIGIN].split("/")
         queue = QueueRef(topic, broker, int(queue_id))
@@ -189,10 +191,10 @@ def origin_of(properties: Mapping[str, str]) -> tuple[Origin, int] | None:
 
 
 def retry_producer_id(queue: QueueRef, topic_id: int, offset: int, reset_epoch: int) -> int:
-    """Producer id under which one stored message is sent back: every client comes to the same.
+    """Return the producer id with which a stored message is sent back; equal on all clients.
 
-    So storage, which knows a producer's batches again, keeps one copy of what several members of
-    the group send. A message that a reset has brought back is another one.
+    Storage drops the repeated batches of a producer id, so it keeps one copy of a message that
+    several members send back. After a reset the id is another one.
 
     Returns:
         63 bits, not 0.
@@ -201,12 +203,12 @@ def retry_producer_id(queue: QueueRef, topic_id: int, offset: int, reset_epoch: 
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >> 1 or 1
 
 
-def retry_queue(queues: Sequence[QueueRef], broker: str, once: int) -> QueueRef:
-    """The queue that takes a message of `broker` back: every client comes to the same.
+def retry_queue(queues: Sequence[QueueRef], broker: str, producer_id: int) -> QueueRef:
+    """Return the queue to which a message of `broker` is sent back; equal on all clients.
 
     Args:
-        queues: Of the retry or dead letter topic, ascending, at least one.
-        once: The message's `retry_producer_id`.
+        queues: Queues of the retry or dead letter topic, ascending, at least one.
+        producer_id: The message's `retry_producer_id`.
     """
-    beside = [queue for queue in queues if queue.broker == broker]
-    return beside[0] if beside else queues[once % len(queues)]
+    same_broker = [queue for queue in queues if queue.broker == broker]
+    return same_broker[0] if same_broker else queues[producer_id % len(queues)]

@@ -1,12 +1,11 @@
-"""Conditions on the properties of a message, as SQL92 has them: their text, and their test.
+"""Conditions on the properties of a message, as in SQL92: their text and their evaluation.
 
 `sql_parser` makes them of text. This file knows nothing of messages: a test is given a function
 from a property's name to its text, None if the message has no such property.
 
-Logic has three values: a comparison with a property that is missing, or whose text is no number
-where a number is needed, is unknown; a message passes if the whole is true. NOT is moved down to
-the comparisons when a test is made: under AND and OR alone unknown does what false does, so that
-tests give a plain bool.
+Logic has three values. A comparison is unknown if the property is missing, or if its text is not a
+number where a number is needed. A message is accepted if the whole condition is true. Tests return
+a bool: NOT is moved down to the comparisons, and below AND and OR alone unknown is equal to false.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Test = Callable[[Get], bool]
 Value = int | float | str | bool
 
 NUMBER_CHARACTERS_MAX = 64
-"""Longer text is no number: nobody has such numbers, and to read them takes long."""
+"""Longer text is not a number, because parsing it would take too long."""
 _NUMBER = re.compile(
     r"[+-]?(?:(\d+)|(?:\d+\.\d*|\.\d+)(?:e[+-]?\d+)?|\d+e[+-]?\d+)", re.ASCII | re.I
 )
@@ -40,33 +39,33 @@ _MATCH: Final[dict[str, Callable[[str, str], bool]]] = {
 
 
 def number(text: str) -> int | float | None:
-    """The number that `text` shows in decimal form; None if it shows none.
+    """Return the decimal number in `text`; None if the text is not a number.
 
-    Whole numbers are exact however large. White space, `_`, `inf` and `nan` are no part of a
-    number, nor is what is too large for a double.
+    Integers of any size are exact. White space, `_`, `inf`, `nan` and numbers too large for a
+    double are not accepted.
     """
     if len(text) > NUMBER_CHARACTERS_MAX:
         return None
     if text.isdecimal() and text.isascii():
         return int(text)
-    shown = _NUMBER.fullmatch(text)
-    if shown is None:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
         return None
-    if shown[1]:
+    if match[1]:
         return int(text)
     value = float(text)
     return value if isfinite(value) else None
 
 
 def truth(text: str) -> bool | None:
-    """What `true` or `false`, in any case, mean; None of other text."""
+    """Return the value of `true` or `false`, in any case; None for other text."""
     lower = text.lower()
     return lower == "true" if lower in ("true", "false") else None
 
 
 @dataclass(frozen=True, slots=True)
 class Property:
-    """The text of a property."""
+    """The value of a property as an operand."""
 
     name: str
 
@@ -75,23 +74,23 @@ Operand = Property | Value
 
 
 class Condition(Protocol):
-    """What is true, false or unknown of a message."""
+    """A condition that is true, false or unknown for a message."""
 
     def text(self) -> str:
-        """The condition as it is written, in one form of all."""
+        """Return the condition in canonical form."""
         ...
 
     def test(self, *, negated: bool) -> Test:
-        """Whether it is true; with `negated` whether it is false."""
+        """Return a function that evaluates the condition, or with `negated` its negation."""
         ...
 
     def names(self) -> Iterator[str]:
-        """The properties that it looks at, each as often as it does."""
+        """Yield the name of each property, once for each use."""
         ...
 
 
 def count_comparisons(condition: Condition) -> int:
-    """How many comparisons there are, however deep; TRUE and FALSE count too."""
+    """Return the number of comparisons at all depths; TRUE and FALSE count too."""
     left, count = [condition], 0
     while left:
         part = left.pop()
@@ -111,15 +110,15 @@ class Constant:
     value: bool
 
     def text(self) -> str:
-        """See Condition."""
+        """As in `Condition`."""
         return written(self.value)
 
     def test(self, *, negated: bool) -> Test:
-        """See Condition."""
+        """As in `Condition`."""
         return _constant(self.value != negated)
 
     def names(self) -> Iterator[str]:
-        """See Condition."""
+        """As in `Condition`."""
         return iter(())
 
 
@@ -127,8 +126,8 @@ class Constant:
 class Compare:
     """`left operator right`.
 
-    Numbers are compared if one side is a number or the operator asks which is greater, truths if
-    one side is TRUE or FALSE, else text.
+    Values are compared as booleans if one side is TRUE or FALSE, as numbers if one side is a number
+    or the operator is an order, and as text otherwise.
     """
 
     left: Operand
@@ -136,11 +135,11 @@ class Compare:
     right: Operand
 
     def text(self) -> str:
-        """See Condition."""
+        """As in `Condition`."""
         return f"{written(self.left)} {self.operator} {written(self.right)}"
 
     def test(self, *, negated: bool) -> Test:
-        """See Condition."""
+        """As in `Condition`."""
         operator = _OPPOSITE[self.operator] if negated else self.operator
         convert = self._convert()
         left, right = self.left, self.right
@@ -158,7 +157,7 @@ class Compare:
         return _constant(other is not None and compare(other, value))
 
     def names(self) -> Iterator[str]:
-        """See Condition."""
+        """As in `Condition`."""
         return _names(self.left, self.right)
 
     def _convert(self) -> Callable[[str], Value | None] | None:
@@ -172,18 +171,18 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """`value BETWEEN low AND high`, both included, as numbers."""
+    """`value BETWEEN low AND high`: numbers, bounds included."""
 
     value: Operand
     low: Operand
     high: Operand
 
     def text(self) -> str:
-        """See Condition."""
+        """As in `Condition`."""
         return self.worded("")
 
     def test(self, *, negated: bool) -> Test:
-        """See Condition."""
+        """As in `Condition`."""
         value, low, high = self.value, self.low, self.high
         if not isinstance(value, Property) or isinstance(low, Property | str | bool):
             return self._as_two().test(negated=negated)
@@ -199,7 +198,7 @@ class Between:
         return test
 
     def names(self) -> Iterator[str]:
-        """See Condition."""
+        """As in `Condition`."""
         return _names(self.value, self.low, self.high)
 
     def _as_two(self) -> Joined:
@@ -208,7 +207,7 @@ class Between:
         )
 
     def worded(self, inverse: str) -> str:
-        """The text, with `inverse` before its word."""
+        """Return the text with `inverse`, which is `NOT ` or empty, before the operator."""
         return (
             f"{written(self.value)} {inverse}BETWEEN {written(self.low)} AND {written(self.high)}"
         )
@@ -222,22 +221,22 @@ class In:
     texts: frozenset[str]
 
     def text(self) -> str:
-        """See Condition."""
+        """As in `Condition`."""
         return self.worded("")
 
     def test(self, *, negated: bool) -> Test:
-        """See Condition."""
+        """As in `Condition`."""
         name, texts = self.name, self.texts
         if not negated:
             return lambda get: get(name) in texts
         return lambda get: (text := get(name)) is not None and text not in texts
 
     def names(self) -> Iterator[str]:
-        """See Condition."""
+        """As in `Condition`."""
         yield self.name
 
     def worded(self, inverse: str) -> str:
-        """The text, with `inverse` before its word."""
+        """Return the text with `inverse`, which is `NOT ` or empty, before the operator."""
         return (
             f"{_quoted_name(self.name)} {inverse}IN ({', '.join(map(written, sorted(self.texts)))})"
         )
@@ -245,64 +244,64 @@ class In:
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """`name CONTAINS part`, and how else a text may have a part."""
+    """`name CONTAINS part`, and likewise STARTSWITH and ENDSWITH."""
 
     name: str
     operator: str
     part: str
 
     def text(self) -> str:
-        """See Condition."""
+        """As in `Condition`."""
         return self.worded("")
 
     def test(self, *, negated: bool) -> Test:
-        """See Condition."""
+        """As in `Condition`."""
         name, matches, part = self.name, _MATCH[self.operator], self.part
         return lambda get: (text := get(name)) is not None and matches(text, part) is not negated
 
     def names(self) -> Iterator[str]:
-        """See Condition."""
+        """As in `Condition`."""
         yield self.name
 
     def worded(self, inverse: str) -> str:
-        """The text, with `inverse` before its word."""
+        """Return the text with `inverse`, which is `NOT ` or empty, before the operator."""
         return f"{_quoted_name(self.name)} {inverse}{self.operator} {written(self.part)}"
 
 
 @dataclass(frozen=True, slots=True)
 class IsNull:
-    """`name IS NULL`; never unknown."""
+    """`name IS NULL`, which is never unknown."""
 
     name: str
 
     def text(self) -> str:
-        """See Condition."""
+        """As in `Condition`."""
         return self.worded("")
 
     def test(self, *, negated: bool) -> Test:
-        """See Condition."""
+        """As in `Condition`."""
         name = self.name
         if negated:
             return lambda get: get(name) is not None
         return lambda get: get(name) is None
 
     def names(self) -> Iterator[str]:
-        """See Condition."""
+        """As in `Condition`."""
         yield self.name
 
     def worded(self, inverse: str) -> str:
-        """The text, with `inverse` before its word."""
+        """Return the text with `inverse`, which is `NOT ` or empty, before the operator."""
         return f"{_quoted_name(self.name)} IS {inverse}NULL"
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """`NOT part`; written within a part that has a place for it, as `a NOT IN (...)`."""
+    """`NOT part`; written inside of the part where the syntax allows it, as in `a NOT IN (...)`."""
 
     part: Condition
 
     def text(self) -> str:
-        """See Condition."""
+        """As in `Condition`."""
         part = self.part
         if isinstance(part, Between | In | Matches | IsNull):
             return part.worded("NOT ")
@@ -310,31 +309,31 @@ class Not:
         return f"NOT ({text})" if isinstance(part, Joined | Compare) else f"NOT {text}"
 
     def test(self, *, negated: bool) -> Test:
-        """See Condition."""
+        """As in `Condition`."""
         return self.part.test(negated=not negated)
 
     def names(self) -> Iterator[str]:
-        """See Condition."""
+        """As in `Condition`."""
         return self.part.names()
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Two or more parts with AND, or OR, between them; none of them is joined in the same way."""
+    """Two or more parts joined by AND or by OR; no part is joined by the same word."""
 
     word: str
     parts: tuple[Condition, ...]
 
     @classmethod
     def of(cls, word: str, parts: Sequence[Condition]) -> Joined:
-        """As one, whatever stands in parentheses."""
+        """Return the joined parts; parts that are joined by the same word are flattened."""
         flat: list[Condition] = []
         for part in parts:
             flat += part.parts if isinstance(part, Joined) and part.word == word else (part,)
         return cls(word, tuple(flat))
 
     def text(self) -> str:
-        """See Condition."""
+        """As in `Condition`."""
         texts = []
         for part in self.parts:
             text = part.text()
@@ -342,18 +341,18 @@ class Joined:
         return f" {self.word} ".join(texts)
 
     def test(self, *, negated: bool) -> Test:
-        """See Condition."""
+        """As in `Condition`."""
         tests = tuple(part.test(negated=negated) for part in self.parts)
         return _all(tests) if (self.word == "AND") is not negated else _any(tests)
 
     def names(self) -> Iterator[str]:
-        """See Condition."""
+        """As in `Condition`."""
         for part in self.parts:
             yield from part.names()
 
 
 def written(operand: Operand) -> str:
-    """An operand as it stands in a condition."""
+    """Return an operand as it is written in a condition."""
     if isinstance(operand, Property):
         return _quoted_name(operand.name)
     if isinstance(operand, bool):
@@ -373,7 +372,7 @@ def _with_value(
     compare: Callable[[Any, Any], bool],
     value: Value,
 ) -> Test:
-    """A test of a property against a value; the usual case, and so the fast one."""
+    """Return a test of a property against a value: the frequent case, kept fast."""
     if convert is None:
         return lambda get: (text := get(name)) is not None and compare(text, value)
 

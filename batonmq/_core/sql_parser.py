@@ -1,7 +1,7 @@
-"""The grammar of conditions, and what is said of text that does not follow it.
+"""The grammar of conditions, and the errors for text that does not follow it.
 
 Source: RocketMQ SelectorParser.jj. Deviations: NOT binds weaker than a comparison, as in SQL92;
-names may stand in double quotes; there are no comments, and no property stands alone.
+names may be in double quotes; there are no comments; a property alone is not a condition.
 docs/reference/filters.md has all of them.
 """
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from lark.exceptions import UnexpectedInput
 
 CONDITIONS_MAX = 64
-"""Comparisons in one expression. Each is paid for with every message that is looked at."""
+"""Limit of comparisons in an expression: each costs time for every message that is tested."""
 SHOWN_MAX = 140
 _WHOLE_LIMIT: Final = 10**NUMBER_CHARACTERS_MAX
-"""Smaller whole numbers are written as such, be they `5`, `5.0` or `5e0` in the condition."""
+"""Smaller integers are written without a fraction, also if the condition has `5.0` or `5e0`."""
 HELP: Final = "Correct it; docs/reference/filters.md has the grammar."
 _GRAMMAR: Final = r"""
     ?start: either
@@ -99,11 +99,15 @@ _HINTS: Final = {
     "'": "End the text with a single quote; one within it is written twice. It is one line.",
     "alone": "A property stands in a comparison, as in a = TRUE.",
 }
-"""What to do about a token or a character that stands where it can't, or is missing."""
+"""Remedies for a token or a character that is unexpected or missing."""
 
 
-class _Senseless(Exception):
-    """What is wrong, what to do about it, and where; without `at` in the whole, or at its end."""
+class _InvalidCondition(Exception):
+    """An error in a condition.
+
+    Args:
+        at: Position of the error; None if it concerns the whole condition, or its end.
+    """
 
     def __init__(
         self, problem: str, remedy: str, at: Token | UnexpectedInput | None = None
@@ -114,7 +118,7 @@ class _Senseless(Exception):
 
 
 class _Builder:
-    """Makes conditions, from the inside out. Method names are those of the grammar."""
+    """Builds conditions from the inside out. Method names are those of the grammar's rules."""
 
     def either(self, parts: list[Condition]) -> Condition:
         return Joined.of("OR", parts)
@@ -132,8 +136,8 @@ class _Builder:
             _check_numeric(operator, (left, right), operator)
         kinds = {type(left), type(right)}
         if bool in kinds and kinds & {int, float, str}:
-            raise _Senseless(
-                f"{operator} stands between TRUE or FALSE and another value",
+            raise _InvalidCondition(
+                f"{operator} compares TRUE or FALSE with another value",
                 "Compare TRUE and FALSE with a property.",
                 operator,
             )
@@ -143,7 +147,7 @@ class _Builder:
         value, low, high = parts
         _check_numeric("BETWEEN", parts)
         if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
-            raise _Senseless(
+            raise _InvalidCondition(
                 f"there is no number BETWEEN {low} AND {high}", "Write the smaller number first."
             )
         return Between(value, low, high)
@@ -191,7 +195,7 @@ class _Builder:
     def number(self, parts: list[Token]) -> int | float:
         found = number("".join(parts).rstrip("lL"))
         if found is None:
-            raise _Senseless(
+            raise _InvalidCondition(
                 "the number is too long or too large",
                 "Numbers have at most 64 characters, and are at most 1.7e308.",
                 parts[-1],
@@ -201,17 +205,17 @@ class _Builder:
 
 
 def parse_condition(expression: str, begin: int) -> Condition:
-    """The condition that `expression` is from character `begin` on.
+    """Return the condition in `expression` from character `begin` on.
 
     Raises:
-        BadExpression: it is none. The sentence says where, and what was expected there.
+        BadExpression: The condition can't be parsed; the message says where, and what is expected.
     """
     from lark.exceptions import UnexpectedInput  # noqa: PLC0415  as in _parser
 
     try:
         condition: Any = _parser().parse(" " * begin + expression[begin:])
         _check_size(condition)
-    except _Senseless as error:
+    except _InvalidCondition as error:
         raise _refusal(expression, error) from error
     except UnexpectedInput as error:
         raise _refusal(expression, _unexpected(error)) from error
@@ -219,13 +223,13 @@ def parse_condition(expression: str, begin: int) -> Condition:
 
 
 def prepare() -> None:
-    """Spend now what the first condition takes else, 0.1 s: before a server serves."""
+    """Build the parser now, which takes 0.1 s, and not for the first condition."""
     _parser()
 
 
 @cache
 def _parser() -> Lark:
-    from lark import Lark  # noqa: PLC0415  few programs need it, so few shall wait for it
+    from lark import Lark  # noqa: PLC0415  slow to import, and few programs need it
 
     return Lark(
         _GRAMMAR, parser="lalr", lexer="basic", transformer=_Builder(), g_regex_flags=re.ASCII
@@ -235,8 +239,8 @@ def _parser() -> Lark:
 def _check_numeric(word: str, operands: Sequence[Operand], at: Token | None = None) -> None:
     for operand in operands:
         if isinstance(operand, str | bool):
-            raise _Senseless(
-                f"{word} compares numbers; {written(operand)} is none",
+            raise _InvalidCondition(
+                f"{word} compares numbers; {written(operand)} is not a number",
                 "Write numbers without quotes. Text is compared with =, <>, IN and CONTAINS.",
                 at,
             )
@@ -245,29 +249,31 @@ def _check_numeric(word: str, operands: Sequence[Operand], at: Token | None = No
 def _check_size(condition: Condition) -> None:
     count = count_comparisons(condition)
     if count > CONDITIONS_MAX:
-        raise _Senseless(
+        raise _InvalidCondition(
             f"{count} comparisons are too many",
             f"Use at most {CONDITIONS_MAX}; a list of values after IN counts as one.",
         )
 
 
-def _unexpected(error: UnexpectedInput) -> _Senseless:
-    """What to say of text that does not follow the grammar."""
+def _unexpected(error: UnexpectedInput) -> _InvalidCondition:
+    """Return the error for text that does not follow the grammar."""
     from lark.exceptions import UnexpectedToken  # noqa: PLC0415  as in _parser
 
     if not isinstance(error, UnexpectedToken):
         char = getattr(error, "char", "")
-        return _Senseless(f"{char!r} is not understood", _HINTS.get(char, ""), error)
+        return _InvalidCondition(
+            f"{char!r} is not part of the grammar", _HINTS.get(char, ""), error
+        )
     names = sorted(error.accepts or error.expected)
     *others, last = dict.fromkeys(_CALLED.get(name, name) for name in names)
     expected = f"{', '.join(others)} or {last}" if others else last
     token = error.token
     found, at = (repr(token[:SHOWN_MAX]), token) if token else ("the end", None)
     hint = _HINTS.get("alone" if "COMPARISON" in names else token.type, "")
-    return _Senseless(f"{found} where {expected} is expected", hint, at)
+    return _InvalidCondition(f"{found} where {expected} is expected", hint, at)
 
 
-def _refusal(expression: str, error: _Senseless) -> BadExpression:
+def _refusal(expression: str, error: _InvalidCondition) -> BadExpression:
     where = f"line {error.line}, " if error.line > 1 else ""
     where += f"column {error.column}: " if error.column else ""
     return BadExpression(

@@ -1,11 +1,11 @@
-"""Subscription expressions: which messages of a topic a consumer group wants.
+"""Subscription expressions: filters for the messages of a topic.
 
-An expression is `*` or empty for everything, tags separated by `||`, or `sql:`, white space and a
-condition on properties. Servers compare the hashes of tags, which may collide; the client compares
-the tags. Conditions mean the same on both sides.
+An expression is `*` or empty for all messages, or tags separated by `||`, or `sql:`, white space
+and a condition on properties. Servers compare the hashes of tags, which may collide; the client
+compares the tags. Servers and clients evaluate conditions in the same way.
 
-Source: RocketMQ FilterAPI.buildSubscriptionData. Deviation: what RocketMQ silently drops (empty
-parts, `*` among tags) is refused.
+Source: RocketMQ FilterAPI.buildSubscriptionData. Deviation: empty parts and `*` among tags, which
+RocketMQ ignores, are errors.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ ALL: Final = "*"
 SQL: Final = "sql:"
 TAGS: Final = "TAGS"
 KEYS: Final = "KEYS"
-"""What conditions call the tag and the keys; a property of that name is out of their reach."""
+"""Names of the tag and the keys in conditions; properties of these names can't be tested."""
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class TagFilter:
-    """Wants messages by their tags; equal filters are equal objects.
+    """Accepts messages by their tags; filters with equal tags are equal.
 
     Attributes:
-        tags: The wanted tags; None for everything.
+        tags: The accepted tags; None for all messages.
     """
 
     tags: frozenset[str] | None
 
     @classmethod
     def parse(cls, expression: str) -> TagFilter:
-        """The filter that `expression` means.
+        """Return the filter of `expression`.
 
         Raises:
-            LimitExceeded: it is longer than 2,048 characters.
-            BadExpression: a part is empty, no tag, or a `*` among tags.
+            LimitExceeded: The expression is longer than 2,048 characters.
+            BadExpression: A part is empty, not a valid tag, or `*` among tags.
         """
         _check_length(expression)
         parts = [part.strip() for part in expression.split("||")]
         if parts in ([""], [ALL]):
             return cls(None)
         for part in parts:
-            problem = "a part is empty" if not part else "* stands among tags"
+            problem = "a part is empty" if not part else "* is combined with tags"
             if part not in ("", ALL):
                 problem = check_tag(part)
             if problem:
@@ -64,30 +64,30 @@ class TagFilter:
         return cls(frozenset(parts))
 
     def canonical(self) -> str:
-        """The same for all expressions that mean the same: sorted tags, `*` for everything."""
+        """Return the canonical expression: sorted tags, or `*` for all messages."""
         return ALL if self.tags is None else "||".join(sorted(self.tags))
 
     def accepts(
         self, tag: str, keys: Sequence[str] = (), properties: Mapping[str, str] = _NONE
     ) -> bool:
-        """Whether a message with `tag` (empty: without a tag) is wanted."""
+        """Return whether a message with `tag` is accepted; an empty tag means no tag."""
         return self.tags is None or tag in self.tags
 
     @property
     def hashes(self) -> frozenset[int] | None:
-        """Tag hashes, signed 32 bit, of the wanted tags; None for everything."""
+        """Hashes of the accepted tags, signed 32 bit; None for all messages."""
         return None if self.tags is None else frozenset(map(tag_hash, self.tags))
 
 
 @dataclass(frozen=True, slots=True)
 class SqlFilter:
-    """Wants messages by a condition on their properties; equal filters are equal objects.
+    """Accepts messages by a condition on their properties; filters with equal texts are equal.
 
     Attributes:
         text: The expression in canonical form.
-        names: The properties that the condition looks at.
-        cost: Of one test: how many comparisons it has, or properties these look at.
-        test: Whether the condition is true, given a function from name to text, None for none.
+        names: Names of the properties in the condition.
+        cost: Cost of one test: the larger of the numbers of comparisons and of properties.
+        test: Evaluates the condition with a function that returns the value of a property, or None.
     """
 
     text: str
@@ -97,11 +97,11 @@ class SqlFilter:
 
     @classmethod
     def parse(cls, expression: str) -> SqlFilter:
-        """The filter that `expression`, which begins with `sql:`, means.
+        """Return the filter of `expression`, which begins with `sql:`.
 
         Raises:
-            LimitExceeded: it is longer than 2,048 characters, or becomes so in canonical form.
-            BadExpression: what follows is no condition, or has too many comparisons.
+            LimitExceeded: The expression, or its canonical form, is longer than 2,048 characters.
+            BadExpression: The condition can't be parsed, or has too many comparisons.
         """
         _check_length(expression)
         text = expression.lstrip()
@@ -113,13 +113,13 @@ class SqlFilter:
         return cls(canonical, frozenset(names), cost, condition.test(negated=False))
 
     def canonical(self) -> str:
-        """The same for all expressions that differ in nothing but how they are written."""
+        """Return the canonical expression, equal for all ways to write the condition."""
         return self.text
 
     def accepts(
         self, tag: str, keys: Sequence[str] = (), properties: Mapping[str, str] = _NONE
     ) -> bool:
-        """Whether the condition is true of a message; an empty tag is none."""
+        """Return whether the condition is true of a message; an empty tag means no tag."""
         if TAGS in self.names or KEYS in self.names:
             named = {**properties, TAGS: tag or None, KEYS: " ".join(keys) or None}
             return self.test(named.get)
@@ -127,7 +127,7 @@ class SqlFilter:
 
     @property
     def hashes(self) -> None:
-        """No tag is out of the question."""
+        """None: a message with any tag may be accepted."""
         return
 
 
@@ -136,20 +136,20 @@ Filter = TagFilter | SqlFilter
 
 @lru_cache(maxsize=1_024)
 def parse_filter(expression: str) -> Filter:
-    """The filter that any expression means.
+    """Return the filter of an expression of any kind.
 
     Raises:
-        LimitExceeded: it is longer than 2,048 characters.
-        BadExpression: it means nothing.
+        LimitExceeded: The expression is longer than 2,048 characters.
+        BadExpression: The expression can't be parsed.
     """
     head, rest = (text := expression.lstrip())[: len(SQL)].lower(), text[len(SQL) :]
     if head != SQL or not rest:
         return TagFilter.parse(expression)
     if rest[0].isspace():
         return SqlFilter.parse(expression)
-    if any(mark in rest for mark in "=<>'("):  # a tag may look like that, but nobody means it
+    if any(mark in rest for mark in "=<>'("):  # valid as a tag, but more likely a condition
         raise BadExpression(
-            f"expression {expression[:140]!r}: no white space after {SQL}",
+            f"expression {expression[:140]!r}: white space is missing after {SQL}",
             remedy=f"Write {SQL}, a space, and the condition.",
             facts={"expression": expression[:140]},
         )

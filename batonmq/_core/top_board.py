@@ -1,7 +1,7 @@
-"""What `baton top` shows: made of the events of all nodes, as they come. Pure: time comes in.
+"""State of the screen of `baton top`, computed from the events of all nodes.
 
-Rates are those of the last seconds. Lags, owners and members are what was asked for at the start,
-and what events have said since.
+Rates are those of the last seconds. Lags, owners and members are those queried at the start,
+updated by events. This module has no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from batonmq._core.queues import QueueRef
 WINDOW_MS = 5_000
 RECENT_MAX = 50
 CHURN_MS = 60_000
-"""Hand-overs, denials and conflicts are counted over so long."""
+"""Window over which hand-overs, denials, conflicts and redeliveries are counted."""
 
 
 class RecentEvent(NamedTuple):
-    """Something that a person wants to have seen."""
+    """An event to show in the list of recent events."""
 
     unix_ms: int
     group: str
@@ -29,10 +29,10 @@ class RecentEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupQueueStatus:
-    """A queue of a group, as asked for: -1 for what is not known."""
+    """A queue of a group, as queried at the start; -1 for unknown offsets."""
 
     group: str
-    place: QueueRef
+    queue: QueueRef
     committed_offset: int = -1
     next_offset: int = -1
     owner: str = ""
@@ -50,7 +50,7 @@ class TopicRow:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """One group; counts are those of the last minute. A lag that is not known is -1."""
+    """One group; counts are those of the last minute. An unknown lag is -1."""
 
     group: str
     members: int
@@ -64,7 +64,7 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class OwnerRow:
-    """What one client owns of a group."""
+    """The queues of a group that one client owns."""
 
     group: str
     client_id: str
@@ -74,10 +74,10 @@ class OwnerRow:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What there is to show.
+    """Values to show.
 
     Attributes:
-        sources: Processes that were heard of, and how many events each has dropped for us.
+        sources: Processes that have sent events, and how many events each has dropped.
         recent: Newest first.
     """
 
@@ -117,10 +117,10 @@ class _Group:
 
 
 class Board:
-    """Takes events, gives snapshots.
+    """Collects events and returns snapshots.
 
     Args:
-        begin_ms: Monotonic; rates of the first seconds are over less than the window.
+        begin_ms: Monotonic start time; the first rates cover less than the window.
     """
 
     def __init__(self, begin_ms: int) -> None:
@@ -135,49 +135,49 @@ class Board:
         self._recent: deque[RecentEvent] = deque(maxlen=RECENT_MAX)
         self._sources: dict[str, int] = {}
 
-    def begin(self, standings: Iterable[GroupQueueStatus], members: dict[str, int]) -> None:
-        """Where queues stood, and how many members groups had, when events began to come."""
+    def begin(self, statuses: Iterable[GroupQueueStatus], members: dict[str, int]) -> None:
+        """Set the state of queues and groups that was queried at the start."""
         for name, count in members.items():
             self._groups[name].members = count
-        for one in standings:
+        for one in statuses:
             group = self._groups[one.group]
             if one.committed_offset >= 0:
-                group.committed.setdefault(one.place, one.committed_offset)
+                group.committed.setdefault(one.queue, one.committed_offset)
             if one.next_offset >= 0:
-                self._ends[one.place] = max(one.next_offset, self._ends.get(one.place, 0))
+                self._ends[one.queue] = max(one.next_offset, self._ends.get(one.queue, 0))
             if one.owner:
-                group.owners.setdefault(one.place, one.owner)
+                group.owners.setdefault(one.queue, one.owner)
 
-    def heard(self, source: str, dropped_count: int) -> None:
-        """A process has told something, and what it had no room for."""
+    def note_source(self, source: str, dropped_count: int) -> None:
+        """Record that a process has sent events, and how many it has dropped."""
         self._sources[source] = dropped_count
 
     def take(self, event: Any, now_ms: int) -> None:
-        """One `MetricEvent`; kinds that nothing is shown of pass by."""
+        """Process one `MetricEvent`; kinds that are not shown are ignored."""
         kind = event.WhichOneof("kind")
-        queue = event.queue.queue
-        place = QueueRef(queue.topic, queue.broker, queue.queue_id)
-        told: Any = getattr(event, kind) if kind else None
+        ref = event.queue.queue
+        queue = QueueRef(ref.topic, ref.broker, ref.queue_id)
+        details: Any = getattr(event, kind) if kind else None
         if kind == "appended":
-            self._rates["in"].add(place.topic, told.message_count, now_ms)
-            self._rates["bytes"].add(place.topic, told.byte_count, now_ms)
-            self._ends[place] = max(told.next_offset, self._ends.get(place, 0))
+            self._rates["in"].add(queue.topic, details.message_count, now_ms)
+            self._rates["bytes"].add(queue.topic, details.byte_count, now_ms)
+            self._ends[queue] = max(details.next_offset, self._ends.get(queue, 0))
         elif kind == "delivered":
-            self._rates["out"].add(place.topic, told.message_count, now_ms)
-            self._rates["group out"].add(event.queue.group, told.message_count, now_ms)
-            self._counts["redelivered"].add(event.queue.group, told.redelivered_count, now_ms)
+            self._rates["out"].add(queue.topic, details.message_count, now_ms)
+            self._rates["group out"].add(event.queue.group, details.message_count, now_ms)
+            self._counts["redelivered"].add(event.queue.group, details.redelivered_count, now_ms)
         elif kind in _OF_QUEUES:
-            self._take_of_queue(kind, self._groups[event.queue.group], place, told)
+            self._take_queue_event(kind, self._groups[event.queue.group], queue, details)
         if event.queue.group and kind:
-            self._note(event, kind, told, place, now_ms)
+            self._note(event, kind, details, queue, now_ms)
 
     def snapshot(self, now_ms: int) -> Snapshot:
-        """What is known now."""
+        """Return the current values."""
         for window in (*self._rates.values(), *self._counts.values()):
             window.forget(now_ms)
         seconds = max(1.0, min(now_ms - self._begin_ms, WINDOW_MS) / 1000)
         rates = {name: window.sums for name, window in self._rates.items()}
-        topics = {*rates["in"], *rates["out"], *(place.topic for place in self._ends)}
+        topics = {*rates["in"], *rates["out"], *(queue.topic for queue in self._ends)}
         return Snapshot(
             topics=tuple(
                 TopicRow(
@@ -194,36 +194,36 @@ class Board:
             sources=dict(sorted(self._sources.items())),
         )
 
-    def _take_of_queue(self, kind: str, group: _Group, place: QueueRef, told: Any) -> None:
+    def _take_queue_event(self, kind: str, group: _Group, queue: QueueRef, details: Any) -> None:
         if kind in ("committed", "queue_lag"):
-            group.committed[place] = told.committed_offset
+            group.committed[queue] = details.committed_offset
         elif kind == "progress_reset":
-            group.committed[place] = told.to_offset
+            group.committed[queue] = details.to_offset
         if kind == "queue_lag":
-            self._ends[place] = max(told.next_offset, self._ends.get(place, 0))
-        if kind in ("lock_granted", "queue_lag") and told.client_id:
-            group.owners[place] = told.client_id
+            self._ends[queue] = max(details.next_offset, self._ends.get(queue, 0))
+        if kind in ("lock_granted", "queue_lag") and details.client_id:
+            group.owners[queue] = details.client_id
         elif kind in ("lock_released", "lock_forced"):
-            group.owners.pop(place, None)
+            group.owners.pop(queue, None)
 
-    def _note(self, event: Any, kind: str, told: Any, place: QueueRef, now_ms: int) -> None:
+    def _note(self, event: Any, kind: str, details: Any, queue: QueueRef, now_ms: int) -> None:
         name = event.queue.group
         if kind == "group_changed":
-            self._groups[name].members = told.member_count
+            self._groups[name].members = details.member_count
         elif kind == "lock_denied":
-            self._counts["denials"].add(name, told.count or 1, now_ms)
+            self._counts["denials"].add(name, details.count or 1, now_ms)
         elif kind in _TEXTS:
             counted = {"handed_over": "hand-overs", "subscription_refused": "conflicts"}.get(kind)
             if counted:
                 self._counts[counted].add(name, 1, now_ms)
-            text = _TEXTS[kind].format(told=told, place=place)
+            text = _TEXTS[kind].format(e=details, queue=queue)
             self._recent.append(RecentEvent(event.unix_ms, name, text))
 
-    def _lag(self, group: _Group, places: Iterable[QueueRef]) -> int:
+    def _lag(self, group: _Group, queues: Iterable[QueueRef]) -> int:
         known = [
-            max(0, self._ends[place] - group.committed[place])
-            for place in places
-            if place in self._ends and place in group.committed
+            max(0, self._ends[queue] - group.committed[queue])
+            for queue in queues
+            if queue in self._ends and queue in group.committed
         ]
         return sum(known) if known else -1
 
@@ -244,11 +244,11 @@ class Board:
     def _owner_rows(self, name: str) -> list[OwnerRow]:
         group = self._groups[name]
         owned: defaultdict[str, list[QueueRef]] = defaultdict(list)
-        for place, owner in group.owners.items():
-            owned[owner].append(place)
+        for queue, owner in group.owners.items():
+            owned[owner].append(queue)
         return [
-            OwnerRow(name, owner, len(places), self._lag(group, places))
-            for owner, places in sorted(owned.items())
+            OwnerRow(name, owner, len(queues), self._lag(group, queues))
+            for owner, queues in sorted(owned.items())
         ]
 
 
@@ -256,13 +256,13 @@ _OF_QUEUES = frozenset(
     {"committed", "queue_lag", "progress_reset", "lock_granted", "lock_released", "lock_forced"}
 )
 _TEXTS = {
-    "handed_over": "{place} passed from {told.previous_client_id} to {told.client_id}: waited "
-    "{told.contend_ms} + {told.drain_ms} ms, fence {told.fence_ms} ms",
-    "subscription_refused": "{told.client_id} was refused for its subscription",
-    "subscription_changed": "subscription changed by {told.client_id}",
-    "member_expired": "{told.client_id} was silent for {told.silent_ms} ms and is no member now",
-    "lock_forced": "{place} was taken from {told.previous_client_id} by {told.by}",
-    "progress_reset": "{place} was moved from {told.from_offset} to {told.to_offset} by {told.by}",
-    "fenced": "{place}: {told.call} of {told.client_id} refused, token {told.token} is over",
-    "stuck_changed": "{place}: {told.reason}",
+    "handed_over": "{queue} passed from {e.previous_client_id} to {e.client_id}: waited "
+    "{e.contend_ms} + {e.drain_ms} ms, fence {e.fence_ms} ms",
+    "subscription_refused": "{e.client_id} was rejected for its subscription",
+    "subscription_changed": "subscription changed by {e.client_id}",
+    "member_expired": "{e.client_id} sent no heartbeat for {e.silent_ms} ms and left the group",
+    "lock_forced": "{queue} was taken from {e.previous_client_id} by {e.by}",
+    "progress_reset": "{queue} was reset from {e.from_offset} to {e.to_offset} by {e.by}",
+    "fenced": "{queue}: {e.call} of {e.client_id} rejected, token {e.token} is fenced",
+    "stuck_changed": "{queue}: {e.reason}",
 }

@@ -128,7 +128,7 @@ class BrokerLoop:
             try:
                 bytes_count += len(sender.take(unix_ms).encoded)
             except BatonError as error:
-                self._landing.settle(sender.refused(), error)
+                self._landing.settle(sender.rejected(), error)
                 self.wake(sender)
             else:
                 taken.append(sender)
@@ -197,13 +197,13 @@ class BrokerLoop:
             self._landing.avoid(self._broker)
         if retry and batch.begin_ms > late_ms:
             log.debug("append is repeated queue=%s error=%s", sender.queue, error)
-            sender.again(anew=lost)
+            sender.retry(new_epoch=lost)
             self._landing.relieve(sender)
         elif retry or isinstance(error, DuplicateSequence | Internal):
             late = maybe_stored(error) if doubt and retry else _too_late(error, batch.unsure)
             self._landing.settle(sender.unknown(), late)
         else:
-            self._landing.settle(sender.refused(), maybe_stored(error) if doubt else error)
+            self._landing.settle(sender.rejected(), maybe_stored(error) if doubt else error)
         for never_sent in sender.expire(late_ms):
             self._landing.settle(never_sent, _too_late(error, never_sent.unsure))
 

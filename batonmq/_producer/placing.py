@@ -157,7 +157,7 @@ class Placing:
     def move(self, sender: QueueSender[Outcome], error: BatonError) -> None:
         """Give what waits for a queue that takes no messages to others of the topic."""
         known = self.topics.get(sender.queue.topic)
-        for batch in (sender.refused(), *sender.drop()):
+        for batch in (sender.rejected(), *sender.drop()):
             if known is None or (batch.unsure and not isinstance(error, NotWritable)):
                 self.settle(batch, maybe_stored(error) if batch.unsure else error)
             else:

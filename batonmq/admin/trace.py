@@ -15,10 +15,10 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._consumer.moved_group import raise_if_moved
 from batonmq._core.dead_letters import FORMER_ATTEMPTS, REDRIVE_ID, REDRIVEN_BY, REDRIVEN_FROM
 from batonmq._core.message_trace import (
+    CurrentProgress,
     Hold,
     MessageState,
     MessageTrace,
-    QueueProgressNow,
     trace_message,
 )
 from batonmq._core.queues import QueueRef
@@ -91,7 +91,7 @@ class GroupTrace:
         passes: Whether the message passes that; None without one.
         recorded: Whether deliveries of the group are recorded: its queues are owned.
         copies: In order of time.
-        state: acked: handled, as far as anybody can know; in_hand, maybe_in_hand, waiting: see
+        state: acked: handled, as far as anybody can know; in_flight, maybe_in_flight, waiting: see
             `MessageState`; retry_or_done: acknowledged, and either handled or waiting for its next
             attempt, which nobody sees before its time; dead; filtered; not_subscribed; local: its
             members keep their own progress; unknown.
@@ -253,7 +253,7 @@ class Tracer:
 
     async def _standings(
         self, groups: Iterable[Group], queues: Sequence[QueueRef]
-    ) -> dict[tuple[str, QueueRef], QueueProgressNow]:
+    ) -> dict[tuple[str, QueueRef], CurrentProgress]:
         """Where groups are on queues, of those that have progress there."""
         found = {}
         for group in groups:
@@ -266,7 +266,7 @@ class Tracer:
 
     async def _standing_of(
         self, group: Group, queues: Sequence[QueueRef]
-    ) -> dict[QueueRef, QueueProgressNow]:
+    ) -> dict[QueueRef, CurrentProgress]:
         request = pb.QueryRequest(queues=[_key(group.name, queue) for queue in queues])
 
         async def ask(limit_s: float) -> pb.QueryResponse:
@@ -282,7 +282,7 @@ class Tracer:
             if outcome.HasField("progress")
         }
 
-    async def _with_stay(self, copy: Copy, group: Group, standing: QueueProgressNow | None) -> Copy:
+    async def _with_stay(self, copy: Copy, group: Group, standing: CurrentProgress | None) -> Copy:
         if standing is None:
             return copy
         queue = _key(group.name, copy.queue)
@@ -358,10 +358,10 @@ def _expression(group: Group, origin: Origin) -> str | None:
     return next((each.expression for each in group.subscriptions if each.topic == topic), None)
 
 
-def _standing(progress: pb.Progress, *, owned: bool) -> QueueProgressNow:
+def _standing(progress: pb.Progress, *, owned: bool) -> CurrentProgress:
     acked = [(each.first_offset, each.next_offset) for each in progress.acked]
     held = progress.HasField("holder") and not progress.closed
-    return QueueProgressNow(
+    return CurrentProgress(
         committed_offset=progress.committed_offset,
         acked=acked,
         acked_complete=progress.acked_range_count <= len(acked),

@@ -23,8 +23,8 @@ _STATES = {
     "acked": "acknowledged: handled",
     "retry_or_done": "acknowledged: handled, or sent back for a retry, which is shown when it is "
     "due",
-    "in_hand": "in flight",
-    "maybe_in_hand": "possibly in flight: offsets was restarted since the delivery",
+    "in_flight": "in flight",
+    "maybe_in_flight": "possibly in flight: offsets was restarted since the delivery",
     "waiting": "waiting for delivery",
     "dead": "dead: no more attempts",
     "filtered": "filtered: not delivered",
@@ -164,7 +164,7 @@ def _group_events(group: GroupTrace) -> Iterator[dict[str, Any]]:
         yield from _skipped_by_filter(copy, name) if filtered else _copy_events(copy, name)
     last = group.copies[-1] if group.copies else None
     detail = _STATES[group.state]
-    if group.state in ("in_hand", "maybe_in_hand") and last is not None:
+    if group.state in ("in_flight", "maybe_in_flight") and last is not None:
         detail += f" at {last.owner} under token {last.token}"
     elif last is not None and last.owner is not None:
         detail += f"; {last.queue} is owned by {last.owner} under token {last.token}"
@@ -186,15 +186,15 @@ def _copy_events(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
         yield _event(copy.store_unix_ms, "redriven", text, group)
     if copy.trace is None:
         return
-    if copy.trace.before and copy.kind != "dead":
+    if copy.trace.handled_before and copy.kind != "dead":
         yield _event(copy.store_unix_ms, "acked", "before the recorded owners of the queue", group)
-    for step in copy.trace.steps if copy.kind != "dead" else ():
+    for step in copy.trace.events if copy.kind != "dead" else ():
         yield _step_event(step, group)
 
 
 def _skipped_by_filter(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
     """Yield the deliveries that offsets assumes, although the filter skipped the message."""
-    for step in copy.trace.steps if copy.trace is not None else ():
+    for step in copy.trace.events if copy.trace is not None else ():
         if step.what in (
             TraceEventKind.DELIVERED,
             TraceEventKind.MAYBE_DELIVERED,

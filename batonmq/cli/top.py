@@ -79,7 +79,7 @@ class _LiveView:
 
     def _take(self, batch: pb.MetricBatch) -> None:
         now_ms = self._clock.monotonic_ms()
-        self._board.heard(batch.source, batch.dropped_count)
+        self._board.note_source(batch.source, batch.dropped_count)
         for event in batch.events:
             self._board.take(event, now_ms)
 
@@ -162,7 +162,7 @@ async def _initial_state(admin: Admin) -> tuple[list[GroupQueueStatus], dict[str
         found += [
             GroupQueueStatus(
                 group=group.name,
-                place=QueueRef(queue.topic, queue.broker, queue.queue_id),
+                queue=QueueRef(queue.topic, queue.broker, queue.queue_id),
                 committed_offset=_or_unknown(queue.committed_offset),
                 next_offset=_or_unknown(queue.log_end_offset),
                 owner=queue.client_id or "",

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq.errors import BatonError, NotLeader, NotServing
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.lockmgr.core.lock_table import LockTable
@@ -136,7 +136,7 @@ class Candidate:
         """Return the registered address of the leader if it is another node; else empty."""
         for key, stored in self._runtime.nodes.values.items():
             if key.startswith("lockmgr/") and key != f"lockmgr/{self._settings.node_id}":
-                node = nameserver_pb.Node.FromString(stored.value)
+                node = StoredNode.FromString(stored.value)
                 if node.leader:
                     return node.address
         return ""

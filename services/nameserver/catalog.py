@@ -23,6 +23,7 @@ from batonmq_server.nameserver.core.groups import Group
 from batonmq_server.nameserver.core.topics import Route, Topic, build_route
 from batonmq_server.nameserver.group_proto import group_from_stored, group_to_pb
 from batonmq_server.nameserver.group_store import is_owned
+from batonmq_server.nameserver.node_proto import node_from_bytes
 from batonmq_server.nameserver.topic_proto import topic_from_bytes
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
@@ -138,7 +139,7 @@ class Catalog:
     def nodes(self) -> tuple[list[pb.Node], int]:
         """Return the live nodes by service and node id, and their generation."""
         decoded = (
-            _decoded(key, stored.value, pb.Node.FromString)
+            _decoded(key, stored.value, node_from_bytes)
             for key, stored in list(self._nodes.values.items())
         )
         found = [node for node in decoded if node is not None]

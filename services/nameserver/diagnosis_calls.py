@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq_server.nameserver.diagnosis_proto import diagnosis_to_pb
 from batonmq_server.nameserver.group_calls import GroupCalls
-from batonmq_server.nameserver.inspector import GroupQueues, QueueInspector
+from batonmq_server.nameserver.inspector import InspectionTarget, QueueInspector
 from batonmq_server.nameserver.topic_calls import TopicCalls
 
 
@@ -33,5 +33,5 @@ class DiagnosisCalls:
             if request.broker in ("", queue.broker)
             and (not request.HasField("queue_id") or request.queue_id == queue.queue_id)
         )
-        found = await self.inspector.inspect([GroupQueues(group, selected)], patient=True)
+        found = await self.inspector.inspect([InspectionTarget(group, selected)], patient=True)
         return pb.WhyStuckResponse(queues=[diagnosis_to_pb(d.evidence, d.finding) for d in found])

@@ -27,8 +27,7 @@ class GroupMaintainer:
 
     Args:
         check_interval_ms: All groups are checked at the start and at this interval, for changes
-            that
-            this replica has missed.
+            that this replica has missed.
     """
 
     def __init__(
@@ -55,7 +54,9 @@ class GroupMaintainer:
 
     async def _check_all(self) -> None:
         while True:
-            self._add_pending({name for name in self._catalog.groups if self._is_due(name)})
+            self._add_pending(
+                {name for name in self._catalog.groups if self._needs_maintenance(name)}
+            )
             self._add_pending(
                 {name for name in self._catalog.groups if self._has_dead_member(name)}
             )
@@ -84,10 +85,11 @@ class GroupMaintainer:
         self._check(frozenset(touched))
 
     def _check(self, names: frozenset[str]) -> None:
-        # The live keys of a record that has just arrived may not have arrived yet.
+        # A record may arrive before its live keys: look for dead members only once the live keys
+        # are as new as the record.
         known, seen = self._catalog.group_mirror.values, self._catalog.live.revision
         known_names = names & self._catalog.groups.keys()
-        self._add_pending({name for name in known_names if self._is_due(name)})
+        self._add_pending({name for name in known_names if self._needs_maintenance(name)})
         self._add_pending(
             {
                 name
@@ -101,7 +103,7 @@ class GroupMaintainer:
             self._pending |= names
             self._has_pending.set()
 
-    def _is_due(self, name: str) -> bool:
+    def _needs_maintenance(self, name: str) -> bool:
         group = self._catalog.groups[name]
         drained = group.draining and name not in self._catalog.owned
         return drained or not is_fully_assigned(group, self._catalog.topics)

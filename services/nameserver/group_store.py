@@ -70,7 +70,7 @@ class GroupStore:
     overtaken by another writer, and `LimitExceeded` if the record would become too large.
 
     Args:
-        on_change: Called with every record that this replica writes.
+        on_change: Called with every change of a record that this replica writes.
     """
 
     def __init__(

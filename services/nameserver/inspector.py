@@ -50,8 +50,8 @@ DETAILS_MAX = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class GroupQueues:
-    """A group, and the queues of it that are to be inspected."""
+class InspectionTarget:
+    """Queues of one group that are to be inspected."""
 
     group: Group
     queues: tuple[QueueRef, ...]
@@ -63,7 +63,7 @@ class _QueueHistory:
 
     Attributes:
         since_ms: When the present committed offset was first seen.
-        looked_ms: When the queue was last seen.
+        seen_ms: When the queue was last seen.
         moved: Whether the committed offset was different before.
         head: The oldest message, first read at `head_ms`.
     """
@@ -71,7 +71,7 @@ class _QueueHistory:
     topic_id: int
     committed_offset: int
     since_ms: int
-    looked_ms: int
+    seen_ms: int
     moved: bool = False
     head: MessageStamp | None = None
     head_ms: int = 0
@@ -87,7 +87,7 @@ class _Survey:
 
 
 class QueueInspector:
-    """Inspects queues.
+    """Collects evidence about queues and diagnoses them.
 
     Args:
         refused: Returns the clients that a group is refusing.
@@ -118,7 +118,7 @@ class QueueInspector:
                 yield QueueRef(name, part.broker, queue_id)
 
     async def inspect(
-        self, targets: Sequence[GroupQueues], *, patient: bool
+        self, targets: Sequence[InspectionTarget], *, patient: bool
     ) -> list[QueueDiagnosis]:
         """Return the diagnosis of each queue, in the order of the targets.
 
@@ -129,15 +129,15 @@ class QueueInspector:
             return []
         self._drop_old_histories()
         fresh_ms = self._clock.monotonic_ms() - FRESH_MS
-        known = {key for key, seen in self._histories.items() if seen.looked_ms >= fresh_ms}
-        found = await self._look(targets)
+        known = {key for key, seen in self._histories.items() if seen.seen_ms >= fresh_ms}
+        found = await self._collect(targets)
         if patient and any(e.lag_count > 0 and e.owner and e.key not in known for e in found):
             await asyncio.sleep(RECHECK_MS / 1000)
-            found = await self._look(targets)
+            found = await self._collect(targets)
         detailed = await self._details(found)
         return [QueueDiagnosis(evidence, diagnose(evidence)) for evidence in detailed]
 
-    async def _look(self, targets: Sequence[GroupQueues]) -> list[QueueEvidence]:
+    async def _collect(self, targets: Sequence[InspectionTarget]) -> list[QueueEvidence]:
         """Return the evidence from the calls about all queues."""
         one = targets[0].group.name if len(targets) == 1 else ""
         counted = [t.group.name for t in targets if not t.group.terms.broadcasting]
@@ -160,13 +160,13 @@ class QueueInspector:
         for queue in sorted(queues):
             by_broker[queue.broker].append(queue)
         async with asyncio.TaskGroup() as tasks:
-            asked = [
+            queried = [
                 tasks.create_task(self._queries.logs(broker, part))
                 for broker, part in by_broker.items()
             ]
-        return {queue: answer for task in asked for queue, answer in task.result().items()}
+        return {queue: answer for task in queried for queue, answer in task.result().items()}
 
-    def _evidence(self, target: GroupQueues, survey: _Survey) -> Iterator[QueueEvidence]:
+    def _evidence(self, target: InspectionTarget, survey: _Survey) -> Iterator[QueueEvidence]:
         """Yield the evidence of one group's queues, without what is queried one by one."""
         group, owned = target.group, is_owned(target.group)
         group_evidence = evidence_of_group(
@@ -202,7 +202,7 @@ class QueueInspector:
                 progress_error=counted.error,
                 log=survey.logs[queue].value,
                 log_error=survey.logs[queue].error,
-                unmoved_ms=seen.looked_ms - seen.since_ms if seen else -1,
+                unmoved_ms=seen.seen_ms - seen.since_ms if seen else -1,
                 moved=seen.moved if seen else False,
             )
 
@@ -215,22 +215,24 @@ class QueueInspector:
         if seen is None or seen.topic_id != topic_id:
             seen = self._histories[key] = _QueueHistory(topic_id, committed_offset, now_ms, now_ms)
         if seen.committed_offset != committed_offset:
-            seen.moved = now_ms - seen.looked_ms <= FRESH_MS
+            seen.moved = now_ms - seen.seen_ms <= FRESH_MS
             seen.committed_offset, seen.since_ms = committed_offset, now_ms
-        seen.looked_ms = now_ms
+        seen.seen_ms = now_ms
         return seen
 
     def _drop_old_histories(self) -> None:
         oldest_ms = self._clock.monotonic_ms() - FORGET_MS
-        self._histories = {key: s for key, s in self._histories.items() if s.looked_ms >= oldest_ms}
+        self._histories = {key: s for key, s in self._histories.items() if s.seen_ms >= oldest_ms}
 
     async def _details(self, found: list[QueueEvidence]) -> list[QueueEvidence]:
         """Return `found`, completed by what is queried queue by queue."""
         lagging = [i for i, e in enumerate(found) if e.lag_count > 0 and "READ" in e.permission]
         lagging.sort(key=lambda i: -found[i].lag_count)
         async with asyncio.TaskGroup() as tasks:
-            asked = {i: tasks.create_task(self._detailed(found[i])) for i in lagging[:DETAILS_MAX]}
-        return [asked[i].result() if i in asked else e for i, e in enumerate(found)]
+            details = {
+                i: tasks.create_task(self._detailed(found[i])) for i in lagging[:DETAILS_MAX]
+            }
+        return [details[i].result() if i in details else e for i, e in enumerate(found)]
 
     async def _detailed(self, e: QueueEvidence) -> QueueEvidence:
         queue = e.queue
@@ -300,7 +302,7 @@ def evidence_of_group(
 
 
 def _differing_members(group: Group) -> Iterator[ExcludedClient]:
-    """Yield the members whose subscription differs from the group's."""
+    """Yield the members with another subscription than the group."""
     wants = {s.topic: s.expression for s in group.staged.subscriptions} if group.staged else {}
     has = {s.topic: s.expression for s in group.terms.subscriptions}
     mismatches = tuple(

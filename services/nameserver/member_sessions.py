@@ -1,4 +1,4 @@
-"""Sessions of members: a member whose connection broke is removed before its lease expires.
+"""Sessions of members: a member with a broken connection is removed before its lease expires.
 
 A WatchGroup stream that names its member is that member's session. When the stream breaks, a live
 member opens another one, here or at another replica, and sends a heartbeat at once. A member that
@@ -38,7 +38,7 @@ class SessionKey:
 
 
 class MemberSessions:
-    """Tracks the sessions at this replica, and removes members whose session broke.
+    """Tracks the sessions at this replica, and removes members after their session broke.
 
     Args:
         grace_ms: Time from the break of a session to the removal of the member.
@@ -57,9 +57,8 @@ class MemberSessions:
         self._events, self._grace_ms = events, grace_ms
         self._open: Counter[SessionKey] = Counter()
         self._broken: dict[SessionKey, tuple[int, int]] = {}
-        self._heard: dict[
-            SessionKey, int
-        ] = {}  # Last heartbeat or opening, of open and broken sessions.
+        # Time of the last heartbeat, or of the opening, of open and broken sessions.
+        self._heard: dict[SessionKey, int] = {}
         self._broken_changed = asyncio.Event()
 
     @contextmanager

@@ -44,13 +44,13 @@ class CatalogMetrics:
                 lambda: len(catalog.groups),
             ),
             "differing_members": (
-                "Members whose subscription differs from that of their group.",
+                "Members with another subscription than their group.",
                 lambda: sum(
                     m.differs for group in list(catalog.groups.values()) for m in group.members
                 ),
             ),
             "draining_groups": (
-                "Groups whose owners are releasing all queues for a new subscription.",
+                "Groups that are releasing all queues for a new subscription.",
                 lambda: sum(group.draining for group in list(catalog.groups.values())),
             ),
             "paused_groups": (
@@ -58,7 +58,7 @@ class CatalogMetrics:
                 lambda: sum(group.pause is not None for group in list(catalog.groups.values())),
             ),
             "refused_clients": (
-                "Clients whose heartbeats are being refused.",
+                "Clients with refused heartbeats.",
                 lambda: len(catalog.refused.values),
             ),
             "members": ("Live members of all groups.", lambda: len(catalog.live.values)),
@@ -116,7 +116,7 @@ class MembershipMetrics:
         self._rejections.labels(reason).inc()
 
     def count_expired_members(self, count: int) -> None:
-        """Count members whose lease expired."""
+        """Count members with an expired lease."""
         self._expiries.inc(count)
 
     def count_broken_session(self) -> None:
@@ -162,7 +162,7 @@ class LagMetrics:
         )
         self._stuck = gauge(
             "baton_queue_stuck",
-            "1 for each queue whose progress stalls while messages wait, by reason.",
+            "1 for each stuck queue: its progress stalls while messages wait. By reason.",
             (*_BY_TOPIC, "broker", "queue_id", "reason"),
         )
         self._ready = gauge(
@@ -187,7 +187,7 @@ class LagMetrics:
         )
         self._rewinds = Counter(
             "baton_group_offset_rewinds",
-            "Queues whose committed offset was lower than at the inspection before, by cause: "
+            "Queues with a lower committed offset than at the inspection before, by cause: "
             "reset (by an operator, or because the topic was created again) or unasked.",
             (*_BY_TOPIC, "cause"),
             registry=registry,

@@ -33,7 +33,7 @@ class PlacementCalls:
     """Carries out LocateGroup and MoveGroup, and places new groups.
 
     Args:
-        store: Tells whether a group exists.
+        store: Used to find out whether a group exists.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PlacementCalls:
         if revision:
             await self._catalog.caught_up(places=revision)
             log.info(
-                "group is moved group=%s move=%d from=%s to=%s",
+                "group move written group=%s move=%d from=%s to=%s",
                 group,
                 after.move,
                 after.from_set,

@@ -18,7 +18,7 @@ from batonmq._core.queues import GroupQueue
 from batonmq._telemetry.events import EventHub
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis
-from batonmq_server.nameserver.inspector import GroupQueues, QueueInspector
+from batonmq_server.nameserver.inspector import InspectionTarget, QueueInspector
 from batonmq_server.nameserver.metrics import LagMetrics
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class QueueMonitor:
             return
         groups = self._catalog.groups
         targets = [
-            GroupQueues(group, self._inspector.queues_of(group))
+            InspectionTarget(group, self._inspector.queues_of(group))
             for _, group in sorted(groups.items())
             if not group.terms.broadcasting
         ]

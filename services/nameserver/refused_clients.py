@@ -1,4 +1,4 @@
-"""Clients whose heartbeats are refused: `refused/<group>/<client_id>` in etcd, with a lease."""
+"""Clients with refused heartbeats: `refused/<group>/<client_id>` in etcd, with a lease."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ class TopicShrinker:
 
     Args:
         offsets: Returns a stub for the leader of the set that keeps a group; raises `Unreachable`
-            if
-            there is none.
+            if there is none.
         connect: Opens a channel to `host:port`.
     """
 

@@ -10,6 +10,7 @@ import logging
 from baton.common.v1 import replicas_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import InvalidArgument, LimitExceeded, StillInSync
+from batonmq_server.nameserver.node_proto import node_from_bytes
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, decode_record
 
@@ -39,7 +40,7 @@ class UncleanElection:
 
     async def _up(self, service: str, name: str) -> dict[str, pb.Node]:
         found, _ = await self._etcd.get_prefix(f"nodes/{service}/")
-        nodes = [pb.Node.FromString(stored.value) for stored in found]
+        nodes = [node_from_bytes(stored.value) for stored in found]
         return {node.node_id: node for node in nodes if node.replica_set == name}
 
     async def _write(

@@ -58,7 +58,7 @@ async def served(
     disk: ProgressStore,
     opened: Callable[[OffsetsEpoch], None] = lambda _: None,
 ) -> AsyncIterator[App]:
-    """Return the app that serves what `disk` has; the app alone uses the disk.
+    """Return the app that serves the progress on `disk`; the app alone uses the disk.
 
     Args:
         opened: Called with the service of each epoch before it answers a call.

@@ -168,7 +168,7 @@ def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
         forced_reason=read.forced_reason,
         subscription_generation=read.subscription_generation,
         source=ProgressSource(read.source),
-        access_monotonic_ms=0,
+        last_call_monotonic_ms=0,
         update_unix_ms=read.update_unix_ms,
     )
 

@@ -88,7 +88,7 @@ class LmdbDisk:
         """Yield all entries, ascending by key, in the state at the first one.
 
         Args:
-            skip: Entries whose keys begin with this prefix are left out; empty for none.
+            skip: Leave out the keys that begin with this prefix; empty for none.
 
         Raises:
             DataLoss: the file is damaged.
@@ -108,7 +108,7 @@ class LmdbDisk:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
     async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
-        """Return the entries whose keys begin with `prefix`, ascending by key.
+        """Return the entries with keys that begin with `prefix`, ascending by key.
 
         Raises:
             DataLoss: the file is damaged.
@@ -125,7 +125,7 @@ class LmdbDisk:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
-        """Return all entries of `read`, in a thread: other tasks go on.
+        """Return all entries of `read`, without blocking other tasks.
 
         Raises:
             DataLoss: the file is damaged.
@@ -155,7 +155,7 @@ class LmdbDisk:
         await self._in_thread(partial(self._write_with_room, entries, replace=True))
 
     async def wait_idle(self) -> None:
-        """Return when no write is in progress, including those whose caller was cancelled."""
+        """Return when no write is in progress, including those of cancelled callers."""
         while self._in_progress:
             await asyncio.wait(self._in_progress)
 

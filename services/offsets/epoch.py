@@ -1,4 +1,4 @@
-"""One epoch of the offsets service: table, group commit and servicer on what the disk has."""
+"""One epoch of the offsets service: table, group commit and servicer on the stored progress."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def standalone_epoch(disk: ProgressStore, context: EpochContext) -> OffsetsEpoch
     """Return the service of a node without followers, in a new epoch.
 
     Raises:
-        DataLoss: what is stored can't be read.
+        DataLoss: a stored value can't be read.
     """
     changes, table, history = recover_standalone(disk, context.limits, _now(context.clock))
 
@@ -101,7 +101,7 @@ async def leader_epoch(
         check_room: Raises if no change can be made at the moment.
 
     Raises:
-        DataLoss: what is stored can't be read.
+        DataLoss: a stored value can't be read.
     """
     table, history = await recover_in_steps(disk, context.limits, epoch, _now(context.clock))
     return _epoch_of(_state_of(disk, table, history, write, check_room, context), context)

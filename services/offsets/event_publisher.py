@@ -21,7 +21,7 @@ from batonmq_server.offsets.core.ranges import RangeSet
 from batonmq_server.offsets.responses import queue_pb
 
 HOLDERS_MAX = 100_000
-"""Queues whose last two holders are kept, so that a fenced call can be reported by client id."""
+"""Queues for which the last two holders are kept, to report a fenced call by client id."""
 _COMMIT = Timed(pb.Latency.OPERATION_COMMIT)
 _CALLS = {
     "touch": "Touch",

@@ -20,7 +20,7 @@ PART_BYTES = 1024 * 1024
 
 
 class GroupExporter:
-    """Seals groups that leave this replica set, and sends what is stored of them."""
+    """Seals groups that leave this replica set, and sends their stored entries."""
 
     def __init__(self, state: EpochState) -> None:
         self._table, self._history = state.table, state.history

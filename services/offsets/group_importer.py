@@ -102,8 +102,8 @@ class GroupImporter:
                 pending = self._pending_moves()
                 slots = asyncio.Semaphore(MOVES_AT_ONCE_MAX)
                 async with asyncio.TaskGroup() as tasks:
-                    for group, place in pending.items():
-                        tasks.create_task(self._try_move(group, place, slots))
+                    for group, placement in pending.items():
+                        tasks.create_task(self._try_move(group, placement, slots))
                 if pending:
                     await wait_until(self._changed, RETRY_MS)
                 else:
@@ -131,53 +131,56 @@ class GroupImporter:
         self._changed.set()
 
     def _pending_moves(self) -> dict[str, GroupPlacement]:
-        """Return the placements of groups whose move to this set is not finished."""
+        """Return the placements with an unfinished move to this set, by group."""
         stored = self._directory.placements.values.items()
         found = {group: decode_placement(value) for group, value in stored}
         return {
-            group: place
-            for group, place in found.items()
-            if place.offsets_set == self._directory.offsets_set and place.from_set
+            group: placement
+            for group, placement in found.items()
+            if placement.offsets_set == self._directory.offsets_set and placement.from_set
         }
 
-    async def _try_move(self, group: str, place: GroupPlacement, slots: asyncio.Semaphore) -> None:
+    async def _try_move(
+        self, group: str, placement: GroupPlacement, slots: asyncio.Semaphore
+    ) -> None:
         try:
             async with slots:
-                await self._move(group, place)
+                await self._move(group, placement)
         except BatonError as error:
-            log.info("group not imported yet group=%s move=%d error=%s", group, place.move, error)
+            log.info(
+                "group not imported yet group=%s move=%d error=%s", group, placement.move, error
+            )
 
-    async def _move(self, group: str, place: GroupPlacement) -> None:
-        placement = self._table.placements.get(group)
-        if placement is not None and placement.move > place.move:
+    async def _move(self, group: str, placement: GroupPlacement) -> None:
+        local = self._table.placements.get(group)
+        if local is not None and local.move > placement.move:
             return  # the mirror of etcd is behind
-        if (
-            placement is None
-            or placement.move < place.move
-            or placement.state is PlacementState.ARRIVING
-        ):
-            await self._import(group, place)
-        forget = pb.ForgetGroupRequest(group=group, move=place.move)
-        stub = self._directory.stub(place.from_set)
+        if local is None or local.move < placement.move or local.state is PlacementState.ARRIVING:
+            await self._import(group, placement)
+        forget = pb.ForgetGroupRequest(group=group, move=placement.move)
+        stub = self._directory.stub(placement.from_set)
         await answered(stub.ForgetGroup(forget, timeout=CALL_TIMEOUT_S))
         key = PLACEMENTS_PREFIX + group
-        finished = GroupPlacement(place.offsets_set, place.move)
+        finished = GroupPlacement(placement.offsets_set, placement.move)
         done = await self._directory.etcd.txn(
-            compare=[Compare(key, mod_revision=place.revision)], put=[Put(key, finished.encode())]
+            compare=[Compare(key, mod_revision=placement.revision)],
+            put=[Put(key, finished.encode())],
         )
         if done:
-            log.info("group moved group=%s move=%d from=%s", group, place.move, place.from_set)
+            log.info(
+                "group moved group=%s move=%d from=%s", group, placement.move, placement.from_set
+            )
 
-    async def _import(self, group: str, place: GroupPlacement) -> None:
+    async def _import(self, group: str, placement: GroupPlacement) -> None:
         async with self._placement_lock:
-            arriving = LocalPlacement(place.move, PlacementState.ARRIVING)
+            arriving = LocalPlacement(placement.move, PlacementState.ARRIVING)
             self._table.placements.put(group, arriving)
             await self._write(PlacementKey(group))
         request = pb.ExportGroupRequest(
-            group=group, move=place.move, to_set=self._directory.offsets_set
+            group=group, move=placement.move, to_set=self._directory.offsets_set
         )
         while True:
-            stub = self._directory.stub(place.from_set)
+            stub = self._directory.stub(placement.from_set)
             answer = await answered(stub.ExportGroup(request, timeout=CALL_TIMEOUT_S))
             entries = [(entry.key, entry.value) for entry in answer.entries]
             for key, value in entries:
@@ -187,10 +190,10 @@ class GroupImporter:
             if answer.last:
                 break
             request.after_key = answer.entries[-1].key
-        await self._open(group, place, answer.term, answer.topic_ids)
+        await self._open(group, placement, answer.term, answer.topic_ids)
 
     async def _open(
-        self, group: str, place: GroupPlacement, term: int, topic_ids: Mapping[str, int]
+        self, group: str, placement: GroupPlacement, term: int, topic_ids: Mapping[str, int]
     ) -> None:
         """Begin to answer calls about the group, of which every entry is written by now.
 
@@ -203,9 +206,9 @@ class GroupImporter:
             now = Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
             own_ids = self._table.topic_ids
             ahead = {topic: one for topic, one in topic_ids.items() if one > own_ids.get(topic, 0)}
-            placement = LocalPlacement(place.move, PlacementState.KEPT, topic_ids=ahead)
+            local = LocalPlacement(placement.move, PlacementState.KEPT, topic_ids=ahead)
             queues, resets = _decoded(await entries_of_group(self._disk, group))
-            at, value = placement_entry(group, placement)
+            at, value = placement_entry(group, local)
             changes: list[Entry] = [(at, seal(at, value))]
             for key, state in queues.items():
                 deleted = own_ids.get(key.topic, 0) > topic_ids.get(key.topic, 0)
@@ -221,8 +224,8 @@ class GroupImporter:
                 self._table.restore(key, state, now)
             for reset in resets:
                 self._history.put(group, reset)
-            self._table.placements.put(group, placement)
-        log.info("group imported group=%s move=%d queues=%d", group, place.move, len(queues))
+            self._table.placements.put(group, local)
+        log.info("group imported group=%s move=%d queues=%d", group, placement.move, len(queues))
 
     async def _write(self, key: PlacementKey | RawEntries) -> None:
         self._commits.check_room()

@@ -17,8 +17,8 @@ from batonmq_server.offsets.responses import fenced_pb, token_pb
 log = logging.getLogger(__name__)
 
 ANNOUNCED_MAX = 10_000
-"""Queues in one answer to Announce, about. No other call is answered while the answer is built, so
-building it must take much less time than the lease of the leader."""
+"""Approximate number of queues in one answer to Announce. Building it blocks the event loop, so it
+must take much less time than the lease of the leader."""
 
 
 class LockmgrCalls(OffsetsCalls):

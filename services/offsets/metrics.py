@@ -81,7 +81,7 @@ class OffsetsMetrics:
         )
         self._capped = Gauge(
             "baton_offsets_capped_queues",
-            "Queues whose deliveries are paused: too many acked ranges above the committed offset.",
+            "Queues with paused deliveries: too many acked ranges above the committed offset.",
             registry=registry,
         )
         self._full = Gauge(

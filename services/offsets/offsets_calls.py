@@ -1,4 +1,4 @@
-"""What all calls of the offsets service share.
+"""The base of all calls of the offsets service.
 
 A call reads its request, applies it in memory, waits until the result is durable, and answers.
 There is no await between the first and the last item of a call being applied. Every answer, also an

@@ -84,7 +84,7 @@ RESET = META + b"reset\0"
 HOLDS = META + b"hold\0"
 """Followed by `queue NUL slot`. Not kept in memory: read by ListHolds."""
 PLACEMENT = META + b"home\0"
-"""Followed by the name of a group."""
+"""Prefix of local placements, stored as `home`; followed by the name of a group."""
 _FORMAT_VERSION = b"3"
 
 RECOVERY_STEP = 2_048
@@ -99,7 +99,7 @@ class ProgressStore(Protocol):
         ...
 
     async def read_prefix(self, prefix: bytes) -> list[StoredEntry]:
-        """Return the entries whose keys begin with `prefix`."""
+        """Return the entries with keys that begin with `prefix`."""
         ...
 
     async def snapshot(self, skip: bytes = b"") -> list[StoredEntry]:
@@ -119,7 +119,7 @@ class ProgressStore(Protocol):
         ...
 
     async def wait_idle(self) -> None:
-        """Return when no write is in progress, including those whose caller was cancelled."""
+        """Return when no write is in progress, including those of cancelled callers."""
         ...
 
     def check_room(self) -> None:
@@ -302,7 +302,7 @@ def placement_entry(group: str, placement: LocalPlacement) -> tuple[bytes, bytes
 
 
 def tombstone_entries(key: GroupQueue, tombstone: Tombstone) -> list[Entry]:
-    """Return the entries of a queue whose progress was deleted; its holds are removed."""
+    """Return the entries that store the deletion of a queue's progress and holds."""
     at = encode_key(key)
     forgotten = [(_hold_key(key, slot), None) for slot in range(HOLDS_MAX)]
     return [(at, seal(at, encode_progress(tombstone))), *forgotten]

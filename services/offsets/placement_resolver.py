@@ -1,9 +1,9 @@
 """Decides whether this replica set keeps a group, and so may answer calls about it.
 
-What the set itself has stored decides: a group that was imported has an entry, and a group that has
-left is sealed. Of a group without anything stored here the placement in etcd decides. Its first
-value never becomes wrong: the set in which a group began keeps it until another set exports it. A
-group without a placement gets one in this set.
+If the set has stored a local placement or progress of the group, that decides. For all other groups
+the placement in etcd decides. Its first value never becomes wrong: the set in which a group began
+keeps the group until another set calls ExportGroup. A group without a placement gets one in this
+set.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class PlacementResolver:
         self._table.placements.check(group)
         if self._has_stored(group):
             return
-        place = self._known_place(group)
-        if place is None:
+        placement = self._known_placement(group)
+        if placement is None:
             raise NotServing(f"the placement of group {group} is not known", retry_after_ms=100)
-        began_here = place.offsets_set == self._set and not place.move
-        if began_here or (place.from_set == self._set and place.move == 1):
+        began_here = placement.offsets_set == self._set and not placement.move
+        if began_here or (placement.from_set == self._set and placement.move == 1):
             return
-        if place.offsets_set == self._set:
+        if placement.offsets_set == self._set:
             raise arriving(group)
-        raise moved(group, place.offsets_set, place.move)
+        raise moved(group, placement.offsets_set, placement.move)
 
     async def resolve(self, groups: Iterable[str]) -> None:
         """Read the placements of unknown groups from etcd, for `check`.
@@ -74,7 +74,7 @@ class PlacementResolver:
         unknown = {
             group
             for group in groups
-            if not self._has_stored(group) and self._known_place(group) is None
+            if not self._has_stored(group) and self._known_placement(group) is None
         }
         if not unknown:
             return
@@ -97,7 +97,7 @@ class PlacementResolver:
     def _has_stored(self, group: str) -> bool:
         return self._table.placements.get(group) is not None or self._table.has(group)
 
-    def _known_place(self, group: str) -> GroupPlacement | None:
+    def _known_placement(self, group: str) -> GroupPlacement | None:
         stored = self._mirror.values.get(group)
         if stored is None:
             return self._found.get(group)
@@ -110,7 +110,7 @@ class PlacementResolver:
             stored = await self._mirror.read(group)
             if stored is not None:
                 return decode_placement(stored)
-            key, place = PLACEMENTS_PREFIX + group, GroupPlacement(self._set)
+            key, placement = PLACEMENTS_PREFIX + group, GroupPlacement(self._set)
             await self._etcd.txn(
-                compare=[Compare(key, create_revision=0)], put=[Put(key, place.encode())]
+                compare=[Compare(key, create_revision=0)], put=[Put(key, placement.encode())]
             )

@@ -1,4 +1,4 @@
-"""Reads requests into plain values, and rejects what is malformed whatever the state.
+"""Reads requests into plain values, and rejects malformed ones, which needs no state.
 
 Also reads the page tokens of the list calls (see `batonmq_server.runtime.paging`).
 """
@@ -141,7 +141,7 @@ class RequestReader:
         return self.queue(item.queue), number(item.token, "token"), self._acks(item)
 
     def close(self, item: pb.CloseItem) -> tuple[GroupQueue, int, Acks, RangeSet]:
-        """Return queue, token, acks, and the offsets whose handlers were cut off."""
+        """Return queue, token, acks, and the offsets of handlers that were cut off."""
         unfinished = self.ranges(item.unfinished, "unfinished")
         return self.queue(item.queue), _token(item.token), self._acks(item), unfinished
 

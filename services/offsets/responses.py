@@ -95,7 +95,7 @@ def committed_pb(committed: CommitResult) -> pb.Committed:
 
 
 def reset_step_pb(step: ResetStep) -> pb.ResetStep:
-    """Return what a reset did to one queue."""
+    """Return the effect of a reset on one queue."""
     effect = step.effect
     return pb.ResetStep(
         queue=queue_pb(step.key),

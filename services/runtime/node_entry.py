@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq.errors import NoQuorum
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, Lease
@@ -28,7 +29,7 @@ class NodeEntry:
         self, service: str, settings: ServiceSettings, etcd: EtcdSession, nodes: EtcdMirror
     ) -> None:
         self._service, self._settings, self._etcd, self._nodes = service, settings, etcd, nodes
-        self._node: nameserver_pb.Node | None = None
+        self._node: StoredNode | None = None
         self._position: Callable[[], ReplicaPosition] = lambda: NO_POSITION
         self._lease: Lease | None = None
         self._writing = asyncio.Lock()
@@ -58,7 +59,7 @@ class NodeEntry:
             NoQuorum: not known whether the entry was written; `keep` tries again.
         """
         self._position = position
-        self._node = nameserver_pb.Node(
+        self._node = StoredNode(
             service=nameserver_pb.ServiceKind.Value(f"SERVICE_KIND_{self._service.upper()}"),
             node_id=self._settings.node_id,
             address=self._address,
@@ -118,7 +119,7 @@ class NodeEntry:
         stored = self._nodes.values.get(f"{self._service}/{self._settings.node_id}")
         if stored is None:
             return True
-        found = nameserver_pb.Node.FromString(stored.value)
+        found = StoredNode.FromString(stored.value)
         own = found.start_unix_ms == self._start_unix_ms and found.address == self._address
         return own and (stored.lease_id != self._lease.lease_id or found != self._node)
 

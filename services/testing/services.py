@@ -18,7 +18,7 @@ from batonmq_server.runtime.app import App
 from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage import app as storage_app
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.node import recovered
+from batonmq_server.storage.node import recover_directory
 from batonmq_server.testing.memory_disks import MemoryDisk, delayed_sync
 from batonmq_server.testing.processes import MemoryEnvironment, ServiceSpec
 
@@ -98,7 +98,7 @@ def storage(environment: MemoryEnvironment, settings: StorageSettings) -> Servic
             async with storage_app.replicated(settings, runtime, disk, in_no_thread, opened) as app:
                 yield app
             return
-        recovering = recovered(
+        recovering = recover_directory(
             disk,
             segment_bytes=settings.segment_bytes,
             monotonic_ms=runtime.clock.monotonic_ms,

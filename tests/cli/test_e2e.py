@@ -274,7 +274,7 @@ def test_condition_leaves_out_what_it_is_not_true_of(cluster: RunningCluster, li
     assert cluster(*reading, "sql: price > 10").out.split()[-1] == "20"
     refused = cluster(*reading, "sql: price != 10")
     assert refused.code == 1
-    assert "column 12: '!' is not understood" in refused.err
+    assert "column 12: '!' is not part of the grammar" in refused.err
 
 
 def test_new_group_starts_first_and_a_known_one_where_its_members_do(

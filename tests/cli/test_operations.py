@@ -115,7 +115,7 @@ def test_reset_beyond_the_queue_ends_at_its_end_with_a_note(
     )
     assert moved.code == 0
     assert moved.rows[0]["TO"] == "3"
-    assert f"{read}/broker-0/0: offset 9 is past the end; 3 is the end" in moved.out
+    assert f"{read}/broker-0/0: offset 9 is beyond the end; 3 is the end" in moved.out
 
 
 def test_reset_goes_to_times(cluster: RunningCluster, read: str) -> None:

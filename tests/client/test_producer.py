@@ -532,7 +532,7 @@ async def test_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
 
         at.storage.after = die
         (pending,) = await submit(producer, 1, queue_id=1)
-        with pytest.raises(Unreachable, match="gone; an earlier try may have stored") as told:
+        with pytest.raises(Unreachable, match="gone; an earlier attempt may have stored") as told:
             await pending
         assert "Look whether it is stored" in told.value.remedy
 

@@ -193,7 +193,7 @@ async def test_a_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
     settings = ProducerSettings(delivery_timeout_ms=5_000)
     async with twins(orders=1) as at, serving_at(add) as at.nameserver.storage_address:
         producer = Producer(at.address, settings)
-        with pytest.raises(Unreachable, match="gone; an earlier try may have stored"):
+        with pytest.raises(Unreachable, match="gone; an earlier attempt may have stored"):
             async with producer:
                 await producer.send("orders", b"a", delay_ms=600_000)
     assert lost.asked > 1

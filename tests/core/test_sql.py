@@ -1,8 +1,8 @@
-"""Goal: a condition means what SQL92 says, in three values; it has one text; nonsense is refused
-with its place.
+"""Goal: a condition has the three-valued meaning of SQL92 and one canonical text.
 
-Method: tables of claims, the examples of RocketMQ's manual among them; Hypothesis writes conditions
-and answers them by itself, with None for unknown.
+Errors name their position.
+Method: tables of claims, including the examples of RocketMQ's manual; Hypothesis writes conditions
+and evaluates them by itself, with None for unknown.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def passes(condition: str, properties: Properties = ORDER, tag: str = "", *keys:
         '"a" = 7',
     ],
 )
-def test_it_is_true(condition: str) -> None:
+def test_condition_is_true(condition: str) -> None:
     assert passes(condition)
 
 
@@ -118,7 +118,7 @@ def test_it_is_true(condition: str) -> None:
         "a > price",
     ],
 )
-def test_it_is_false_and_not_unknown(condition: str) -> None:
+def test_condition_is_false_and_not_unknown(condition: str) -> None:
     assert not passes(condition)
     assert passes(f"NOT ({condition})")
 
@@ -153,17 +153,17 @@ def test_it_is_false_and_not_unknown(condition: str) -> None:
         "NOT missing = 5",
     ],
 )
-def test_it_is_unknown_and_so_is_its_opposite(condition: str) -> None:
+def test_condition_and_its_negation_are_unknown(condition: str) -> None:
     assert not passes(condition)
     assert not passes(f"NOT ({condition})")
 
 
-def test_unknown_does_not_hide_what_decides() -> None:
+def test_unknown_part_does_not_hide_a_deciding_part() -> None:
     assert passes("missing = 5 OR a = 7")
     assert passes("NOT (missing = 5 AND a = 8)")
 
 
-def test_tag_and_keys_are_properties_of_their_own() -> None:
+def test_tag_and_keys_are_properties() -> None:
     assert passes("TAGS = 'paid' AND KEYS CONTAINS 'k2' AND a = 7", ORDER, "paid", "k1", "k2")
     assert passes("KEYS = 'k1 k2'", {}, "", "k1", "k2")
     assert passes("TAGS IS NULL AND KEYS IS NULL", {"TAGS": "x", "KEYS": "y"})
@@ -184,7 +184,7 @@ def test_tag_and_keys_are_properties_of_their_own() -> None:
         ("9" * 64, int("9" * 64)),
     ],
 )
-def test_text_that_shows_a_number(text: str, value: float) -> None:
+def test_text_of_a_number_is_parsed(text: str, value: float) -> None:
     assert number(text) == value
 
 
@@ -193,11 +193,11 @@ def test_text_that_shows_a_number(text: str, value: float) -> None:
     ["", " 5", "5 ", "1_000", "nan", "inf", "-Infinity", "0x10", "5d", "1e", "e5", ".", "--5",
      "٣", "1e400", "1" * 65, "5\n"],
 )  # fmt: skip
-def test_text_that_shows_no_number(text: str) -> None:
+def test_other_text_is_not_a_number(text: str) -> None:
     assert number(text) is None
 
 
-def test_whole_numbers_are_exact_however_large() -> None:
+def test_integers_of_any_size_are_exact() -> None:
     assert passes("a = 9007199254740993", {"a": "9007199254740993"})
     assert not passes("a = 9007199254740993", {"a": "9007199254740992"})
 
@@ -222,7 +222,7 @@ def test_whole_numbers_are_exact_however_large() -> None:
         ('"a" = 1 and "a-b" = 1 and "in" = 1', "", 'a = 1 AND "a-b" = 1 AND "in" = 1'),
     ],
 )
-def test_a_condition_has_one_text(one: str, other: str, canonical: str) -> None:
+def test_condition_has_one_canonical_text(one: str, other: str, canonical: str) -> None:
     found = parse_filter(f"sql: {one}")
     assert found.canonical() == f"sql: {canonical}"
     assert parse_filter(f" SQL:\t{canonical} ") == found
@@ -238,36 +238,40 @@ def test_a_condition_has_one_text(one: str, other: str, canonical: str) -> None:
         ("a > ", "the end where FALSE, a property, a number", ""),
         ("a > 5 b", "column 12: 'b' where the end, AND or OR is expected", ""),
         ("a = NULL", "column 10: 'NULL' where", "IS NULL"),
-        ("a != 5", "column 8: '!' is not understood", "<>"),
+        ("a != 5", "column 8: '!' is not part of the grammar", "<>"),
         ("a == 5", "column 9: '='", ""),
         ("a in (5)", "column 12: '5' where text in single quotes is expected", ""),
         ("a in ()", "column 12: ')' where text in single quotes", ""),
         ("a in ('x' 'y')", "column 16: \"'y'\" where a comma or ) is expected", ""),
         ('a = "x"', "column 10: '\"x\"' where", "single quotes"),
-        ("a = 'x", 'column 10: "\'" is not understood', "single quote"),
-        ("a = 'x\ny'", 'column 10: "\'" is not understood', "one line"),
+        ("a = 'x", 'column 10: "\'" is not part of the grammar', "single quote"),
+        ("a = 'x\ny'", 'column 10: "\'" is not part of the grammar', "one line"),
         ("a NOT 5", "where BETWEEN, CONTAINS, ENDSWITH, IN or STARTSWITH is expected", ""),
         ("(a = 5", "the end where ) is expected", ""),
         ("a = 5)", "column 11: ')' where", ""),
         ("a BETWEEN 5", "the end where AND is expected", ""),
         ("a BETWEEN 6 AND 5", "there is no number BETWEEN 6 AND 5", "smaller number first"),
-        ("a BETWEEN 'x' AND 'y'", "BETWEEN compares numbers; 'x' is none", "without quotes"),
-        ("a > 'x'", "column 8: > compares numbers; 'x' is none", "without quotes"),
-        ("a > TRUE", "column 8: > compares numbers; TRUE is none", ""),
-        ("TRUE = 5", "column 11: = stands between TRUE", ""),
+        (
+            "a BETWEEN 'x' AND 'y'",
+            "BETWEEN compares numbers; 'x' is not a number",
+            "without quotes",
+        ),
+        ("a > 'x'", "column 8: > compares numbers; 'x' is not a number", "without quotes"),
+        ("a > TRUE", "column 8: > compares numbers; TRUE is not a number", ""),
+        ("TRUE = 5", "column 11: = compares TRUE", ""),
         ("a = 1e400", "column 10: the number is too long or too large", "64 characters"),
         ("in = 5", "column 6: 'in' where", ""),
         ("a\n> > 5", "line 2, column 3: '>' where", ""),
         ("a = 5 -- no comments", "column 12: '-' where", ""),
         ("a LIKE 'x%'", "column 8: 'LIKE' where", ""),
         ("a + 1 > 5", "column 8: '+' where", ""),
-        ("a = '\ud800'", "is not understood", ""),
-        ("a = \u017f", "column 10: '\u017f' is not understood", ""),
-        ("a > \u0665", "column 10: '\u0665' is not understood", ""),
+        ("a = '\ud800'", "is not part of the grammar", ""),
+        ("a = \u017f", "column 10: '\u017f' is not part of the grammar", ""),
+        ("a > \u0665", "column 10: '\u0665' is not part of the grammar", ""),
         (" OR ".join(["a=1"] * 65), "65 comparisons are too many", "at most 64"),
     ],
 )
-def test_nonsense_is_refused_with_place_and_remedy(
+def test_invalid_condition_is_rejected_with_position_and_remedy(
     condition: str, problem: str, remedy: str
 ) -> None:
     with pytest.raises(BadExpression) as refused:
@@ -277,7 +281,7 @@ def test_nonsense_is_refused_with_place_and_remedy(
     assert refused.value.facts == {"expression": f"sql: {condition}"[:140]}
 
 
-def test_a_long_condition_is_refused_as_it_comes_and_as_it_becomes() -> None:
+def test_condition_too_long_as_written_or_canonical_is_rejected() -> None:
     fits = f"sql: a = '{'x' * 2_037}'"
     assert len(parse_filter(fits).canonical()) == 2_048
     spaces = f"sql: a={' ' * 2_040}5"
@@ -403,7 +407,7 @@ CONDITIONS = st.recursive(leaves(), joined, max_leaves=8)
 
 
 @given(CONDITIONS, st.lists(st.dictionaries(NAMES, TEXTS), min_size=1, max_size=8))
-def test_a_condition_answers_as_three_valued_logic_does(
+def test_condition_follows_three_valued_logic(
     condition: tuple[str, Oracle], messages: list[dict[str, str]]
 ) -> None:
     text, oracle = condition
@@ -415,7 +419,7 @@ def test_a_condition_answers_as_three_valued_logic_does(
 
 
 @given(CONDITIONS, st.dictionaries(NAMES, TEXTS))
-def test_the_canonical_form_is_a_fixed_point_and_means_the_same(
+def test_canonical_form_is_a_fixed_point_with_the_same_meaning(
     condition: tuple[str, Oracle], properties: dict[str, str]
 ) -> None:
     found = parse_filter(f"sql: {condition[0]}")

@@ -23,6 +23,7 @@ from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.nameserver.v1.stored_group_pb2 import StoredGroup
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
@@ -245,10 +246,10 @@ class Scene:
         """Return the number of entries in etcd."""
         return len((await self.etcd.get_prefix("locks/"))[0])
 
-    async def registered(self, service: str) -> list[nameserver_pb.Node]:
+    async def registered(self, service: str) -> list[StoredNode]:
         """Return the registered nodes of a service, by name."""
         found, _ = await self.etcd.get_prefix(f"nodes/{service}/")
-        return [nameserver_pb.Node.FromString(stored.value) for stored in found]
+        return [StoredNode.FromString(stored.value) for stored in found]
 
     async def progress(self, queue_id: int = 0) -> offsets_pb.Progress:
         """Return the progress of the queue at offsets."""

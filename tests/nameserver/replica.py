@@ -17,6 +17,7 @@ from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1.stored_lock_pb2 import StoredLock
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
@@ -237,7 +238,7 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
 
 async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
     """Register an offsets node as it does at its start; return the revision of its key."""
-    node = pb.Node(
+    node = StoredNode(
         service=pb.SERVICE_KIND_OFFSETS,
         node_id="offsets-0",
         address=address,
@@ -253,7 +254,7 @@ async def register_broker(
 ) -> None:
     """Register a broker as a storage node does; `fields` are set in its entry."""
     known: dict[str, Any] = {"node_id": name, "address": address, "room": room}
-    node = pb.Node(
+    node = StoredNode(
         service=pb.SERVICE_KIND_STORAGE, **({"epoch": 1, "leader": True} | known | fields)
     )
     await etcd.put(etcd.key("nodes", "storage", name), node.SerializeToString())

@@ -161,7 +161,7 @@ async def test_bad_expression_is_refused(nameserver: Replica, expression: str) -
 async def test_bad_condition_is_refused_with_its_position(nameserver: Replica) -> None:
     error = await refused(nameserver, "Heartbeat", heartbeat("g2", "c2", "sql: a > 5 AND b != 1"))
     assert error.reason == "BAD_EXPRESSION"
-    assert "column 18: '!' is not understood" in error.message
+    assert "column 18: '!' is not part of the grammar" in error.message
     assert "<>" in error.remedy
 
 

@@ -18,6 +18,7 @@ from baton.common.v1 import error_pb2, queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq._telemetry.events import EventHub
@@ -27,7 +28,7 @@ from batonmq_server.nameserver.core.groups import Group, Pause, StagedSubscripti
 from batonmq_server.nameserver.inspector import (
     FRESH_MS,
     RECHECK_MS,
-    GroupQueues,
+    InspectionTarget,
     evidence_of_group,
 )
 from batonmq_server.nameserver.metrics import LagMetrics
@@ -45,7 +46,7 @@ async def asked() -> AsyncIterator[Scene]:
 
 
 async def why(asked: Scene, *groups: Group, patient: bool = False) -> list[QueueDiagnosis]:
-    targets = [GroupQueues(group, asked.inspector.queues_of(group)) for group in groups]
+    targets = [InspectionTarget(group, asked.inspector.queues_of(group)) for group in groups]
     return await asked.inspector.inspect(targets, patient=patient)
 
 
@@ -212,7 +213,7 @@ async def test_refused_client_is_reported_with_its_subscription(asked: Scene) ->
     asked.refused.append(
         pb.RefusedClient(incarnation=queue_pb2.Incarnation(client_id="c2"), error=conflict)
     )
-    target = GroupQueues(group, tuple(asked.inspector.queues_of_topic("orders")))
+    target = InspectionTarget(group, tuple(asked.inspector.queues_of_topic("orders")))
     found = await asked.inspector.inspect([target], patient=False)
     assert reasons(found) == [StuckReason.REFUSED_SUBSCRIPTION] * 2
     assert found[0].finding.values == {
@@ -418,7 +419,7 @@ class Watch:
         self.register("n1")
 
     def register(self, node_id: str) -> None:
-        node = pb.Node(service=pb.SERVICE_KIND_NAMESERVER, node_id=node_id)
+        node = StoredNode(service=pb.SERVICE_KIND_NAMESERVER, node_id=node_id)
         self._nodes[f"nameserver/{node_id}"] = KeyValue(node_id, node.SerializeToString(), 1, 1)
 
     def shown(self, name: str) -> dict[tuple[str, ...], float]:

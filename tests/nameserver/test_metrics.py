@@ -9,6 +9,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.metrics import ReplicaSetMetrics
 from batonmq_server.runtime.etcd.session import KeyValue
@@ -19,7 +20,7 @@ Shown = dict[tuple[str, str], float]
 
 def register(to: Scene, kind: str, node_id: str, replica_set: str, *, leader: bool) -> None:
     service = pb.ServiceKind.Value(f"SERVICE_KIND_{kind.upper()}")
-    node = pb.Node(service=service, node_id=node_id, replica_set=replica_set, leader=leader)
+    node = StoredNode(service=service, node_id=node_id, replica_set=replica_set, leader=leader)
     to.nodes.values[f"{kind}/{node_id}"] = KeyValue(node_id, node.SerializeToString(), 1, 1)
 
 

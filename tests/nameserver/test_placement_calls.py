@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import (
     BatonError,
@@ -54,7 +55,7 @@ async def stored(etcd: EtcdSession, group: str) -> GroupPlacement | None:
 
 async def add_set(etcd: EtcdSession, nameserver: Replica, name: str) -> None:
     """Register a set in etcd, as if it ran."""
-    node = pb.Node(
+    node = StoredNode(
         service=pb.SERVICE_KIND_OFFSETS,
         node_id=f"{name}-0",
         replica_set=name,

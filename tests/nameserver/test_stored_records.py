@@ -16,6 +16,7 @@ from baton.common.v1 import error_pb2, queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.nameserver.v1.stored_group_pb2 import StoredGroup
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.nameserver.v1.stored_placement_pb2 import StoredPlacement
 from baton.nameserver.v1.stored_refused_client_pb2 import StoredRefusedClient
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
@@ -25,6 +26,7 @@ from batonmq_server.nameserver.group_proto import (
     group_to_stored,
     refused_to_pb,
 )
+from batonmq_server.nameserver.node_proto import node_from_bytes
 from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_bytes, topic_to_pb
 
 INCARNATION = queue_pb2.Incarnation(client_id="c1", incarnation_id=2**64 - 1)
@@ -93,6 +95,20 @@ REFUSED_CLIENT = StoredRefusedClient(
     error=error_pb2.Error(reason=error_pb2.REASON_SUBSCRIPTION_CONFLICT, message="m"),
     since_unix_ms=6,
 )
+NODE = StoredNode(
+    service=pb.SERVICE_KIND_OFFSETS,
+    node_id="offsets-0",
+    address="a:1",
+    metrics_address="a:2",
+    start_unix_ms=5,
+    epoch=6,
+    leader=True,
+    room="north",
+    replica_epoch=7,
+    replica_version=8,
+    replica_set="offsets",
+    outside_address="b:1",
+)
 RECORDS = {
     "topic": (
         TOPIC,
@@ -107,6 +123,11 @@ RECORDS = {
         "720c0a026f7012046469736b18087a190a07666c696768747310071a0c0a0862726f6b65722d611003",
     ),
     "gate": (GATE, "08031002180220012801320c0a026f7012046469736b1808"),
+    "node": (
+        NODE,
+        "080212096f6666736574732d301a03613a312203613a3228053006380142056e6f727468480750085a076f66"
+        "66736574736203623a31",
+    ),
     "placement": (PLACEMENT, "0a096f6666736574732d3210041a076f666673657473"),
     "refused client": (REFUSED_CLIENT, "0a0d0a02633111ffffffffffffffff1201681a05081c12016d2006"),
 }
@@ -128,8 +149,9 @@ def test_stored_bytes_of_the_version_before_are_read_and_written(
         (TOPIC, topic_to_pb(topic_from_bytes(TOPIC.SerializeToString()))),
         (GROUP, group_to_pb(GROUP)),
         (REFUSED_CLIENT, refused_to_pb(REFUSED_CLIENT)),
+        (NODE, node_from_bytes(NODE.SerializeToString())),
     ],
-    ids=["topic", "group", "refused client"],
+    ids=["topic", "group", "refused client", "node"],
 )
 def test_calls_return_every_field_of_a_record(record: Message, message: Message) -> None:
     fields = {field.name: value for field, value in record.ListFields()}

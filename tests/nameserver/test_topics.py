@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._core.queues import GroupQueue, Incarnation
@@ -310,7 +311,7 @@ async def test_watch_beyond_the_limit_is_refused(
 
 
 async def test_cluster_lists_live_nodes_by_service(nameserver: Replica, etcd: EtcdSession) -> None:
-    node = pb.Node(service=pb.SERVICE_KIND_LOCKMGR, node_id="lockmgr-0", address="127.0.0.1:9")
+    node = StoredNode(service=pb.SERVICE_KIND_LOCKMGR, node_id="lockmgr-0", address="127.0.0.1:9")
     await etcd.put(etcd.key("nodes", "lockmgr", "lockmgr-0"), node.SerializeToString())
     await until(lambda: len(nameserver.runtime.nodes.values) == 3)
     answer = await nameserver.stub.DescribeCluster(

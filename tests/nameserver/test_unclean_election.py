@@ -184,9 +184,9 @@ async def test_command_changes_the_set_only_if_the_loss_is_accepted(
     code, out, err = await command(nameserver)
     assert code == 0, err
     for line in (
-        "a-0, a-1 had all that broker-a has answered for, up to epoch 7; what a-2 lacks of it is",
-        "it has nothing of the last 2 epochs",
-        "a-3 had come further when it registered",
+        "a-0, a-1 had everything that broker-a acknowledged up to epoch 7; what a-2 lacks of it is",
+        "a-2 has nothing of the last 2 epochs",
+        "a-3 had more data when it registered",
         "nothing was changed; do it with --accept-loss",
     ):
         assert line in out

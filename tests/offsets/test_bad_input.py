@@ -295,7 +295,7 @@ BAD_RESETS: dict[str, tuple[dict[str, Any], str]] = {
     "no op id": ({"op_id": ""}, "op_id"),
     "long op id": ({"op_id": "x" * 65}, "op_id"),
     "op id with a newline": ({"op_id": "x\ny"}, "op_id"),
-    "nobody": ({"by": ""}, "by"),
+    "no operator": ({"by": ""}, "by"),
     "no reason": ({"reason": ""}, "reason"),
     "long reason": ({"reason": "x" * 1_025}, "reason"),
     "no queues": ({"items": []}, "items"),

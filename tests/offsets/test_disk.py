@@ -109,8 +109,8 @@ async def test_term_and_every_field_of_a_queue_survive_a_restart(tmp_path: Path)
     table = life(tmp_path)
     scene.restart()
     after = table.query(KEY)
-    assert after.access_monotonic_ms == NOW.monotonic_ms
-    after.access_monotonic_ms = scene.queue.access_monotonic_ms
+    assert after.last_call_monotonic_ms == NOW.monotonic_ms
+    after.last_call_monotonic_ms = scene.queue.last_call_monotonic_ms
     assert after == scene.queue
     assert table.term == 7
 

@@ -331,5 +331,5 @@ async def test_follower_with_a_different_copy_detects_it_and_copies_everything(
     await scene.alike("a", "b", "c")
     follower = scene.nodes[others(scene, leader)[0]]
     key = encode_key(GroupQueue("readers", "news", "broker-a", 0))
-    follower.disk.write_blocking([(key, b"rotten"), (b"weed", b"nobody wrote that")])
+    follower.disk.write_blocking([(key, b"rotten"), (b"weed", b"not written by offsets")])
     await scene.alike("a", "b", "c")

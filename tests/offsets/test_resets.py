@@ -201,7 +201,7 @@ def test_s13_op_id_that_moved_the_queue_elsewhere_is_rejected() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        ResetOrder("op", ProgressSource.RESET, "somebody else", "replay"),
+        ResetOrder("op", ProgressSource.RESET, "another admin", "replay"),
         ResetOrder("op", ProgressSource.RESET, "admin", "another reason"),
         ResetOrder("op", ProgressSource.RESET, "admin", "replay", undone_op_id="x"),
         ResetOrder("op", ProgressSource.CLONE, "admin", "replay", from_group=OTHER),
@@ -390,7 +390,7 @@ def test_s13_repeated_clone_gets_the_same_answer_after_the_source_changed() -> N
     assert cloned(scene) == first
     assert scene.table.query(theirs()).committed_offset == 10
     with pytest.raises(OperationExists):
-        cloned(scene, by="somebody else")
+        cloned(scene, by="another admin")
 
 
 def test_s13_clone_can_be_undone() -> None:

@@ -194,7 +194,7 @@ async def test_query_returns_every_field_or_unknown_queue(service: Service) -> N
     await service.start_owner()
     commit = pb.CommitItem(queue=queue(), token=1, committed_offset=2, acked=[run(4, 6)])
     await call(service, "Commit", pb.CommitRequest(items=[commit]))
-    request = pb.QueryRequest(queues=[queue(), queue("nobody")])
+    request = pb.QueryRequest(queues=[queue(), queue("unknown")])
     known, unknown = (await call(service, "Query", request)).outcomes
     assert reasons([unknown]) == ["REASON_UNKNOWN_QUEUE"]
     assert known.progress.update_unix_ms > 0
@@ -221,8 +221,8 @@ async def test_query_group_returns_its_queues_in_order(service: Service) -> None
         await service.start_owner(queue_id=queue_id)
     answer = await call(service, "QueryGroup", pb.QueryGroupRequest(group="readers"))
     assert [progress.queue.queue.queue_id for progress in answer.queues] == [2, 10]
-    nobody = await call(service, "QueryGroup", pb.QueryGroupRequest(group="nobody"))
-    assert (nobody.offsets_epoch, len(nobody.queues)) == (1, 0)
+    unknown = await call(service, "QueryGroup", pb.QueryGroupRequest(group="unknown"))
+    assert (unknown.offsets_epoch, len(unknown.queues)) == (1, 0)
 
 
 async def test_delete_topic_leaves_tombstones_only_for_fences(service: Service) -> None:

@@ -1,14 +1,14 @@
-"""Goal: a leader that comes and goes leaves no channel behind for each of its moves.
+"""Goal: a leader that moves often does not leave a channel for each move.
 
-Method: the mirror of the nodes as etcd would have it, and channels that are counted as they are
-made; nobody is called.
+Method: a mirror of the nodes filled by the test, and channels that are counted as they are made; no
+calls.
 """
 
 from __future__ import annotations
 
 import grpc.aio
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
@@ -19,7 +19,7 @@ from batonmq_server.runtime.leader_channels import LeaderChannel
 ADDRESSES = ("127.0.0.1:1", "127.0.0.1:2")
 
 
-async def test_there_is_one_channel_for_each_address_however_often_the_leader_moves() -> None:
+async def test_each_address_has_one_channel_however_often_the_leader_moves() -> None:
     made: list[str] = []
 
     def counted(address: str) -> grpc.aio.Channel:
@@ -32,7 +32,7 @@ async def test_there_is_one_channel_for_each_address_however_often_the_leader_mo
     )
     stubs = []
     for move in range(1, 21):
-        node = pb.Node(node_id="a", leader=True, epoch=move, address=ADDRESSES[move % 2])
+        node = StoredNode(node_id="a", leader=True, epoch=move, address=ADDRESSES[move % 2])
         nodes.values["offsets/a"] = KeyValue("offsets/a", node.SerializeToString(), 1, move)
         nodes.revision = move
         stubs.append(peer.stub())

@@ -20,6 +20,7 @@ from batonmq_server.lockmgr.core.decision import (
     FenceCondition,
     GrantDecision,
     RenewDecision,
+    deciding_rows,
 )
 from batonmq_server.lockmgr.core.decision import decide as real_decide
 from batonmq_server.lockmgr.core.lock_entry import (
@@ -179,7 +180,7 @@ def old_request(patch: pytest.MonkeyPatch) -> None:
         replace(row, action=Action.GRANT, result=conditions) if row.result is OldRequest else row
         for row in TABLE
     )
-    patch.setattr(decision_table, "TABLE", rows)
+    patch.setattr(decision_table, "ROWS", deciding_rows(rows))
 
 
 def grant_without_gate(patch: pytest.MonkeyPatch) -> None:

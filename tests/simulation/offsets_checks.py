@@ -153,7 +153,7 @@ class OffsetsChecks:
     def _fenced_idle(
         self, key: GroupQueue, before: Progress, wish: FenceAttempt, text: str, now: Instant
     ) -> None:
-        if now.monotonic_ms - before.access_monotonic_ms < wish.idle_ms:
+        if now.monotonic_ms - before.last_call_monotonic_ms < wish.idle_ms:
             self._fail("section 4", f"{text}, but the holder was not idle")
         else:
             self._books.excuse(key, f"lease of token {before.token} ran out")
@@ -170,7 +170,7 @@ class OffsetsChecks:
             self._fail("section 4", f"{text} with {before.in_flight()} in flight")
         queue = self._books.queues[key]
         owned = queue.owner is not None and queue.owner not in (wish.holder,)
-        lives = now.monotonic_ms - before.access_monotonic_ms < self._books.lease_ms
+        lives = now.monotonic_ms - before.last_call_monotonic_ms < self._books.lease_ms
         quiet_ms = now.monotonic_ms - queue.moved_ms
         if owned and lives and quiet_ms < QUIET_MS:
             self._fail("section 7", f"{text} after only {quiet_ms} ms without change")

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
@@ -388,7 +388,7 @@ def test_a_late_write_of_a_node_under_a_dead_lease_does_not_unlist_the_node_for_
         await asyncio.sleep(10)
         found = await etcd.get("nodes/lockmgr/lock-a")
         assert found is not None
-        assert nameserver_pb.Node.FromString(found.value).epoch == 3
+        assert StoredNode.FromString(found.value).epoch == 3
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -16,6 +16,7 @@ import grpc.aio
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
@@ -47,7 +48,7 @@ WATERMARKS: dict[str, object] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningNode:
     """A running node, its stubs, its offsets twin and its etcd."""
 
     stub: pb_grpc.StorageServiceAsyncStub
@@ -107,11 +108,11 @@ class Running:
         gate = StoredGate(**fields)
         await self.etcd.put(self.etcd.key("gates", group), gate.SerializeToString())
 
-    async def parked(self, count: int) -> None:
+    async def wait_long_polls(self, count: int) -> None:
         """Wait until there are `count` long polls."""
-        await until(lambda: self._parked(count))
+        await until(lambda: self._has_long_polls(count))
 
-    async def _parked(self, count: int) -> bool:
+    async def _has_long_polls(self, count: int) -> bool:
         return (await self.describe()).long_poll_count == count
 
 
@@ -131,9 +132,9 @@ def pull_request(**fields: object) -> pb.PullRequest:
 
 
 @asynccontextmanager
-async def running(
+async def running_node(
     etcd_endpoint: str, folder: Path, *, cluster: str = "", **settings: object
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[RunningNode]:
     """Yield a node on `folder` in its own cluster, with the topic `orders` of 8 queues."""
     offsets = OffsetsTwin()  # type: ignore[abstract]
     cluster = cluster or secrets.token_hex(8)
@@ -152,7 +153,7 @@ async def running(
         _app(chosen, Runtime("storage", chosen, etcd)) as (runtime, address),
         connect(address) as channel,
     ):
-        node = Running(
+        node = RunningNode(
             pb_grpc.StorageServiceStub(channel),
             offsets,
             etcd,
@@ -160,7 +161,7 @@ async def running(
             chosen,
             query_grpc.QueryServiceStub(channel),
         )
-        peer = nameserver_pb.Node(node_id="a", address=offsets_address, leader=True)
+        peer = StoredNode(node_id="a", address=offsets_address, leader=True)
         revision = await etcd.put(etcd.key("nodes", "offsets", "a"), peer.SerializeToString())
         await node.put_topic()
         async with asyncio.timeout(TIMEOUT_S):

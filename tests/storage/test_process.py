@@ -22,6 +22,7 @@ import grpc.aio
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -46,7 +47,7 @@ QUEUES = 4
 
 
 @dataclass
-class Site:
+class ProcessSite:
     """Runs storage processes of one cluster, one after the other."""
 
     folder: Path
@@ -62,9 +63,9 @@ class Site:
         self.processes.append(process)
         return process
 
-    async def serving(self, after_unix_ms: int = 0) -> nameserver_pb.Node:
+    async def serving(self, after_unix_ms: int = 0) -> StoredNode:
         """Wait for a serving process that started after `after_unix_ms`; return its entry."""
-        found = nameserver_pb.Node()
+        found = StoredNode()
 
         async def registered() -> bool:
             stored = await self.etcd.get(self.etcd.key("nodes", "storage", "broker-a"))
@@ -76,7 +77,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
+async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[ProcessSite]:
     cluster = secrets.token_hex(8)
     twin = OffsetsTwin()  # type: ignore[abstract]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}  # noqa: TID251
@@ -93,12 +94,12 @@ async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
             lambda server: offsets_grpc.add_OffsetsServiceServicer_to_server(twin, server)
         ) as address,
     ):
-        peer = nameserver_pb.Node(node_id="a", address=address, leader=True)
+        peer = StoredNode(node_id="a", address=address, leader=True)
         await etcd.put(etcd.key("nodes", "offsets", "a"), peer.SerializeToString())
         spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=QUEUES)]
         topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
         await etcd.put(etcd.key("topics", TOPIC), topic.SerializeToString())
-        here = Site(folder, etcd, env)
+        here = ProcessSite(folder, etcd, env)
         try:
             yield here
         finally:

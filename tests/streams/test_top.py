@@ -32,8 +32,8 @@ def event(place: QueueRef = T0, group: str = "", **kind: object) -> pb.MetricEve
 def busy() -> Board:
     board = Board(0)
     board.begin([GroupQueueStatus("g", T0, 10, 40, "c1")], {"g": 2})
-    board.heard("storage/a", 0)
-    board.heard("lockmgr/l", 7)
+    board.note_source("storage/a", 0)
+    board.note_source("lockmgr/l", 7)
     appended = pb.Appended(message_count=500, byte_count=51_200, next_offset=540)
     board.take(event(appended=appended), 9_000)
     delivered = pb.DeliveredRange(message_count=100, redelivered_count=3)
@@ -106,7 +106,7 @@ def test_frame_shows_everything() -> None:
     assert ["g", "2", "20", "400", "3", "1", "4", "1"] in lines
     assert ["c2", "g", "1", "400"] in lines
     assert "t/a/0 passed from c1 to c2: waited 1 + 20 ms, fence 3 ms" in frame
-    assert "c4 was refused for its subscription" in frame
+    assert "c4 was rejected for its subscription" in frame
     assert "4 nodes, events from 2, 7 events dropped" in frame
 
 
@@ -146,7 +146,7 @@ def test_events_of_all_nodes_are_followed_also_of_one_that_comes_back() -> None:
             board, clock = Board(0), broker.clock
 
             def take(batch: pb.MetricBatch) -> None:
-                board.heard(batch.source, batch.dropped_count)
+                board.note_source(batch.source, batch.dropped_count)
                 for one in batch.events:
                     board.take(one, clock.monotonic_ms())
 

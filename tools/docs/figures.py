@@ -133,7 +133,7 @@ async def disk() -> None:
 
     def entry(number: int) -> Entry:
         progress = Progress(
-            access_monotonic_ms=0,
+            last_call_monotonic_ms=0,
             token=1,
             committed_offset=number,
             delivered_offset=number,

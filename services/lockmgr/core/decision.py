@@ -7,9 +7,10 @@ the observation and the time that the caller passes in, and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import NamedTuple, TypeAlias
 
 from batonmq.errors import (
@@ -213,6 +214,17 @@ TABLE: tuple[DecisionRow, ...] = (
 # fmt: on
 
 
+def deciding_rows(table: Sequence[DecisionRow]) -> dict[Situation, DecisionRow]:
+    """Return, for every situation, the first row that fits."""
+    parts = product(OwnerKind, RelativeAge, RelativeAge, TokenState, LeaseState)
+    situations = [Situation(*values) for values in parts]
+    return {s: next(row for row in table if row.fits(s)) for s in situations}
+
+
+ROWS = deciding_rows(TABLE)
+"""Looked up in place of the table, since a decision is made for every requested queue."""
+
+
 def decide(
     entry: LockEntry | None,
     requester: Requester,
@@ -316,7 +328,7 @@ def _relative_age(value: int, granted: int) -> RelativeAge:
 
 
 def _decide(request: _Request, situation: Situation) -> Decision:
-    row = next(row for row in TABLE if row.fits(situation))
+    row = ROWS[situation]
     if row.action is Action.RENEW:
         return RenewDecision()
     if isinstance(row.result, tuple):

@@ -132,8 +132,8 @@ class GroupTransaction:
                 retry_after_ms=10_000,
                 facts={"limit": MEMBERS_MAX},
             )
-        self._agree(heartbeat, member, others)
-        self._admit(heartbeat, member)
+        self._apply_terms(heartbeat, member, others)
+        self._put_member(heartbeat, member)
 
     def leave(self, client_id: str, incarnation_id: int) -> bool:
         """Remove this process; return False if it is not a member."""
@@ -255,7 +255,7 @@ class GroupTransaction:
                 facts={"client_id": member.client_id, "host": member.host},
             )
 
-    def _admit(self, heartbeat: Heartbeat, member: Member | None) -> None:
+    def _put_member(self, heartbeat: Heartbeat, member: Member | None) -> None:
         """Add the sender to the members, or update its entry."""
         self._settled = None
         client_id, incarnation_id = heartbeat.client_id, heartbeat.incarnation_id
@@ -272,7 +272,9 @@ class GroupTransaction:
         if self._live.get(client_id) != incarnation_id:
             self._live[client_id] = self.joined[client_id] = incarnation_id
 
-    def _agree(self, heartbeat: Heartbeat, member: Member | None, others: list[Member]) -> None:
+    def _apply_terms(
+        self, heartbeat: Heartbeat, member: Member | None, others: list[Member]
+    ) -> None:
         """Apply the policy to the sender's terms.
 
         Args:

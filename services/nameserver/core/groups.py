@@ -20,7 +20,7 @@ MEMBERS_MAX = 1_000
 
 
 class SubscriptionPolicy(Enum):
-    """What happens to a heartbeat whose subscription differs (protocol section 14)."""
+    """What happens to a heartbeat with another subscription (protocol section 14)."""
 
     REJECT = "REJECT"
     """The heartbeat is refused."""

@@ -71,16 +71,16 @@ class Progress:
         delivered_known: Known lower bound of the true D; below D only after a restart.
         closed_reach: End of the deliveries under T when T was closed, which sets D to C.
         token_change: Record of the change that issued T; None if T was issued before the restart.
-        maybe_seen: M; disjoint from what is acked or committed.
+        maybe_seen: M; disjoint from the acked and committed offsets.
         reset_epoch: R.
         first_reset_epoch: R when this progress began; greater than 0 if an earlier one was deleted.
         grant: Answer to the fence that issued T; None if a reset issued it.
         attempt: Id of the last fence.
-        forced_by: Operator who forced the fence that issued T; empty if it was not forced.
+        forced_by: Operator of the forced fence that issued T; empty if it was not forced.
         forced_reason: Reason of that operator.
         subscription_generation: Deliveries under T must name it; 0 accepts any.
         source: Last kind of change of the progress.
-        access_monotonic_ms: Time of the last accepted call under T.
+        last_call_monotonic_ms: Time of the last accepted call under T.
         update_unix_ms: Wall clock of the last change that must be durable.
     """
 
@@ -103,7 +103,7 @@ class Progress:
     forced_reason: str = ""
     subscription_generation: int = 0
     source: ProgressSource = ProgressSource.NOTHING
-    access_monotonic_ms: int
+    last_call_monotonic_ms: int
     update_unix_ms: int = 0
 
     # ---- state
@@ -131,7 +131,7 @@ class Progress:
 
     def idle_ms(self, now: Instant) -> int:
         """Return the time since the last accepted call under T, in milliseconds."""
-        return now.monotonic_ms - self.access_monotonic_ms
+        return now.monotonic_ms - self.last_call_monotonic_ms
 
     def ack_window_full(self, limits: QueueLimits) -> bool:
         """Return whether A has reached one of its limits (protocol 16, bounds)."""
@@ -163,19 +163,19 @@ class Progress:
             )
         self._check_condition(attempt, now)
         ended = EndedToken(self.token, _ENDS[attempt.condition], self.reach)
-        live = EMPTY
+        resumed = EMPTY
         if attempt.reset_epoch == self.reset_epoch:
-            live = attempt.resume.at_or_above(self.committed_offset).difference(self.acked)
+            resumed = attempt.resume.at_or_above(self.committed_offset).difference(self.acked)
         same_holder = not self.closed and self.holder == attempt.holder
         if not self.closed:
             dropped = self.in_flight()
             if same_holder:
-                dropped = dropped.difference(live)
+                dropped = dropped.difference(resumed)
             self.maybe_seen = self.maybe_seen.union(dropped)
         lowest = self.delivered_offset if same_holder else self.committed_offset
-        self.delivered_offset = self.delivered_reserved = max(lowest, live.next_offset)
+        self.delivered_offset = self.delivered_reserved = max(lowest, resumed.next_offset)
         kept = ended.reach.delivered_offset if same_holder else 0
-        self.delivered_known = max(kept, live.next_offset)
+        self.delivered_known = max(kept, resumed.next_offset)
         self.holder, self.closed = attempt.holder, attempt.holder is None
         self.forced_by, self.forced_reason = attempt.forced_by, attempt.forced_reason
         self.subscription_generation = attempt.subscription_generation
@@ -184,7 +184,7 @@ class Progress:
         self.grant = FenceGrant(
             self.token, self.committed_offset, self.acked, self.maybe_seen, self.reset_epoch
         )
-        self.access_monotonic_ms, self.update_unix_ms = now
+        self.last_call_monotonic_ms, self.update_unix_ms = now
         self._record_token_change(ended, now)
         return self.grant
 
@@ -268,7 +268,7 @@ class Progress:
                 self.delivered_reserved = next_offset + limits.span_max
                 self.update_unix_ms = now.unix_ms
         self.delivered_known = max(self.delivered_known, next_offset)
-        self.access_monotonic_ms = now.monotonic_ms
+        self.last_call_monotonic_ms = now.monotonic_ms
         return DeliveryResult(self.maybe_seen.between(first_offset, next_offset), changed)
 
     def touch(self, token: int, now: Instant) -> None:
@@ -278,7 +278,7 @@ class Progress:
             Fenced: `token` is not T, or T is closed.
         """
         self._check_open(token)
-        self.access_monotonic_ms = now.monotonic_ms
+        self.last_call_monotonic_ms = now.monotonic_ms
 
     def commit(
         self, token: int, acks: Acks, now: Instant, source: ProgressSource = ProgressSource.COMMIT
@@ -294,7 +294,7 @@ class Progress:
         self._check_delivered(new)
         if new:
             self._ack(new, now, source)
-        self.access_monotonic_ms = now.monotonic_ms
+        self.last_call_monotonic_ms = now.monotonic_ms
         return CommitResult(self.committed_offset, bool(new))
 
     def commit_unowned(self, acks: Acks, now: Instant) -> CommitResult:
@@ -346,7 +346,7 @@ class Progress:
         """
         before = AckState(self.committed_offset, self.acked)
         ended = EndedToken(self.token, HoldEnd.RESET, self.reach)
-        had, has = before.handled(), to.handled()
+        had, has = before.all_acked(), to.all_acked()
         started = max(self.delivered_offset, self.acked.next_offset, self.maybe_seen.next_offset)
         self.maybe_seen = RangeSet.of(to.committed_offset, started).difference(to.acked)
         self.committed_offset, self.acked = to
@@ -357,7 +357,7 @@ class Progress:
         self.holder, self.closed, self.grant = None, True, None
         self.forced_by = self.forced_reason = ""
         self.subscription_generation, self.source = 0, source
-        self.access_monotonic_ms, self.update_unix_ms = now
+        self.last_call_monotonic_ms, self.update_unix_ms = now
         self._record_token_change(ended, now)
         replayed, skipped = had.difference(has).count, has.difference(had).count
         return ResetEffect(before, replayed, skipped, self.reset_epoch, self.token)

@@ -42,7 +42,7 @@ _NOTHING = Tombstone(token=0, reset_epoch=0, update_unix_ms=0)
 
 
 class ProgressTable:
-    """Keeps a `Progress` per queue, and a `Tombstone` per queue whose topic or group was deleted.
+    """Keeps a `Progress` per queue, and a `Tombstone` per queue of a deleted topic or group.
 
     Args:
         epoch: Epoch of this replica set; greater than every earlier one.
@@ -63,7 +63,7 @@ class ProgressTable:
         self.ack_ranges: dict[GroupQueue, int] = {}
         """Number of acked ranges, of the queues that have any."""
         self.capped: set[GroupQueue] = set()
-        """Queues whose ack window is full."""
+        """Queues with a full ack window."""
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -83,7 +83,7 @@ class ProgressTable:
             return
         stored.delivered_offset = stored.delivered_reserved
         stored.delivered_known, stored.token_change = 0, None
-        stored.access_monotonic_ms = (now or self._start).monotonic_ms
+        stored.last_call_monotonic_ms = (now or self._start).monotonic_ms
         self._put(key, stored)
 
     def restore_topic(self, topic: str, topic_id: int) -> None:
@@ -339,7 +339,7 @@ class ProgressTable:
             committed_offset=initial_offset,
             delivered_offset=initial_offset,
             delivered_reserved=initial_offset,
-            access_monotonic_ms=self._start.monotonic_ms,
+            last_call_monotonic_ms=self._start.monotonic_ms,
         )
 
     def _progress_of(self, key: GroupQueue, token: int) -> Progress:

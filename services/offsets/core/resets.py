@@ -33,7 +33,7 @@ class ResetOrder(NamedTuple):
     Attributes:
         kind: RESET or CLONE.
         undone_op_id: The operation that this one undoes; empty for none.
-        from_group: The group whose progress a clone copies; empty for a reset.
+        from_group: The source group of a clone; empty for a reset.
     """
 
     op_id: str
@@ -146,7 +146,7 @@ class ResetExecutor:
         *,
         dry_run: bool,
     ) -> ResetOutcome:
-        """Move queues of `group`; a queue whose result is an error is unchanged."""
+        """Move queues of `group`; if the result is an error, the queue is unchanged."""
         known = None if dry_run else self.history.find(group, order.op_id)
         if known is not None and known.order != order:
             return ResetOutcome([_exists(order.op_id) for _ in targets], [], None)

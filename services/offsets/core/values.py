@@ -120,7 +120,7 @@ class AckState(NamedTuple):
     committed_offset: int
     acked: RangeSet = EMPTY
 
-    def handled(self) -> RangeSet:
+    def all_acked(self) -> RangeSet:
         """Return all acknowledged offsets as one set."""
         return RangeSet.of(0, self.committed_offset).union(self.acked)
 
@@ -144,7 +144,7 @@ class ResetEffect(NamedTuple):
 
 
 class Tombstone(NamedTuple):
-    """The rest of a queue whose topic or group was deleted, so that no token is issued twice."""
+    """The rest of a queue of a deleted topic or group, so that no token is issued twice."""
 
     token: int
     reset_epoch: int

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq.errors import NoQuorum, NotLeader
 from batonmq_server.runtime.election import Candidacy, Election
 from batonmq_server.runtime.leader_registration import LeaderRegistration
@@ -212,11 +212,11 @@ class ReplicaNode(ABC, Generic[L]):
             if not node.leader
         }
 
-    def _registered(self) -> dict[str, nameserver_pb.Node]:
+    def _registered(self) -> dict[str, StoredNode]:
         """Return the registered nodes of the set by node id."""
         found = {}
         for key, stored in self._runtime.nodes.values.items():
             service, _, name = key.partition("/")
             if service == self._runtime.service and name in self._node_ids:
-                found[name] = nameserver_pb.Node.FromString(stored.value)
+                found[name] = StoredNode.FromString(stored.value)
         return found

@@ -1150,9 +1150,7 @@ Global___ElectReplicaResponse: _TypeAlias = ElectReplicaResponse  # noqa: Y015
 
 @_typing.final
 class Node(_message.Message):
-    """A registered, live process. Also stored in etcd, under nodes/<service>/<node_id>, with the lease of
-    the process.
-    """
+    """A registered, live process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1129,7 +1129,7 @@ class CloseItem(_message.Message):
 
     @_builtins.property
     def unfinished(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """Offsets whose handlers were cut off: started, not acknowledged."""
+        """Offsets of handlers that were cut off: started, not acknowledged."""
 
     def __init__(
         self,
@@ -1352,7 +1352,7 @@ class Progress(_message.Message):
     subscription_generation: _builtins.int
     """Generation of the subscription that deliveries under the token must name; 0 for any."""
     forced_by: _builtins.str
-    """Operator who forced the fence that issued the token; empty if it was not forced."""
+    """Operator of the forced fence that issued the token; empty if it was not forced."""
     forced_reason: _builtins.str
     """Reason of that operator."""
     source: Global___ProgressSource.ValueType
@@ -1506,7 +1506,7 @@ class DeleteTopicResponse(_message.Message):
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
     queue_count: _builtins.int
-    """Number of queues, counted per group, whose progress this call deleted."""
+    """Number of queues, counted per group, with progress that this call deleted."""
     def __init__(
         self,
         *,
@@ -1734,7 +1734,7 @@ class CloneRequest(_message.Message):
     reason: _builtins.str
     """The operator's reason, 1 to 1,024 characters. Required."""
     from_group: _builtins.str
-    """Group whose progress is copied. Required."""
+    """Source group. Required."""
     to_group: _builtins.str
     """Group that gets the progress; a different one. Required."""
     topic: _builtins.str
@@ -1830,7 +1830,7 @@ class DeleteGroupResponse(_message.Message):
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
     queue_count: _builtins.int
-    """Number of queues whose progress this call deleted."""
+    """Number of queues with progress that this call deleted."""
     def __init__(
         self,
         *,
@@ -1936,7 +1936,7 @@ class RecordedReset(_message.Message):
     undone_op_id: _builtins.str
     """Operation that this one undid; empty for none."""
     from_group: _builtins.str
-    """Group whose progress a clone copied; empty for a reset."""
+    """Source group of a clone; empty for a reset."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResetStep]:
         """The queues it moved, ascending by topic, broker and queue id."""

@@ -188,7 +188,7 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Touch(self, request, context):
-        """Reports from storage the queues whose holders wait in a long poll, so that they are not idle.
+        """Reports from storage the queues with a waiting long poll, so that their holders are not idle.
 
         Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
         """

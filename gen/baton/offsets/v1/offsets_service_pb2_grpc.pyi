@@ -73,7 +73,7 @@ class OffsetsServiceStub:
     NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
     """
     Touch: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.TouchRequest, _offsets_service_pb2.TouchResponse]
-    """Reports from storage the queues whose holders wait in a long poll, so that they are not idle.
+    """Reports from storage the queues with a waiting long poll, so that their holders are not idle.
 
     Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
     """
@@ -215,7 +215,7 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
     """
     Touch: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.TouchRequest, _offsets_service_pb2.TouchResponse]  # type: ignore[assignment]
-    """Reports from storage the queues whose holders wait in a long poll, so that they are not idle.
+    """Reports from storage the queues with a waiting long poll, so that their holders are not idle.
 
     Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
     """
@@ -378,7 +378,7 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _offsets_service_pb2.TouchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_offsets_service_pb2.TouchResponse, _abc.Awaitable[_offsets_service_pb2.TouchResponse]]:
-        """Reports from storage the queues whose holders wait in a long poll, so that they are not idle.
+        """Reports from storage the queues with a waiting long poll, so that their holders are not idle.
 
         Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
         """

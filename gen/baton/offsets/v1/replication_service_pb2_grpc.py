@@ -83,7 +83,7 @@ class ReplicationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadAll(self, request, context):
-        """Streams all entries of one version, for a follower whose last change the leader does not have, or
+        """Streams all entries of one version, for a follower with a last change that the leader does not have, or
         that lags so far that the leader no longer keeps the changes since. They replace all entries of the
         follower.
 

@@ -47,7 +47,7 @@ class ReplicationServiceStub:
     leader).
     """
     ReadAll: _grpc.UnaryStreamMultiCallable[_replication_service_pb2.ReadAllRequest, _replication_service_pb2.ReadAllResponse]
-    """Streams all entries of one version, for a follower whose last change the leader does not have, or
+    """Streams all entries of one version, for a follower with a last change that the leader does not have, or
     that lags so far that the leader no longer keeps the changes since. They replace all entries of the
     follower.
 
@@ -83,7 +83,7 @@ class ReplicationServiceAsyncStub(ReplicationServiceStub):
     leader).
     """
     ReadAll: _aio.UnaryStreamMultiCallable[_replication_service_pb2.ReadAllRequest, _replication_service_pb2.ReadAllResponse]  # type: ignore[assignment]
-    """Streams all entries of one version, for a follower whose last change the leader does not have, or
+    """Streams all entries of one version, for a follower with a last change that the leader does not have, or
     that lags so far that the leader no longer keeps the changes since. They replace all entries of the
     follower.
 
@@ -128,7 +128,7 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.ReadAllRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_replication_service_pb2.ReadAllResponse], _abc.AsyncIterator[_replication_service_pb2.ReadAllResponse]]:
-        """Streams all entries of one version, for a follower whose last change the leader does not have, or
+        """Streams all entries of one version, for a follower with a last change that the leader does not have, or
         that lags so far that the leader no longer keeps the changes since. They replace all entries of the
         follower.
 

@@ -116,7 +116,7 @@ class StoredProgress(_message.Message):
     subscription_generation: _builtins.int
     """Generation of the subscription that deliveries under the token must name; 0 accepts any."""
     forced_by: _builtins.str
-    """Operator who forced the fence that issued the token; empty if it was not forced."""
+    """Operator of the forced fence that issued the token; empty if it was not forced."""
     forced_reason: _builtins.str
     """Reason of that operator."""
     source: _builtins.int
@@ -253,7 +253,7 @@ class StoredReset(_message.Message):
     undone_op_id: _builtins.str
     """Operation that this one undid; empty for none."""
     from_group: _builtins.str
-    """Group whose progress a clone copied; empty for a reset."""
+    """Source group of a clone; empty for a reset."""
     number: _builtins.int
     """Number of the operation in its group, from 1."""
     @_builtins.property
