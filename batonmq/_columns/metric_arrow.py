@@ -1,7 +1,7 @@
-"""Events of the metrics streams as Arrow columns; needs pyarrow.
+"""Events of the metrics streams as Arrow columns.
 
-Rows of one kind are made at a time, column by column, so that what an event costs is little more
-than reading its fields.
+Rows are built by kind, column by column, so that an event costs little more than the access to its
+fields.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS, NO_KIND, Getter, 
 
 Int64Array = npt.NDArray[np.int64]
 Column = Callable[[Sequence[Any]], pa.Array]
-"""Makes a column of the messages of one kind."""
+"""Returns a column for messages of one kind."""
 
 TYPES: Mapping[str, pa.DataType] = {
     "string": pa.string(),
@@ -39,20 +39,20 @@ TYPES: Mapping[str, pa.DataType] = {
     "binary": pa.binary(),
 }
 EVENTS: pa.Schema = pa.schema([(name, TYPES[kind]) for name, kind in EVENT_COLUMNS.items()])
-"""Columns of an event."""
+"""Schema of the rows of events."""
 
-_PACKED = pa.ipc.IpcWriteOptions(compression="lz4")
+_LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 _LENGTH_DELIMITED = 2
 _LAST_COMMON_FIELD = 9
 
 
 @dataclass(frozen=True, slots=True)
 class EventRows:
-    """Events, those of one kind after those of another.
+    """Rows of events, grouped by kind.
 
     Attributes:
-        rows: With the columns EVENTS.
-        places: Shape (rows,): which of the events each row is.
+        rows: Rows with the schema EVENTS.
+        places: Shape (rows,): index of the event of each row.
     """
 
     rows: pa.RecordBatch
@@ -60,7 +60,7 @@ class EventRows:
 
 
 def event_rows(events: Sequence[MetricEvent]) -> EventRows:
-    """The columns of events."""
+    """Return the rows of events."""
     by_kind: defaultdict[str | None, list[int]] = defaultdict(list)
     for place, event in enumerate(events):
         by_kind[event.WhichOneof("kind")].append(place)
@@ -72,26 +72,26 @@ def event_rows(events: Sequence[MetricEvent]) -> EventRows:
 
 
 def encode_events(events: Sequence[MetricEvent]) -> bytes:
-    """`MetricBatch.arrow`: one Arrow IPC stream of the events, in their order, its buffers in lz4.
+    """Return `MetricBatch.arrow`: an Arrow IPC stream of the events in order, compressed by LZ4.
 
-    Most columns of an event are empty: packed, an event takes 35 bytes and not 218.
+    Most columns of an event are empty: compressed, an event takes 35 bytes, otherwise 218.
     """
     found = event_rows(events)
     rows = found.rows.take(pa.array(np.argsort(found.places)))
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, EVENTS, options=_PACKED) as writer:
+    with pa.ipc.new_stream(sink, EVENTS, options=_LZ4) as writer:
         writer.write_batch(rows)
     encoded: bytes = sink.getvalue().to_pybytes()
     return encoded
 
 
 def decode_events(encoded: bytes) -> list[pa.RecordBatch]:
-    """Inverse of `encode_events`, with the columns EVENTS.
+    """Inverse of `encode_events`; the schema is EVENTS.
 
-    Columns that a newer service has besides are left out, those that an older one lacks are null.
+    Unknown columns of a newer version are dropped; missing columns of an older version are null.
 
     Raises:
-        pyarrow.ArrowInvalid: it is no Arrow IPC stream, or a column has another type.
+        pyarrow.ArrowInvalid: The bytes are not an Arrow IPC stream, or a column has another type.
     """
     with pa.ipc.open_stream(encoded) as reader:
         batches: list[pa.RecordBatch] = list(reader)
@@ -101,7 +101,7 @@ def decode_events(encoded: bytes) -> list[pa.RecordBatch]:
 
 
 def one_batch(parts: Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
-    """Rows one behind the other."""
+    """Return the rows of all parts as one batch."""
     if len(parts) == 1:
         return parts[0]
     table = pa.Table.from_batches(parts, schema).combine_chunks()
@@ -121,12 +121,12 @@ def _as_events(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def timestamps(unix_ms: Int64Array) -> pa.Array:
-    """A column of times."""
+    """Return a column of times in Unix milliseconds."""
     return pa.array(unix_ms * 1_000).cast(TYPES["timestamp"])
 
 
 def rows_of_kind(kind: str | None, events: Sequence[MetricEvent]) -> pa.RecordBatch:
-    """Rows of events of one kind."""
+    """Return the rows of events of one kind."""
     count = len(events)
     columns = queue_columns([event.queue.SerializeToString() for event in events])
     times = np.fromiter(map(attrgetter("unix_ms"), events), np.int64, count)
@@ -144,7 +144,7 @@ def rows_of_kind(kind: str | None, events: Sequence[MetricEvent]) -> pa.RecordBa
 
 
 def filled(columns: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
-    """Rows with the columns EVENTS; those that are not given are null."""
+    """Return rows with the schema EVENTS; columns that are not given are null."""
     arrays = [
         columns[field.name] if field.name in columns else pa.nulls(count, field.type)
         for field in EVENTS
@@ -153,7 +153,7 @@ def filled(columns: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
 
 
 def queue_columns(encoded: Iterable[bytes]) -> dict[str, pa.Array]:
-    """The columns of the queues of events, of which there are few; empty where there is none."""
+    """Return the columns of the encoded queues of events, of which there are few; null for none."""
     codes: dict[bytes, int] = {}
     places = [codes.setdefault(each, len(codes)) for each in encoded]
     queues = list(map(GroupQueue.FromString, codes))
@@ -174,7 +174,7 @@ def queue_columns(encoded: Iterable[bytes]) -> dict[str, pa.Array]:
 
 
 def _unknown(event: MetricEvent) -> tuple[str, bytes | None]:
-    """Kind and bytes of an event of a kind that is not known here."""
+    """Return the kind and the bytes of an event of an unknown kind."""
     for one in UnknownFieldSet(event):  # type: ignore[attr-defined]  # its stub has no __iter__
         if one.wire_type == _LENGTH_DELIMITED and one.field_number > _LAST_COMMON_FIELD:
             return unknown_kind(one.field_number), one.data
@@ -183,7 +183,7 @@ def _unknown(event: MetricEvent) -> tuple[str, bytes | None]:
 
 @cache
 def _plan(kind: str) -> Mapping[str, Column]:
-    """How the columns of a kind are made of its messages."""
+    """Return the function for each column of a kind."""
     meant = KINDS.get(kind)
     if meant is None:
         return {}
@@ -220,7 +220,7 @@ def _column(get: Callable[[Any], Any], kind: str, enum: EnumDescriptor | None) -
 
 
 def signed(value: int, bits: int = 64) -> int:
-    """As it comes, but for what no column has room for: that is taken for negative."""
+    """Return an unsigned value as a signed one of `bits` bits; large values become negative."""
     return value if value < 1 << (bits - 1) else value - (1 << bits)
 
 
@@ -231,7 +231,7 @@ def _lists(lists: Sequence[Sequence[int]]) -> pa.Array:
 
 
 def enum_names(enum: EnumDescriptor) -> dict[int, str | None]:
-    """Names of an enumeration without its prefix; none for the value that says nothing."""
+    """Return the names of an enumeration without their prefix; None for UNSPECIFIED."""
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
     names: dict[int, str | None] = {
         number: value.name.removeprefix(prefix) for number, value in enum.values_by_number.items()

@@ -1,7 +1,7 @@
-"""Events of the metrics streams from Protobuf bytes to Arrow columns, thousands at once.
+"""Conversion of encoded events of the metrics streams to Arrow columns, thousands at once.
 
-Kinds of which there are few in a batch, or whose columns have to be worked out, are read one by
-one; the rows are the same.
+Kinds with few events in a batch, or with columns that are computed, are decoded one by one; the
+rows are the same.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from batonmq._columns.metric_arrow import (
 from batonmq._columns.protobuf_columns import (
     Field,
     Int64Array,
+    MalformedProtobuf,
     Messages,
-    NotReadable,
     packed,
     zigzag,
 )
 from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS, UNREADABLE, Getter, Total
 
 FEW = 100
-"""Up to so many events of a kind it is quicker to read them one by one."""
+"""Up to so many events of a kind are decoded one by one, which is faster."""
 _TIME, _QUEUE, _FIRST_KIND = 1, 2, 10
 _SIGNED = (FieldDescriptor.TYPE_SINT32, FieldDescriptor.TYPE_SINT64)
 _WHOLE = (
@@ -60,7 +60,7 @@ Path = tuple[int, ...]
 
 @cache
 def shallow_batch() -> type[Any]:
-    """The class of a MetricBatch whose `events` are bytes."""
+    """Return the class of a MetricBatch with `events` as bytes."""
     file = FileDescriptorProto(name="shallow.proto", package="baton.shallow", syntax="proto3")
     batch = file.message_type.add()
     MetricBatch.DESCRIPTOR.CopyToProto(batch)
@@ -75,10 +75,10 @@ def shallow_batch() -> type[Any]:
 
 
 def encoded_rows(encoded: Sequence[bytes]) -> EventRows:
-    """The columns of encoded events. What is no event has a row of the kind `unreadable`."""
+    """Return the rows of encoded events; bytes that are not an event have the kind `unreadable`."""
     try:
         return _rows(encoded)
-    except (NotReadable, pa.ArrowInvalid):
+    except (MalformedProtobuf, pa.ArrowInvalid):
         return _one_by_one(encoded, np.arange(len(encoded)))
 
 
@@ -139,11 +139,12 @@ def _queue_columns(data: bytes, field: Field | None, places: Int64Array) -> dict
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a column, or an entry of `attrs`, comes from.
+    """The field of a column, or of an entry of `attrs`.
 
     Attributes:
-        path: Numbers of the fields on the way to it.
-        total: Whether it is the sum of a repeated field.
+        path: Numbers of the fields that lead to it.
+        described: Descriptor of the field.
+        total: Whether the value is the sum of a repeated field.
     """
 
     path: Path
@@ -153,13 +154,13 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the columns of a kind are made of its messages."""
+    """The fields of the columns of a kind."""
 
     sources: Mapping[str, _Source]
     attrs: Mapping[str, _Source]
 
     def columns(self, messages: Messages) -> dict[str, pa.Array]:
-        """The columns of the kind alone."""
+        """Return the columns that are specific to the kind."""
         scanned = _Scanned(messages)
         columns = {
             name: scanned.column(source, EVENT_COLUMNS[name])
@@ -171,7 +172,7 @@ class _Plan:
 
 
 class _Scanned:
-    """The fields of messages of one kind, of the messages in them as they are asked for."""
+    """Fields of messages of one kind; fields of nested messages are decoded on demand."""
 
     def __init__(self, messages: Messages) -> None:
         self._messages: dict[Path, Messages] = {(): messages}
@@ -181,7 +182,7 @@ class _Scanned:
         self._absent = Field(np.zeros(self._count, np.bool_), nothing, nothing)
 
     def column(self, source: _Source, kind: str) -> pa.Array:
-        """One column."""
+        """Return one column."""
         field, data = self._field(source.path), self._messages[()].data
         if source.total or kind == "bigints":
             counts, numbers = packed(data, field)
@@ -202,7 +203,7 @@ class _Scanned:
         return pa.array(values).cast(TYPES[kind])
 
     def attrs(self, sources: Mapping[str, _Source]) -> pa.Array:
-        """The column `attrs`: of each row what is not 0, false or empty."""
+        """Return the column `attrs`: of each row the values that are not 0, false or empty."""
         texts: list[pa.Array] = []
         given: list[npt.NDArray[np.bool_]] = []
         for source in sources.values():
@@ -240,7 +241,7 @@ class _Scanned:
 
 
 def _texts(data: bytes, field: Field) -> pa.Array:
-    """A column of text, null where it is empty."""
+    """Return a column of text, with null for empty text."""
     given = field.values < field.ends
     begins, ends = field.values[given], field.ends[given]
     bounds = np.empty(2 * len(begins) + 1, np.int32)
@@ -255,7 +256,7 @@ def _texts(data: bytes, field: Field) -> pa.Array:
 
 @cache
 def _plan(kind: str) -> _Plan | None:
-    """None if the kind has columns that have to be worked out, or is not known."""
+    """Return the fields of a kind; None if it is unknown, or if one of its columns is computed."""
     meant = KINDS.get(kind)
     if meant is None:
         return None

@@ -17,8 +17,8 @@ from batonmq_server.offsets.responses import fenced_pb, token_pb
 log = logging.getLogger(__name__)
 
 ANNOUNCED_MAX = 10_000
-"""Approximate number of queues in one answer to Announce. Building the answer blocks the event loop,
-so it must take much less time than the lease of the leader."""
+"""Approximate number of queues in one answer to Announce. Building it blocks the event loop, so it
+must take much less time than the lease of the leader."""
 
 
 class LockmgrCalls(OffsetsCalls):

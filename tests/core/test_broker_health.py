@@ -1,7 +1,7 @@
-"""Goal: a broker in trouble is left alone for as long as its trouble suggests, is tried again with
-one batch at a time, and never keeps a message from being sent.
+"""Goal: a slow or failed broker is avoided for a time, then probed with one batch.
 
-Method: stories by hand over a clock of integers.
+Avoidance never keeps a message from being sent.
+Method: written scenarios over a clock of integers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def chosen(brokers: BrokerHealth, now_ms: int, count: int = 12) -> Counter[str]:
     return Counter(brokers.choose(QUEUES, turn, now_ms).broker for turn in range(count))
 
 
-def test_queues_have_their_turns() -> None:
+def test_queues_are_chosen_in_turn() -> None:
     brokers = BrokerHealth()
     assert [brokers.choose(QUEUES, turn, 0) for turn in range(8)] == [*QUEUES, *QUEUES[:2]]
 
@@ -34,7 +34,7 @@ def test_queues_have_their_turns() -> None:
         (5_000, 10_000), (14_999, 10_000), (15_000, 30_000), (100_000, 30_000),
     ],
 )  # fmt: skip
-def test_slow_broker_is_avoided_as_long_as_its_latency_says(
+def test_slow_broker_is_avoided_for_the_time_of_its_latency(
     latency_ms: int, avoided_ms: int
 ) -> None:
     brokers = BrokerHealth()
@@ -44,13 +44,13 @@ def test_slow_broker_is_avoided_as_long_as_its_latency_says(
     assert chosen(brokers, 1_000 + avoided_ms)["a"] > 0
 
 
-def test_the_others_share_evenly_what_an_avoided_broker_does_not_get() -> None:
+def test_other_brokers_share_the_batches_of_an_avoided_one_evenly() -> None:
     brokers = BrokerHealth()
     brokers.failed("b", 0)
     assert chosen(brokers, 1) == {"a": 6, "c": 6}
 
 
-def test_failed_broker_gets_one_batch_as_a_probe_when_its_time_is_over() -> None:
+def test_failed_broker_gets_one_batch_as_a_probe_after_its_time() -> None:
     brokers = BrokerHealth()
     brokers.failed("a", 0)
     assert chosen(brokers, FAILED_MS - 1)["a"] == 0
@@ -59,14 +59,14 @@ def test_failed_broker_gets_one_batch_as_a_probe_when_its_time_is_over() -> None
     assert chosen(brokers, 2 * FAILED_MS)["a"] == 1
 
 
-def test_answer_in_time_ends_the_trouble_at_once() -> None:
+def test_fast_response_ends_the_avoidance() -> None:
     brokers = BrokerHealth()
     brokers.failed("a", 0)
     brokers.answered("a", 20, 5)
     assert chosen(brokers, 6) == {"a": 4, "b": 4, "c": 4}
 
 
-def test_probe_that_fails_begins_the_time_anew() -> None:
+def test_failed_probe_restarts_the_avoidance() -> None:
     brokers = BrokerHealth()
     brokers.failed("a", 0)
     assert chosen(brokers, FAILED_MS)["a"] == 1
@@ -75,14 +75,14 @@ def test_probe_that_fails_begins_the_time_anew() -> None:
     assert chosen(brokers, 2 * FAILED_MS + 500)["a"] == 1
 
 
-def test_if_all_are_avoided_the_one_soonest_back_is_used() -> None:
+def test_broker_with_the_shortest_remaining_time_is_used_if_all_are_avoided() -> None:
     brokers = BrokerHealth()
     for now_ms, broker in enumerate("bac"):
         brokers.failed(broker, now_ms)
     assert chosen(brokers, 5) == {"b": 12}
 
 
-def test_all_batches_may_move_to_a_broker_without_trouble_and_one_to_a_due_one() -> None:
+def test_all_batches_move_to_a_healthy_broker_and_one_to_a_broker_due_for_a_probe() -> None:
     brokers = BrokerHealth()
     brokers.failed("a", 0)
     assert brokers.takes_count(QUEUES, "a", 0) == sys.maxsize
@@ -95,7 +95,7 @@ def test_all_batches_may_move_to_a_broker_without_trouble_and_one_to_a_due_one()
     assert brokers.takes_count(QUEUES, "b", FAILED_MS + 10) == 1, "a is due too"
 
 
-def test_broker_in_trouble_elsewhere_does_not_matter_to_a_topic_without_it() -> None:
+def test_avoided_broker_does_not_affect_topics_without_queues_on_it() -> None:
     brokers = BrokerHealth()
     brokers.failed("d", 0)
     assert chosen(brokers, 1) == {"a": 4, "b": 4, "c": 4}

@@ -1,8 +1,8 @@
-"""Goal: a compressed batch is the same batch to every reader; its packed records can neither pass
-for something else nor make anybody take more memory than the lengths say.
+"""Goal: a compressed batch decodes like a plain one, and malformed records are rejected.
 
-Method: golden batches, Hypothesis round trips, packed records exchanged for others under a right
-checksum, with a look at what is allocated.
+Malformed records never take more memory than their lengths state.
+Method: golden batches, Hypothesis round trips, replaced records under a correct checksum, and
+measured allocations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ else:
 
 PACKED = pytest.mark.parametrize("compression", [Compression.LZ4, Compression.ZSTD])
 FEW_AND_MANY = pytest.mark.parametrize("count", [1, 40, 41, 500])
-"""Few records are checked one by one, many at once."""
+"""Other records in the batch: a loop checks few records, numpy checks many."""
 GOLDEN_MESSAGES = (Message(b"hello" * 8, tag="TagA", keys=("order-1",)), Message(b"hello" * 8))
 GOLDEN_COLUMNS = (
     # topic; lengths, tag hashes, key hashes
@@ -107,7 +107,9 @@ def pack(compression: Compression, records: bytes) -> bytes:
 
 @PACKED
 @given(messages=MESSAGES)
-def test_messages_come_back_as_they_were(compression: Compression, messages: list[Message]) -> None:
+def test_decoded_messages_equal_the_encoded_ones(
+    compression: Compression, messages: list[Message]
+) -> None:
     messages = messages * 5  # enough for it to be worth while
     plain, packed = (
         encode(RecordCompressor(), *messages),
@@ -118,7 +120,7 @@ def test_messages_come_back_as_they_were(compression: Compression, messages: lis
 
 
 @PACKED
-def test_the_format_is_this_byte_for_byte(compression: Compression) -> None:
+def test_format_equals_the_golden_batch(compression: Compression) -> None:
     golden = GOLDEN[compression]
     assert read_header(golden).compression is compression
     assert contents(golden) == [(m.body, m.tag, m.keys, {}) for m in GOLDEN_MESSAGES]
@@ -128,7 +130,7 @@ def test_the_format_is_this_byte_for_byte(compression: Compression) -> None:
 
 
 @PACKED
-def test_columns_are_those_of_the_batch_without_compression(compression: Compression) -> None:
+def test_columns_are_equal_with_and_without_compression(compression: Compression) -> None:
     messages = [Message(b"x" * 200, tag=f"t{n}", keys=(f"k{n}", "b")) for n in range(50)]
     plain, packed = (
         encode(RecordCompressor(), *messages),
@@ -143,7 +145,7 @@ def test_columns_are_those_of_the_batch_without_compression(compression: Compres
 
 
 @PACKED
-def test_batch_that_would_not_get_smaller_or_is_small_stays_as_it_is(
+def test_small_or_incompressible_batch_is_not_compressed(
     compression: Compression,
 ) -> None:
     short = Message(b"abc")
@@ -154,7 +156,7 @@ def test_batch_that_would_not_get_smaller_or_is_small_stays_as_it_is(
 
 
 @pytest.mark.parametrize("flags", [3, 15, 16, 17, 0x8000])
-def test_flags_of_a_later_version_are_refused(flags: int) -> None:
+def test_flags_of_a_later_version_are_rejected(flags: int) -> None:
     batch = bytearray(encode(RecordCompressor(), Message(b"hello")))
     struct.pack_into(">H", batch, 94, flags)
     with pytest.raises(BadBatch, match="unknown flags") as refused:
@@ -164,7 +166,7 @@ def test_flags_of_a_later_version_are_refused(flags: int) -> None:
 
 @PACKED
 @FEW_AND_MANY
-def test_records_that_are_not_those_of_the_lengths_are_refused(
+def test_records_that_do_not_match_their_lengths_are_rejected(
     compression: Compression, count: int
 ) -> None:
     message = Message(b"x" * 100)
@@ -207,7 +209,7 @@ def test_records_that_are_not_those_of_the_lengths_are_refused(
         ((1, 1, 4), 5, BadBatch, "record"),
     ],
 )
-def test_limits_hold_for_what_is_inside(
+def test_limits_hold_for_decompressed_records(
     compression: Compression,
     count: int,
     head: tuple[int, int, int],
@@ -226,7 +228,7 @@ def test_limits_hold_for_what_is_inside(
 
 @PACKED
 @FEW_AND_MANY
-def test_record_shorter_than_its_head_is_refused(compression: Compression, count: int) -> None:
+def test_record_shorter_than_its_head_is_rejected(compression: Compression, count: int) -> None:
     batch = encode(RecordCompressor(compression), *[Message(b"x" * 100)] * count)
     records = encode_record(Message(b"x" * 100)) * (count - 1) + b"\0" * 7
     bad = repacked(batch, pack(compression, records), [108] * (count - 1) + [7])
@@ -236,7 +238,7 @@ def test_record_shorter_than_its_head_is_refused(compression: Compression, count
 
 
 @PACKED
-def test_batch_longer_than_allowed_once_it_is_unpacked_is_refused_by_its_lengths(
+def test_batch_that_would_be_too_long_decompressed_is_rejected_by_its_lengths(
     compression: Compression,
 ) -> None:
     batch = encode(RecordCompressor(compression), *[Message(bytes(1_000))] * 2)
@@ -251,7 +253,7 @@ def test_batch_longer_than_allowed_once_it_is_unpacked_is_refused_by_its_lengths
 
 
 @PACKED
-def test_records_that_unpack_to_more_than_the_lengths_take_no_memory(
+def test_records_that_decompress_to_more_than_their_lengths_take_no_memory(
     compression: Compression,
 ) -> None:
     batch = encode(RecordCompressor(compression), Message(bytes(10_000)))
@@ -266,7 +268,7 @@ def test_records_that_unpack_to_more_than_the_lengths_take_no_memory(
 
 
 @PACKED
-def test_encoder_holds_to_the_limit_of_what_is_inside(compression: Compression) -> None:
+def test_encoder_enforces_the_limit_before_compression(compression: Compression) -> None:
     message = Message(bytes(BODY_BYTES_MAX))
     builder = BatchBuilder(RecordCompressor(compression))
     for _ in range(2):
@@ -276,7 +278,7 @@ def test_encoder_holds_to_the_limit_of_what_is_inside(compression: Compression) 
 
 
 @PACKED
-def test_no_flipped_byte_and_no_truncation_passes(compression: Compression) -> None:
+def test_flipped_bytes_and_truncations_are_rejected(compression: Compression) -> None:
     golden = GOLDEN[compression]
     for at in range(HEADER_BYTES, len(golden)):
         flipped = bytearray(golden)
@@ -287,7 +289,7 @@ def test_no_flipped_byte_and_no_truncation_passes(compression: Compression) -> N
 
 
 @PACKED
-def test_no_packed_bytes_do_anything_but_pass_or_be_refused(compression: Compression) -> None:
+def test_arbitrary_compressed_bytes_are_rejected_as_a_bad_batch(compression: Compression) -> None:
     batch = encode(RecordCompressor(compression), Message(b"x" * 100))
 
     @given(st.binary(min_size=1, max_size=200))

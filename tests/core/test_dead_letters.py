@@ -1,5 +1,7 @@
-"""Goal: a dead letter that is sent again is the same message with its history, and once; and a copy
-that was sent back is found by the id of the original. Method: the pure functions, by example.
+"""Goal: a redriven dead letter is the same message with its history, sent once.
+
+A copy that was sent back is found by the id of the original.
+Method: the pure functions, by example.
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ def letter(attempts: int = 17, **properties: str) -> DeadLetter:
     return dead_letter(("broker-1-ff-0", DLQ, 7), (100, 200), message, redriven=False)
 
 
-def test_dead_letter_tells_the_message_apart_from_what_became_of_it() -> None:
+def test_dead_letter_separates_the_message_from_its_history() -> None:
     found = letter()
     assert (found.group, found.origin, found.attempts) == ("shop", ORIGIN, 17)
     assert (found.reason, found.error, found.client_id) == ("failed", "ValueError: x", "worker-1")
     assert (found.keys, found.properties) == (("k1",), {"a": "1"})
 
 
-def test_message_that_somebody_put_among_the_dead_has_no_origin() -> None:
+def test_message_that_batonmq_did_not_send_there_has_no_origin() -> None:
     found = dead_letter(("b-1-0", DLQ, 7), (1, 2), Message(b"x", keys=("k",)), redriven=True)
     assert (found.origin, found.attempts, found.keys, found.redriven) == (None, 0, ("k",), True)
 
 
-def test_copy_for_the_group_begins_anew_at_the_same_origin() -> None:
+def test_copy_for_the_group_restarts_at_the_same_origin() -> None:
     copy = copy_of(letter(), "r1", "tester", "two\nlines", to_topic=False)
     assert origin_of(copy.properties) == (ORIGIN, 0)
     assert copy.keys == ("k1", ORIGIN.message_id)
@@ -59,7 +61,7 @@ def test_copy_for_the_group_begins_anew_at_the_same_origin() -> None:
     assert copy.properties["baton.redrive_reason"] == "two lines"
 
 
-def test_copy_for_the_topic_is_a_message_of_its_own_with_its_history() -> None:
+def test_copy_for_the_topic_is_a_new_message_with_its_history() -> None:
     copy = copy_of(letter(), "r1", "tester", "why", to_topic=True)
     assert origin_of(copy.properties) is None
     assert copy.properties == {
@@ -78,7 +80,7 @@ def test_attempts_add_up_over_redrives() -> None:
     assert copy_of(again, "r2", "t", "w", to_topic=True).properties["baton.former_attempts"] == "22"
 
 
-def test_a_replay_sends_each_letter_under_one_id_and_another_under_others() -> None:
+def test_producer_ids_differ_by_replay_and_by_letter() -> None:
     ids = {
         redrive_producer_id(replay, name) for replay in ("r1", "r2") for name in ("b-1-0", "b-2-0")
     }
@@ -87,7 +89,7 @@ def test_a_replay_sends_each_letter_under_one_id_and_another_under_others() -> N
     assert all(0 < each < 1 << 63 for each in ids)
 
 
-def test_copy_goes_where_it_came_from_or_beside_the_dead_letter() -> None:
+def test_copy_goes_to_its_first_queue_or_to_the_broker_of_the_dead_letter() -> None:
     retry = [QueueRef("%RETRY%shop", f"broker-{n}", 0) for n in range(3)]
     assert destination(letter(), retry, 5) == retry[1]
     assert destination(letter(), retry[:1], 5) == retry[0]
@@ -113,16 +115,16 @@ def test_copy_goes_where_it_came_from_or_beside_the_dead_letter() -> None:
         (Criteria(cause="failed", tag="new"), False),
     ],
 )
-def test_criteria_all_have_to_hold(criteria: Criteria, wanted: bool) -> None:
+def test_all_criteria_must_hold(criteria: Criteria, wanted: bool) -> None:
     assert criteria.accepts(letter()) is wanted
 
 
-def test_criteria_with_a_bad_condition_are_refused() -> None:
+def test_criteria_with_an_invalid_condition_are_rejected() -> None:
     with pytest.raises(BadExpression):
         Criteria(expression="sql: a >")
 
 
-def test_copies_carry_the_id_of_the_original_as_a_key_once() -> None:
+def test_copy_has_the_id_of_the_original_as_a_key_once() -> None:
     keys = with_origin_key(("k1",), ORIGIN)
     assert keys == ("k1", ORIGIN.message_id)
     assert with_origin_key(keys, ORIGIN) == keys
@@ -130,7 +132,7 @@ def test_copies_carry_the_id_of_the_original_as_a_key_once() -> None:
     assert with_origin_key((), ORIGIN) == (ORIGIN.message_id,)
 
 
-def test_keys_without_room_for_the_id_stay_as_they_are() -> None:
+def test_keys_without_room_for_the_id_do_not_change() -> None:
     room = KEYS_BYTES_MAX - len(ORIGIN.message_id) - 1
     assert len(with_origin_key(("k" * room,), ORIGIN)) == 2
     assert with_origin_key(("k" * (room + 1),), ORIGIN) == ("k" * (room + 1),)

@@ -1,4 +1,4 @@
-"""Goal: levels, delays and times mean the same moment, and what can't be meant is refused.
+"""Goal: levels, delays and times give the same delivery time, and invalid values are rejected.
 
 Method: plain values; the table of levels is RocketMQ's.
 """
@@ -20,7 +20,7 @@ NOW = 1_700_000_000_000
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
 
-def test_the_levels_are_those_of_rocketmq() -> None:
+def test_levels_are_those_of_rocketmq() -> None:
     expected = (
         SECOND, 5 * SECOND, 10 * SECOND, 30 * SECOND,
         *(n * MINUTE for n in range(1, 11)),
@@ -29,7 +29,7 @@ def test_the_levels_are_those_of_rocketmq() -> None:
     assert expected == LEVELS_MS
 
 
-def test_a_time_a_delay_and_a_level_are_one_mechanism() -> None:
+def test_time_delay_and_level_give_a_delivery_time() -> None:
     assert deliver_time(NOW) == NOW
     assert deliver_time(NOW, deliver_at_unix_ms=NOW + 7) == NOW + 7
     assert deliver_time(NOW, deliver_at_unix_ms=1) == 1
@@ -51,12 +51,12 @@ def test_a_time_a_delay_and_a_level_are_one_mechanism() -> None:
         {"deliver_at_unix_ms": NOW, "delay_ms": 0},
     ],
 )
-def test_what_cant_be_meant_is_refused(given: dict[str, int]) -> None:
+def test_contradicting_or_negative_values_are_rejected(given: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument):
         deliver_time(NOW, **given)
 
 
-def test_forty_days_are_allowed_and_no_more() -> None:
+def test_delay_of_more_than_40_days_is_rejected() -> None:
     assert check_deliver_time(NOW + AHEAD_MS_MAX, NOW) == NOW + AHEAD_MS_MAX
     with pytest.raises(LimitExceeded) as refused:
         check_deliver_time(NOW + AHEAD_MS_MAX + 1, NOW)
@@ -81,14 +81,14 @@ def test_forty_days_are_allowed_and_no_more() -> None:
         ("P2D", 48 * HOUR),
     ],
 )
-def test_durations_are_read(text: str, ms: int) -> None:
+def test_durations_are_parsed(text: str, ms: int) -> None:
     assert parse_duration_ms(text) == ms
 
 
 @pytest.mark.parametrize(
     "text", ["", "5", "s", "-5s", "1.5s", "5 s", "5w", "5S", "٣s", "2h-", "1h 5m"]
 )
-def test_other_texts_are_no_durations(text: str) -> None:
+def test_other_texts_are_rejected_as_durations(text: str) -> None:
     with pytest.raises(InvalidArgument):
         parse_duration_ms(text)
 

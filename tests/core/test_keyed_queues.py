@@ -1,7 +1,6 @@
-"""Where a message goes.
+"""Goal: an ordering key stays on its queue, keys spread over all queues, few move with a change.
 
-Goal: an ordering key stays on its queue, keys spread over all queues, and few move with a change.
-Method: fixed vectors, so that another version of the library agrees; then many keys.
+Method: fixed vectors, so that every version of the library agrees; then many keys.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ def score(key: str, queue: QueueRef) -> int:
         ("订单", "broker-a", 2),
     ],
 )
-def test_ordering_keys_go_where_they_went_in_every_version(
-    key: str, broker: str, queue_id: int
-) -> None:
+def test_queue_of_a_key_is_the_same_in_every_version(key: str, broker: str, queue_id: int) -> None:
     assert KeyedQueues(QUEUES).of(key) == QueueRef("orders", broker, queue_id)
 
 
@@ -63,19 +60,19 @@ def test_ordering_keys_spread_over_all_queues() -> None:
 
 
 @pytest.mark.parametrize("added", [QueueRef("orders", "broker-a", 4), QueueRef("orders", "new", 0)])
-def test_with_a_queue_more_keys_move_to_it_only(added: QueueRef) -> None:
+def test_keys_move_only_to_an_added_queue(added: QueueRef) -> None:
     before, after = KeyedQueues(QUEUES), KeyedQueues(tuple(sorted((*QUEUES, added))))
     moved = [key for key in KEYS if before.of(key) != after.of(key)]
     assert {after.of(key) for key in moved} == {added}
     assert len(KEYS) / 12 < len(moved) < len(KEYS) / 7, "about a ninth"
 
 
-def test_with_a_queue_less_its_keys_move_only() -> None:
+def test_only_keys_of_a_removed_queue_move() -> None:
     before, after = KeyedQueues(QUEUES), KeyedQueues(QUEUES[1:])
     assert all(before.of(key) == QUEUES[0] or after.of(key) == before.of(key) for key in KEYS)
 
 
-def test_many_keys_are_not_all_remembered() -> None:
+def test_cache_of_keys_is_bounded() -> None:
     keyed = KeyedQueues(QUEUES)
     first = [keyed.of(key) for key in KEYS]
     for number in range(20_000):

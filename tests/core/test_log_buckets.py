@@ -1,4 +1,4 @@
-"""Goal: sketches are what their definition says, merge in any order, and percentiles are near.
+"""Goal: histograms follow their definition, merge in any order, and percentiles are close.
 
 Method: Hypothesis against the definition, one value at a time, and against sorted values.
 """
@@ -32,9 +32,7 @@ def test_values_out_of_range_are_in_the_outermost_buckets() -> None:
 
 
 @given(st.lists(st.lists(VALUES, max_size=20), max_size=6), st.randoms())
-def test_merging_parts_in_any_order_equals_the_whole(
-    parts: list[list[int]], random: object
-) -> None:
+def test_parts_merged_in_any_order_equal_the_whole(parts: list[list[int]], random: object) -> None:
     whole = LogBuckets([value for part in parts for value in part])
     random.shuffle(parts)  # type: ignore[attr-defined]
     merged = LogBuckets()
@@ -45,20 +43,18 @@ def test_merging_parts_in_any_order_equals_the_whole(
 
 
 @given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=200), st.floats(0.01, 1))
-def test_percentile_is_wrong_by_four_and_a_half_percent_at_most(
-    values: list[int], share: float
-) -> None:
+def test_percentile_has_an_error_of_at_most_4_5_percent(values: list[int], share: float) -> None:
     exact = sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
     found = LogBuckets(values).percentile(share)
     assert abs(found - exact) <= exact * 0.045
 
 
-def test_nothing_has_percentile_zero() -> None:
+def test_empty_histogram_has_percentile_zero() -> None:
     assert LogBuckets().percentile(0.5) == 0
     assert LogBuckets().parts() == (0, [], 0)
     assert percentile(3, [], 0.5) == 0
 
 
 @pytest.mark.parametrize("first_bucket", [-3, BUCKETS + 5])
-def test_buckets_that_can_not_be_count_in_the_nearest(first_bucket: int) -> None:
+def test_impossible_buckets_count_in_the_nearest(first_bucket: int) -> None:
     assert len(LogBuckets.of(first_bucket, [1, 2], 7)) == 3

@@ -1,5 +1,6 @@
-"""Goal: the story of a message says what is known, and of the rest that it is only possible.
-Method: holds and progress as offsets tells them, by hand.
+"""Goal: the history of a message states what is known, and marks the rest as possible only.
+
+Method: written holds and progress, as offsets returns them.
 """
 
 from __future__ import annotations
@@ -60,84 +61,84 @@ def standing(
     )
 
 
-def told(one: MessageTrace) -> list[tuple[str, int, int, int]]:
-    return [(s.what.value, s.begin_unix_ms, s.end_unix_ms, s.token) for s in one.events]
+def events_of(trace: MessageTrace) -> list[tuple[str, int, int, int]]:
+    return [(s.what.value, s.begin_unix_ms, s.end_unix_ms, s.token) for s in trace.events]
 
 
-def test_message_in_hand_was_delivered_under_the_present_token() -> None:
+def test_message_in_flight_was_delivered_under_the_current_token() -> None:
     found = trace_message([hold(1, "b", 2_000, delivered=6)], standing(), 5, STORED)
-    assert told(found) == [("delivered", 2_000, 0, 1)]
+    assert events_of(found) == [("delivered", 2_000, 0, 1)]
     assert found.state is MessageState.IN_FLIGHT
 
 
-def test_nothing_is_delivered_before_it_is_stored() -> None:
+def test_delivery_is_not_before_storage() -> None:
     found = trace_message([hold(1, "b", 500, delivered=6)], standing(), 5, STORED)
-    assert told(found) == [("delivered", STORED, 0, 1)]
+    assert events_of(found) == [("delivered", STORED, 0, 1)]
 
 
-def test_message_beyond_what_was_delivered_waits() -> None:
+def test_message_beyond_the_delivered_offset_waits() -> None:
     found = trace_message([hold(1, "b", 2_000, delivered=5)], standing(), 5, STORED)
-    assert (told(found), found.state) == ([], MessageState.WAITING)
+    assert (events_of(found), found.state) == ([], MessageState.WAITING)
 
 
-def test_within_the_bounds_of_a_restart_a_delivery_is_only_possible() -> None:
+def test_delivery_around_a_restart_is_only_possible() -> None:
     found = trace_message([hold(1, "b", 2_000, delivered=5, possible=2_005)], standing(), 5, STORED)
-    assert told(found) == [("maybe_delivered", 2_000, 0, 1)]
+    assert events_of(found) == [("maybe_delivered", 2_000, 0, 1)]
     assert found.state is MessageState.MAYBE_IN_FLIGHT
 
 
-def test_ack_is_told_with_the_token_under_which_it_came() -> None:
+def test_ack_event_has_the_token_of_the_ack() -> None:
     holds = [
         hold(2, "b", 4_000, committed=6, delivered=6),
         hold(1, "a", 2_000, 4_000, "passed", delivered=6),
     ]
     found = trace_message(holds, standing(committed=6), 5, STORED)
-    assert told(found) == [("delivered", 2_000, 4_000, 1), ("acked", 2_000, 4_000, 1)]
+    assert events_of(found) == [("delivered", 2_000, 4_000, 1), ("acked", 2_000, 4_000, 1)]
     assert found.state is MessageState.ACKED
 
 
-def test_message_that_two_holders_had_is_told_of_both() -> None:
+def test_message_delivered_to_two_owners_has_both_events() -> None:
     holds = [
         hold(2, "b", 4_000, committed=2, acked=((3, 4),), delivered=6),
         hold(1, "a", 2_000, 4_000, "timed_out", delivered=6),
     ]
     found = trace_message(holds, standing(committed=6), 5, STORED)
-    assert told(found) == [
+    assert events_of(found) == [
         ("delivered", 2_000, 4_000, 1),
         ("delivered", 4_000, 0, 2),
         ("acked", 4_000, 0, 2),
     ]
 
 
-def test_what_was_acked_before_the_issue_is_not_delivered_under_it() -> None:
+def test_message_acked_before_a_token_is_not_delivered_under_it() -> None:
     holds = [
         hold(2, "b", 4_000, committed=2, acked=((5, 6),), delivered=9),
         hold(1, "a", 2_000, 4_000, "passed", delivered=9),
     ]
     found = trace_message(holds, standing(committed=9), 5, STORED)
-    assert told(found) == [("delivered", 2_000, 4_000, 1), ("acked", 2_000, 4_000, 1)]
+    assert events_of(found) == [("delivered", 2_000, 4_000, 1), ("acked", 2_000, 4_000, 1)]
 
 
-def test_holder_that_asked_again_had_it_in_hand() -> None:
+def test_owner_that_acquires_again_keeps_its_messages_in_flight() -> None:
     holds = [
         hold(2, "a", 4_000, delivered=6),
         hold(1, "a", 2_000, 4_000, "renewed", delivered=6),
     ]
     found = trace_message(holds, standing(client_id="a"), 5, STORED)
-    assert told(found) == [("delivered", 2_000, 4_000, 1), ("kept", 4_000, 0, 2)]
+    assert events_of(found) == [("delivered", 2_000, 4_000, 1), ("kept", 4_000, 0, 2)]
     assert found.state is MessageState.IN_FLIGHT
 
 
-def test_reset_that_passes_over_a_message_is_no_ack() -> None:
+def test_reset_that_skips_a_message_is_not_an_ack() -> None:
     holds = [
         hold(2, None, 4_000, committed=9, delivered=9),
         hold(1, "a", 2_000, 4_000, "reset", delivered=5),
     ]
     found = trace_message(holds, standing(committed=9, client_id=None), 5, STORED)
-    assert told(found) == [("skipped", 4_000, 4_000, 1)]
+    assert events_of(found) == [("skipped", 4_000, 4_000, 1)]
 
 
-def test_ack_before_a_reset_can_not_be_told_from_what_the_reset_did() -> None:
+def test_ack_before_a_reset_is_not_distinguished_from_the_reset() -> None:
     holds = [
         hold(2, None, 4_000, committed=9, delivered=9),
         hold(1, "a", 2_000, 4_000, "reset", delivered=6),
@@ -149,31 +150,31 @@ def test_ack_before_a_reset_can_not_be_told_from_what_the_reset_did() -> None:
     ]
 
 
-def test_reset_brings_a_message_back() -> None:
+def test_reset_makes_a_message_not_handled() -> None:
     holds = [
         hold(3, "b", 5_000, committed=0, delivered=2),
         hold(2, None, 4_000, 5_000, "passed", committed=0, delivered=0),
         hold(1, "a", 2_000, 4_000, "reset", committed=6, delivered=6),
     ]
     found = trace_message(holds, standing(), 5, STORED)
-    assert told(found) == [("brought_back", 4_000, 4_000, 1)]
+    assert events_of(found) == [("brought_back", 4_000, 4_000, 1)]
     assert (found.state, found.handled_before) == (MessageState.WAITING, True)
 
 
-def test_what_was_acked_before_the_oldest_record_has_no_holder() -> None:
+def test_ack_before_the_oldest_record_has_no_owner() -> None:
     found = trace_message([hold(9, "b", 4_000, committed=6)], standing(committed=6), 5, STORED)
-    assert (told(found), found.state, found.handled_before) == ([], MessageState.ACKED, True)
+    assert (events_of(found), found.state, found.handled_before) == ([], MessageState.ACKED, True)
 
 
-def test_beyond_the_acked_ranges_that_are_told_nothing_is_sure() -> None:
+def test_state_beyond_incomplete_acked_ranges_is_unknown() -> None:
     holds = [hold(2, "b", 4_000, acked=((2, 3),), complete=False, delivered=9)]
     one = standing(acked=((2, 3),), complete=False)
     found = trace_message(holds, one, 5, STORED)
-    assert told(found) == [("maybe_delivered", 4_000, 0, 2)]
+    assert events_of(found) == [("maybe_delivered", 4_000, 0, 2)]
     assert found.state is MessageState.UNKNOWN
 
 
-def test_message_of_a_queue_without_recorded_holds_is_at_most_in_hand() -> None:
+def test_message_of_a_queue_without_records_is_maybe_in_flight() -> None:
     assert trace_message([], standing(), 5, STORED).state is MessageState.MAYBE_IN_FLIGHT
     assert trace_message([], standing(client_id=None), 5, STORED).state is MessageState.WAITING
     assert trace_message([], standing(committed=6), 5, STORED) == MessageTrace(

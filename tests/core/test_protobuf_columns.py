@@ -1,7 +1,7 @@
-"""Goal: fields read with numpy are those that Protobuf reads.
+"""Goal: fields decoded with numpy are equal to those that Protobuf decodes.
 
-Method: Hypothesis fills messages of the metrics contract, which has all types of fields that occur;
-every number at the edges of its type; bytes are cut and changed.
+Method: Hypothesis fills messages of the metrics contract, which has all types of fields in use,
+with numbers at the edges of their types; bytes are cut and changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.metrics.v1.metrics_service_pb2 import LogBuckets, MetricEvent
-from batonmq._columns.protobuf_columns import Messages, NotReadable, packed, zigzag
+from batonmq._columns.protobuf_columns import MalformedProtobuf, Messages, packed, zigzag
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1) | st.sampled_from(
     [0, 1, 127, 128, (1 << 56) - 1, 1 << 56, (1 << 63) - 1, -1, -(1 << 63)]
@@ -33,14 +33,14 @@ def signed(value: int) -> int:
 
 
 @given(st.lists(EVENTS, min_size=1, max_size=20))
-def test_numbers_are_read_whatever_their_length(events: list[MetricEvent]) -> None:
+def test_numbers_of_any_length_are_decoded(events: list[MetricEvent]) -> None:
     fields = Messages.of([event.SerializeToString() for event in events]).fields()
     values = fields[1].values.tolist() if 1 in fields else [0] * len(events)
     assert values == [event.unix_ms for event in events]
 
 
 @given(st.lists(BUCKETS, min_size=1, max_size=20))
-def test_packed_numbers_and_zigzag_ones_are_read(buckets: list[LogBuckets]) -> None:
+def test_packed_and_zigzag_numbers_are_decoded(buckets: list[LogBuckets]) -> None:
     messages = Messages.of([each.SerializeToString() for each in buckets])
     fields = messages.fields()
     if 1 in fields:
@@ -54,7 +54,7 @@ def test_packed_numbers_and_zigzag_ones_are_read(buckets: list[LogBuckets]) -> N
 
 
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=20))
-def test_messages_in_messages_are_read(names: list[str]) -> None:
+def test_nested_messages_are_decoded(names: list[str]) -> None:
     events = [MetricEvent() for _ in names]
     for number, (event, name) in enumerate(zip(events, names, strict=True)):
         event.sent.client_id = name
@@ -74,11 +74,11 @@ def test_messages_in_messages_are_read(names: list[str]) -> None:
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
-def test_what_is_read_of_any_bytes_is_what_protobuf_reads(first: bytes, second: bytes) -> None:
+def test_arbitrary_bytes_are_decoded_as_protobuf_decodes_them(first: bytes, second: bytes) -> None:
     """Where this module reads at all, and there are no unknown fields to tell them apart."""
     try:
         fields = Messages.of([first, second]).fields()
-    except NotReadable:
+    except MalformedProtobuf:
         return
     for number, raw in enumerate((first, second)):
         try:
@@ -90,12 +90,12 @@ def test_what_is_read_of_any_bytes_is_what_protobuf_reads(first: bytes, second: 
 
 
 @pytest.mark.parametrize("raw", [b"\x08", b"\x12\x05ab", b"\x0b", b"\x08" + b"\xff" * 11, b"\x80"])
-def test_what_is_cut_short_is_not_read(raw: bytes) -> None:
-    with pytest.raises(NotReadable):
+def test_truncated_messages_are_rejected(raw: bytes) -> None:
+    with pytest.raises(MalformedProtobuf):
         Messages.of([b"\x08\x01", raw]).fields()
 
 
-def test_the_last_of_several_values_counts() -> None:
+def test_last_of_several_values_counts() -> None:
     fields = Messages.of([b"\x08\x01\x08\x02"]).fields()
     assert fields[1].values.tolist() == [2]
 

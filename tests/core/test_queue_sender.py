@@ -1,10 +1,9 @@
-"""The producer's books of one queue.
+"""Goal: batches of a queue are sent in order, one at a time, with sequence numbers without gaps.
 
-Goal: batches leave in order, one at a time, with sequences that leave no gap and are never given
-to two different batches that may both be stored.
-Method: stories by hand, then a Hypothesis state machine against a storage node that is a list and
-judges sequences as the real one does (`batonmq_server.storage.core.producers`), while requests and
-answers get lost.
+Two different batches that may both be stored never have the same sequence number.
+Method: written scenarios, then a Hypothesis state machine against a model of a storage node, which
+checks sequence numbers as `batonmq_server.storage.core.producers` does, while requests and
+responses are lost.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def send(sender: QueueSender[str]) -> Header:
 # ---- after a loss
 
 
-def test_what_follows_a_lost_batch_is_sent_again_in_a_new_epoch() -> None:
+def test_batches_after_a_lost_one_are_sent_again_in_a_new_epoch() -> None:
     sender = new_sender()
     for body in (b"lost", b"next"):
         submit(sender, body)
@@ -76,7 +75,7 @@ def test_what_follows_a_lost_batch_is_sent_again_in_a_new_epoch() -> None:
 # ---- batches
 
 
-def test_messages_that_wait_share_a_batch() -> None:
+def test_waiting_messages_share_a_batch() -> None:
     sender = new_sender()
     assert submit(sender, b"1") is submit(sender, b"2")
     batch = sender.take(1_234)
@@ -86,7 +85,7 @@ def test_messages_that_wait_share_a_batch() -> None:
     assert (header.producer_id, header.producer_epoch, header.sequence) == (PRODUCER_ID, 0, 0)
 
 
-def test_add_tells_the_place_in_the_batch() -> None:
+def test_add_returns_the_index_in_the_batch() -> None:
     sender = new_sender()
     batch = sender.begin_batch("", 0)
     message = Message(b"x")
@@ -106,7 +105,7 @@ def test_batch_takes_no_message_beyond_its_bytes() -> None:
     assert submit(sender, bytes(BYTES_MAX // 2)) is not first
 
 
-def test_message_larger_than_a_batch_travels_alone() -> None:
+def test_message_larger_than_a_batch_is_sent_alone() -> None:
     sender = new_sender()
     large = submit(sender, bytes(2 * BYTES_MAX))
     assert submit(sender, b"small") is not large
@@ -145,7 +144,7 @@ def test_sequence_counts_stored_messages() -> None:
 # ---- outcomes
 
 
-def test_again_sends_the_same_bytes_before_all_others() -> None:
+def test_retry_sends_the_same_bytes_before_all_others() -> None:
     sender = new_sender()
     submit(sender, b"1")
     first = sender.take(1_000).encoded
@@ -164,7 +163,7 @@ def test_again_sends_the_same_bytes_before_all_others() -> None:
     assert bodies(sender.take(0).encoded) == [b"2"]
 
 
-def test_refused_batch_leaves_its_sequence_to_the_next() -> None:
+def test_next_batch_reuses_the_sequence_of_a_rejected_one() -> None:
     sender = new_sender()
     batch = submit(sender, b"1")
     send(sender)
@@ -174,7 +173,7 @@ def test_refused_batch_leaves_its_sequence_to_the_next() -> None:
     assert (header.producer_epoch, header.sequence) == (0, 0)
 
 
-def test_batch_refused_after_a_try_without_answer_may_be_stored_and_keeps_its_sequence() -> None:
+def test_batch_rejected_after_a_lost_response_keeps_its_sequence() -> None:
     sender = new_sender()
     submit(sender, b"1")
     send(sender)
@@ -187,7 +186,7 @@ def test_batch_refused_after_a_try_without_answer_may_be_stored_and_keeps_its_se
     assert (header.producer_epoch, header.sequence) == (1, 0)
 
 
-def test_batch_of_unknown_fate_begins_a_new_epoch() -> None:
+def test_batch_with_unknown_outcome_starts_a_new_epoch() -> None:
     sender = new_sender()
     batch = submit(sender, b"1")
     send(sender)
@@ -197,7 +196,7 @@ def test_batch_of_unknown_fate_begins_a_new_epoch() -> None:
     assert (header.producer_epoch, header.sequence) == (1, 0)
 
 
-def test_expire_drops_what_was_begun_in_time_and_never_sent() -> None:
+def test_expire_removes_old_batches_that_were_never_sent() -> None:
     sender = new_sender()
     sent = submit(sender, bytes(BYTES_MAX), 10)
     late = submit(sender, bytes(BYTES_MAX), 20)
@@ -211,7 +210,7 @@ def test_expire_drops_what_was_begun_in_time_and_never_sent() -> None:
     assert sender.take(0) is young
 
 
-def test_drop_gives_everything_back() -> None:
+def test_drop_returns_all_batches() -> None:
     sender = new_sender()
     first = submit(sender, b"1")
     send(sender)
@@ -220,7 +219,7 @@ def test_drop_gives_everything_back() -> None:
     assert sender.idle
 
 
-def test_idle_only_with_nothing_waiting_or_in_flight() -> None:
+def test_sender_is_idle_without_waiting_batches_and_batches_in_flight() -> None:
     sender = new_sender()
     assert sender.idle
     submit(sender, b"1")

@@ -1,8 +1,6 @@
-"""Runs of offsets.
+"""Goal: functions on ranges agree with sets of offsets, and return normalized ranges.
 
-Goal: every function says of runs what plain sets say of their offsets, and answers in runs that
-are ascending, disjoint and do not touch.
-Method: Hypothesis over small offsets, so that runs meet, overlap and repeat all the time.
+Method: Hypothesis over small offsets, so that ranges often meet, overlap and repeat.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ def assert_normal(ranges: Sequence[Range]) -> None:
 
 
 @given(ANY_RUNS)
-def test_normalize_keeps_the_offsets_and_makes_the_runs_normal(ranges: list[Range]) -> None:
+def test_normalize_keeps_the_offsets_and_normalizes_the_ranges(ranges: list[Range]) -> None:
     answer = normalize(ranges)
     assert_normal(answer)
     assert members(answer) == members(ranges)
 
 
 @given(SETS)
-def test_of_sorted_is_the_runs_of_a_set(offsets: set[int]) -> None:
+def test_of_sorted_returns_the_ranges_of_a_set(offsets: set[int]) -> None:
     answer = of_sorted(sorted(offsets))
     assert_normal(answer)
     assert members(answer) == offsets
@@ -60,5 +58,5 @@ def test_contains_is_membership_of_sets(offsets: set[int], offset: int) -> None:
     assert contains(of_sorted(sorted(offsets)), offset) == (offset in offsets)
 
 
-def test_contains_finds_nothing_in_no_runs() -> None:
+def test_contains_is_false_without_ranges() -> None:
     assert not contains((), 0)

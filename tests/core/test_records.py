@@ -1,4 +1,4 @@
-"""Goal: the bytes of a batch never change by accident, and no broken batch passes for a good one.
+"""Goal: the bytes of a batch do not change by accident, and no damaged batch is accepted.
 
 Method: a golden batch, Hypothesis round trips, every truncation and every flipped byte.
 """
@@ -97,7 +97,7 @@ SAMPLE = encode(
         ("polygenelubricants", -2147483648), ("", 0),
     ],
 )  # fmt: skip
-def test_tag_hashes_are_javas(tag: str, expected: int) -> None:
+def test_tag_hash_is_that_of_java(tag: str, expected: int) -> None:
     assert tag_hash(tag) == expected
 
 
@@ -107,7 +107,9 @@ def test_key_hashes_are_crc32_and_never_zero() -> None:
 
 
 @given(MESSAGES, st.integers(0, 1 << 40))
-def test_messages_come_back_as_they_were(messages: list[Message], first_offset: int) -> None:
+def test_decoded_messages_equal_the_encoded_ones(
+    messages: list[Message], first_offset: int
+) -> None:
     batch = stamped(encode(*messages), first_offset)
     header = check_batch(batch, stamped=True)
     assert (header.topic, header.queue_id, header.count) == ("TopicTest", 3, len(messages))
@@ -123,19 +125,19 @@ def test_messages_come_back_as_they_were(messages: list[Message], first_offset: 
     assert tag_hashes(batch, header) == tuple(tag_hash(m.tag) for m in messages)
 
 
-def test_the_format_is_this_byte_for_byte() -> None:
+def test_format_equals_the_golden_batch() -> None:
     assert GOLDEN == SAMPLE
     head = "42544e31 0001 0000 000000b1 91ed9cfe 0000000000001000 0000000000000064 0000000000000009"
     assert stamped(SAMPLE)[:STAMP_TO] == bytes.fromhex(head + "0000000000000007 00000001")
 
 
-def test_any_subset_of_records_is_decoded() -> None:
+def test_any_subset_of_records_can_be_decoded() -> None:
     batch = stamped(encode(*(Message(b"%d" % n) for n in range(10))))
     header = read_header(batch)
     assert [r.body for r in decode_records(batch, header, [0, 3, 9])] == [b"0", b"3", b"9"]
 
 
-def test_the_stamp_changes_storages_bytes_only() -> None:
+def test_stamp_changes_only_bytes_of_storage() -> None:
     batch = stamped(SAMPLE)
     assert batch[:12] == SAMPLE[:12]
     assert batch[STAMP_TO:] == SAMPLE[STAMP_TO:]
@@ -143,14 +145,14 @@ def test_the_stamp_changes_storages_bytes_only() -> None:
     check_stamp(batch)
 
 
-def test_no_truncation_passes() -> None:
+def test_truncated_batch_is_rejected() -> None:
     batch = stamped(SAMPLE)
     for length in range(len(batch)):
         with pytest.raises(BadBatch):
             check_batch(batch[:length], stamped=True)
 
 
-def test_no_flipped_byte_passes() -> None:
+def test_flipped_byte_is_rejected() -> None:
     batch = stamped(SAMPLE)
     for at in range(len(batch)):
         flipped = bytearray(batch)
@@ -159,7 +161,7 @@ def test_no_flipped_byte_passes() -> None:
             check_batch(bytes(flipped), stamped=True)
 
 
-def test_without_the_stamp_all_but_storages_bytes_are_checked() -> None:
+def test_all_bytes_but_those_of_storage_are_checked_without_the_stamp() -> None:
     for at in range(len(SAMPLE)):
         flipped = bytearray(SAMPLE)
         flipped[at] ^= 0x10
@@ -170,7 +172,7 @@ def test_without_the_stamp_all_but_storages_bytes_are_checked() -> None:
                 check_batch(bytes(flipped), stamped=False)
 
 
-def test_any_bytes_are_a_batch_or_a_refusal() -> None:
+def test_arbitrary_bytes_are_a_batch_or_rejected() -> None:
     @given(st.binary(max_size=300))
     def refused(junk: bytes) -> None:
         with pytest.raises(BatonError):
@@ -198,7 +200,7 @@ def columns(batch: bytes) -> int:
         (24, 2, BadBatch, "extra_keys"),
     ],
 )
-def test_columns_that_disagree_are_refused(
+def test_contradicting_columns_are_rejected(
     at: int, value: int, error: type[BatonError], field: str
 ) -> None:
     batch = bytearray(SAMPLE)
@@ -209,7 +211,7 @@ def test_columns_that_disagree_are_refused(
 
 
 OTHERS = pytest.mark.parametrize("others", [0, 39, 40, 200])
-"""Few records are checked one by one, many at once."""
+"""Other records in the batch: a loop checks few records, numpy checks many."""
 
 
 @OTHERS
@@ -233,7 +235,7 @@ def test_limits_of_a_record_are_checked_without_decoding_it(
 
 
 @OTHERS
-def test_a_body_beyond_its_limit_is_refused_without_decoding_it(others: int) -> None:
+def test_body_beyond_its_limit_is_rejected_without_decoding(others: int) -> None:
     builder = BatchBuilder()
     for body in (bytes(BODY_BYTES_MAX + 1), *[b"x"] * others):
         builder.add(Message(body), bytes(RECORD.size) + body)
@@ -244,7 +246,7 @@ def test_a_body_beyond_its_limit_is_refused_without_decoding_it(others: int) -> 
 
 
 @OTHERS
-def test_a_record_that_is_longer_inside_than_outside_is_refused(others: int) -> None:
+def test_record_with_parts_longer_than_itself_is_rejected(others: int) -> None:
     batch = bytearray(encode(*[Message(b"hello")] * (others + 1)))
     struct.pack_into(">HHI", batch, columns(bytes(batch)) + 12 * (others + 1), 1, 1, 4)
     with pytest.raises(BadBatch) as refused:
@@ -253,7 +255,7 @@ def test_a_record_that_is_longer_inside_than_outside_is_refused(others: int) -> 
 
 
 @OTHERS
-def test_lengths_that_do_not_add_up_are_refused(others: int) -> None:
+def test_lengths_that_do_not_add_up_are_rejected(others: int) -> None:
     whole = encode(*[Message(b"hello")] * (others + 1))
     for length in (0, 7, 12, 14, 1 << 31):
         batch = bytearray(whole)
@@ -263,7 +265,7 @@ def test_lengths_that_do_not_add_up_are_refused(others: int) -> None:
         assert refused.value.facts["field"] == "lengths"
 
 
-def test_text_that_is_not_utf8_stops_no_reader() -> None:
+def test_text_that_is_not_utf8_is_decoded_with_replacements() -> None:
     message = Message(b"hello", "TagA", ("keyA", "k"), {"n": "valA"})
     builder = BatchBuilder()
     builder.add(message, encode_record(message).replace(b"A", b"\xff"))
@@ -288,7 +290,7 @@ def test_text_that_is_not_utf8_stops_no_reader() -> None:
         (Message(b"", properties={"a": "x\x02"}), "properties"),
     ],
 )
-def test_separators_in_the_wrong_place_are_refused(message: Message, field: str) -> None:
+def test_separators_in_values_are_rejected(message: Message, field: str) -> None:
     with pytest.raises(BadBatch) as refused:
         encode_record(message)
     assert refused.value.facts == {"field": field}
@@ -303,7 +305,7 @@ def test_separators_in_the_wrong_place_are_refused(message: Message, field: str)
         (Message(b"", properties={"a": "x" * 32_768}), "properties", 32_768, 32_771),
     ],
 )
-def test_limits_are_told_with_the_actual_size(
+def test_limit_error_has_the_actual_size(
     message: Message, field: str, limit: int, actual: int
 ) -> None:
     with pytest.raises(LimitExceeded) as refused:
@@ -311,12 +313,12 @@ def test_limits_are_told_with_the_actual_size(
     assert refused.value.facts == {"field": field, "limit": str(limit), "actual": str(actual)}
 
 
-def test_a_batch_needs_a_record() -> None:
+def test_batch_without_records_is_rejected() -> None:
     with pytest.raises(BadBatch):
         BatchBuilder().encode(topic="t", queue_id=0)
 
 
-def test_a_batch_has_a_limit() -> None:
+def test_batch_beyond_its_limit_is_rejected() -> None:
     message = Message(bytes(4 * 1024 * 1024))
     builder = BatchBuilder()
     for _ in range(2):
@@ -326,7 +328,7 @@ def test_a_batch_has_a_limit() -> None:
 
 
 @given(st.dictionaries(TEXT.filter(bool), TEXT))
-def test_properties_come_back_as_they_were(properties: dict[str, str]) -> None:
+def test_decoded_properties_equal_the_encoded_ones(properties: dict[str, str]) -> None:
     raw = encode_properties(properties)
     assert decode_properties(raw) == properties
     assert decode_properties(raw.removesuffix(b"\x02")) == properties
@@ -341,9 +343,7 @@ def test_properties_come_back_as_they_were(properties: dict[str, str]) -> None:
         (Message(b"", properties={"a\x01": ""}), "Use names that are not empty"),
     ],
 )
-def test_message_that_cannot_be_sent_is_refused_with_what_to_change(
-    message: Message, remedy: str
-) -> None:
+def test_invalid_message_is_rejected_with_a_remedy(message: Message, remedy: str) -> None:
     with pytest.raises(BatonError) as refused:
         encode_record(message)
     assert refused.value.remedy.startswith(remedy)

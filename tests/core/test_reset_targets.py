@@ -1,4 +1,4 @@
-"""Goal: a reset goes where it was told to, never outside of the queue, and says where it couldn't.
+"""Goal: a reset goes to its target within the queue, and notes where it could not.
 
 Method: tables of targets on one queue; Hypothesis for the bounds.
 """
@@ -37,19 +37,19 @@ QUEUE = ResetBounds(first_offset=10, next_offset=20, committed_offset=15, time_o
         (ShiftBy(0), 15),
     ],
 )
-def test_target_within_the_queue_is_where_it_says(target: ResetTarget, offset: int) -> None:
+def test_target_within_the_queue_is_not_changed(target: ResetTarget, offset: int) -> None:
     assert resolve_target(target, QUEUE) == ResetOffset(offset)
 
 
 @pytest.mark.parametrize("target", [ToOffset(9), ShiftBy(-6)])
-def test_what_is_not_kept_becomes_the_first_with_a_note(target: ResetTarget) -> None:
+def test_target_before_the_first_offset_becomes_the_first_with_a_note(target: ResetTarget) -> None:
     assert resolve_target(target, QUEUE) == ResetOffset(
         10, "offset 9 is no longer kept; 10 is the first offset"
     )
 
 
 @pytest.mark.parametrize("target", [ToOffset(21), ShiftBy(6)])
-def test_what_is_past_the_end_becomes_the_end_with_a_note(target: ResetTarget) -> None:
+def test_target_beyond_the_end_becomes_the_end_with_a_note(target: ResetTarget) -> None:
     assert resolve_target(target, QUEUE) == ResetOffset(
         20, "offset 21 is beyond the end; 20 is the end"
     )
@@ -61,7 +61,7 @@ def test_queue_without_progress_is_not_shifted() -> None:
     assert "no progress" in found.note
 
 
-def test_progress_ahead_of_the_log_is_brought_back_to_its_end() -> None:
+def test_shift_of_progress_ahead_of_the_log_ends_at_its_end() -> None:
     assert resolve_target(ShiftBy(0), ResetBounds(0, 5, committed_offset=8)).offset == 5
 
 
@@ -81,7 +81,7 @@ TARGETS = st.one_of(
     st.integers(0, 1_000),
     st.integers(0, 1_000),
 )
-def test_no_target_leaves_the_queue(
+def test_every_target_is_within_the_queue(
     target: ResetTarget, first: int, length: int, committed: int, found: int
 ) -> None:
     placed = resolve_target(target, ResetBounds(first, first + length, committed, found))

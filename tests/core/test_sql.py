@@ -1,8 +1,8 @@
-"""Goal: a condition means what SQL92 says, in three values; it has one text; nonsense is refused
-with its place.
+"""Goal: a condition has the three-valued meaning of SQL92 and one canonical text.
 
-Method: tables of claims, the examples of RocketMQ's manual among them; Hypothesis writes conditions
-and answers them by itself, with None for unknown.
+Errors name their position.
+Method: tables of claims, including the examples of RocketMQ's manual; Hypothesis writes conditions
+and evaluates them by itself, with None for unknown.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def passes(condition: str, properties: Properties = ORDER, tag: str = "", *keys:
         '"a" = 7',
     ],
 )
-def test_it_is_true(condition: str) -> None:
+def test_condition_is_true(condition: str) -> None:
     assert passes(condition)
 
 
@@ -118,7 +118,7 @@ def test_it_is_true(condition: str) -> None:
         "a > price",
     ],
 )
-def test_it_is_false_and_not_unknown(condition: str) -> None:
+def test_condition_is_false_and_not_unknown(condition: str) -> None:
     assert not passes(condition)
     assert passes(f"NOT ({condition})")
 
@@ -153,17 +153,17 @@ def test_it_is_false_and_not_unknown(condition: str) -> None:
         "NOT missing = 5",
     ],
 )
-def test_it_is_unknown_and_so_is_its_opposite(condition: str) -> None:
+def test_condition_and_its_negation_are_unknown(condition: str) -> None:
     assert not passes(condition)
     assert not passes(f"NOT ({condition})")
 
 
-def test_unknown_does_not_hide_what_decides() -> None:
+def test_unknown_part_does_not_hide_a_deciding_part() -> None:
     assert passes("missing = 5 OR a = 7")
     assert passes("NOT (missing = 5 AND a = 8)")
 
 
-def test_tag_and_keys_are_properties_of_their_own() -> None:
+def test_tag_and_keys_are_properties() -> None:
     assert passes("TAGS = 'paid' AND KEYS CONTAINS 'k2' AND a = 7", ORDER, "paid", "k1", "k2")
     assert passes("KEYS = 'k1 k2'", {}, "", "k1", "k2")
     assert passes("TAGS IS NULL AND KEYS IS NULL", {"TAGS": "x", "KEYS": "y"})
@@ -184,7 +184,7 @@ def test_tag_and_keys_are_properties_of_their_own() -> None:
         ("9" * 64, int("9" * 64)),
     ],
 )
-def test_text_that_shows_a_number(text: str, value: float) -> None:
+def test_text_of_a_number_is_parsed(text: str, value: float) -> None:
     assert number(text) == value
 
 
@@ -193,11 +193,11 @@ def test_text_that_shows_a_number(text: str, value: float) -> None:
     ["", " 5", "5 ", "1_000", "nan", "inf", "-Infinity", "0x10", "5d", "1e", "e5", ".", "--5",
      "٣", "1e400", "1" * 65, "5\n"],
 )  # fmt: skip
-def test_text_that_shows_no_number(text: str) -> None:
+def test_other_text_is_not_a_number(text: str) -> None:
     assert number(text) is None
 
 
-def test_whole_numbers_are_exact_however_large() -> None:
+def test_integers_of_any_size_are_exact() -> None:
     assert passes("a = 9007199254740993", {"a": "9007199254740993"})
     assert not passes("a = 9007199254740993", {"a": "9007199254740992"})
 
@@ -222,7 +222,7 @@ def test_whole_numbers_are_exact_however_large() -> None:
         ('"a" = 1 and "a-b" = 1 and "in" = 1', "", 'a = 1 AND "a-b" = 1 AND "in" = 1'),
     ],
 )
-def test_a_condition_has_one_text(one: str, other: str, canonical: str) -> None:
+def test_condition_has_one_canonical_text(one: str, other: str, canonical: str) -> None:
     found = parse_filter(f"sql: {one}")
     assert found.canonical() == f"sql: {canonical}"
     assert parse_filter(f" SQL:\t{canonical} ") == found
@@ -271,7 +271,7 @@ def test_a_condition_has_one_text(one: str, other: str, canonical: str) -> None:
         (" OR ".join(["a=1"] * 65), "65 comparisons are too many", "at most 64"),
     ],
 )
-def test_nonsense_is_refused_with_place_and_remedy(
+def test_invalid_condition_is_rejected_with_position_and_remedy(
     condition: str, problem: str, remedy: str
 ) -> None:
     with pytest.raises(BadExpression) as refused:
@@ -281,7 +281,7 @@ def test_nonsense_is_refused_with_place_and_remedy(
     assert refused.value.facts == {"expression": f"sql: {condition}"[:140]}
 
 
-def test_a_long_condition_is_refused_as_it_comes_and_as_it_becomes() -> None:
+def test_condition_too_long_as_written_or_canonical_is_rejected() -> None:
     fits = f"sql: a = '{'x' * 2_037}'"
     assert len(parse_filter(fits).canonical()) == 2_048
     spaces = f"sql: a={' ' * 2_040}5"
@@ -407,7 +407,7 @@ CONDITIONS = st.recursive(leaves(), joined, max_leaves=8)
 
 
 @given(CONDITIONS, st.lists(st.dictionaries(NAMES, TEXTS), min_size=1, max_size=8))
-def test_a_condition_answers_as_three_valued_logic_does(
+def test_condition_follows_three_valued_logic(
     condition: tuple[str, Oracle], messages: list[dict[str, str]]
 ) -> None:
     text, oracle = condition
@@ -419,7 +419,7 @@ def test_a_condition_answers_as_three_valued_logic_does(
 
 
 @given(CONDITIONS, st.dictionaries(NAMES, TEXTS))
-def test_the_canonical_form_is_a_fixed_point_and_means_the_same(
+def test_canonical_form_is_a_fixed_point_with_the_same_meaning(
     condition: tuple[str, Oracle], properties: dict[str, str]
 ) -> None:
     found = parse_filter(f"sql: {condition[0]}")

@@ -1,6 +1,6 @@
-"""Goal: an expression means one filter, to every service and to the client alike.
+"""Goal: an expression has one meaning, for every service and for the client.
 
-Method: a table of expressions, and Hypothesis for what equal means.
+Method: a table of expressions, and Hypothesis for equality.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TAGS = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=8)
 
 
 @pytest.mark.parametrize("expression", ["", "*", " * ", "  "])
-def test_star_or_nothing_means_everything(expression: str) -> None:
+def test_star_or_nothing_accepts_all_messages(expression: str) -> None:
     found = TagFilter.parse(expression)
     assert found.hashes is None
     assert found.canonical() == "*"
@@ -35,7 +35,7 @@ def test_star_or_nothing_means_everything(expression: str) -> None:
         ("*a||b*", "*a||b*"),
     ],
 )
-def test_tags_are_trimmed_sorted_and_told_once(expression: str, canonical: str) -> None:
+def test_tags_are_trimmed_sorted_and_unique(expression: str, canonical: str) -> None:
     assert TagFilter.parse(expression).canonical() == canonical
 
 
@@ -50,11 +50,11 @@ def test_order_and_repetition_do_not_matter(tags: list[str], random: object) -> 
     assert all(found.accepts(tag) for tag in tags)
 
 
-def test_a_message_without_tag_is_not_wanted_by_tags() -> None:
+def test_message_without_a_tag_is_not_accepted_by_tags() -> None:
     assert not TagFilter.parse("a").accepts("")
 
 
-def test_colliding_tags_have_one_hash_and_two_answers() -> None:
+def test_tags_with_colliding_hashes_are_distinguished() -> None:
     found = TagFilter.parse("Aa")
     assert found.hashes == TagFilter.parse("BB").hashes == frozenset({2112})
     assert found.accepts("Aa")
@@ -66,13 +66,13 @@ def test_colliding_tags_have_one_hash_and_two_answers() -> None:
     ["||", "a||", "||a", "a|| ||b", "a b", "a|b", "|", "*||a", "a || *", "a\x00", "a\nb",
      "x" * 128, "订" * 43, "\ud800"],
 )  # fmt: skip
-def test_what_is_no_tag_is_refused(expression: str) -> None:
+def test_invalid_tags_are_rejected(expression: str) -> None:
     with pytest.raises(BadExpression) as refused:
         TagFilter.parse(expression)
     assert refused.value.facts == {"expression": expression[:140]}
 
 
-def test_a_long_expression_is_refused_with_both_numbers() -> None:
+def test_long_expression_is_rejected_with_limit_and_length() -> None:
     TagFilter.parse("||".join(["abcdefgh"] * 205)[:2_048])
     with pytest.raises(LimitExceeded) as refused:
         TagFilter.parse("a" * 2_049)
@@ -80,11 +80,11 @@ def test_a_long_expression_is_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize("expression", ["*", "", " a || b", "sql:", "sqlite", "sql:insert || x"])
-def test_tags_are_tags_also_if_they_look_like_sql(expression: str) -> None:
+def test_tags_may_look_like_sql(expression: str) -> None:
     assert parse_filter(expression) == TagFilter.parse(expression)
 
 
-def test_what_follows_sql_and_white_space_is_a_condition() -> None:
+def test_text_after_sql_and_white_space_is_a_condition() -> None:
     found = parse_filter("  SQL:\n a=1")
     assert isinstance(found, SqlFilter)
     assert (found.canonical(), found.hashes) == ("sql: a = 1", None)
@@ -92,12 +92,12 @@ def test_what_follows_sql_and_white_space_is_a_condition() -> None:
 
 
 @pytest.mark.parametrize("expression", ["sql:a=5", "SQL:a>5", "sql:b IN('x')", "sql:(a<>5)"])
-def test_a_condition_without_white_space_before_it_is_no_tag(expression: str) -> None:
+def test_condition_without_white_space_before_it_is_rejected(expression: str) -> None:
     with pytest.raises(BadExpression, match="white space is missing after sql:"):
         parse_filter(expression)
 
 
-def test_a_condition_without_sql_before_it_is_refused_with_the_way_to_write_it() -> None:
+def test_condition_without_sql_before_it_is_rejected_with_a_remedy() -> None:
     with pytest.raises(BadExpression) as refused:
         parse_filter("a > 5")
     assert "sql:" in refused.value.remedy
