@@ -43,7 +43,7 @@ from batonmq_server.runtime.group_placements import GroupPlacement, decode_place
 from tests.offsets.replica_cluster import (
     LEASE_MS,
     TIMEOUT_S,
-    Gate,
+    CallGate,
     Proceed,
     Replica,
     ReplicaSet,
@@ -345,7 +345,7 @@ async def test_move_completes_when_either_leader_dies_at_any_step(
         assert of_group(old) == []
 
 
-def stop_at(gate: Gate, point: str) -> asyncio.Event:
+def stop_at(gate: CallGate, point: str) -> asyncio.Event:
     """Let this many calls between the sets pass and block the next; set once it is blocked."""
     reached = asyncio.Event()
 
