@@ -47,7 +47,7 @@ QUEUES = 4
 
 
 @dataclass
-class Site:
+class ProcessSite:
     """Runs storage processes of one cluster, one after the other."""
 
     folder: Path
@@ -77,7 +77,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
+async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[ProcessSite]:
     cluster = secrets.token_hex(8)
     twin = OffsetsTwin()  # type: ignore[abstract]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}  # noqa: TID251
@@ -99,7 +99,7 @@ async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
         spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=QUEUES)]
         topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
         await etcd.put(etcd.key("topics", TOPIC), topic.SerializeToString())
-        here = Site(folder, etcd, env)
+        here = ProcessSite(folder, etcd, env)
         try:
             yield here
         finally:
