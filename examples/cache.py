@@ -100,9 +100,7 @@ async def main(nameserver: str = "127.0.0.1:9876") -> None:
             await raise_prices(producer, prices, products[5:])
             for cache in (one, two):
                 await cache.has_dropped(10)
-            print(
-                f"web-3 is offline and has dropped {three.dropped} prices; the others all 10"
-            )
+            print(f"web-3 is offline and has dropped {three.dropped} prices; the others all 10")
             stale = sum(map(three.price, products))
             async with three.listening(nameserver):
                 await three.has_dropped(10)
