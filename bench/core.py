@@ -14,7 +14,7 @@ from batonmq._core.subscription import SqlFilter
 from batonmq.errors import BatonError
 from batonmq_server.storage.core.store import LocalTopic, ReadSpec, check
 from batonmq_server.storage.core.tag_filter import HashFilter
-from batonmq_server.storage.node import StorageNode, opened
+from batonmq_server.storage.node import StorageNode, open_directory
 from batonmq_server.storage.validation import filter_of
 from bench.figures import MIB, Figure, Goal, figure, interleaved
 from bench.setup import BATCH_BYTES, TOPIC, Setup, batch
@@ -29,7 +29,7 @@ KEPT_TAG, TAGS = "wanted", 100
 @contextmanager
 def open_node(folder: Path) -> Iterator[StorageNode]:
     """A data directory with segments of the default size."""
-    with opened(
+    with open_directory(
         folder, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: int(monotonic() * 1000)
     ) as node:
         yield node

@@ -10,12 +10,12 @@ from batonmq._core.queues import QueueRef
 
 
 class ConsumerGauges:
-    """Reads the queues of one consumer, from any thread; see `Holder` in `client_metrics`."""
+    """Reads the queues of one consumer, from any thread; a `GaugeSource`."""
 
     def __init__(self, queues: Mapping[QueueRef, AssignedQueue]) -> None:
         self._queues = queues
 
-    def in_hand(self) -> int:
+    def in_flight(self) -> int:
         """Return the number of messages whose handlers run."""
         found = [queue.progress for queue in list(self._queues.values())]
         return sum(progress.running_count for progress in found if progress is not None)
@@ -26,6 +26,6 @@ class ConsumerGauges:
         messages = sum(len(queue.buffer) for queue in found)
         return messages, sum(queue.buffer.waiting_bytes.waiting for queue in found)
 
-    def held(self, reason: FlowReason) -> int:
+    def delayed(self, reason: FlowReason) -> int:
         """Return the number of queues whose next pull is delayed for `reason`."""
         return sum(queue.flow == reason for queue in list(self._queues.values()))

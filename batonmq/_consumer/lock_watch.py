@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class LockWatch:
     """Passes the lock manager's notices on to the queues of one consumer.
 
-    A notice that gets lost comes again with the next keep-alive.
+    The next keep-alive repeats a notice that was lost.
     """
 
     def __init__(self, session: Session, queues: Mapping[QueueRef, AssignedQueue]) -> None:

@@ -110,7 +110,7 @@ class MessageDispatcher:
         messages: Sequence[ReceivedMessage],
         failures: Sequence[HandlingFailure | None],
     ) -> None:
-        """Finish the messages that are handled; resolve each of the others by itself.
+        """Finish the messages that are handled; resolve each failed one alone.
 
         Messages that are handled again here delay their queue, in order; messages that are sent
         back are sent together. With `orderly` the messages behind the first failure count as not

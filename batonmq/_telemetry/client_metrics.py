@@ -1,4 +1,4 @@
-"""What a client counts for Prometheus, if it is asked to: one `ClientMetrics` for all in a process.
+"""Prometheus metrics of clients: one `ClientMetrics` for all clients of a process.
 
 metrics = ClientMetrics(prometheus_client.REGISTRY)
 consumer = Consumer("127.0.0.1:9876", "billing", {"orders": "*"}, metrics=metrics)
@@ -22,24 +22,24 @@ _BATCHES = (1, 10, 100, 1_000, 10_000, 65_535)
 _FLOW_REASONS: tuple[FlowReason, ...] = ("count", "bytes", "span", "paused")
 
 
-class Holder(Protocol):
-    """What a consumer has in its hands at the moment."""
+class GaugeSource(Protocol):
+    """The present values of a consumer's gauges; read from any thread."""
 
-    def in_hand(self) -> int:
-        """Messages whose handlers run."""
+    def in_flight(self) -> int:
+        """Return the number of messages whose handlers run."""
 
     def buffered(self) -> tuple[int, int]:
-        """Messages that wait for a handler, and the bytes of their bodies."""
+        """Return the number of messages that wait for a handler, and the bytes of their bodies."""
 
-    def held(self, reason: FlowReason) -> int:
-        """Queues that are not pulled for this reason."""
+    def delayed(self, reason: FlowReason) -> int:
+        """Return the number of queues whose next pull is delayed for `reason`."""
 
 
 class ClientMetrics:
-    """Every series has the prefix `baton_consumer_` or `baton_producer_`.
+    """Metrics with the prefixes `baton_consumer_` and `baton_producer_`.
 
     Args:
-        registry: Where they are registered, once.
+        registry: The registry; one registry takes only one `ClientMetrics`.
 
     Raises:
         ModuleNotFoundError: The package prometheus-client is not installed.
@@ -57,42 +57,42 @@ class ClientMetrics:
         by_topic, by_client = ("group", "topic"), ("group", "client_id")
         self.handled = Counter(
             "baton_consumer_handled_messages",
-            "Messages that a handler has taken.",
+            "Messages that were handled successfully.",
             by_topic,
             registry=registry,
         )
         self.failed = Counter(
             "baton_consumer_failed_messages",
-            "Messages that a handler has not taken, by reason: asked, failed or timeout.",
+            "Messages whose handling failed, by reason: asked, failed or timeout.",
             (*by_topic, "reason"),
             registry=registry,
         )
         self.retried = Counter(
             "baton_consumer_retried_messages",
-            "Messages that are to be handled again: sent back, or kept in hand.",
+            "Failed messages that are handled again: sent back, or retried by the same consumer.",
             by_topic,
             registry=registry,
         )
         self.dead = Counter(
             "baton_consumer_dead_messages",
-            "Messages that went to the dead letters.",
+            "Messages that were sent to the dead-letter topic.",
             by_topic,
             registry=registry,
         )
         self.handler_seconds = Histogram(
             "baton_consumer_handler_seconds",
-            "Time of one call of a handler, with one message or many.",
+            "Duration of one handler call, with one message or a list, in seconds.",
             by_topic,
             buckets=_SECONDS,
             registry=registry,
         )
         self.queue_changes = Counter(
             "baton_consumer_queue_changes",
-            "Queues that came or went, by kind: granted, draining, released or fenced.",
+            "Changes of a queue's ownership, by kind: granted, draining, released or fenced.",
             ("group", "kind"),
             registry=registry,
         )
-        self.in_hand = Gauge(
+        self.running_messages = Gauge(
             "baton_consumer_in_hand_messages",
             "Messages whose handlers run.",
             by_client,
@@ -106,39 +106,39 @@ class ClientMetrics:
         )
         self.buffered_bytes = Gauge(
             "baton_consumer_buffered_bytes",
-            "Bytes of their bodies.",
+            "Bytes of the bodies of messages that wait for a handler in the client.",
             by_client,
             registry=registry,
         )
         self.held_queues = Gauge(
             "baton_consumer_held_queues",
-            "Queues that are not pulled, by reason: count, bytes, span or paused.",
+            "Queues whose next pull is delayed, by flow limit: count, bytes, span or paused.",
             (*by_client, "reason"),
             registry=registry,
         )
 
         self.sent = Counter(
             "baton_producer_sent_messages",
-            "Messages that are stored as safely as the producer asks.",
+            "Messages that were stored with the durability that the producer requested.",
             ("topic",),
             registry=registry,
         )
         self.unsent = Counter(
             "baton_producer_failed_messages",
-            "Messages that were refused, or of which nothing is known, by reason.",
+            "Messages that were refused, or whose outcome is unknown, by reason.",
             ("topic", "reason"),
             registry=registry,
         )
         self.batch_messages = Histogram(
             "baton_producer_batch_messages",
-            "Messages of one batch.",
+            "Number of messages in one batch.",
             ("topic",),
             buckets=_BATCHES,
             registry=registry,
         )
         self.send_seconds = Histogram(
             "baton_producer_send_seconds",
-            "Time from the first message of a batch to its outcome.",
+            "Time from the first message of a batch to its outcome, in seconds.",
             ("topic",),
             buckets=_SECONDS,
             registry=registry,
@@ -146,44 +146,44 @@ class ClientMetrics:
         self.in_flight: dict[ProducerMetrics, Callable[[], int]] = {}
         Gauge(
             "baton_producer_in_flight_bytes",
-            "Bytes of messages that wait or travel, of all producers.",
+            "Bytes of messages that wait or are being sent, of all producers.",
             registry=registry,
         ).set_function(lambda: sum(bytes_count() for bytes_count in list(self.in_flight.values())))
 
     def of_producer(self) -> ProducerMetrics:
-        """The part of one producer."""
+        """Return the metrics of one producer."""
         return ProducerMetrics(self)
 
     def of_consumer(self, group: str, client_id: str) -> ConsumerMetrics:
-        """The part of one consumer."""
+        """Return the metrics of one consumer."""
         return ConsumerMetrics(self, group, client_id)
 
 
 class ConsumerMetrics:
-    """What one consumer tells."""
+    """The metrics of one consumer."""
 
     def __init__(self, metrics: ClientMetrics, group: str, client_id: str) -> None:
         self._metrics, self._group = metrics, group
         self._client = group, client_id
         self._handled: dict[str, tuple[Counter, Histogram]] = {}
 
-    def watch(self, holder: Holder) -> None:
-        """Show what a consumer holds until `unwatch`; it is looked at when somebody asks."""
+    def watch(self, source: GaugeSource) -> None:
+        """Read the gauges from `source` at each scrape, until `unwatch`."""
         metrics, client = self._metrics, self._client
-        metrics.in_hand.labels(*client).set_function(holder.in_hand)
-        metrics.buffered_messages.labels(*client).set_function(lambda: holder.buffered()[0])
-        metrics.buffered_bytes.labels(*client).set_function(lambda: holder.buffered()[1])
+        metrics.running_messages.labels(*client).set_function(source.in_flight)
+        metrics.buffered_messages.labels(*client).set_function(lambda: source.buffered()[0])
+        metrics.buffered_bytes.labels(*client).set_function(lambda: source.buffered()[1])
         for reason in _FLOW_REASONS:
 
             def held(reason: FlowReason = reason) -> int:
-                return holder.held(reason)
+                return source.delayed(reason)
 
             metrics.held_queues.labels(*client, reason).set_function(held)
 
     def unwatch(self) -> None:
-        """Show it no more."""
+        """Remove the gauges."""
         metrics, client = self._metrics, self._client
-        for gauge in (metrics.in_hand, metrics.buffered_messages, metrics.buffered_bytes):
+        for gauge in (metrics.running_messages, metrics.buffered_messages, metrics.buffered_bytes):
             gauge.remove(*client)
         for reason in _FLOW_REASONS:
             metrics.held_queues.remove(*client, reason)
@@ -191,7 +191,7 @@ class ConsumerMetrics:
     def handled(
         self, topic: str, count: int, failures: Iterable[HandlingFailure | None], seconds: float
     ) -> None:
-        """A call of a handler with so many messages has ended."""
+        """Count a handler call with `count` messages that has ended."""
         taken, time = self._of_topic(topic)
         time.observe(seconds)
         reasons = Counts(failure.reason for failure in failures if failure is not None)
@@ -200,15 +200,15 @@ class ConsumerMetrics:
             self._metrics.failed.labels(self._group, topic, reason).inc(failed)
 
     def retried(self, topic: str) -> None:
-        """A message is to be handled again."""
+        """Count a message that is handled again."""
         self._metrics.retried.labels(self._group, topic).inc()
 
     def dead(self, topic: str) -> None:
-        """A message went to the dead letters."""
+        """Count a message that was sent to the dead-letter topic."""
         self._metrics.dead.labels(self._group, topic).inc()
 
     def queue_changed(self, kind: str) -> None:
-        """A queue came or went."""
+        """Count a change of a queue's ownership."""
         self._metrics.queue_changes.labels(self._group, kind).inc()
 
     def _of_topic(self, topic: str) -> tuple[Counter, Histogram]:
@@ -223,21 +223,21 @@ class ConsumerMetrics:
 
 
 class ProducerMetrics:
-    """What one producer tells."""
+    """The metrics of one producer."""
 
     def __init__(self, metrics: ClientMetrics) -> None:
         self._metrics = metrics
 
     def watch(self, in_flight_bytes: Callable[[], int]) -> None:
-        """Count what is in flight until `unwatch`; it is looked at when somebody asks."""
+        """Read the bytes in flight at each scrape, until `unwatch`."""
         self._metrics.in_flight[self] = in_flight_bytes
 
     def unwatch(self) -> None:
-        """Count it no more."""
+        """Do not read the bytes in flight any more."""
         self._metrics.in_flight.pop(self, None)
 
     def settled(self, topic: str, count: int, took_ms: int, error: BatonError | None) -> None:
-        """A batch of so many messages has its outcome."""
+        """Count a batch of `count` messages whose outcome is known."""
         metrics = self._metrics
         if error is None:
             metrics.sent.labels(topic).inc(count)

@@ -17,8 +17,8 @@ from batonmq_server.offsets.responses import fenced_pb, token_pb
 log = logging.getLogger(__name__)
 
 ANNOUNCED_MAX = 10_000
-"""Approximate number of queues in one answer to Announce. Building the answer blocks the event loop,
-so it must take much less time than the lease of the leader."""
+"""Approximate number of queues in one answer to Announce. Building it blocks the event loop, so it
+must take much less time than the lease of the leader."""
 
 
 class LockmgrCalls(OffsetsCalls):
@@ -40,7 +40,7 @@ class LockmgrCalls(OffsetsCalls):
         """See the proto."""
         self._check_change(request.offsets_epoch)
         term = number(request.term, "term", 1)
-        attempts, malformed = self._read.shared_batch(request.items, self._read.fence)
+        attempts, malformed = self._reader.shared_batch(request.items, self._reader.fence)
         await self._resolve(key for key, _ in attempts)
         now, outcomes = self._now(), []
         for key, wanted in attempts:

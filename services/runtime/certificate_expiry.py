@@ -1,4 +1,4 @@
-"""Until when certificates are valid: as much of X.509 as that takes, and no more. Pure.
+"""Expiry time of certificates, read from their X.509 structure. Pure.
 
 Certificate     SEQUENCE { TBSCertificate, ... }
 TBSCertificate  SEQUENCE { [0] version (may be left out), serial, signature, issuer, validity, ... }
@@ -19,7 +19,7 @@ _LONG = 0x80
 
 
 def expiry_unix_s(pem: bytes) -> float | None:
-    """When the first of the certificates in a PEM file ends; None if there is none to be read."""
+    """Return the earliest expiry time of the certificates in a PEM file; None if unreadable."""
     try:
         ends = [_expiry(base64.b64decode(found[1])) for found in _PEM.finditer(pem)]
         return min(ends, default=None)
@@ -34,13 +34,13 @@ def _expiry(der: bytes) -> float:
     _, validity = fields[_BEFORE_VALIDITY]
     _, (kind, text) = list(_values(validity))
     digits = text.decode("ascii")
-    if kind == _UTC_TIME:  # two digits of the year: from 1950 to 2049
+    if kind == _UTC_TIME:  # two digits of the year, for 1950 to 2049
         digits = ("19" if digits >= "50" else "20") + digits
     return datetime.strptime(digits, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
 
 
 def _values(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and content of each value in a row of them."""
+    """Yield tag and content of each value in a sequence."""
     at = 0
     while at < len(der):
         tag, length = der[at], der[at + 1]

@@ -1,4 +1,4 @@
-"""Leadership under an etcd lease."""
+"""Leader election: the leader holds a key of etcd under a lease."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Lease, Put
 log = logging.getLogger(__name__)
 
 SAFETY_MS = 1_000
-"""A leader with less of its lease left than this no longer answers (protocol section 8)."""
+"""With less of its lease left a leader no longer answers (protocol section 8)."""
 
 _NEVER = -1  # no key has this revision; 0 would mean that the key must not exist
 
 
 @dataclass(frozen=True, slots=True)
 class Candidacy:
-    """What has to hold for an election besides that nobody leads, and what it writes besides."""
+    """Further conditions and writes of the transaction that elects a node."""
 
     compare: Sequence[Compare] = ()
     put: Sequence[Put] = ()
 
 
-async def _anybody() -> Candidacy | None:
+async def _unconditional() -> Candidacy | None:
     return Candidacy()
 
 
 class Election:
-    """Campaigns for `elections/<name>`; the term is the create revision of the key.
+    """Campaigns for the key `elections/<name>`; the term is the key's create revision.
 
     Args:
-        name: What is led, such as "lockmgr".
-        node_id: Written into the key, for people and for redirects.
-        ttl_ms: Length of the lease; an unannounced death is noticed after it.
-        stand: Asked before every try; None if this node may not be elected at the moment.
+        name: Name of the election, such as "lockmgr".
+        node_id: Value of the key, for operators and redirects.
+        ttl_ms: Length of the lease; after it a crashed leader can be replaced.
+        stand: Called before each try; returns None if this node must not be elected now.
 
     Attributes:
-        term: Of this node's leadership; 0 without.
-        reachable: Whether etcd has answered, when it was asked last.
+        term: Term of this node's leadership; 0 if it does not lead.
+        reachable: Whether etcd answered the last call.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Election:
         node_id: str,
         *,
         ttl_ms: int = 5_000,
-        stand: Callable[[], Awaitable[Candidacy | None]] = _anybody,
+        stand: Callable[[], Awaitable[Candidacy | None]] = _unconditional,
     ) -> None:
         self.session, self.node_id, self._ttl_ms = session, node_id, ttl_ms
         self._stand = stand
@@ -65,26 +65,25 @@ class Election:
         self._resigns = asyncio.Event()
 
     def valid(self) -> bool:
-        """Leading, with more than a second of the lease left, by our own monotonic clock."""
+        """Return whether this node leads with more than `SAFETY_MS` of its lease left."""
         return self.session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
 
     def resign(self) -> None:
-        """Lead no more: `lead` is cancelled and the lease given back at once, or when etcd has
-        answered the refresh that is under way, or would have had to.
+        """Give up the leadership: `lead` is cancelled and the lease revoked.
 
-        A leader that led on, and heard no follower any more, would let all of them out of its set.
+        This happens at once, or when the refresh in progress is answered or times out.
         """
         self._resigns.set()
         self._valid_until_ms = 0
 
     def compare(self) -> Compare:
-        """Condition for transactions that only this term may make; never met if not leading."""
+        """Return a condition that holds only in this term; it never holds for a follower."""
         return Compare(self.key, create_revision=self.term or _NEVER)
 
     async def run(self, lead: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-        """Campaign for ever; while leading, run `lead(term)`, which is cancelled on loss.
+        """Campaign until cancelled; while elected run `lead(term)`, which is cancelled on loss.
 
-        If `lead` raises, leadership is given up and the exception passes through.
+        If `lead` raises, the leadership is given up and the exception is passed on.
         """
         while True:
             lease: Lease | None = None
@@ -107,10 +106,10 @@ class Election:
                         await lease.revoke()
 
     async def _campaign(self, lease: Lease, sent_ms: int) -> int:
-        """Until elected, which sets the term, or the lease is gone.
+        """Wait until elected, which sets the term, or until the lease has expired.
 
         Returns:
-            When the lease was last known to be asked for: by `sent_ms`, or by a later refresh.
+            Time at which the lease was last requested: `sent_ms`, or that of a later refresh.
         """
         while True:
             candidacy = await self._stand()
@@ -136,12 +135,12 @@ class Election:
         )
 
     async def _wait_for_vacancy(self, lease: Lease) -> None:
-        """Until the key may be free, or it is time to refresh the lease."""
-        # From the revision of the read on: that of the key may long have been compacted.
+        """Wait until the key may be free, or the lease must be refreshed."""
+        # From the revision of the read: that of the key may have been compacted.
         found, revision = await self.session.get_prefix(self.key)
         if all(stored.key != self.key for stored in found):
             return
-        with contextlib.suppress(TimeoutError, NoQuorum):  # whether etcd answers, refreshing tells
+        with contextlib.suppress(TimeoutError, NoQuorum):  # the refresh shows whether etcd answers
             async with (
                 asyncio.timeout(self._ttl_ms / 3000),
                 contextlib.aclosing(self.session.watch(self.key, revision + 1)) as answers,
@@ -161,7 +160,7 @@ class Election:
                 leading.cancel()
 
     async def _hold(self, lease: Lease) -> None:
-        """Refresh the lease until it is lost or can't be known to live."""
+        """Refresh the lease until it is lost, may have expired, or the node resigns."""
         while self.valid():
             if await wait_until(self._resigns, self._ttl_ms // (5 if self.reachable else 15)):
                 return

@@ -1,10 +1,10 @@
-"""The publisher of a service process: finds nameservers by itself, packs as the settings say."""
+"""The publisher of a process's events to the topic BATON_SYS_METRICS."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
@@ -14,19 +14,19 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.settings import METRICS_PRODUCER
 from batonmq._telemetry.publishing import Encode, Publisher, as_protobuf
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
-
-if TYPE_CHECKING:
-    from batonmq_server.runtime.service_runtime import Runtime
+from batonmq_server.runtime.service_runtime import Runtime
 
 
 def event_publisher(runtime: Runtime) -> Publisher:
-    """The publisher of what the process tells."""
-    outside = ClientEnvironment(clock=runtime.clock, random=runtime.random, connect=runtime.connect)
+    """Return the publisher; it finds the nameservers in etcd and encodes as the settings say."""
+    environment = ClientEnvironment(
+        clock=runtime.clock, random=runtime.random, connect=runtime.connect
+    )
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Producer]:
         addresses = await _nameservers(runtime.nodes)
-        async with Producer(addresses, METRICS_PRODUCER, surroundings=outside) as producer:
+        async with Producer(addresses, METRICS_PRODUCER, surroundings=environment) as producer:
             yield producer
 
     return Publisher(runtime.hub, opened, _encoder(runtime.settings.metrics_encoding))
@@ -35,7 +35,7 @@ def event_publisher(runtime: Runtime) -> Publisher:
 def _encoder(encoding: Literal["protobuf", "arrow"]) -> Encode:
     if encoding == "protobuf":
         return as_protobuf
-    # Only who asks for it needs pyarrow.
+    # Only this encoding needs pyarrow.
     from batonmq._columns.metric_arrow import encode_events  # noqa: PLC0415
 
     def as_arrow(batch: metrics_pb.MetricBatch) -> bytes:
@@ -47,7 +47,7 @@ def _encoder(encoding: Literal["protobuf", "arrow"]) -> Encode:
 
 
 async def _nameservers(nodes: EtcdMirror) -> str:
-    """Addresses of those that are registered, as soon as there are any."""
+    """Wait until a nameserver is registered; return the addresses of all, separated by commas."""
     found: set[str] = set()
     async with aclosing(nodes.watch()) as changes:
         async for _ in changes:

@@ -1,4 +1,4 @@
-"""The live stream of a process's events, over the wire."""
+"""The gRPC service that streams the events of a process live."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batonmq._telemetry.events import EventHub
 
 
 class MetricsServicer(pb_grpc.MetricsServiceServicer):
-    """The live stream of a service's events."""
+    """Streams the events of the hub to each caller."""
 
     def __init__(self, hub: EventHub) -> None:
         self._hub = hub
@@ -28,5 +28,5 @@ class MetricsServicer(pb_grpc.MetricsServiceServicer):
 
 
 def add_event_stream(hub: EventHub, server: grpc.aio.Server) -> None:
-    """Add the stream to a server."""
+    """Add the event stream of `hub` to a server."""
     pb_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(hub), server)

@@ -1,4 +1,7 @@
-"""What storage, offsets and lockmgr know of a group: a live copy of the gates in etcd."""
+"""Group gates: what a group allows now, as storage, offsets and lockmgr need it.
+
+The nameserver writes the gate of each group to etcd (`gates/<group>`); the services follow it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ class GroupGate:
     """What a group allows.
 
     Attributes:
-        revision: In etcd; to be compared when a grant is persisted.
-        subscription_generation: Of what the group subscribes to now.
-        owned: Whether one member at a time owns a queue; else nobody does.
+        revision: Revision in etcd; compared when a lock is granted.
+        subscription_generation: Generation of the current subscription.
+        owned: Whether one member at a time owns a queue; if not, queues have no owners.
         broadcasting: Whether every member gets every message.
-        bound: Whether deliveries have to be of `subscription_generation`.
-        draining: Whether the subscription is being changed: nobody gets a queue.
-        paused: Who has paused the group, and why; empty if nobody has.
+        bound: Whether deliveries must be of `subscription_generation`.
+        draining: Whether the subscription is being changed: no member gets a queue.
+        paused: Identity that has paused the group, and its reason; empty if it is not paused.
     """
 
     revision: int
@@ -36,10 +39,10 @@ class GroupGate:
 
 
 class GroupGates:
-    """The gates by group. A group that is not in etcd has none, and nothing is allowed to it.
+    """The gates by group. A group without a gate is unknown, and may do nothing.
 
     Args:
-        mirror: Of `GATES_PREFIX`, run by somebody else.
+        mirror: Mirror of `GATES_PREFIX`, which is run elsewhere.
     """
 
     def __init__(self, mirror: EtcdMirror) -> None:
@@ -47,7 +50,7 @@ class GroupGates:
         self._known: dict[str, GroupGate] = {}
 
     def get(self, group: str) -> GroupGate | None:
-        """The gate as it is here; None if the group is not known."""
+        """Return the last known gate of a group; None if the group is unknown."""
         stored = self._mirror.values.get(group)
         if stored is None:
             self._known.pop(group, None)
@@ -58,23 +61,23 @@ class GroupGates:
         return known
 
     def check_owned(self, group: str) -> None:
-        """Refuse a call under a token for a group whose queues nobody owns.
+        """Return if a call with a fencing token is valid for this group.
 
-        A group that is not known here passes: the token was given by somebody who knew it.
+        An unknown group passes: the lock manager that granted the token knew it.
 
         Raises:
-            ModeChanged: it is one.
+            ModeChanged: the queues of the group have no owners.
         """
         gate = self.get(group)
         if gate is not None and not gate.owned:
             raise _mode_changed(group, gate)
 
     def check_unowned(self, group: str) -> GroupGate:
-        """Refuse a call without token unless nobody owns the group's queues.
+        """Return the gate of a group whose queues have no owners, for a call without a token.
 
         Raises:
-            GroupNotFound: the group is not known.
-            ModeChanged: its queues are owned.
+            GroupNotFound: the group is unknown.
+            ModeChanged: its queues have owners.
         """
         gate = self.get(group)
         if gate is None:
@@ -84,10 +87,10 @@ class GroupGates:
         return gate
 
     def check_running(self, group: str) -> None:
-        """Refuse deliveries to a group that is paused.
+        """Return if the group may get deliveries.
 
         Raises:
-            Paused: it is.
+            Paused: the group is paused.
         """
         gate = self.get(group)
         if gate is not None and gate.paused:

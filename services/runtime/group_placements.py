@@ -1,7 +1,7 @@
-"""Which offsets replica set keeps which group: a live copy of the places in etcd.
+"""Group placements: which offsets replica set keeps which group, followed in etcd.
 
-A place says where a group is to be. Whether a set has it, and so may answer, only the set itself
-knows (`batonmq_server.offsets.core.local_placements`): so a place that is out of date does no harm.
+A placement says where a group belongs. Only the set itself knows whether it has the group and so
+may answer (`batonmq_server.offsets.core.local_placements`): an outdated placement does no harm.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ OFFSETS_SERVICE = "offsets"
 
 @dataclass(frozen=True, slots=True)
 class GroupPlacement:
-    """Where a group is kept.
+    """The placement of one group.
 
     Attributes:
-        move: Rises by one with every move; 0 for a group that is where it began.
-        from_set: The set it comes from, until the move is finished; else empty.
-        revision: In etcd.
+        offsets_set: The replica set that keeps the group.
+        move: Number of moves of the group so far.
+        from_set: The set that it moves from, until the move is finished; else empty.
+        revision: Revision in etcd.
     """
 
     offsets_set: str
@@ -33,24 +34,24 @@ class GroupPlacement:
     revision: int = 0
 
     def encode(self) -> bytes:
-        """As it stands in etcd."""
+        """Return the value that etcd stores."""
         return StoredPlacement(
             offsets_set=self.offsets_set, move=self.move, from_set=self.from_set
         ).SerializeToString()
 
 
 def decode_placement(stored: KeyValue) -> GroupPlacement:
-    """Inverse of `GroupPlacement.encode`."""
+    """Return the placement in a key of etcd; the inverse of `GroupPlacement.encode`."""
     read = StoredPlacement.FromString(stored.value)
     return GroupPlacement(read.offsets_set, read.move, read.from_set, stored.mod_revision)
 
 
 class GroupPlacements:
-    """The places by group.
+    """The placements by group.
 
     Args:
-        mirror: Of `PLACEMENTS_PREFIX`, run by somebody else.
-        nodes: Mirror of the nodes, likewise.
+        mirror: Mirror of `PLACEMENTS_PREFIX`, which is run elsewhere.
+        nodes: Mirror of the nodes, which is run elsewhere.
     """
 
     def __init__(self, mirror: EtcdMirror, nodes: EtcdMirror) -> None:
@@ -59,11 +60,11 @@ class GroupPlacements:
         self._registered: tuple[int, frozenset[str]] = (-1, frozenset())
 
     async def ready(self) -> None:
-        """Until everything that is in etcd is here."""
+        """Wait until the placements are read from etcd."""
         await self._mirror.ready()
 
     def get(self, group: str) -> GroupPlacement | None:
-        """The place as it is here; None if the group has none that is known."""
+        """Return the last known placement of a group; None if it has none."""
         stored = self._mirror.values.get(group)
         if stored is None:
             return None
@@ -73,19 +74,19 @@ class GroupPlacements:
         return known
 
     def set_of(self, group: str) -> str:
-        """The set to be asked about a group; empty for any.
+        """Return the set to call for a group; empty for any set.
 
-        A group without a place belongs to the set that is asked first. If it is the wrong one after
-        all, it says so.
+        A group without a placement belongs to the set that is called first. A set that does not
+        keep the group says so.
         """
-        place = self.get(group)
-        if place is not None:
-            return place.offsets_set
+        placement = self.get(group)
+        if placement is not None:
+            return placement.offsets_set
         registered = self.registered()
         return next(iter(registered)) if len(registered) == 1 else ""
 
     def registered(self) -> frozenset[str]:
-        """The sets of which a node is up."""
+        """Return the sets with a registered node."""
         revision, found = self._registered
         if revision != self._nodes.revision:
             nodes = (
@@ -98,10 +99,10 @@ class GroupPlacements:
         return found
 
     def sets(self) -> frozenset[str]:
-        """Every set that keeps a group, or is up."""
+        """Return every set that keeps a group or has a registered node."""
         found = set(self.registered())
         for group in self._mirror.values:
-            place = self.get(group)
-            if place is not None:
-                found |= {place.offsets_set, place.from_set}
+            placement = self.get(group)
+            if placement is not None:
+                found |= {placement.offsets_set, placement.from_set}
         return frozenset(found - {""})

@@ -1,9 +1,9 @@
-"""What a process answers to health checks (grpc.health.v1).
+"""Health checks of a process (grpc.health.v1).
 
-`live`: the event loop turns, nothing else; neither peers nor the disk can change that.
-`started`: what has to be recovered is recovered.
-`ready`: registered, and caught up with whoever it follows. The empty name and those of the services
-say whether calls are taken: from the registration to the drain.
+- `live`: the event loop runs; peers and disk have no influence.
+- `started`: the recovery is done.
+- `ready`: the process is registered, and has caught up with what it follows.
+- The empty name and the names of services: calls are accepted, from registration to drain.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from batonmq_server.runtime.server_options import HEALTH_OPTIONS
 log = logging.getLogger(__name__)
 
 LIVE, STARTED, READY = "live", "started", "ready"
-LOOK_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 0.5
 NAME_CHARACTERS_MAX = 255
-"""Of a name that is watched: it is kept for as long."""
+"""Longest name that can be watched: it is kept in memory during the watch."""
 WATCHES_MAX = 1_000
-"""In one process."""
+"""Limit of watches per process."""
 _Answer = health_pb2.HealthCheckResponse
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _Servicer(health_pb2_grpc.HealthServicer):
-    """Unlike the one that gRPC brings it bounds what those who watch can make it keep."""
+    """The health service, with bounded memory for watches, unlike the servicer of gRPC."""
 
     def __init__(self) -> None:
         self._good: dict[str, bool] = {}
@@ -42,14 +42,14 @@ class _Servicer(health_pb2_grpc.HealthServicer):
         self._watches = 0
 
     async def set(self, names: Iterable[str], good: bool) -> None:
-        """From now on that is the answer for these names."""
+        """Set the status of these names."""
         async with self._changed:
             self._good.update(dict.fromkeys(names, good))
             self._changed.notify_all()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> _Answer:
         if request.service not in self._good:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such name")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such health check")
         return self._answer(request.service)
 
     async def List(self, request: object, context: Context) -> Any:
@@ -62,16 +62,21 @@ class _Servicer(health_pb2_grpc.HealthServicer):
     ) -> AsyncIterator[_Answer]:
         name = request.service
         if len(name) > NAME_CHARACTERS_MAX:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no name is as long")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"a name has at most {NAME_CHARACTERS_MAX} characters",
+            )
         if self._watches >= WATCHES_MAX:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watches")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {WATCHES_MAX} watches"
+            )
         self._watches += 1
         try:
             while True:
-                told = self._answer(name)
-                yield told
+                sent = self._answer(name)
+                yield sent
                 async with self._changed:
-                    while self._answer(name) == told:
+                    while self._answer(name) == sent:
                         await self._changed.wait()
         finally:
             self._watches -= 1
@@ -83,7 +88,7 @@ class _Servicer(health_pb2_grpc.HealthServicer):
 
 
 class Health:
-    """The answers of one process; the same at every port that gives them."""
+    """The health of one process, the same on each server that it is added to."""
 
     def __init__(self) -> None:
         self._servicer = _Servicer()
@@ -91,70 +96,70 @@ class Health:
         self._draining = False
 
     def add(self, server: grpc.aio.Server) -> None:
-        """Answer at `server`."""
+        """Add the health service to `server`."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def starts(self) -> None:
-        """The process lives, and does not serve yet."""
+    async def set_live(self) -> None:
+        """Set `live`; nothing else is true yet."""
         await self._servicer.set((LIVE,), True)
         await self._servicer.set((STARTED, READY, *self._names), False)
 
-    async def recovered(self) -> None:
-        """The process has recovered what it keeps."""
+    async def set_started(self) -> None:
+        """Set `started`: the recovery is done."""
         await self._servicer.set((STARTED,), True)
 
-    async def serves(self, names: Iterable[str]) -> None:
-        """Calls of the services of these names are taken."""
+    async def set_serving(self, names: Iterable[str]) -> None:
+        """Set the names of services, and the empty name: calls are accepted."""
         self._names |= frozenset(names)
         await self._servicer.set(self._names, True)
 
-    async def follow(
+    async def follow_readiness(
         self, registered: Callable[[], bool], caught_up: Callable[[], Awaitable[bool]]
     ) -> None:
-        """Tell for ever whether the process is ready; to be run as one task.
+        """Keep `ready` up to date until the drain; run as one task.
 
-        While etcd does not answer nobody knows, and what was said last stays.
+        While etcd does not answer, the last status stays.
 
         Args:
-            registered: Whether its entry stands among the nodes.
-            caught_up: Whether it has all that it is to follow; waits until that can be told.
+            registered: Returns whether the node's entry is in etcd.
+            caught_up: Returns whether the process has everything that it follows; may wait.
         """
         before = False
         while not self._draining:
             try:
                 now = registered() and await caught_up()
             except NoQuorum as error:
-                log.debug("whether this node is ready is not known error=%s", error)
+                log.debug("readiness is not known error=%s", error)
                 now = before
             if now != before and not self._draining:
                 log.info("ready" if now else "not ready")
                 await self._servicer.set((READY,), now)
                 before = now
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
-    async def drains(self) -> None:
-        """From now on the process lives, and nothing else."""
+    async def set_draining(self) -> None:
+        """Reset everything but `live`, for good: the process is stopping."""
         self._draining = True
         await self._servicer.set((READY, *self._names), False)
 
 
 @asynccontextmanager
 async def serve_health(host: str, port: int) -> AsyncIterator[Health]:
-    """The answers of a process that starts, given from now on at a port that knows nothing else.
+    """Yield the health of a starting process, served on a port of its own from now on.
 
     Args:
-        port: 0 for none.
+        port: Port for health checks only; 0 for none.
     """
-    answers = Health()
-    await answers.starts()
+    status = Health()
+    await status.set_live()
     if not port:
-        yield answers
+        yield status
         return
     server = grpc.aio.server(options=HEALTH_OPTIONS)
-    answers.add(server)
+    status.add(server)
     server.add_insecure_port(f"{host}:{port}")
     await server.start()
     try:
-        yield answers
+        yield status
     finally:
         await server.stop(None)

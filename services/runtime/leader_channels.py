@@ -1,4 +1,4 @@
-"""Calls to another service, wherever its leader is at the moment."""
+"""Channels to the current leader of another service."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Stub = TypeVar("Stub")
 
 
 class LeaderChannel(Generic[Stub]):
-    """Follows the leader node of one service through the `nodes/` mirror.
+    """Channels to the leader of one service, which is followed through the `nodes/` mirror.
 
-    The channel to an address is kept when the leader moves: for calls under way, and its return.
+    The channel to an old leader stays open, for calls in progress and because it may lead again.
 
     Args:
         service: Folder name of the service, such as "offsets".
         stub: Makes the stub from a channel.
-        connect: Makes a channel to `host:port`.
-        replica_set: Only nodes of this set; empty for all.
+        connect: Makes a channel to a host:port.
+        replica_set: Only nodes of this replica set; empty for all nodes.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class LeaderChannel(Generic[Stub]):
         self._seen = -1
 
     def address(self) -> str:
-        """host:port of the leader.
+        """Return host:port of the leader.
 
         Raises:
-            Unreachable: none is registered.
+            Unreachable: no leader is registered.
         """
         found = [
             node
@@ -58,24 +58,26 @@ class LeaderChannel(Generic[Stub]):
         ]
         if not found:
             raise Unreachable(
-                f"no {self._service} node {self._replica_set} is registered".replace("  ", " "),
+                f"no leader of {self._service} {self._replica_set} is registered".replace(
+                    "  ", " "
+                ),
                 retry_after_ms=200,
                 facts={"service": self._service},
             )
         return max(found, key=lambda node: node.epoch).address
 
     def stub(self) -> Stub:
-        """A stub for the leader.
+        """Return a stub for the leader.
 
         Raises:
-            Unreachable: none is registered.
+            Unreachable: no leader is registered.
         """
         if self._current is not None and self._seen == self._nodes.revision:
             return self._current
         try:
             address = self.address()
         except Unreachable:
-            for channel, _ in self._made.values():  # who is away may come back elsewhere
+            for channel, _ in self._made.values():  # resolve names again: the leader may have moved
                 channel.get_state(try_to_connect=True)
             raise
         made = self._made.get(address)
@@ -86,7 +88,7 @@ class LeaderChannel(Generic[Stub]):
         return self._current
 
     async def close(self) -> None:
-        """Close the channels; calls under way are cancelled."""
+        """Close the channels; calls in progress are cancelled."""
         for channel, _ in self._made.values():
             await channel.close()
         self._made.clear()
@@ -94,7 +96,7 @@ class LeaderChannel(Generic[Stub]):
 
 
 class LeaderChannels(Generic[Stub]):
-    """A `LeaderChannel` for each replica set of one service; see there."""
+    """A `LeaderChannel` for each replica set of one service."""
 
     def __init__(
         self,
@@ -108,10 +110,10 @@ class LeaderChannels(Generic[Stub]):
         self._peers: dict[str, LeaderChannel[Stub]] = {}
 
     def stub(self, replica_set: str) -> Stub:
-        """A stub for the leader of a set; of whichever there is if the name is empty.
+        """Return a stub for the leader of a set; of any set if the name is empty.
 
         Raises:
-            Unreachable: none is registered.
+            Unreachable: no leader is registered.
         """
         peer = self._peers.get(replica_set)
         if peer is None:
@@ -125,7 +127,7 @@ class LeaderChannels(Generic[Stub]):
         return peer.stub()
 
     async def close(self) -> None:
-        """Close the channels; calls under way are cancelled."""
+        """Close the channels; calls in progress are cancelled."""
         for peer in self._peers.values():
             await peer.close()
         self._peers.clear()

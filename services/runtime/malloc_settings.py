@@ -1,4 +1,4 @@
-"""What the process does with memory that it has freed."""
+"""Settings of malloc for processes that allocate large buffers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ LARGE_BYTES = 32 * 1024 * 1024
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what it is given back, up to 128 MiB, for the next large buffer.
+    """Let malloc keep up to 128 MiB of freed memory for the next large buffer.
 
-    By default glibc returns every buffer of some hundred KiB to the kernel, and each page of the
-    next one is faulted in anew, which takes longer than to fill it. Only glibc knows how to.
+    By default glibc returns every buffer of some hundred KiB to the kernel; the next one costs a
+    page fault per page, which takes longer than to fill it. Other C libraries ignore this.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

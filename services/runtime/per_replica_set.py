@@ -1,4 +1,4 @@
-"""One of a kind for each replica set that is asked, so that no set waits for another one."""
+"""One object for each replica set, so that calls to one set never wait for another."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Runnable(Protocol):
-    """What has work of its own to do."""
+    """An object with a background loop."""
 
     async def run(self) -> None:
-        """Do it for ever."""
+        """Run until cancelled."""
         ...
 
 
@@ -19,10 +19,10 @@ Kind = TypeVar("Kind", bound=Runnable)
 
 
 class PerReplicaSet(Generic[Kind]):
-    """Made when first needed, and kept.
+    """Objects by replica set, each made at its first use.
 
     Args:
-        make: Makes the one of a set.
+        make: Makes the object of a set by its name.
     """
 
     def __init__(self, make: Callable[[str], Kind]) -> None:
@@ -38,7 +38,7 @@ class PerReplicaSet(Generic[Kind]):
         return found
 
     async def run(self) -> None:
-        """Run them all for ever; to be run as one task."""
+        """Run the loops of all objects until cancelled; run as one task."""
         running: set[str] = set()
         async with asyncio.TaskGroup() as tasks:
             while True:

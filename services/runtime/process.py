@@ -50,12 +50,12 @@ def run(
     build: Build[S],
     clock: Callable[[S], Clock] = lambda _: Clock(),
 ) -> NoReturn:
-    """Run a service until SIGTERM or SIGINT. Exit status 2 for a bad configuration.
+    """Run a service until SIGTERM or SIGINT. The exit status is 2 for a bad configuration.
 
     Args:
         service: Folder name of the service, such as "storage".
-        kind: Its settings.
-        build: Recovers the state and gives the app; on leaving, closes what it opened.
+        kind: Class of its settings.
+        build: Recovers the state and yields the app; on exit closes what it opened.
         clock: Makes the clock of the process.
     """
     prefix = f"BATON_{service.upper()}"
@@ -65,48 +65,51 @@ def run(
         print(usage)
         sys.exit(0)
     if "--explain-config" in sys.argv[1:]:
-        explained, problems = settings_help(kind, prefix)
-        told = {"settings": list(map(asdict, explained)), "problems": list(map(asdict, problems))}
-        print(json.dumps(told, indent=2))
+        described, problems = settings_help(kind, prefix)
+        report = {"settings": list(map(asdict, described)), "problems": list(map(asdict, problems))}
+        print(json.dumps(report, indent=2))
         sys.exit(0)
     try:
         settings = load(kind, prefix)
-        if not sys.argv[1:]:  # the files may be elsewhere than who looks at the settings
+        if not sys.argv[1:]:  # a user who prints the settings may not have the files
             check_files(settings)
     except ConfigError as error:
-        _refuse(f"{service}: {error}")
+        _exit_with_usage_error(f"{service}: {error}")
     if "--print-config" in sys.argv[1:]:
         print(json.dumps(settings.model_dump(mode="json"), indent=2))
         sys.exit(0)
     if sys.argv[1:]:
-        _refuse(usage)
+        _exit_with_usage_error(usage)
     logs.configure(settings.log_level, settings.log_format, service=service, node=settings.node_id)
     try:
         asyncio.run(_main(service, settings, build, clock(settings)))
     except Exception as error:
-        if refused := _config_error(error):
-            _refuse(f"{service}: {refused}")
-        why = _first_of(error)
-        log.critical("process ends error=%s: %s", type(why).__name__, why, exc_info=True)
+        if rejected := _config_error(error):
+            _exit_with_usage_error(f"{service}: {rejected}")
+        cause = _first_of(error)
+        log.critical("process ends error=%s: %s", type(cause).__name__, cause, exc_info=True)
         sys.exit(1)
     sys.exit(0)
 
 
 def _config_error(error: Exception) -> Exception | None:
-    """The first one in `error`, which may be a group: settings that don't go with the cluster."""
+    """Return the first ConfigError in `error`, which may be a group; None if there is none.
+
+    It says that a setting does not match the state of the cluster.
+    """
     found = error.subgroup(ConfigError) if isinstance(error, ExceptionGroup) else error
     first = _first_of(found) if found is not None else None
     return first if isinstance(first, ConfigError) else None
 
 
 def _first_of(error: Exception) -> Exception:
-    """The first one that is no group."""
+    """Return the first exception of a group, or `error` itself."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def _refuse(message: str) -> NoReturn:
+def _exit_with_usage_error(message: str) -> NoReturn:
     print(message, file=sys.stderr)
     sys.exit(2)
 
@@ -119,18 +122,18 @@ async def _main(service: str, settings: S, build: Build[S], clock: Clock) -> Non
     try:
         async with (
             etcd,
-            serve_health(settings.host, settings.health_port) as answers,
-            _nodes_followed(runtime),
+            serve_health(settings.host, settings.health_port) as status,
+            _following_etcd(runtime),
             build(settings, runtime) as app,
         ):
-            await _serve(runtime, app, answers)
+            await _serve(runtime, app, status)
     except* StopRequested:
         log.info("stopped while waiting for etcd; nothing was served")
     log.info("stopped")
 
 
 @asynccontextmanager
-async def _nodes_followed(runtime: Runtime) -> AsyncIterator[None]:
+async def _following_etcd(runtime: Runtime) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         loops = [runtime.etcd.run, runtime.nodes.run]
         if runtime.guard.on:
@@ -141,13 +144,13 @@ async def _nodes_followed(runtime: Runtime) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def _serve(runtime: Runtime, app: App, answers: Health) -> None:
+async def _serve(runtime: Runtime, app: App, status: Health) -> None:
     settings = runtime.settings
     runtime.guard.add_rules(app.rules)
     export_expiry(settings, runtime.registry)
     edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls, runtime.guard)
     server = grpc.aio.server(interceptors=[edge], options=SERVER_OPTIONS)
-    answers.add(server)
+    status.add(server)
     for add in app.servicers.values():
         add(server)
     add_event_stream(runtime.hub, server)
@@ -160,7 +163,7 @@ async def _serve(runtime: Runtime, app: App, answers: Health) -> None:
     address = settings.advertise_address or f"{settings.host}:{port}"
     runtime.node_entry.set_addresses(address, f"{address.rpartition(':')[0]}:{http.server_port}")
     await server.start()
-    await answers.recovered()
+    await status.set_started()
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(loop()) for loop in app.loops]
@@ -169,15 +172,15 @@ async def _serve(runtime: Runtime, app: App, answers: Health) -> None:
             await unless(runtime.stop_requested, _register(runtime, app))
             if not runtime.stop_requested.is_set():
                 running.append(tasks.create_task(runtime.node_entry.keep()))
-                await answers.serves(names)
-                follow = answers.follow(lambda: runtime.node_entry.listed, app.caught_up)
+                await status.set_serving(names)
+                follow = status.follow_readiness(lambda: runtime.node_entry.listed, app.caught_up)
                 running.append(tasks.create_task(follow))
                 log.info("serving address=%s metrics_port=%d", address, http.server_port)
                 await runtime.stop_requested.wait()
             log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
             app.resign()
             edge.drain()
-            await answers.drains()
+            await status.set_draining()
             await _close(runtime, app, server)
             for task in running:
                 task.cancel()
@@ -194,7 +197,7 @@ async def _close(runtime: Runtime, app: App, server: grpc.aio.Server) -> None:
 
 
 async def _register(runtime: Runtime, app: App) -> None:
-    """Register unless the service did; wait for etcd as long as it takes."""
+    """Write the node entry unless the service did; wait for etcd without a bound."""
     while not runtime.node_entry.defined:
         try:
             await runtime.node_entry.write(

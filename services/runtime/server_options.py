@@ -1,4 +1,4 @@
-"""Options of servers: what who connects may cost."""
+"""gRPC options of servers: limits on what a connection may cost."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from batonmq._connection.channels import OPTIONS
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *OPTIONS,
-    # A port that somebody else serves on is an error, not something to share.
+    # A port that another process serves on is an error, not something to share.
     ("grpc.so_reuseport", 0),
-    # Who connects and says nothing is cut off.
+    # Close a connection whose handshake takes longer.
     ("grpc.server_handshake_timeout_ms", 20_000),
-    # So is a connection without a call: gRPC pings only those with one. Clients connect again.
+    # Close a connection without calls: gRPC pings only those with calls. Clients connect again.
     ("grpc.max_connection_idle_ms", 60_000),
 )
 HEALTH_OPTIONS: tuple[tuple[str, int], ...] = tuple(
@@ -24,4 +24,4 @@ HEALTH_OPTIONS: tuple[tuple[str, int], ...] = tuple(
         "grpc.server.max_pending_requests_hard_limit": 1_000,
     }.items()
 )
-"""Of the port that answers everybody, and health checks alone."""
+"""Options of the port that answers health checks only, without authentication."""

@@ -40,7 +40,7 @@ from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import StorageNode, opened, recovered
+from batonmq_server.storage.node import StorageNode, open_directory, recover_directory
 from batonmq_server.storage.node_role import StandaloneRole
 from batonmq_server.storage.replica import StorageReplica
 from batonmq_server.storage.replication_server import CurrentServicer, StorageReplicationServicer
@@ -67,7 +67,7 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
         await runtime.unless_stopped(
             check_single_node(runtime.etcd, "storage", settings.broker_name, settings.node_id)
         )
-        directory = opened(
+        directory = open_directory(
             settings.data_dir,
             segment_bytes=settings.segment_bytes,
             monotonic_ms=_monotonic_ms(),
@@ -157,7 +157,7 @@ async def replicated(
             return components
 
         recover = partial(
-            recovered,
+            recover_directory,
             disk,
             segment_bytes=settings.segment_bytes,
             monotonic_ms=_monotonic_ms(),

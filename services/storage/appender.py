@@ -54,9 +54,9 @@ class Appender:
         if not batches:
             return []
         self.flusher.check()
-        refusal = self.role.refusal(members_min) or self._refusal()
+        rejection = self.role.rejection(members_min) or self._rejection()
         try:
-            outcomes = self.store.append(batches, topics, self.clock.unix_ms(), refusal)
+            outcomes = self.store.append(batches, topics, self.clock.unix_ms(), rejection)
         except Exception as error:
             self.flusher.fail(error)  # log and indexes may differ now: only recovery can tell
             if isinstance(error, OSError):
@@ -94,11 +94,11 @@ class Appender:
         """Return `outcome`; a DiskFull of this write gets the numbers of the disk."""
         if not isinstance(outcome, DiskFull) or outcome.facts:
             return outcome
-        self.retention.met_no_space()
-        return self._refusal() or outcome
+        self.retention.record_no_space()
+        return self._rejection() or outcome
 
-    def _refusal(self) -> DiskFull | None:
+    def _rejection(self) -> DiskFull | None:
         """Return why nothing may be written, with current disk numbers; None if writes are ok."""
         if self.retention.state is DiskState.FULL:
             self.retention.usage = DiskUsage(*self.space())
-        return self.retention.refusal()
+        return self.retention.rejection()

@@ -174,7 +174,7 @@ class LogCleaner:
                 self._reserved = True
         self._space = self._disk.space()
 
-    def _moment(self) -> CleaningTime:
+    def _cleaning_time(self) -> CleaningTime:
         unix_ms = self._clock.unix_ms()
         return CleaningTime(unix_ms, datetime.fromtimestamp(unix_ms / 1000).astimezone().hour)
 
@@ -189,7 +189,7 @@ class LogCleaner:
             ends = (segment.next_position for segment in sealed)
             return max((end for end in ends if end <= first_position), default=log.first_position)
         log_bytes = log.end_position - log.first_position
-        return self._retention.keep_from(sealed, log_bytes, self._moment(), self._newest_in)
+        return self._retention.keep_from(sealed, log_bytes, self._cleaning_time(), self._newest_in)
 
     def _removable(self) -> list[SealedSegment]:
         """Return the sealed segments before the first one that is still needed."""
@@ -214,7 +214,7 @@ class LogCleaner:
 
     async def _remove(self, position: int) -> None:
         store = self._store
-        paths = await self._give_up(position)
+        paths = await self._trim_queues(position)
         await self._write_floors()
         self._bounds.remove_later([*paths, *store.keys.drop_before(position)])
         segments = store.log.drop_before(position)
@@ -229,7 +229,7 @@ class LogCleaner:
             self._retention.state.name,
         )
 
-    async def _give_up(self, position: int) -> list[str]:
+    async def _trim_queues(self, position: int) -> list[str]:
         """Drop the messages before `position` from all queues; return the files not needed now."""
         paths: list[str] = []
         for number, (key, queue) in enumerate(list(self._store.queues.items()), start=1):

@@ -88,7 +88,7 @@ class LongPolls:
         self._count += 1
         try:
             async with asyncio.timeout(hold_ms / 1000):
-                refusal = await poll.woken
+                rejection = await poll.woken
         except TimeoutError:
             return
         finally:
@@ -96,8 +96,8 @@ class LongPolls:
             del others[poll]
             if not others and self._by_queue.get(key) is others:
                 del self._by_queue[key]
-        if refusal is not None:
-            raise refusal
+        if rejection is not None:
+            raise rejection
 
     def wake(self, keys: Iterable[QueueKey]) -> None:
         """Wake the long polls of queues that have grown."""
@@ -139,11 +139,11 @@ class LongPolls:
         except BatonError as error:
             log.info("long polls not touched count=%d error=%s", len(owners), error)
             return
-        refused = {
+        rejected = {
             owner: error for owner, error in zip(owners, results, strict=True) if error is not None
         }
-        for poll in self._all() if refused else ():
-            if (rejection := refused.get(poll.owner)) and not poll.woken.done():
+        for poll in self._all() if rejected else ():
+            if (rejection := rejected.get(poll.owner)) and not poll.woken.done():
                 poll.woken.set_result(rejection)
 
     def _all(self) -> list[_LongPoll]:

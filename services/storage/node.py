@@ -150,7 +150,7 @@ def reset_disk(disk: Disk, start: LogStart) -> None:
 
 
 @contextmanager
-def opened(
+def open_directory(
     folder: Path,
     *,
     segment_bytes: int,
@@ -165,7 +165,7 @@ def opened(
     """
     with locked(folder):
         disk = RealDisk(folder)
-        recovering = recovered(
+        recovering = recover_directory(
             disk, segment_bytes=segment_bytes, monotonic_ms=monotonic_ms, accept_loss=accept_loss
         )
         with recovering as node:
@@ -173,7 +173,7 @@ def opened(
 
 
 @contextmanager
-def recovered(
+def recover_directory(
     disk: Disk,
     *,
     segment_bytes: int,

@@ -27,7 +27,7 @@ class NodeRole(Protocol):
         """Return the node id that a consumer with this lag should pull from; empty: the leader."""
         ...
 
-    def refusal(self, members_min: int = 1) -> BatonError | None:
+    def rejection(self, members_min: int = 1) -> BatonError | None:
         """Return why new messages are rejected now; None if they are accepted.
 
         Args:
@@ -56,7 +56,7 @@ class StandaloneRole(NodeRole):
         """See NodeRole."""
         return ""
 
-    def refusal(self, members_min: int = 1) -> BatonError | None:
+    def rejection(self, members_min: int = 1) -> BatonError | None:
         """See NodeRole."""
         return None
 

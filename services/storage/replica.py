@@ -93,7 +93,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         followers = self._leadership.in_sync_set.tracker.in_sync - {self._settings.node_id}
         return min(followers, default="") if lags_far else ""
 
-    def refusal(self, members_min: int = 1) -> BatonError | None:
+    def rejection(self, members_min: int = 1) -> BatonError | None:
         """See NodeRole."""
         leadership = self.leadership
         if not self._serving:
@@ -178,7 +178,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         return leadership
 
     async def _watch(self, leadership: StorageLeadership) -> None:
-        """Update the gauges; resign if the log is damaged and another member has all of it."""
+        """Update the gauges; resign if the log is damaged and another replica has all of it."""
         components, tracker = leadership.components, leadership.in_sync_set.tracker
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)

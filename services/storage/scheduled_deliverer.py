@@ -97,7 +97,7 @@ class ScheduledDeliverer:
         if self._waiting.taken and now_ms >= self._retry_ms:
             self._waiting.release(self._waiting.taken)
         blocked = len(self._waiting.taken) >= UNDELIVERED_MAX
-        if blocked or self._appender.retention.refusal() is not None:
+        if blocked or self._appender.retention.rejection() is not None:
             return False
         due = self._waiting.due(self._clock.unix_ms(), ROUND_MAX)
         if not due:
@@ -185,8 +185,10 @@ class ScheduledDeliverer:
         }
         outcomes = self._appender.append(batches, open_topics)
         self._appender.count_appended(batches, outcomes)
-        for refusal in {type(one): one for one in outcomes if isinstance(one, BatonError)}.values():
-            log.warning("delivery of scheduled batches delayed error=%s", refusal)
+        for rejection in {
+            type(one): one for one in outcomes if isinstance(one, BatonError)
+        }.values():
+            log.warning("delivery of scheduled batches delayed error=%s", rejection)
         position = max(
             (one.next_position for one in outcomes if isinstance(one, StoreReceipt)), default=0
         )

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of access: a cluster of one's own in the etcd that all tests share."""
+"""Fixtures of the access tests: a cluster for each test in the etcd that all tests share."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ Call = Callable[[Any, Any], Awaitable[Any]]
 
 
 def request_of(method: MethodDescriptor, topic: str = TOPIC, group: str = GROUP) -> Message:
-    """A request that names the topic and the group wherever it can name one."""
+    """Return a request that names the topic and the group in every field for one."""
     made = GetMessageClass(method.input_type)()
     _fill(made, topic, group)
     return made
@@ -68,11 +68,11 @@ def _fill(message: Message, topic: str, group: str) -> None:
 
 @dataclass
 class Scene:
-    """The server, and who there is.
+    """The server, and the identities that it knows.
 
     Attributes:
-        read: Full paths of the calls whose request was parsed.
-        served: Full paths of the calls that came through to a servicer, with their requests.
+        read: Full paths of the calls with a parsed request.
+        served: Full paths of the calls that reached a servicer, with their requests.
         holds: Calls of these paths end only when they are cancelled.
     """
 
@@ -86,7 +86,7 @@ class Scene:
     tokens: dict[str, str] = field(default_factory=dict)
 
     async def know(self, identity: str, *grants: tuple[str, str]) -> None:
-        """Give somebody a token and grants, and wait until the guard has heard of them."""
+        """Give an identity a token and grants, and wait until the guard has them."""
         self.tokens[identity] = f"secret-{identity.encode().hex()}"
         for role, resource in grants:
             await self.store.grant(identity, Grant(AccessRole(role), resource))
@@ -97,23 +97,23 @@ class Scene:
         )
 
     def knows(self, identity: str) -> bool:
-        """Whether the guard takes somebody's token."""
+        """Return whether the guard accepts the token of an identity."""
         try:
             return self.guard.authorizer.identity_of(self.digest(identity)) == identity
         except Unauthenticated:
             return False
 
     def digest(self, identity: str) -> str:
-        """Of somebody's token."""
+        """Return the digest of an identity's token."""
         return digest_of(self.tokens[identity])
 
     def metadata(self, identity: str) -> list[tuple[str, str]]:
-        """Of a call that somebody makes; nobody brings nothing."""
+        """Return the metadata of a call by an identity; an empty identity sends none."""
         token = self.tokens.get(identity, identity and f"{identity} is no token")
         return [("authorization", f"Bearer {token}")] if token else []
 
     async def call(self, path: str, request: Message, identity: str) -> Any:
-        """The answer, of a stream the first one; raises AioRpcError."""
+        """Return the answer, or the first one of a stream; raises AioRpcError."""
         method = METHODS[path]
         codec = (lambda m: m.SerializeToString(), GetMessageClass(method.output_type).FromString)
         metadata = self.metadata(identity)
@@ -143,29 +143,29 @@ METHODS: Mapping[str, MethodDescriptor] = dict(_methods())
 
 @asynccontextmanager
 async def scene(
-    etcd: EtcdSession, *held: str, rules: AccessRules = ALL, certificates: bool = True
+    etcd: EtcdSession, *long_polls: str, rules: AccessRules = ALL, certificates: bool = True
 ) -> AsyncIterator[Scene]:
     """A server with servicers of all contracts, health and reflection.
 
     Args:
-        held: Names of methods whose calls may be held.
-        certificates: Whether clients would be asked for one.
+        long_polls: Names of the methods that are long polls.
+        certificates: Whether clients must show a certificate.
     """
     registry = CollectorRegistry()
     guard = Guard(etcd, registry, on=True, admins=["root"], certificates=certificates)
     guard.add_rules(rules)
     made = Scene(guard, AccessStore(etcd, CompareAndSwap(etcd.random)), registry)
-    edge = EdgeInterceptor(Clock(), registry, frozenset(held), guard)
+    edge = EdgeInterceptor(Clock(), registry, frozenset(long_polls), guard)
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
-    noted: Any = _Noting(server, made.read)
+    recording: Any = _RecordingServer(server, made.read)
     for service in SERVICES:
-        noted.add_generic_rpc_handlers((_servicer(made, service),))
+        recording.add_generic_rpc_handlers((_servicer(made, service),))
     checks = Health()
-    await checks.serves(())
-    checks.add(noted)
+    await checks.set_serving(())
+    checks.add(recording)
     contracts = reflection.aio.ReflectionServicer([reflection.SERVICE_NAME])
     add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
-    add_reflection(contracts, noted)
+    add_reflection(contracts, recording)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with asyncio.TaskGroup() as tasks, connect(f"127.0.0.1:{port}") as channel:
@@ -179,21 +179,23 @@ async def scene(
             following.cancel()
 
 
-class _Noting:
-    """A server as those see it who add to it; the calls whose requests are parsed go to `read`."""
+class _RecordingServer:
+    """Wraps a server for the functions that add servicers; parsed calls are appended to `read`."""
 
     def __init__(self, server: grpc.aio.Server, read: list[str]) -> None:
         self._server, self._read = server, read
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Add them, with a note of each request."""
-        self._server.add_generic_rpc_handlers([_Noted(one, self._read) for one in handlers])
+        """Add the handlers, and record each parsed request."""
+        self._server.add_generic_rpc_handlers(
+            [_RecordingHandler(one, self._read) for one in handlers]
+        )
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        """Nothing: the same as the generic ones."""
+        """Ignore them: they are the generic ones again."""
 
 
-class _Noted(grpc.GenericRpcHandler):
+class _RecordingHandler(grpc.GenericRpcHandler):
     def __init__(self, of: grpc.GenericRpcHandler, read: list[str]) -> None:
         self._of, self._read = of, read
 

@@ -1,8 +1,8 @@
-"""What the edge does with calls, beyond yes and no.
+"""Admission of calls at the edge, beyond single decisions.
 
-Goal: what is revoked stops at once, also what is held and what streams; items of a batch are
-refused one by one; nothing is let in before the grants are read, or by what nobody has written;
-refusals name what is missing and the command that gives it, are counted, and never show a token.
+Goal: a revocation takes effect at once, also for long polls and streams; items of a batch are
+rejected one by one; no call is admitted before the grants are read, or by unreadable values; errors
+name missing permissions and the commands that grant them, are counted, and never contain a token.
 Method: the scene, whose grants are in a real etcd; certificates with real TLS.
 """
 
@@ -42,7 +42,7 @@ SCHEDULE = "/baton.storage.v1.ScheduleService/Schedule"
 WATCH = "/baton.nameserver.v1.NameserverService/WatchRoute"
 CONSUME = ("consume", "topic:orders"), ("consume", "group:readers")
 SOON_S, TRIES = 1.0, 5
-"""Once of so many times, the machine is not what takes longer."""
+"""The shortest of so many tries counts: the others may be slow because of the machine."""
 
 
 @pytest_asyncio.fixture
@@ -57,12 +57,12 @@ async def refusal(call: Awaitable[Any]) -> BatonError:
     return from_rpc_error(refused.value)
 
 
-# ---- what is revoked
+# ---- revocation
 
 
 @pytest.mark.parametrize("path", [PULL, WATCH])
 @pytest.mark.parametrize("by", ["grant", "token"])
-async def test_what_waits_ends_within_a_second_of_the_revocation(
+async def test_waiting_call_ends_within_a_second_of_the_revocation(
     made: Scene, path: str, by: str
 ) -> None:
     made.holds.add(path)
@@ -90,7 +90,7 @@ async def test_what_waits_ends_within_a_second_of_the_revocation(
     assert made.refused_count(service, error.reason) == len(took_s)
 
 
-async def test_a_call_after_the_revocation_is_refused_and_after_a_new_grant_let_in(
+async def test_call_is_rejected_after_the_revocation_and_admitted_after_a_new_grant(
     made: Scene,
 ) -> None:
     request, grant = request_of(METHODS[PULL]), Grant(AccessRole.CONSUME, "group:readers")
@@ -104,7 +104,7 @@ async def test_a_call_after_the_revocation_is_refused_and_after_a_new_grant_let_
     await made.call(PULL, request, "reader")
 
 
-async def test_a_short_call_under_way_is_finished(made: Scene) -> None:
+async def test_unary_call_in_progress_is_not_ended_by_a_revocation(made: Scene) -> None:
     made.holds.add(DESCRIBE)
     await made.know("operator", ("admin", "cluster"))
     async with asyncio.TaskGroup() as tasks:
@@ -116,17 +116,17 @@ async def test_a_short_call_under_way_is_finished(made: Scene) -> None:
         call.cancel()
 
 
-# ---- what is recorded
+# ---- recorded identities
 
 
-@pytest.mark.parametrize(("told", "recorded"), [("carol@desk", "mallory"), ("", "")])
-async def test_who_did_it_is_who_called_whatever_the_request_says(
-    made: Scene, told: str, recorded: str
+@pytest.mark.parametrize(("claimed", "recorded"), [("carol@desk", "mallory"), ("", "")])
+async def test_recorded_identity_is_the_caller_not_the_one_in_the_request(
+    made: Scene, claimed: str, recorded: str
 ) -> None:
     path = "/baton.offsets.v1.OffsetsService/Reset"
     await made.know("mallory", ("admin", "group:readers"))
     request = request_of(METHODS[path])
-    request.by = told  # type: ignore[attr-defined]
+    request.by = claimed  # type: ignore[attr-defined]
     await made.call(path, request, "mallory")
     assert [served.by for _, served in made.served] == [recorded]
 
@@ -134,7 +134,7 @@ async def test_who_did_it_is_who_called_whatever_the_request_says(
 # ---- batches
 
 
-async def test_items_of_an_append_are_refused_one_by_one(made: Scene) -> None:
+async def test_append_items_are_rejected_one_by_one(made: Scene) -> None:
     await made.know("producer", ("produce", "topic:mine*"))
     names = ["mine-1", "theirs", "mine-2", "theirs"]
     request = pb.AppendRequest(
@@ -151,7 +151,7 @@ async def test_items_of_an_append_are_refused_one_by_one(made: Scene) -> None:
     assert made.refused_count("StorageService", "PERMISSION_DENIED") == 2
 
 
-async def test_items_for_later_are_refused_one_by_one(made: Scene) -> None:
+async def test_schedule_items_are_rejected_one_by_one(made: Scene) -> None:
     await made.know("producer", ("produce", "topic:mine"))
     items = [
         schedule_pb.ScheduleItem(batch=batch(b"body", topic=name), deliver_unix_ms=1)
@@ -161,14 +161,14 @@ async def test_items_for_later_are_refused_one_by_one(made: Scene) -> None:
     assert [outcome.HasField("error") for outcome in answer.outcomes] == [True, False]
 
 
-async def test_a_batch_that_is_none_is_the_servicers_to_refuse(made: Scene) -> None:
+async def test_malformed_batch_is_left_to_the_servicer(made: Scene) -> None:
     await made.know("producer", ("produce", "topic:mine"))
     request = pb.AppendRequest(batches=[b"short", batch(b"body", topic="mine")])
     await made.call(APPEND, request, "producer")
     assert made.served[-1][1] == request
 
 
-async def test_an_append_with_nothing_allowed_names_every_topic(made: Scene) -> None:
+async def test_append_without_any_permission_names_every_topic(made: Scene) -> None:
     await made.know("producer", ("produce", "topic:mine"))
     request = pb.AppendRequest(batches=[batch(b"body", topic=name) for name in ("a", "b", "a")])
     error = await refusal(made.call(APPEND, request, "producer"))
@@ -178,7 +178,7 @@ async def test_an_append_with_nothing_allowed_names_every_topic(made: Scene) -> 
     )
 
 
-async def test_of_a_batch_that_is_refused_as_a_whole_nothing_arrives(made: Scene) -> None:
+async def test_call_without_per_item_rule_is_rejected_as_a_whole(made: Scene) -> None:
     await made.know("reader", *CONSUME)
     path = f"{STORAGE}/QueryOffsets"
     request = pb.QueryOffsetsRequest()
@@ -192,7 +192,7 @@ async def test_of_a_batch_that_is_refused_as_a_whole_nothing_arrives(made: Scene
 # ---- retry topics
 
 
-async def test_what_a_group_sends_back_needs_only_the_group(made: Scene) -> None:
+async def test_message_to_a_retry_topic_requires_only_the_group(made: Scene) -> None:
     await made.know("reader", *CONSUME)
     request = schedule_pb.ScheduleRequest()
     request.items.add(batch=batch(b"body", topic="%RETRY%readers"), deliver_unix_ms=1)
@@ -202,10 +202,10 @@ async def test_what_a_group_sends_back_needs_only_the_group(made: Scene) -> None
     assert error.facts["resource"] == "group:others"
 
 
-# ---- who calls
+# ---- authentication
 
 
-async def test_nobody_is_let_in_before_the_grants_are_read(etcd: EtcdSession) -> None:
+async def test_no_caller_is_admitted_before_the_grants_are_read(etcd: EtcdSession) -> None:
     guard = Guard(etcd, CollectorRegistry(), on=True, admins=["root"])
     with pytest.raises(NotServing):
         guard.caller(Certified({}))  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ async def test_nobody_is_let_in_before_the_grants_are_read(etcd: EtcdSession) ->
 @pytest.mark.parametrize(
     "header", ["Basic cm9vdDpyb290", "Bearer", "Bearer ", "secret-726561646572"]
 )
-async def test_an_authorization_that_is_no_token_is_refused(made: Scene, header: str) -> None:
+async def test_malformed_authorization_is_rejected(made: Scene, header: str) -> None:
     await made.know("reader", *CONSUME)
     call: Any = made.channel.unary_unary(PULL)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -232,7 +232,7 @@ async def test_an_authorization_that_is_no_token_is_refused(made: Scene, header:
         (CertificateSubject(name="cn"), "cn"),
     ],
 )  # fmt: skip
-async def test_a_certificate_stands_for_its_first_uri_or_name_or_its_common_name(
+async def test_identity_of_a_certificate_is_its_first_uri_or_dns_name_or_common_name(
     etcd: EtcdSession, tmp_path: Path, subject: CertificateSubject, identity: str
 ) -> None:
     guard = Guard(etcd, CollectorRegistry(), on=True)
@@ -262,10 +262,10 @@ async def test_a_certificate_stands_for_its_first_uri_or_name_or_its_common_name
     assert seen == [Caller(identity)]
 
 
-# ---- what stands in etcd
+# ---- values in etcd
 
 
-async def test_a_common_name_makes_nobody_a_service(etcd: EtcdSession) -> None:
+async def test_common_name_is_never_a_service_identity(etcd: EtcdSession) -> None:
     guard = Guard(etcd, CollectorRegistry(), on=True)
     guard.mirror.revision = 1
     with pytest.raises(Unauthenticated):
@@ -285,7 +285,7 @@ class Certified:
         return self._names
 
 
-async def test_what_nobody_has_written_gives_nobody_anything(
+async def test_unreadable_values_in_etcd_grant_nothing(
     made: Scene, etcd: EtcdSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     await made.know("reader", *CONSUME)
@@ -305,7 +305,7 @@ async def test_identities_may_have_any_characters(made: Scene) -> None:
     assert identity in await made.store.all()
 
 
-async def test_no_token_is_shown_by_a_refusal_a_log_line_or_a_metric(
+async def test_tokens_are_not_in_errors_logs_or_metrics(
     made: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):

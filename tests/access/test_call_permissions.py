@@ -1,10 +1,10 @@
-"""Who may make which call.
+"""The permissions that each method requires.
 
-Goal: for every call of every contract, and of those that gRPC brings, and for each kind of caller,
-the edge lets it in or refuses it, as the table below says; a call that has no line in the table, or
-no rule in the code, fails.
-Method: all methods are taken from the descriptors; each is called over gRPC by everybody, with a
-request that names a topic and a group wherever it can. The table is written by hand.
+Goal: for every method of every contract, and of gRPC's own services, and for each kind of caller,
+the edge admits or rejects the call as the table below says; a method without a line in the table or
+a rule in the code fails.
+Method: all methods are taken from the descriptors; each is called over gRPC by every identity, with
+a request that names a topic and a group wherever it can. The table is written by hand.
 """
 
 from __future__ import annotations
@@ -131,15 +131,15 @@ MetricsService      Watch              watcher
 
 
 def _table() -> dict[str, set[str]]:
-    """Who may make the call of a path."""
+    """Return the identities that may call each path."""
     table: dict[str, set[str]] = {}
     for line in TABLE.strip().splitlines():
         service, method, *words = line.split()
-        everybody = {"operator", "root"}
+        always = {"operator", "root"}
         if words[:1] == ["only"]:
-            everybody, words = set(), words[1:]
+            always, words = set(), words[1:]
         allowed = {one for word in words for one in GROUPS.get(word, word).split()}
-        table[_path(service, method)] = allowed | everybody
+        table[_path(service, method)] = allowed | always
     return table
 
 
@@ -158,8 +158,8 @@ MAY = _table()
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def everybody(etcd_endpoint: str) -> AsyncIterator[Scene]:
-    """The scene, with all of them known."""
+async def shared_scene(etcd_endpoint: str) -> AsyncIterator[Scene]:
+    """The scene, with grants and tokens of all identities."""
     async with (
         EtcdSession(etcd_endpoint, f"test-{secrets.token_hex(8)}", Clock()) as etcd,
         scene(etcd) as made,
@@ -169,15 +169,17 @@ async def everybody(etcd_endpoint: str) -> AsyncIterator[Scene]:
         yield made
 
 
-def test_every_call_of_every_contract_has_a_line_and_a_rule() -> None:
+def test_every_method_has_a_line_and_a_rule() -> None:
     assert MAY.keys() == METHODS.keys()
     assert METHODS.keys() <= ALL.keys()
 
 
 @in_one_loop
 @pytest.mark.parametrize("path", METHODS)
-async def test_call_is_made_by_who_may_and_by_nobody_else(everybody: Scene, path: str) -> None:
-    made, request = everybody, request_of(METHODS[path])
+async def test_method_may_be_called_by_the_listed_identities_only(
+    shared_scene: Scene, path: str
+) -> None:
+    made, request = shared_scene, request_of(METHODS[path])
     for identity in ["", "unknown", *KNOWN]:
         made.served.clear()
         try:
@@ -198,9 +200,9 @@ async def test_call_is_made_by_who_may_and_by_nobody_else(everybody: Scene, path
 
 @in_one_loop
 @pytest.mark.parametrize("identity", ["", "unknown", *KNOWN])
-async def test_health_is_told_to_who_is_known(everybody: Scene, identity: str) -> None:
-    stub: Any = health_pb2_grpc.HealthStub(everybody.channel)
-    request, metadata = health_pb2.HealthCheckRequest(), everybody.metadata(identity)
+async def test_health_checks_require_a_known_caller(shared_scene: Scene, identity: str) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(shared_scene.channel)
+    request, metadata = health_pb2.HealthCheckRequest(), shared_scene.metadata(identity)
     check = stub.Check(request, metadata=metadata, timeout=10)
     watch = stub.Watch(request, metadata=metadata, timeout=10)
     if identity in KNOWN:
@@ -222,13 +224,13 @@ async def test_health_is_told_to_who_is_known(everybody: Scene, identity: str) -
         ("operator", grpc.StatusCode.OK),
     ],
 )
-async def test_contracts_are_told_to_who_has_a_grant(
-    everybody: Scene, identity: str, code: grpc.StatusCode
+async def test_reflection_requires_any_grant(
+    shared_scene: Scene, identity: str, code: grpc.StatusCode
 ) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(everybody.channel)  # type: ignore[arg-type]
+    stub = reflection_pb2_grpc.ServerReflectionStub(shared_scene.channel)  # type: ignore[arg-type]
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     call: Any = stub.ServerReflectionInfo
-    answers = call(iter([request]), metadata=everybody.metadata(identity))
+    answers = call(iter([request]), metadata=shared_scene.metadata(identity))
     names: list[str] = []
     try:
         async with asyncio.timeout(30):
@@ -239,7 +241,7 @@ async def test_contracts_are_told_to_who_has_a_grant(
     assert bool(names) is (code is grpc.StatusCode.OK)
 
 
-async def test_a_method_without_a_rule_is_refused_to_everybody(etcd: EtcdSession) -> None:
+async def test_method_without_a_rule_is_rejected_for_every_caller(etcd: EtcdSession) -> None:
     path = "/baton.storage.v1.StorageService/Describe"
     others = {other: rule for other, rule in ALL.items() if other != path}
     async with scene(etcd, rules=others) as made:

@@ -1,8 +1,7 @@
-"""The rules of grants.
+"""Grants and permissions.
 
-Goal: what is granted decides, and nothing else; remembering decisions changes none of them; grants
-that mean nothing can't be made.
-Method: properties against a naive reading of the documentation; examples for the words of errors.
+Goal: grants alone decide; the cache changes no decision; meaningless grants are rejected.
+Method: properties against a naive implementation of the documentation; examples for error texts.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ grants = st.one_of(
               st.builds("group:{}".format, patterns)),
     st.just(Grant(AccessRole.ADMIN, "cluster")),
 )  # fmt: skip
-needs = st.one_of(
+permissions = st.one_of(
     st.builds(produce, names),
     st.builds(consume, names),
     st.builds(use_topic, names),
@@ -54,18 +53,18 @@ needs = st.one_of(
 )
 
 
-def naive(granted: set[Grant], need: Permission) -> bool:
-    """As the documentation says, word by word."""
+def naive(granted: set[Grant], permission: Permission) -> bool:
+    """Decide as the documentation says, word by word."""
     for role, resource in granted:
         kind, _, pattern = resource.partition(":")
-        if need == ANY_GRANT or kind == "cluster":
+        if permission == ANY_GRANT or kind == "cluster":
             return True
-        if kind != need.kind or role not in {*need.roles, AccessRole.ADMIN}:
+        if kind != permission.kind or role not in {*permission.roles, AccessRole.ADMIN}:
             continue
-        if pattern == need.name:
+        if pattern == permission.name:
             return True
-        system = kind == "topic" and need.name.startswith("BATON_SYS_")
-        begins = need.name.startswith(pattern[:-1])
+        system = kind == "topic" and permission.name.startswith("BATON_SYS_")
+        begins = permission.name.startswith(pattern[:-1])
         if pattern.endswith("*") and begins and not system:
             return True
         if pattern.endswith("*") and begins and pattern.startswith("BATON_SYS_"):
@@ -73,67 +72,71 @@ def naive(granted: set[Grant], need: Permission) -> bool:
     return False
 
 
-@given(st.sets(grants, max_size=4), needs)
-def test_a_decision_is_what_the_documentation_says(granted: set[Grant], need: Permission) -> None:
-    access = Authorizer()
-    access.set_grants("somebody", granted)
-    assert access.allows("somebody", need) is naive(granted, need)
+@given(st.sets(grants, max_size=4), permissions)
+def test_decision_is_what_the_documentation_says(
+    granted: set[Grant], permission: Permission
+) -> None:
+    authorizer = Authorizer()
+    authorizer.set_grants("caller", granted)
+    assert authorizer.allows("caller", permission) is naive(granted, permission)
 
 
-@given(st.lists(st.tuples(st.sampled_from("xy"), st.sets(grants, max_size=3), needs), max_size=8))
-def test_remembered_decisions_are_those_of_the_present_grants(
+@given(
+    st.lists(st.tuples(st.sampled_from("xy"), st.sets(grants, max_size=3), permissions), max_size=8)
+)
+def test_cached_decisions_match_the_current_grants(
     steps: list[tuple[str, set[Grant], Permission]],
 ) -> None:
-    access, held = Authorizer(), dict[str, set[Grant]]()
-    for identity, granted, need in steps:
-        access.set_grants(identity, granted)
+    authorizer, held = Authorizer(), dict[str, set[Grant]]()
+    for identity, granted, permission in steps:
+        authorizer.set_grants(identity, granted)
         held[identity] = granted
         for one in "xyz":
             for _ in range(2):
-                assert access.allows(one, need) is naive(held.get(one, set()), need)
+                assert authorizer.allows(one, permission) is naive(held.get(one, set()), permission)
 
 
-@given(st.sets(grants, max_size=4), st.sets(grants, max_size=4), needs)
-def test_a_further_grant_takes_nothing_away(
-    granted: set[Grant], more: set[Grant], need: Permission
+@given(st.sets(grants, max_size=4), st.sets(grants, max_size=4), permissions)
+def test_another_grant_takes_no_permission_away(
+    granted: set[Grant], more: set[Grant], permission: Permission
 ) -> None:
-    access = Authorizer()
-    access.set_grants("less", granted)
-    access.set_grants("more", granted | more)
-    assert access.allows("more", need) or not access.allows("less", need)
+    authorizer = Authorizer()
+    authorizer.set_grants("less", granted)
+    authorizer.set_grants("more", granted | more)
+    assert authorizer.allows("more", permission) or not authorizer.allows("less", permission)
 
 
 @given(grants)
-def test_every_grant_that_covers_something_can_be_made(grant: Grant) -> None:
+def test_every_grant_that_covers_something_is_valid(grant: Grant) -> None:
     assert check_grant(*grant) == grant
 
 
-def test_an_administrator_by_setting_needs_no_grant_and_keeps_its_role() -> None:
-    access = Authorizer(["root", ""])
-    access.set_grants("root", ())
-    assert access.allows("root", administer_group("readers"))
-    assert not access.allows("", ANY_GRANT)
+def test_admin_by_settings_needs_no_grant_and_can_not_be_revoked() -> None:
+    authorizer = Authorizer(["root", ""])
+    authorizer.set_grants("root", ())
+    assert authorizer.allows("root", administer_group("readers"))
+    assert not authorizer.allows("", ANY_GRANT)
 
 
-def test_a_service_has_the_topic_of_the_metrics_and_nothing_else() -> None:
-    access = Authorizer()
-    assert access.allows("service:storage", produce("BATON_SYS_METRICS"))
-    assert not access.allows("service:storage", consume("BATON_SYS_METRICS"))
-    assert not access.allows("service:storage", produce("orders"))
-    assert not access.allows("storage", ANY_GRANT)
+def test_service_may_write_the_metrics_topic_and_nothing_else() -> None:
+    authorizer = Authorizer()
+    assert authorizer.allows("service:storage", produce("BATON_SYS_METRICS"))
+    assert not authorizer.allows("service:storage", consume("BATON_SYS_METRICS"))
+    assert not authorizer.allows("service:storage", produce("orders"))
+    assert not authorizer.allows("storage", ANY_GRANT)
 
 
 @pytest.mark.parametrize("topic", ["%RETRY%readers", "%DLQ%readers"])
 def test_topics_of_a_group_belong_to_the_group(topic: str) -> None:
-    access = Authorizer()
-    access.set_grants("greedy", [Grant(AccessRole.ADMIN, "topic:*")])
-    access.set_grants("member", [Grant(AccessRole.CONSUME, "group:readers")])
-    for need in (produce(topic), consume(topic), use_topic(topic), create_topic(topic)):
-        assert not access.allows("greedy", need)
-        assert access.allows("member", need)
-    assert not access.allows("member", change_topic(topic))
-    access.set_grants("owner", [Grant(AccessRole.ADMIN, "group:readers")])
-    assert access.allows("owner", change_topic(topic))
+    authorizer = Authorizer()
+    authorizer.set_grants("greedy", [Grant(AccessRole.ADMIN, "topic:*")])
+    authorizer.set_grants("member", [Grant(AccessRole.CONSUME, "group:readers")])
+    for permission in (produce(topic), consume(topic), use_topic(topic), create_topic(topic)):
+        assert not authorizer.allows("greedy", permission)
+        assert authorizer.allows("member", permission)
+    assert not authorizer.allows("member", change_topic(topic))
+    authorizer.set_grants("owner", [Grant(AccessRole.ADMIN, "group:readers")])
+    assert authorizer.allows("owner", change_topic(topic))
 
 
 @pytest.mark.parametrize(
@@ -155,29 +158,29 @@ def test_topics_of_a_group_belong_to_the_group(topic: str) -> None:
         (AccessRole.CONSUME, "group:" + "g" * 128),
     ],
 )
-def test_a_grant_that_means_nothing_is_refused(role: AccessRole, resource: str) -> None:
+def test_meaningless_grant_is_rejected(role: AccessRole, resource: str) -> None:
     with pytest.raises((InvalidArgument, InvalidName)):
         check_grant(role, resource)
 
 
 @pytest.mark.parametrize("identity", ["", "a b", "a\n", "x" * 256, "\x00"])
-def test_what_is_no_identity_is_refused(identity: str) -> None:
+def test_malformed_identity_is_rejected(identity: str) -> None:
     with pytest.raises(InvalidArgument):
         check_identity(identity)
 
 
-def test_nobody_can_ask_about_many_at_once() -> None:
+def test_question_about_a_pattern_is_rejected() -> None:
     assert permission_to_ask_about(Grant(AccessRole.PRODUCE, "topic:a")) == produce("a")
     assert permission_to_ask_about(Grant(AccessRole.ADMIN, "cluster")) == OPERATE
     with pytest.raises(InvalidArgument):
         permission_to_ask_about(Grant(AccessRole.PRODUCE, "topic:a*"))
 
 
-def test_a_refusal_names_what_is_missing_and_the_commands_that_give_it() -> None:
-    access = Authorizer()
-    access.set_grants("it's me", [Grant(AccessRole.CONSUME, "topic:a")])
+def test_error_names_missing_permissions_and_the_commands_that_grant_them() -> None:
+    authorizer = Authorizer()
+    authorizer.set_grants("it's me", [Grant(AccessRole.CONSUME, "topic:a")])
     with pytest.raises(PermissionDenied) as refused:
-        access.check("it's me", [consume("a"), use_topic("b"), join_group("g"), use_topic("b")])
+        authorizer.check("it's me", [consume("a"), use_topic("b"), join_group("g"), use_topic("b")])
     error = refused.value
     assert error.message == "it's me lacks produce or consume on topic:b, consume on group:g"
     assert error.facts == {"identity": "it's me", "role": "produce", "resource": "topic:b"}
@@ -187,20 +190,20 @@ def test_a_refusal_names_what_is_missing_and_the_commands_that_give_it() -> None
     )
 
 
-def test_a_refusal_of_very_much_stays_short() -> None:
+def test_error_about_many_permissions_stays_short() -> None:
     with pytest.raises(PermissionDenied) as refused:
         Authorizer().check("x", [produce(f"topic-{number}") for number in range(10_000)])
     assert refused.value.message.endswith("topic:topic-4, ...")
     assert refused.value.remedy.count("baton access grant") == 5
 
 
-def test_a_name_that_nothing_can_have_is_neither_remembered_nor_repeated() -> None:
-    access, name = Authorizer(), "x" * 1_000_000
+def test_overlong_name_is_neither_cached_nor_repeated() -> None:
+    authorizer, name = Authorizer(), "x" * 1_000_000
     tracemalloc.start()
     try:
         for number in range(20):
             with pytest.raises(PermissionDenied) as refused:
-                access.check(
+                authorizer.check(
                     "stranger", [consume(f"{number}{name}"), join_group(f"{number}{name}")]
                 )
         kept, _ = tracemalloc.get_traced_memory()
@@ -211,7 +214,7 @@ def test_a_name_that_nothing_can_have_is_neither_remembered_nor_repeated() -> No
     assert len(f"{error.message}{error.remedy}{error.facts}") < 1_000
 
 
-def test_whoever_may_do_everything_is_not_refused_a_name_that_is_too_long() -> None:
-    access = Authorizer(["root"])
-    assert access.allows("root", consume("x" * 128))
-    assert not access.allows("stranger", consume("x" * 128))
+def test_cluster_admin_is_allowed_an_overlong_name() -> None:
+    authorizer = Authorizer(["root"])
+    assert authorizer.allows("root", consume("x" * 128))
+    assert not authorizer.allows("stranger", consume("x" * 128))

@@ -1,8 +1,8 @@
-"""Switching access on.
+"""The setting `access`.
 
-Goal: access without TLS, where a token proves nothing, does not start; the log and a
-metric say which it is.
-Method: the settings, and a guard made of them.
+Goal: access without TLS, where a token proves nothing, is rejected; the log and a metric show
+whether access is on.
+Method: the settings, and a guard made from them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ PREFIX = "BATON_NAMESERVER"
 TLS = {f"{PREFIX}_TLS_{name}_FILE": name for name in ("CERT", "KEY", "CA")}
 
 
-def test_access_without_tls_is_refused() -> None:
+def test_access_without_tls_is_rejected() -> None:
     with pytest.raises(ConfigError, match="access needs tls_cert_file"):
         load(NameserverSettings, PREFIX, {f"{PREFIX}_ACCESS": "true"})
 
 
-def test_access_is_off_unless_it_is_asked_for() -> None:
+def test_access_is_off_by_default() -> None:
     assert not load(NameserverSettings, PREFIX, TLS).access
     assert load(NameserverSettings, PREFIX, {**TLS, f"{PREFIX}_ACCESS": "true"}).access
 
 
 @pytest.mark.parametrize(
-    ("on", "level", "told"),
+    ("on", "level", "logged"),
     [(True, "INFO", "access is on admins=root,carol"), (False, "WARNING", "ACCESS IS OFF")],
 )
-def test_the_log_and_a_metric_say_which_it_is(
-    etcd: EtcdSession, caplog: pytest.LogCaptureFixture, on: bool, level: str, told: str
+def test_log_and_metric_show_whether_access_is_on(
+    etcd: EtcdSession, caplog: pytest.LogCaptureFixture, on: bool, level: str, logged: str
 ) -> None:
     registry = CollectorRegistry()
     guard = Guard(etcd, registry, on=on, admins=["root", " carol"])
@@ -44,5 +44,5 @@ def test_the_log_and_a_metric_say_which_it_is(
         guard.add_rules({})
     (record,) = caplog.records
     assert record.levelname == level
-    assert record.message.startswith(told)
+    assert record.message.startswith(logged)
     assert registry.get_sample_value("baton_access_on") == on

@@ -1,8 +1,8 @@
-"""Goal: somebody who is not known costs little: what he sends is not read.
+"""Goal: an unknown caller costs little: its requests are not read.
 
-Method: every call of every contract behind the real edge, as in the table of access, and those of
-health and of reflection; the requests that were parsed are noted. Then large ones, which gRPC would
-hold in memory if they were read.
+Method: every method of every contract behind the real edge, with health checks and reflection; the
+requests that are parsed are recorded. Then large requests, which gRPC would keep in memory if they
+were read.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ async def refusal(made: Scene, path: str, identity: str) -> BatonError:
 
 
 @pytest.mark.parametrize(
-    ("certificates", "identity"), [(False, ""), (False, "somebody"), (True, "somebody")]
+    ("certificates", "identity"), [(False, ""), (False, "unknown"), (True, "unknown")]
 )
-async def test_no_request_of_somebody_unknown_is_read(
+async def test_request_of_an_unknown_caller_is_not_read(
     etcd: EtcdSession, certificates: bool, identity: str
 ) -> None:
     async with scene(etcd, certificates=certificates) as made:
@@ -58,7 +58,7 @@ async def test_no_request_of_somebody_unknown_is_read(
 
 
 @pytest.mark.parametrize("path", [APPEND, *FOREIGN])
-async def test_a_large_request_of_a_stranger_ends_before_it_is_there(
+async def test_large_request_of_an_unknown_caller_ends_before_it_arrives(
     etcd: EtcdSession, path: str
 ) -> None:
     async with scene(etcd, certificates=False) as made:
@@ -69,7 +69,7 @@ async def test_a_large_request_of_a_stranger_ends_before_it_is_there(
         assert made.read == []
 
 
-async def test_who_is_known_by_a_token_is_read_without_a_certificate(etcd: EtcdSession) -> None:
+async def test_request_with_a_token_is_read_without_a_certificate(etcd: EtcdSession) -> None:
     async with scene(etcd, certificates=False) as made:
         await made.know("shop", ("produce", "topic:orders"))
         await made.call(APPEND, request_of(METHODS[APPEND]), "shop")

@@ -289,14 +289,14 @@ class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
                 error = error_to_pb(UnknownQueue("no progress"))
                 outcomes.append(offsets_pb.QueryOutcome(error=error))
                 continue
-            told = offsets_pb.Progress(
+            progress_pb = offsets_pb.Progress(
                 queue=key,
                 token=progress.token,
                 committed_offset=progress.committed,
                 acked=progress.acked,
                 reset_epoch=progress.reset_epoch,
             )
-            outcomes.append(offsets_pb.QueryOutcome(progress=told))
+            outcomes.append(offsets_pb.QueryOutcome(progress=progress_pb))
         return offsets_pb.QueryResponse(offsets_epoch=1, outcomes=outcomes)
 
 

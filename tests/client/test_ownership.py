@@ -290,11 +290,11 @@ async def test_queue_that_became_free_is_requested_at_once() -> None:
 async def notify_free_until_requested(at: Twins) -> None:
     """Repeat the notice until the queue is requested: the stream may not be open yet."""
 
-    def told() -> bool:
+    def requested() -> bool:
         at.lockmgr.free(0)
         return len(at.lockmgr.acquires) == 2
 
-    await until(told)
+    await until(requested)
 
 
 async def test_lost_lock_watch_is_reopened_and_keep_alives_bring_its_notices() -> None:

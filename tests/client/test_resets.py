@@ -129,10 +129,10 @@ async def test_dry_run_counts_and_changes_nothing(nameserver: str) -> None:
     async with handled(nameserver) as (at, resets):
         before = await committed(at)
         plan = await resets.plan(at.group, ToEarliest())
-        told = await resets.reset(plan, OPERATION, dry_run=True)
-        assert told.problems == ()
-        assert sum(step.replayed_count for step in told.steps) == 6
-        assert [(s.from_offset, s.to_offset) for s in told.steps] == [
+        preview = await resets.reset(plan, OPERATION, dry_run=True)
+        assert preview.problems == ()
+        assert sum(step.replayed_count for step in preview.steps) == 6
+        assert [(s.from_offset, s.to_offset) for s in preview.steps] == [
             (before[queue], 0) for queue in sorted(before)
         ]
         assert await committed(at) == before
@@ -181,9 +181,9 @@ async def test_undo_restores_the_progress_and_is_recorded(nameserver: str) -> No
         await resets.reset(await resets.plan(at.group, ToEarliest()), there)
         assert set((await committed(at)).values()) == {0}
         back = Operation("tester", "back")
-        told = await resets.undo(at.group, there.op_id, back, dry_run=True)
+        preview = await resets.undo(at.group, there.op_id, back, dry_run=True)
         done = await resets.undo(at.group, there.op_id, back)
-        assert [s.to_offset for s in told.steps] == [s.to_offset for s in done.steps]
+        assert [s.to_offset for s in preview.steps] == [s.to_offset for s in done.steps]
         assert await committed(at) == before
         newest, oldest = await resets.history(at.group)
         assert (oldest.op_id, oldest.reason, oldest.kind) == (there.op_id, "there", "reset")
@@ -229,18 +229,18 @@ async def test_reset_targets_are_resolved_in_the_log(nameserver: str) -> None:
             assert plan.notes == ()
         beyond = await resets.plan(at.group, ShiftBy(-100), scope)
         assert beyond.offsets == ((queue, 0),)
-        assert "is not kept" in beyond.notes[0]
+        assert "is no longer kept" in beyond.notes[0]
 
 
 @pytest.mark.e2e
 async def test_clone_starts_at_the_progress_of_the_other_group(nameserver: str) -> None:
     async with handled(nameserver) as (at, resets):
         twin = Scene(nameserver, at.topic)
-        told = await resets.clone(at.group, twin.group, OPERATION, dry_run=True)
+        preview = await resets.clone(at.group, twin.group, OPERATION, dry_run=True)
         assert await resets.history(twin.group) == ()
         done = await resets.clone(at.group, twin.group, OPERATION)
         assert sum(step.to_offset for step in done.steps) == 6
-        assert [s.to_offset for s in told.steps] == [s.to_offset for s in done.steps]
+        assert [s.to_offset for s in preview.steps] == [s.to_offset for s in done.steps]
         await at.send(["later"])
         async with handle_all(twin, "twin"):
             await until(lambda: twin.bodies["later"] == 1)

@@ -305,16 +305,18 @@ async def test_two_members_send_one_copy_back_though_storage_is_killed_in_betwee
                 if len(messages) == 2:
                     consumer.stop()
         async with asyncio.TaskGroup() as tasks:
-            zombie, heir = (RetryMember(at, client_id, tasks) for client_id in ("zombie", "heir"))
+            old_owner, successor = (
+                RetryMember(at, client_id, tasks) for client_id in ("old-owner", "successor")
+            )
             try:
-                assert await zombie.send(messages[0], delay_ms)
+                assert await old_owner.send(messages[0], delay_ms)
                 await cluster.kill("storage")
-                assert await heir.send(messages[0], delay_ms)
-                assert await heir.send(messages[1], delay_ms)
-                assert await zombie.send(messages[1], delay_ms)
+                assert await successor.send(messages[0], delay_ms)
+                assert await successor.send(messages[1], delay_ms)
+                assert await old_owner.send(messages[1], delay_ms)
             finally:
-                await zombie.close()
-                await heir.close()
+                await old_owner.close()
+                await successor.close()
         topic = f"%{'DLQ' if delay_ms is None else 'RETRY'}%{at.group}"
         async with Producer(cluster.nameserver) as producer:
             await producer.send(topic, b"after", delay_ms=2_000)

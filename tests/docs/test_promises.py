@@ -1,7 +1,7 @@
 """Each promise of README leads to its code and its tests in two hops.
 
-Goal: README's promises and the table in docs/explanation/testing.md are the same list; each row names
-code that exists and tests that exist.
+Goal: README's promises and the table in docs/explanation/testing.md are the same list; each row
+names code that exists and tests that exist.
 Method: the rows of both tables; the functions that a test file defines.
 """
 

@@ -1,4 +1,4 @@
-"""Makes an etcd forget its history."""
+"""Compaction of etcd's history."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batonmq_server.etcd_api import rpc_pb2_grpc as pb_grpc
 
 
 async def compact(endpoint: str, revision: int) -> None:
-    """From now on nobody can watch from `revision` or before."""
+    """Drop the history up to `revision`: no watch can start before it any more."""
     async with grpc.aio.insecure_channel(endpoint) as channel:
         request = pb.CompactionRequest(revision=revision, physical=True)
         await pb_grpc.KVStub(channel).Compact(request, timeout=10)

@@ -1,4 +1,4 @@
-"""Ways to one etcd that get stuck when told so, as a member of it that stands still."""
+"""Proxies to one etcd that can get stuck, like a member that does not respond."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.support.waiting import until
 
 
-class StuckDoor:
-    """Passes on what comes until it is stuck; then it takes everything, and answers nothing.
+class StickingProxy:
+    """Forwards bytes until it is stuck; then it reads everything and answers nothing.
 
     Attributes:
-        swallowed: Pieces that did not go through to etcd.
-        answered: Pieces that came back from it.
+        swallowed: Pieces that were not forwarded to etcd.
+        answered: Pieces that were returned from it.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -36,13 +36,13 @@ class StuckDoor:
         self._server.close()
 
         def closed() -> bool:
-            self.free()  # also who came in this moment
+            self.free()  # also connections that arrive in this moment
             return not self._serving
 
         await until(closed)
 
     def free(self) -> None:
-        """Be stuck no more; who went through has to come again."""
+        """Stop being stuck; open connections are aborted."""
         self.stuck = False
         for writer in self._open:
             writer.transport.abort()
@@ -82,8 +82,8 @@ class StuckDoor:
                 writer.write(piece)
 
 
-class SlowDoor(StuckDoor):
-    """Passes nothing back until `goes_on` is set; then all there is."""
+class SlowProxy(StickingProxy):
+    """Returns nothing until `goes_on` is set; then everything."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(endpoint)
@@ -103,48 +103,47 @@ class SlowDoor(StuckDoor):
 async def _pieces(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> AsyncIterator[bytes]:
-    """All that comes; then `writer` is closed."""
+    """Yield all that arrives; then close `writer`."""
     with contextlib.suppress(ConnectionError):
         while piece := await reader.read(65_536):
             yield piece
     writer.close()
 
 
-class Doors:
-    """Several, of which a session uses one at a time."""
+class EtcdProxies:
+    """Several proxies, of which a session uses one at a time."""
 
-    def __init__(self, doors: list[StuckDoor]) -> None:
-        self._doors = doors
-        self.endpoint = ",".join(door.address for door in doors)
-        self._answered = [0] * len(doors)
+    def __init__(self, proxies: list[StickingProxy]) -> None:
+        self._proxies = proxies
+        self.endpoint = ",".join(proxy.address for proxy in proxies)
+        self._answered = [0] * len(proxies)
 
-    def stick_the_used(self, session: EtcdSession) -> StuckDoor:
-        """Let the one get stuck that the session asks next; that one.
+    def stick_the_used(self, session: EtcdSession) -> StickingProxy:
+        """Make the proxy stuck that the session calls next, and return it.
 
-        What goes through does not tell which it is: on a loaded machine a session may turn to
-        another one by itself, and what is late of the first still comes.
+        The traffic does not show which one it is: on a loaded machine a session may switch by
+        itself, and late bytes of the first still arrive.
         """
         address = session._members.first.address
-        (used,) = [door for door in self._doors if door.address == address]
+        (used,) = [proxy for proxy in self._proxies if proxy.address == address]
         used.stuck = True
-        self._answered = [door.answered for door in self._doors]
+        self._answered = [proxy.answered for proxy in self._proxies]
         return used
 
-    def another_answers(self, stuck: StuckDoor) -> bool:
-        """Whether an answer came through another one since `stick_the_used`.
+    def another_answers(self, stuck: StickingProxy) -> bool:
+        """Return whether an answer came through another proxy since `stick_the_used`.
 
-        A question alone does not tell: a door that gets stuck while gRPC still shakes hands behind
-        it is asked nothing.
+        A request is no sign: a proxy that gets stuck during the handshake of gRPC gets none.
         """
         return any(
-            door.answered > was
-            for door, was in zip(self._doors, self._answered, strict=True)
-            if door is not stuck
+            proxy.answered > was
+            for proxy, was in zip(self._proxies, self._answered, strict=True)
+            if proxy is not stuck
         )
 
 
 @asynccontextmanager
-async def two_doors(endpoint: str) -> AsyncIterator[Doors]:
-    """Two to the etcd at `endpoint`."""
-    async with StuckDoor(endpoint) as one, StuckDoor(endpoint) as other:
-        yield Doors([one, other])
+async def two_proxies(endpoint: str) -> AsyncIterator[EtcdProxies]:
+    """Two proxies to the etcd at `endpoint`."""
+    async with StickingProxy(endpoint) as one, StickingProxy(endpoint) as other:
+        yield EtcdProxies([one, other])

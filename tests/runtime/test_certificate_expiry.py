@@ -1,6 +1,6 @@
-"""Goal: when certificates end is told, of every kind there is, and never wrongly.
+"""Goal: the expiry time of every kind of certificate is read correctly, or not at all.
 
-Method: certificates of the authority of local clusters, whose dates are known, and of openssl.
+Method: certificates of the authority of local clusters, with known dates, and of openssl.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def settings(**given: str) -> ServiceSettings:
     return load(ServiceSettings, "BATON_N", {"BATON_N_NODE_ID": "n-0", **env})
 
 
-def told(registry: CollectorRegistry) -> dict[str, float]:
+def exported(registry: CollectorRegistry) -> dict[str, float]:
     (family,) = (f for f in registry.collect() if f.name == NAME)
     return {sample.labels["certificate"]: sample.value for sample in family.samples}
 
@@ -41,8 +41,8 @@ def openssl(*words: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("days", [-1, 1, 365, 20_000, 40_000])  # both ways of writing a year
-def test_the_end_of_a_certificate_is_told_to_the_second(tmp_path: Path, days: int) -> None:
+@pytest.mark.parametrize("days", [-1, 1, 365, 20_000, 40_000])  # two-digit and four-digit years
+def test_expiry_time_is_exact_to_the_second(tmp_path: Path, days: int) -> None:
     before_s = Clock().unix_ms() // 1000
     security = CertificateAuthority(tmp_path).issue(CertificateSubject(name="carol"), days=days)
     found = expiry_unix_s(Path(security.cert_file).read_bytes())
@@ -51,7 +51,7 @@ def test_the_end_of_a_certificate_is_told_to_the_second(tmp_path: Path, days: in
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
-def test_what_openssl_says_is_what_is_told(tmp_path: Path) -> None:
+def test_expiry_time_is_that_of_openssl(tmp_path: Path) -> None:
     cert = tmp_path / "cert.pem"
     subject = ("-days", "77", "-subj", "/CN=long")
     openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject,
@@ -61,7 +61,7 @@ def test_what_openssl_says_is_what_is_told(tmp_path: Path) -> None:
     assert expiry_unix_s(cert.read_bytes()) == end.timestamp()
 
 
-def test_of_several_the_first_that_ends_counts(tmp_path: Path) -> None:
+def test_earliest_expiry_of_several_certificates_counts(tmp_path: Path) -> None:
     authority = CertificateAuthority(tmp_path)
     pems = [
         Path(authority.issue(CertificateSubject(name=f"s{days}"), days=days).cert_file).read_bytes()
@@ -81,11 +81,11 @@ def test_of_several_the_first_that_ends_counts(tmp_path: Path) -> None:
         + b"\n-----END CERTIFICATE-----",
     ],
 )
-def test_of_what_is_no_certificate_nothing_is_told(pem: bytes) -> None:
+def test_file_without_a_certificate_has_no_expiry_time(pem: bytes) -> None:
     assert expiry_unix_s(pem) is None
 
 
-def test_metric_follows_the_files_and_keeps_to_what_can_be_used(tmp_path: Path) -> None:
+def test_metric_follows_the_files_and_keeps_the_last_usable_ones(tmp_path: Path) -> None:
     authority = CertificateAuthority(tmp_path)
     own = authority.issue(CertificateSubject(name="node", hosts=("localhost",)), days=10)
     told_of = settings(
@@ -95,17 +95,17 @@ def test_metric_follows_the_files_and_keeps_to_what_can_be_used(tmp_path: Path) 
         etcd_ca_file=own.ca_file,
     )
     export_expiry(told_of, registry := CollectorRegistry())
-    first = told(registry)
+    first = exported(registry)
     assert set(first) == {"service", "authority", "etcd_authority"}
     assert first["etcd_authority"] == first["authority"] > first["service"]
     authority.issue(CertificateSubject(name="node", hosts=("localhost",)), days=20)
-    later = told(registry)
+    later = exported(registry)
     assert later["service"] - first["service"] >= 9 * DAY_S
     Path(own.cert_file).write_text("half a certificate")
-    assert told(registry) == later
+    assert exported(registry) == later
 
 
-def test_a_file_that_can_be_used_and_tells_no_date_is_no_number(tmp_path: Path) -> None:
+def test_unreadable_expiry_time_is_nan(tmp_path: Path) -> None:
     own = CertificateAuthority(tmp_path).issue(
         CertificateSubject(name="node", hosts=("localhost",)), days=10
     )
@@ -116,10 +116,10 @@ def test_a_file_that_can_be_used_and_tells_no_date_is_no_number(tmp_path: Path) 
     )
     check_files(told_of)
     export_expiry(told_of, registry := CollectorRegistry())
-    assert math.isnan(told(registry)["authority"])
-    assert told(registry)["service"] > 0
+    assert math.isnan(exported(registry)["authority"])
+    assert exported(registry)["service"] > 0
 
 
 def test_without_tls_there_are_no_series() -> None:
     export_expiry(settings(), registry := CollectorRegistry())
-    assert told(registry) == {}
+    assert exported(registry) == {}

@@ -1,9 +1,9 @@
-"""Leadership under an etcd lease.
+"""Leader election under an etcd lease.
 
-Goal: one leader at a time, with rising terms; a leader that says so is followed at once, one that
-falls silent within its lease; a leader that can't reach etcd stops in time by itself.
-Method: a real etcd; leases of a minute where nothing may wait for a lease to run out; a clock of
-the test's where it is about moments.
+Goal: one leader at a time, with rising terms; a leader that resigns is replaced at once, a silent
+one within its lease; a leader that can't reach etcd stops in time by itself.
+Method: a real etcd; leases of a minute where nothing may wait for a lease to expire; a clock set by
+the test where exact times matter.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from batonmq_server.local.etcd import EtcdProcess
 from batonmq_server.runtime.election import SAFETY_MS, Election
 from batonmq_server.runtime.etcd.session import EtcdSession, Put
 from tests.runtime.etcd_compaction import compact
-from tests.runtime.etcd_proxies import two_doors
+from tests.runtime.etcd_proxies import two_proxies
 from tests.support.waiting import until
 
 LONG_MS = 60_000
 SHORT_MS = 10_000
-"""A fifth of it passes until a leader looks at its lease."""
+"""A leader refreshes its lease after a fifth of it."""
 
 
 class SetClock(Clock):
-    """Stands still until the test moves it."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_ms = 1_000_000
@@ -40,7 +40,7 @@ class SetClock(Clock):
 
 
 class Candidate:
-    """Campaigns, and notes what happens."""
+    """A candidate that records its leaderships."""
 
     def __init__(self, session: EtcdSession, name: str, ttl_ms: int = LONG_MS) -> None:
         self.election = Election(session, "lockmgr", name, ttl_ms=ttl_ms)
@@ -86,7 +86,7 @@ async def test_leader_is_valid_and_its_term_is_the_create_revision(etcd: EtcdSes
         assert a.election.valid()
 
 
-async def test_one_leads_and_the_other_follows_at_once_when_it_leaves(etcd: EtcdSession) -> None:
+async def test_other_candidate_leads_at_once_when_the_leader_stops(etcd: EtcdSession) -> None:
     a, b = Candidate(etcd, "a"), Candidate(etcd, "b")
     async with campaigning(a) as (loop_a,):
         await until(lambda: a.leads)
@@ -99,12 +99,12 @@ async def test_one_leads_and_the_other_follows_at_once_when_it_leaves(etcd: Etcd
             assert b.election.valid()
 
 
-async def test_never_two_lead_at_once_through_many_changes(etcd: EtcdSession) -> None:
+async def test_two_candidates_never_lead_at_once_through_many_changes(etcd: EtcdSession) -> None:
     candidates = [Candidate(etcd, name) for name in "abc"]
     leading: list[int] = []
 
     async def lead(term: int) -> None:
-        assert not leading, "two at once"
+        assert not leading, "two leaders at once"
         leading.append(term)
         try:
             await asyncio.Event().wait()
@@ -125,17 +125,17 @@ async def test_never_two_lead_at_once_through_many_changes(etcd: EtcdSession) ->
     assert terms == sorted(terms)
 
 
-async def test_leader_whose_lease_ends_stops_leading(etcd: EtcdSession) -> None:
+async def test_leader_whose_lease_is_revoked_stops_leading(etcd: EtcdSession) -> None:
     a = Candidate(etcd, "a", SHORT_MS)
     async with campaigning(a):
         await until(lambda: a.leads)
         await end_lease_of(etcd, a.election.key)
         await until(lambda: len(a.terms) == 2)
         assert a.terms[1] > a.terms[0]
-        assert a.valid_at_end == [False], "it answers no more while it cleans up"
+        assert a.valid_at_end == [False], "it is no longer valid while it cleans up"
 
 
-async def test_leader_that_resigns_is_not_valid_from_then_on_and_is_followed(
+async def test_leader_that_resigns_is_invalid_at_once_and_is_replaced(
     etcd: EtcdSession,
 ) -> None:
     a, b = Candidate(etcd, "a", ttl_ms=SHORT_MS), Candidate(etcd, "b", ttl_ms=SHORT_MS)
@@ -149,27 +149,27 @@ async def test_leader_that_resigns_is_not_valid_from_then_on_and_is_followed(
             await until(lambda: a.election.valid() or b.election.valid())
 
 
-async def test_leader_outlives_a_member_of_etcd_that_stands_still(
+async def test_leader_stays_when_a_member_of_etcd_stops_responding(
     etcd_endpoint: str, cluster: str
 ) -> None:
     async with (
-        two_doors(etcd_endpoint) as doors,
-        EtcdSession(doors.endpoint, cluster, Clock()) as session,
+        two_proxies(etcd_endpoint) as proxies,
+        EtcdSession(proxies.endpoint, cluster, Clock()) as session,
     ):
         a = Candidate(session, "a", SHORT_MS)
         async with campaigning(a):
             await until(lambda: a.leads)
-            first = doors.stick_the_used(session)
-            await until(lambda: doors.another_answers(first))
+            first = proxies.stick_the_used(session)
+            await until(lambda: proxies.another_answers(first))
             assert a.election.valid()
             first.free()
-            second = doors.stick_the_used(session)
-            await until(lambda: doors.another_answers(second))
+            second = proxies.stick_the_used(session)
+            await until(lambda: proxies.another_answers(second))
             assert a.election.valid()
             assert len(a.terms) == 1
 
 
-async def test_silent_leader_is_followed_when_its_lease_has_run_out(etcd: EtcdSession) -> None:
+async def test_silent_leader_is_replaced_when_its_lease_expires(etcd: EtcdSession) -> None:
     """What a process leaves behind that was killed just after it was elected."""
     clock = Clock()
     begin_ms = clock.monotonic_ms()
@@ -178,10 +178,10 @@ async def test_silent_leader_is_followed_when_its_lease_has_run_out(etcd: EtcdSe
     b = Candidate(etcd, "b", LONG_MS)
     async with campaigning(b):
         await until(lambda: b.leads)
-    assert clock.monotonic_ms() - begin_ms >= 1_000, "not before its lease ran out"
+    assert clock.monotonic_ms() - begin_ms >= 1_000, "not before its lease expired"
 
 
-async def test_lead_that_raises_gives_leadership_up_and_passes_the_error_on(
+async def test_error_of_the_leader_ends_the_leadership_and_is_passed_on(
     etcd: EtcdSession,
 ) -> None:
     election = Election(etcd, "lockmgr", "a", ttl_ms=LONG_MS)
@@ -199,7 +199,7 @@ async def test_lead_that_raises_gives_leadership_up_and_passes_the_error_on(
 # ---- conditions
 
 
-async def test_condition_passes_for_the_term_and_for_no_other(etcd: EtcdSession) -> None:
+async def test_condition_holds_in_its_term_only(etcd: EtcdSession) -> None:
     a, b = Candidate(etcd, "a"), Candidate(etcd, "b")
     async with campaigning(a) as (loop_a,):
         await until(lambda: a.leads)
@@ -212,8 +212,8 @@ async def test_condition_passes_for_the_term_and_for_no_other(etcd: EtcdSession)
             assert await etcd.txn(compare=[b.election.compare()], put=[Put("x", b"")]) is not None
 
 
-async def test_condition_of_who_does_not_lead_never_passes(etcd: EtcdSession) -> None:
-    """Also while nobody leads: "no such key" is what it must not mean."""
+async def test_condition_of_a_follower_never_holds(etcd: EtcdSession) -> None:
+    """Also without a leader: the condition must not mean that the key is missing."""
     a = Candidate(etcd, "a")
     write = [Put("x", b"")]
     assert await etcd.txn(compare=[a.election.compare()], put=write) is None
@@ -226,7 +226,7 @@ async def test_condition_of_who_does_not_lead_never_passes(etcd: EtcdSession) ->
 # ---- time
 
 
-async def test_leader_is_valid_until_a_second_before_its_lease_ends(
+async def test_leader_is_valid_until_a_second_before_its_lease_expires(
     etcd_endpoint: str, cluster: str
 ) -> None:
     clock = SetClock()
@@ -241,7 +241,7 @@ async def test_leader_is_valid_until_a_second_before_its_lease_ends(
 
 
 @pytest.mark.e2e
-async def test_leader_without_etcd_stops_leading_by_itself(tmp_path: Path) -> None:
+async def test_leader_without_etcd_stops_by_itself(tmp_path: Path) -> None:
     async with (
         EtcdProcess(tmp_path) as process,
         EtcdSession(process.endpoint, "c", Clock()) as session,
@@ -258,7 +258,7 @@ async def test_leader_without_etcd_stops_leading_by_itself(tmp_path: Path) -> No
 
 
 class NotingSession(EtcdSession):
-    """Notes from which revisions it is asked to watch."""
+    """A session that records the start revisions of watches."""
 
     watched: list[int]
 

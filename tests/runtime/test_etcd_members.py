@@ -1,9 +1,9 @@
-"""Which member of etcd is asked, and when it is given up.
+"""The choice of the member of etcd that is called, and when a call is given up.
 
-Goal: a member that stands still holds up what may be asked twice for a moment, and nothing for
-long; what may not is told to a member that lives; a copy of a prefix loses no event by it.
-Method: a real etcd behind two doors, each a member to the session, one of which gets stuck: it
-takes everything and answers nothing. Bounds of a minute, so that no call ends by its bound.
+Goal: a member that does not respond delays repeatable calls for a moment, and no call for long;
+other calls go to a live member; a mirror loses no event.
+Method: a real etcd behind two proxies, each a member to the session, one of which gets stuck: it
+takes everything and answers nothing. Timeouts of a minute, so that no call ends by its timeout.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from batonmq_server.runtime.etcd import members as etcd_members
 from batonmq_server.runtime.etcd.members import FRESH_S, TRY_S
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
-from tests.runtime.etcd_proxies import Doors, SlowDoor, two_doors
+from tests.runtime.etcd_proxies import EtcdProxies, SlowProxy, two_proxies
 from tests.support.waiting import until
 
 MINUTE_MS = 60_000
 SOON_S = 30
-"""Far longer than it takes to notice who stands still, and shorter than any call's bound."""
+"""Far longer than the detection of a stuck member takes, and shorter than any timeout."""
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who lives may be as slow as the machine is."""
+    """A live member may be as slow as the machine."""
     monkeypatch.setattr(etcd_members, "CHECK_TIMEOUT_S", 2)
 
 
 @pytest_asyncio.fixture
-async def doors(etcd_endpoint: str) -> AsyncIterator[Doors]:
-    async with two_doors(etcd_endpoint) as doors:
-        yield doors
+async def proxies(etcd_endpoint: str) -> AsyncIterator[EtcdProxies]:
+    async with two_proxies(etcd_endpoint) as proxies:
+        yield proxies
 
 
 @asynccontextmanager
 async def session_at(
-    doors: Doors, cluster: str, *, looks: bool = True
+    proxies: EtcdProxies, cluster: str, *, looks: bool = True
 ) -> AsyncIterator[EtcdSession]:
-    """A session that has asked one of the doors.
+    """A session that has called one of the proxies.
 
     Args:
-        looks: Whether it notices by itself who stands still.
+        looks: Whether it detects members that do not respond.
     """
     async with (
-        EtcdSession(doors.endpoint, cluster, Clock(), timeout_ms=MINUTE_MS) as session,
+        EtcdSession(proxies.endpoint, cluster, Clock(), timeout_ms=MINUTE_MS) as session,
         asyncio.TaskGroup() as tasks,
     ):
         looking = tasks.create_task(session.run()) if looks else None
@@ -65,10 +65,10 @@ async def session_at(
             looking.cancel()
 
 
-async def test_what_may_be_asked_twice_is_answered_by_another_member(
-    doors: Doors, cluster: str
+async def test_repeatable_call_is_answered_by_another_member(
+    proxies: EtcdProxies, cluster: str
 ) -> None:
-    async with session_at(doors, cluster, looks=False) as session:
+    async with session_at(proxies, cluster, looks=False) as session:
         lease = await session.lease(MINUTE_MS)
         for call in (
             session.get("a"),
@@ -77,18 +77,18 @@ async def test_what_may_be_asked_twice_is_answered_by_another_member(
             session.time_to_live(lease.lease_id),
             lease.revoke(),
         ):
-            stuck = doors.stick_the_used(session)
+            stuck = proxies.stick_the_used(session)
             async with asyncio.timeout(SOON_S):
                 await call
-            assert doors.another_answers(stuck)
+            assert proxies.another_answers(stuck)
             stuck.free()
 
 
-async def test_transaction_goes_to_a_member_that_lives(doors: Doors, cluster: str) -> None:
-    async with session_at(doors, cluster, looks=False) as session:
+async def test_transaction_goes_to_a_live_member(proxies: EtcdProxies, cluster: str) -> None:
+    async with session_at(proxies, cluster, looks=False) as session:
         now_s = asyncio.get_running_loop().time
         heard_s = now_s()
-        doors.stick_the_used(session)
+        proxies.stick_the_used(session)
         await until(lambda: now_s() - heard_s > FRESH_S)
         async with asyncio.timeout(SOON_S):
             await session.put("a", b"2")
@@ -97,23 +97,25 @@ async def test_transaction_goes_to_a_member_that_lives(doors: Doors, cluster: st
         assert stored.value == b"2"
 
 
-async def test_transaction_under_way_at_a_member_that_stands_still_is_not_known(
-    doors: Doors, cluster: str, monkeypatch: pytest.MonkeyPatch
+async def test_transaction_at_a_member_that_stops_responding_has_an_unknown_outcome(
+    proxies: EtcdProxies, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_members, "FRESH_S", MINUTE_MS / 1000)  # so that it is not asked first
-    async with session_at(doors, cluster) as session:
-        doors.stick_the_used(session)
+    monkeypatch.setattr(
+        etcd_members, "FRESH_S", MINUTE_MS / 1000
+    )  # so that there is no life check first
+    async with session_at(proxies, cluster) as session:
+        proxies.stick_the_used(session)
         async with asyncio.timeout(SOON_S):
             with pytest.raises(NoQuorum, match="does not answer"):
                 await session.put("a", b"2")
             await session.put("a", b"3")
 
 
-async def test_member_that_is_slow_but_lives_is_waited_for(
-    doors: Doors, cluster: str, etcd: EtcdSession
+async def test_slow_live_member_is_waited_for(
+    proxies: EtcdProxies, cluster: str, etcd: EtcdSession
 ) -> None:
-    """A watch that brings nothing owes nothing: its member says that it lives."""
-    async with session_at(doors, cluster) as session:
+    """A watch without events is no fault: its member answers the life checks."""
+    async with session_at(proxies, cluster) as session:
         revision = await session.put("b/1", b"")
         member = session._members.first
         answers = session.watch("b/", revision + 1)
@@ -123,24 +125,24 @@ async def test_member_that_is_slow_but_lives_is_waited_for(
             waiting = tasks.create_task(coming)
             now_s = asyncio.get_running_loop().time
             begin_s = now_s()
-            await until(lambda: member.answered_s > begin_s + 3)  # by what it says of itself
+            await until(lambda: member.answered_s > begin_s + 3)  # by the life checks
             assert not waiting.done()
             await etcd.put("b/2", b"")
         assert waiting.result().events
         await answers.aclose()
 
 
-async def test_copy_of_a_prefix_follows_at_another_member_without_a_gap(
-    doors: Doors, cluster: str, etcd: EtcdSession
+async def test_mirror_continues_at_another_member_without_a_gap(
+    proxies: EtcdProxies, cluster: str, etcd: EtcdSession
 ) -> None:
-    async with session_at(doors, cluster) as session, asyncio.TaskGroup() as tasks:
+    async with session_at(proxies, cluster) as session, asyncio.TaskGroup() as tasks:
         mirror = EtcdMirror(session, "topics/")
         following = tasks.create_task(mirror.run())
         await mirror.ready()
         heard: set[str] = set()
         mirror.on_change.append(heard.update)
         for number in range(3):
-            stuck = doors.stick_the_used(session)
+            stuck = proxies.stick_the_used(session)
             await etcd.put(f"topics/{number}", b"")
             await etcd.delete(f"topics/{number - 1}")
             revision = await etcd.put(f"topics/last-{number}", b"")
@@ -152,10 +154,8 @@ async def test_copy_of_a_prefix_follows_at_another_member_without_a_gap(
         following.cancel()
 
 
-async def test_a_watch_ends_when_its_member_has_lost_the_others(
-    tmp_path: Path, cluster: str
-) -> None:
-    """It lives, and says so, but is told of no change any more."""
+async def test_watch_ends_when_its_member_has_no_leader(tmp_path: Path, cluster: str) -> None:
+    """The member answers life checks, but gets no changes any more."""
     folders = [tmp_path / name for name in "abc"]
     members = processes(folders, [folder / "log" for folder in folders], {})
     for folder in folders:
@@ -178,8 +178,8 @@ async def test_a_watch_ends_when_its_member_has_lost_the_others(
             await member.stop()
 
 
-async def test_member_that_is_down_is_passed_over(etcd_endpoint: str, cluster: str) -> None:
-    """Whichever of the two is asked first."""
+async def test_unreachable_member_is_skipped(etcd_endpoint: str, cluster: str) -> None:
+    """This holds whichever of the two is called first."""
     endpoint = f"127.0.0.1:1,{etcd_endpoint}"
     for _ in range(8):
         async with EtcdSession(endpoint, cluster, Clock()) as session:
@@ -187,12 +187,12 @@ async def test_member_that_is_down_is_passed_over(etcd_endpoint: str, cluster: s
             assert await session.get("a") is not None
 
 
-async def test_member_that_is_slow_is_waited_for_though_the_other_one_is_down(
+async def test_slow_member_is_waited_for_while_the_other_is_unreachable(
     etcd_endpoint: str, cluster: str
 ) -> None:
-    """It is asked again and again, and the other one refuses each time in between."""
+    """The slow member is called again and again, and the other one fails in between."""
     async with (
-        SlowDoor(etcd_endpoint) as slow,
+        SlowProxy(etcd_endpoint) as slow,
         EtcdSession(
             f"127.0.0.1:1,{slow.address}", cluster, Clock(), timeout_ms=MINUTE_MS
         ) as session,
@@ -209,8 +209,8 @@ async def test_member_that_is_slow_is_waited_for_though_the_other_one_is_down(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-async def test_members_that_are_all_slow_answer_in_the_end(count: int) -> None:
-    """A try that never got more than the first would be given up each time."""
+async def test_slow_members_answer_in_the_end(count: int) -> None:
+    """Each try gets more time than the one before; else all would time out."""
 
     async def answer(member: etcd_members.EtcdMember) -> str:
         await asyncio.sleep(1.5 * TRY_S)
@@ -225,7 +225,7 @@ async def test_members_that_are_all_slow_answer_in_the_end(count: int) -> None:
         await members.close()
 
 
-async def test_calls_fail_at_once_when_no_member_is_there(cluster: str) -> None:
+async def test_calls_fail_at_once_without_reachable_members(cluster: str) -> None:
     endpoint = "127.0.0.1:1,127.0.0.1:2"
     async with EtcdSession(endpoint, cluster, Clock(), timeout_ms=MINUTE_MS) as session:
         for call in (session.get("a"), session.put("a", b"")):

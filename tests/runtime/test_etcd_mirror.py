@@ -1,9 +1,9 @@
-"""A live copy of everything under one prefix of etcd.
+"""The mirror of a prefix of etcd.
 
-Goal: the copy follows, through restarts of etcd and compactions, and never claims a revision whose
-changes it does not show.
-Method: a real etcd, one of the test's own where it has to stop. A session that lets something
-happen just before each watch starts makes the gap between reading and watching visible.
+Goal: the mirror follows, through restarts of etcd and compactions, and never has a revision without
+its changes.
+Method: a real etcd, and one of its own where the test stops it. A session that runs code just
+before each watch starts makes the gap between the read and the watch visible.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def shown(mirror: EtcdMirror) -> dict[str, bytes]:
 
 
 class GapSession(EtcdSession):
-    """Lets something happen between the reading of a prefix and the watch that follows."""
+    """Runs code between the read of a prefix and the watch that follows."""
 
     before_watch: Callable[[], Awaitable[object]] | None = None
 
@@ -57,7 +57,7 @@ class GapSession(EtcdSession):
             yield answer
 
 
-async def test_first_read_shows_what_is_there(etcd: EtcdSession) -> None:
+async def test_first_read_has_existing_keys(etcd: EtcdSession) -> None:
     await etcd.put("topics/a", b"1")
     await etcd.put("groups/a", b"2")
     async with following(etcd) as mirror:
@@ -76,7 +76,7 @@ async def test_puts_and_deletes_are_followed(etcd: EtcdSession) -> None:
         await until(lambda: shown(mirror) == {"b": b"2"})
 
 
-async def test_key_whose_lease_ends_is_gone(etcd: EtcdSession) -> None:
+async def test_key_is_removed_when_its_lease_ends(etcd: EtcdSession) -> None:
     lease = await etcd.lease(60_000)
     await etcd.put("topics/a", b"", lease)
     async with following(etcd) as mirror:
@@ -85,14 +85,14 @@ async def test_key_whose_lease_ends_is_gone(etcd: EtcdSession) -> None:
         await until(lambda: not mirror.values)
 
 
-async def test_reached_returns_at_once_for_what_is_no_news(etcd: EtcdSession) -> None:
+async def test_reached_returns_at_once_for_an_old_revision(etcd: EtcdSession) -> None:
     revision = await etcd.put("topics/a", b"")
     async with following(etcd) as mirror:
         await reached(mirror, revision)
 
 
-async def test_reached_means_that_the_change_is_shown(etcd_endpoint: str, cluster: str) -> None:
-    """etcd's first answer to a watch names a revision whose changes come only after it."""
+async def test_reached_returns_when_the_change_is_visible(etcd_endpoint: str, cluster: str) -> None:
+    """The first answer to a watch has a revision whose changes come only later."""
     revisions: list[int] = []
     async with GapSession(etcd_endpoint, cluster, Clock()) as session:
 
@@ -106,7 +106,7 @@ async def test_reached_means_that_the_change_is_shown(etcd_endpoint: str, cluste
             assert shown(mirror) == {"a": b"in the gap"}
 
 
-async def test_compaction_in_the_gap_is_got_over(etcd_endpoint: str, cluster: str) -> None:
+async def test_mirror_survives_a_compaction_in_the_gap(etcd_endpoint: str, cluster: str) -> None:
     async with GapSession(etcd_endpoint, cluster, Clock()) as session:
         await session.put("topics/a", b"1")
         await session.put("topics/b", b"1")
@@ -125,10 +125,10 @@ async def test_compaction_in_the_gap_is_got_over(etcd_endpoint: str, cluster: st
             assert shown(mirror) == {"b": b"3", "c": b"4"}
 
 
-# ---- who wants to know
+# ---- callbacks and watchers
 
 
-async def test_callbacks_hear_of_changed_keys(etcd: EtcdSession) -> None:
+async def test_callbacks_get_changed_keys(etcd: EtcdSession) -> None:
     heard: list[frozenset[str]] = []
     async with following(etcd) as mirror:
         mirror.on_change.append(heard.append)
@@ -138,7 +138,7 @@ async def test_callbacks_hear_of_changed_keys(etcd: EtcdSession) -> None:
         await until(lambda: heard == [frozenset({"a"})] * 2)
 
 
-async def test_watch_gives_everything_first_and_then_the_changes(etcd: EtcdSession) -> None:
+async def test_watch_yields_all_keys_first_and_then_changes(etcd: EtcdSession) -> None:
     for name in ("a", "b"):
         await etcd.put(f"topics/{name}", b"")
     async with following(etcd) as mirror:
@@ -148,7 +148,7 @@ async def test_watch_gives_everything_first_and_then_the_changes(etcd: EtcdSessi
         assert await anext(changes) == {"c"}
 
 
-async def test_watch_joins_what_changes_while_nobody_reads(etcd: EtcdSession) -> None:
+async def test_watch_merges_changes_between_reads(etcd: EtcdSession) -> None:
     async with following(etcd) as mirror:
         changes = mirror.watch()
         assert await anext(changes) == frozenset()
@@ -158,7 +158,7 @@ async def test_watch_joins_what_changes_while_nobody_reads(etcd: EtcdSession) ->
         assert await anext(changes) == {"a", "b"}
 
 
-async def test_watchers_do_not_take_from_each_other(etcd: EtcdSession) -> None:
+async def test_watchers_are_independent(etcd: EtcdSession) -> None:
     async with following(etcd) as mirror:
         first, second = mirror.watch(), mirror.watch()
         await anext(first)
@@ -181,7 +181,9 @@ async def test_watch_before_the_first_read_waits_for_it(etcd: EtcdSession) -> No
 
 
 @pytest.mark.e2e
-async def test_copy_outlasts_a_restart_of_etcd_and_follows_again(tmp_path: Path) -> None:
+async def test_mirror_keeps_its_values_over_a_restart_of_etcd_and_follows_again(
+    tmp_path: Path,
+) -> None:
     async with (
         EtcdProcess(tmp_path) as process,
         EtcdSession(process.endpoint, "c", Clock()) as session,
@@ -192,7 +194,7 @@ async def test_copy_outlasts_a_restart_of_etcd_and_follows_again(tmp_path: Path)
             heard: list[frozenset[str]] = []
             mirror.on_change.append(heard.append)
             await process.stop()
-            assert shown(mirror) == {"a": b"1", "b": b"1"}, "known until told otherwise"
+            assert shown(mirror) == {"a": b"1", "b": b"1"}, "the last known values stay"
             await process.start()
             async with EtcdSession(process.endpoint, "c", Clock()) as other:
                 await other.put("topics/a", b"2")

@@ -1,8 +1,8 @@
-"""What services ask of etcd.
+"""The client of etcd.
 
-Goal: transactions are all or nothing and compare what they say; keys under a lease end with it;
-"lost" and "not known" are different answers.
-Method: a real etcd, a cluster name of each test's own.
+Goal: transactions are all or nothing and compare what they say; keys are deleted with their lease;
+a failed condition and an unknown outcome are different results.
+Method: a real etcd, and a cluster name for each test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.waiting import until
 # ---- keys
 
 
-async def test_get_tells_value_and_revisions(etcd: EtcdSession) -> None:
+async def test_get_returns_value_and_revisions(etcd: EtcdSession) -> None:
     created = await etcd.put("topics/a", b"1")
     changed = await etcd.put("topics/a", b"2")
     stored = await etcd.get("topics/a")
@@ -26,11 +26,11 @@ async def test_get_tells_value_and_revisions(etcd: EtcdSession) -> None:
     assert (stored.create_revision, stored.mod_revision) == (created, changed)
 
 
-async def test_get_of_what_is_not_there_is_none(etcd: EtcdSession) -> None:
+async def test_get_of_a_missing_key_returns_none(etcd: EtcdSession) -> None:
     assert await etcd.get("topics/a") is None
 
 
-async def test_get_prefix_is_ascending_and_holds_nothing_else(etcd: EtcdSession) -> None:
+async def test_get_prefix_is_ascending_and_has_no_other_keys(etcd: EtcdSession) -> None:
     for key in ("topics/b", "topics/a", "topicsx", "groups/a", "topics/a-b"):
         last = await etcd.put(key, b"")
     found, revision = await etcd.get_prefix("topics/")
@@ -38,13 +38,13 @@ async def test_get_prefix_is_ascending_and_holds_nothing_else(etcd: EtcdSession)
     assert revision >= last
 
 
-async def test_delete_tells_whether_there_was_something(etcd: EtcdSession) -> None:
+async def test_delete_returns_whether_the_key_existed(etcd: EtcdSession) -> None:
     await etcd.put("topics/a", b"")
     assert await etcd.delete("topics/a")
     assert not await etcd.delete("topics/a")
 
 
-async def test_clusters_that_share_an_etcd_do_not_see_each_other(
+async def test_clusters_in_one_etcd_do_not_see_each_other(
     etcd: EtcdSession, etcd_endpoint: str, cluster: str
 ) -> None:
     await etcd.put("topics/a", b"")
@@ -55,7 +55,7 @@ async def test_clusters_that_share_an_etcd_do_not_see_each_other(
 
 
 @pytest.mark.parametrize("parts", [("a", ""), ("a/b",), ("", "a")])
-def test_key_of_a_bad_part_is_a_bug(parts: tuple[str, ...]) -> None:
+def test_key_with_a_bad_part_fails(parts: tuple[str, ...]) -> None:
     with pytest.raises(AssertionError):
         EtcdSession.key(*parts)
 
@@ -63,7 +63,7 @@ def test_key_of_a_bad_part_is_a_bug(parts: tuple[str, ...]) -> None:
 # ---- transactions
 
 
-async def test_create_revision_0_passes_only_if_the_key_is_not_there(etcd: EtcdSession) -> None:
+async def test_create_revision_0_holds_only_for_a_missing_key(etcd: EtcdSession) -> None:
     absent = Compare("a", create_revision=0)
     assert await etcd.txn(compare=[absent], put=[Put("a", b"first")]) is not None
     assert await etcd.txn(compare=[absent], put=[Put("a", b"second")]) is None
@@ -72,13 +72,13 @@ async def test_create_revision_0_passes_only_if_the_key_is_not_there(etcd: EtcdS
     assert stored.value == b"first"
 
 
-async def test_mod_revision_0_passes_only_if_the_key_is_not_there(etcd: EtcdSession) -> None:
+async def test_mod_revision_0_holds_only_for_a_missing_key(etcd: EtcdSession) -> None:
     absent = Compare("a", mod_revision=0)
     assert await etcd.txn(compare=[absent], put=[Put("a", b"")]) is not None
     assert await etcd.txn(compare=[absent], put=[Put("a", b"")]) is None
 
 
-async def test_mod_revision_passes_only_if_nobody_wrote_meanwhile(etcd: EtcdSession) -> None:
+async def test_mod_revision_holds_only_for_an_unchanged_key(etcd: EtcdSession) -> None:
     seen = await etcd.put("a", b"seen")
     await etcd.put("a", b"by somebody else")
     assert await etcd.txn(compare=[Compare("a", mod_revision=seen)], put=[Put("a", b"")]) is None
@@ -89,7 +89,7 @@ async def test_mod_revision_passes_only_if_nobody_wrote_meanwhile(etcd: EtcdSess
     assert await etcd.txn(compare=[again], put=[Put("a", b"now")]) is not None
 
 
-async def test_create_revision_holds_through_changes_and_not_through_a_new_key(
+async def test_create_revision_holds_after_changes_and_not_after_a_deletion(
     etcd: EtcdSession,
 ) -> None:
     same = Compare("a", create_revision=await etcd.put("a", b"1"))
@@ -100,7 +100,7 @@ async def test_create_revision_holds_through_changes_and_not_through_a_new_key(
     assert await etcd.txn(compare=[same], put=[Put("b", b"")]) is None
 
 
-async def test_one_condition_that_fails_stops_every_write(etcd: EtcdSession) -> None:
+async def test_one_failed_condition_stops_every_write(etcd: EtcdSession) -> None:
     kept = await etcd.put("kept", b"")
     revision = await etcd.txn(
         compare=[Compare("kept", mod_revision=kept), Compare("kept", create_revision=0)],
@@ -129,7 +129,7 @@ async def test_writes_of_a_transaction_share_one_revision(etcd: EtcdSession) -> 
 # ---- leases
 
 
-async def test_key_vanishes_when_its_lease_runs_out(etcd: EtcdSession) -> None:
+async def test_key_is_deleted_when_its_lease_expires(etcd: EtcdSession) -> None:
     lease = await etcd.lease(4_000)
     await etcd.put("a", b"", lease)
     await etcd.put("b", b"")
@@ -142,7 +142,7 @@ async def test_key_vanishes_when_its_lease_runs_out(etcd: EtcdSession) -> None:
     assert not await lease.refresh()
 
 
-async def test_key_vanishes_when_its_lease_is_revoked(etcd: EtcdSession) -> None:
+async def test_key_is_deleted_when_its_lease_is_revoked(etcd: EtcdSession) -> None:
     lease = await etcd.lease(60_000)
     await etcd.put("a", b"", lease)
     await lease.revoke()
@@ -155,14 +155,14 @@ async def test_revoking_twice_has_no_effect(etcd: EtcdSession) -> None:
     await lease.revoke()
 
 
-async def test_refresh_tells_whether_the_lease_lives(etcd: EtcdSession) -> None:
+async def test_refresh_returns_whether_the_lease_is_alive(etcd: EtcdSession) -> None:
     lease = await etcd.lease(60_000)
     assert await lease.refresh()
     await lease.revoke()
     assert not await lease.refresh()
 
 
-async def test_lease_of_somebody_else_can_be_refreshed_and_revoked(etcd: EtcdSession) -> None:
+async def test_lease_granted_elsewhere_can_be_refreshed_and_revoked(etcd: EtcdSession) -> None:
     lease = await etcd.lease(60_000)
     await etcd.put("a", b"", lease)
     stored = await etcd.get("a")
@@ -174,7 +174,7 @@ async def test_lease_of_somebody_else_can_be_refreshed_and_revoked(etcd: EtcdSes
     assert not await lease.refresh()
 
 
-async def test_write_under_an_ended_lease_fails_and_writes_nothing(etcd: EtcdSession) -> None:
+async def test_write_under_an_ended_lease_fails(etcd: EtcdSession) -> None:
     lease = await etcd.lease(60_000)
     await lease.revoke()
     with pytest.raises(NoQuorum, match="lease not found"):
@@ -182,7 +182,7 @@ async def test_write_under_an_ended_lease_fails_and_writes_nothing(etcd: EtcdSes
     assert await etcd.get("a") is None
 
 
-async def test_write_without_a_lease_takes_a_key_out_of_its_lease(etcd: EtcdSession) -> None:
+async def test_write_without_a_lease_detaches_the_key(etcd: EtcdSession) -> None:
     lease = await etcd.lease(60_000)
     await etcd.put("a", b"", lease)
     await etcd.put("a", b"stays")
@@ -193,7 +193,7 @@ async def test_write_without_a_lease_takes_a_key_out_of_its_lease(etcd: EtcdSess
 # ---- outages
 
 
-async def test_etcd_that_is_not_there_is_no_quorum(cluster: str) -> None:
+async def test_unreachable_etcd_is_no_quorum(cluster: str) -> None:
     async with EtcdSession("127.0.0.1:1", cluster, Clock(), timeout_ms=500) as session:
         for call in (
             session.get("a"),

@@ -1,7 +1,7 @@
-"""What a service tells live of itself.
+"""The live stream of a service's events.
 
-Goal: publishing never waits; a slow watcher loses the oldest events and is told how many; watchers
-do not disturb each other.
+Goal: publishing never waits; a slow watcher loses the oldest events and gets their number; watchers
+are independent.
 Method: the hub itself, then its servicer behind a real server.
 """
 
@@ -60,7 +60,7 @@ class Watcher:
 
 @asynccontextmanager
 async def watched(hub: EventHub) -> AsyncIterator[Watcher]:
-    """A watcher that hears of everything from now on."""
+    """A watcher of all events from now on."""
     async with asyncio.TaskGroup() as tasks:
         watcher = Watcher(hub, tasks)
         await until(lambda: hub.watched)
@@ -81,7 +81,7 @@ async def test_events_arrive_in_order_with_source_and_time() -> None:
     assert {one.unix_ms for one in batch.events} == {1_234}
 
 
-async def test_nobody_hears_of_what_was_before() -> None:
+async def test_watcher_gets_no_earlier_events() -> None:
     hub = new_hub()
     hub.publish(event(1))
     async with watched(hub) as watcher:
@@ -90,7 +90,7 @@ async def test_nobody_hears_of_what_was_before() -> None:
     assert watcher.numbers() == [2]
 
 
-async def test_beyond_the_bound_the_oldest_are_dropped_and_counted() -> None:
+async def test_oldest_events_beyond_the_limit_are_dropped_and_counted() -> None:
     hub = new_hub()
     async with watched(hub) as watcher:
         for number in range(EVENTS_MAX + 7):
@@ -113,7 +113,7 @@ async def test_batches_are_numbered_and_dropped_events_counted_since_the_start()
     assert [batch.dropped_count for batch in watcher.batches] == [1, 3]
 
 
-async def test_more_bytes_than_the_bound_are_dropped_and_counted(
+async def test_events_beyond_the_byte_limit_are_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(events, "EVENT_BYTES_MAX", 3 * event(1).ByteSize() + 30)
@@ -127,7 +127,7 @@ async def test_more_bytes_than_the_bound_are_dropped_and_counted(
     assert listener.dropped_count == 100 - len(kept)
 
 
-async def test_batch_is_cut_at_its_bound_and_takes_a_long_event_all_the_same() -> None:
+async def test_batch_ends_at_its_limit_and_holds_one_long_event() -> None:
     hub = new_hub()
     with hub.listening() as listener:
         long = pb.MetricEvent(delivered=pb.DeliveredRange(runs=[1 << 40] * 100_000))
@@ -138,7 +138,7 @@ async def test_batch_is_cut_at_its_bound_and_takes_a_long_event_all_the_same() -
     assert not listener.waiting
 
 
-async def test_what_is_counted_is_gathered_only_while_somebody_listens() -> None:
+async def test_counters_are_collected_only_while_there_is_a_watcher() -> None:
     hub, counts = new_hub(), [3]
 
     def gatherer() -> list[pb.MetricEvent]:
@@ -151,7 +151,7 @@ async def test_what_is_counted_is_gathered_only_while_somebody_listens() -> None
     assert watcher.numbers() == [3]
 
 
-async def test_two_watchers_do_not_make_it_gather_twice_as_often(
+async def test_two_watchers_do_not_double_the_collections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(events, "BATCH_INTERVAL_S", 1_000.0)
@@ -167,7 +167,7 @@ async def test_two_watchers_do_not_make_it_gather_twice_as_often(
     assert asked == [1]
 
 
-async def test_each_watcher_gets_everything() -> None:
+async def test_each_watcher_gets_all_events() -> None:
     hub = new_hub()
     async with watched(hub) as first, watched(hub) as second:
         await until(lambda: hub._watcher_count == 2)
@@ -176,7 +176,7 @@ async def test_each_watcher_gets_everything() -> None:
     assert first.numbers() == second.numbers() == [1]
 
 
-async def test_watcher_beyond_the_limit_is_refused_until_one_leaves() -> None:
+async def test_watcher_beyond_the_limit_is_rejected_until_another_leaves() -> None:
     hub = new_hub()
     async with asyncio.TaskGroup() as tasks:
         watchers = [Watcher(hub, tasks) for _ in range(WATCHERS_MAX)]
@@ -194,14 +194,14 @@ async def test_watcher_beyond_the_limit_is_refused_until_one_leaves() -> None:
     assert refused.value.facts == {"limit": str(WATCHERS_MAX)}
 
 
-async def test_hub_is_not_watched_once_the_last_has_left() -> None:
+async def test_hub_is_unwatched_after_the_last_watcher_left() -> None:
     hub = new_hub()
     async with watched(hub):
         assert hub.watched
     await until(lambda: not hub.watched)
 
 
-async def test_stream_over_the_wire_ends_with_its_caller() -> None:
+async def test_stream_over_the_wire_ends_with_its_call() -> None:
     hub = new_hub()
     async with serving(partial(add_event_stream, hub)) as channel:
         call = pb_grpc.MetricsServiceStub(channel).Watch(pb.WatchRequest())

@@ -1,9 +1,9 @@
-"""What a process answers to health checks.
+"""Health checks of a process.
 
-Goal: `live` holds from the first moment to the last, `started` from the recovery on, `ready` while
-the node is listed and caught up; what is not known leaves it as it was. Whoever asks can't make the
-process keep much.
-Method: the answers over a real channel, with a registration and a leader that the test makes up.
+Goal: `live` holds from the start to the end, `started` after the recovery, `ready` while the node
+is listed and caught up; while that is unknown the last status stays. Clients can't make the process
+use much memory.
+Method: health checks over a real channel, with a registration and a leader made up by the test.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass
 class Node:
-    """What is known of the node."""
+    """State of the node, as the test sets it."""
 
     listed: bool = True
     level: bool = True
@@ -44,18 +44,18 @@ class Node:
     async def caught_up(self) -> bool:
         self.asked += 1
         if not self.known:
-            raise NoQuorum("etcd is away")
+            raise NoQuorum("etcd does not answer")
         return self.level
 
 
 @asynccontextmanager
 async def probed(folder: Path) -> AsyncIterator[tuple[Health, grpc.aio.Channel]]:
     port = keep_ports(folder / "ports.json", ["health"])["health"]
-    async with serve_health("127.0.0.1", port) as answers, connect(f"127.0.0.1:{port}") as channel:
-        yield answers, channel
+    async with serve_health("127.0.0.1", port) as status, connect(f"127.0.0.1:{port}") as channel:
+        yield status, channel
 
 
-async def told(channel: grpc.aio.Channel) -> set[str]:
+async def serving_names(channel: grpc.aio.Channel) -> set[str]:
     names = ("", NAME, LIVE, STARTED, READY)
     return {name for name in names if await _serves(channel, name)}
 
@@ -64,58 +64,58 @@ async def _serves(channel: grpc.aio.Channel, name: str) -> bool:
     return await ask_health(channel, service=name, timeout_s=TIMEOUT_S) == SERVING
 
 
-async def test_a_process_that_recovers_lives_and_has_not_started(tmp_path: Path) -> None:
-    async with probed(tmp_path) as (answers, channel):
-        assert await told(channel) == {LIVE}
-        await answers.recovered()
-        assert await told(channel) == {LIVE, STARTED}
+async def test_recovering_process_is_live_and_not_started(tmp_path: Path) -> None:
+    async with probed(tmp_path) as (status, channel):
+        assert await serving_names(channel) == {LIVE}
+        await status.set_started()
+        assert await serving_names(channel) == {LIVE, STARTED}
 
 
-async def test_a_node_is_ready_while_it_is_listed_and_level(
+async def test_node_is_ready_while_it_is_listed_and_caught_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(health, "CHECK_INTERVAL_S", 0.01)
     node = Node(level=False)
 
     async def ready() -> bool:
-        return READY in await told(channel)
+        return READY in await serving_names(channel)
 
     async def unready() -> bool:
         return not await ready()
 
-    async with probed(tmp_path) as (answers, channel), asyncio.TaskGroup() as tasks:
-        await answers.recovered()
-        await answers.serves([NAME])
-        following = tasks.create_task(answers.follow(lambda: node.listed, node.caught_up))
+    async with probed(tmp_path) as (status, channel), asyncio.TaskGroup() as tasks:
+        await status.set_started()
+        await status.set_serving([NAME])
+        following = tasks.create_task(status.follow_readiness(lambda: node.listed, node.caught_up))
         await until(lambda: node.asked > 2)
-        assert await told(channel) == {"", NAME, LIVE, STARTED}, "takes calls, but lags behind"
+        assert await serving_names(channel) == {"", NAME, LIVE, STARTED}, "accepts calls, but lags"
         node.level = True
         await until(ready)
         node.known = False
         before = node.asked
         await until(lambda: node.asked > before + 2)
-        assert await ready(), "nobody knows better"
+        assert await ready(), "unknown: the last status stays"
         node.known, node.listed = True, False
         await until(unready)
         node.listed = True
         await until(ready)
-        await answers.drains()
-        assert await told(channel) == {LIVE, STARTED}
+        await status.set_draining()
+        assert await serving_names(channel) == {LIVE, STARTED}
         await until(following.done)
 
 
-async def test_without_a_port_of_its_own_the_answers_are_given_elsewhere() -> None:
-    async with serve_health("127.0.0.1", 0) as answers:
+async def test_health_without_a_port_of_its_own_is_served_by_other_servers() -> None:
+    async with serve_health("127.0.0.1", 0) as status:
         server = grpc.aio.server()
-        answers.add(server)
+        status.add(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with connect(f"127.0.0.1:{port}") as channel:
-            assert await told(channel) == {LIVE}
+            assert await serving_names(channel) == {LIVE}
         await server.stop(None)
 
 
-# ---- what asking costs
+# ---- limits
 
 
 def watch(channel: grpc.aio.Channel, name: str = "") -> Any:
@@ -123,21 +123,21 @@ def watch(channel: grpc.aio.Channel, name: str = "") -> Any:
     return stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_S)
 
 
-async def test_a_watch_is_told_what_changes(tmp_path: Path) -> None:
-    async with probed(tmp_path) as (answers, channel):
+async def test_watch_gets_each_change(tmp_path: Path) -> None:
+    async with probed(tmp_path) as (status, channel):
         watching, later = watch(channel, READY), watch(channel, NAME)
         assert (await watching.read()).status == NOT_SERVING
         assert (await later.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        await answers.recovered()
-        await answers.serves([NAME])
+        await status.set_started()
+        await status.set_serving([NAME])
         assert (await later.read()).status == health_pb2.HealthCheckResponse.SERVING
-        await answers.drains()
+        await status.set_draining()
         assert (await later.read()).status == NOT_SERVING
         watching.cancel()
         later.cancel()
 
 
-async def test_all_names_are_listed(tmp_path: Path) -> None:
+async def test_list_has_all_names(tmp_path: Path) -> None:
     async with probed(tmp_path) as (_, channel):
         stub: Any = health_pb2_grpc.HealthStub(channel)
         listed = await stub.List(health_pb2.HealthListRequest(), timeout=TIMEOUT_S)  # type: ignore[attr-defined]
@@ -147,9 +147,7 @@ async def test_all_names_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
-async def test_a_long_request_is_not_read_at_the_port_for_health(
-    tmp_path: Path, method: str
-) -> None:
+async def test_long_request_is_not_read_at_the_health_port(tmp_path: Path, method: str) -> None:
     async with probed(tmp_path) as (_, channel):
         call: Any = getattr(health_pb2_grpc.HealthStub(channel), method)
         asked = call(health_pb2.HealthCheckRequest(service="x" * 2048), timeout=TIMEOUT_S)
@@ -157,25 +155,25 @@ async def test_a_long_request_is_not_read_at_the_port_for_health(
         assert "message larger than max" in await asked.details()
 
 
-async def test_a_name_longer_than_any_is_not_watched(tmp_path: Path) -> None:
+async def test_watch_of_a_too_long_name_is_rejected(tmp_path: Path) -> None:
     async with probed(tmp_path) as (_, channel):
         asked = watch(channel, "x" * (health.NAME_CHARACTERS_MAX + 1))
         assert await asked.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_no_more_watches_are_held_than_there_may_be(
+async def test_watch_beyond_the_limit_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "WATCHES_MAX", 2)
     async with probed(tmp_path) as (_, channel):
-        held = [watch(channel), watch(channel)]
-        for one in held:
+        open_watches = [watch(channel), watch(channel)]
+        for one in open_watches:
             await one.read()
         assert await watch(channel).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        held.pop().cancel()
+        open_watches.pop().cancel()
 
         async def another() -> bool:
-            """The end of the other one may be noticed later than this one begins."""
+            """The server may notice the end of the other watch after the start of this one."""
             try:
                 return bool(await watch(channel).read())
             except grpc.aio.AioRpcError as error:
@@ -183,4 +181,4 @@ async def test_no_more_watches_are_held_than_there_may_be(
                 return False
 
         await until(another)
-        held.pop().cancel()
+        open_watches.pop().cancel()

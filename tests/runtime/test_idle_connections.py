@@ -1,7 +1,7 @@
-"""Goal: who connects and then is silent is cut off, at each step; a client that rests is not hurt.
+"""Goal: a silent connection is closed, at each step; an idle client can still call.
 
 Method: bytes of HTTP/2 made by hand over real connections to a server with the options of services,
-all of whose times are shortened; and a real client, for the other half.
+with shortened timeouts; and a real client, for the other half.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ TIMES = {
     "grpc.http2.ping_timeout_ms": 200,
 }
 IDLE = {"grpc.max_connection_idle_ms": 100}
-"""Only that: a real client may be slow."""
+"""The only shortened timeout in tests with a real client, which may be slow."""
 SLOWER = {name: 10 * ms for name, ms in TIMES.items()}
-"""For who has to be heard before he is cut off."""
+"""Timeouts for a connection that must send something before it is closed."""
 PATIENCE_S = 30
-"""Far longer than what is shortened, and shorter than what gRPC does by itself."""
+"""Far longer than the shortened timeouts, and shorter than the defaults of gRPC."""
 PATH = "/Test/Hold"
 
 
@@ -75,7 +75,7 @@ def shortened(
 
 
 class Holding:
-    """Holds calls that bring nothing, and answers the others at once."""
+    """Holds calls with an empty request, and answers the others at once."""
 
     def __init__(self) -> None:
         self.held, self.ended = asyncio.Event(), asyncio.Event()
@@ -114,7 +114,7 @@ async def serving(
 
 
 async def cut_off(port: int, sent: bytes) -> None:
-    """Until the server has closed a connection over which this came, and then nothing."""
+    """Wait until the server closes a connection that sent these bytes and nothing more."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     try:
@@ -129,14 +129,14 @@ async def cut_off(port: int, sent: bytes) -> None:
 
 @pytest.mark.parametrize("options", [SERVER_OPTIONS, HEALTH_OPTIONS])
 @pytest.mark.parametrize("sent", [b"", HELLO])
-async def test_who_connects_and_makes_no_call_is_cut_off(
+async def test_connection_without_a_call_is_closed(
     options: tuple[tuple[str, int], ...], sent: bytes
 ) -> None:
     async with serving(options) as (port, _):
         await cut_off(port, sent)
 
 
-async def test_who_does_not_end_his_handshake_is_cut_off(tmp_path: Path) -> None:
+async def test_connection_with_an_unfinished_handshake_is_closed(tmp_path: Path) -> None:
     security = CertificateAuthority(tmp_path).issue(
         CertificateSubject(name="node", hosts=("127.0.0.1",))
     )
@@ -145,7 +145,7 @@ async def test_who_does_not_end_his_handshake_is_cut_off(tmp_path: Path) -> None
         await cut_off(port, b"\x16\x03\x01\x02\x00\x01")
 
 
-async def test_who_waits_for_an_answer_and_answers_no_ping_is_cut_off() -> None:
+async def test_connection_that_answers_no_pings_is_closed() -> None:
     async with serving(SERVER_OPTIONS, times=SLOWER) as (port, holding):
         await cut_off(port, HELLO + CALL)
         assert holding.held.is_set()
@@ -153,7 +153,7 @@ async def test_who_waits_for_an_answer_and_answers_no_ping_is_cut_off() -> None:
             await holding.ended.wait()
 
 
-async def test_a_client_that_rests_until_its_connection_is_closed_does_not_notice() -> None:
+async def test_idle_client_whose_connection_is_closed_can_still_call() -> None:
     async with (
         serving(SERVER_OPTIONS, times=IDLE) as (port, _),
         connect(f"127.0.0.1:{port}") as channel,
@@ -168,12 +168,12 @@ async def test_a_client_that_rests_until_its_connection_is_closed_does_not_notic
                 rest_s *= 1.03
 
 
-async def test_a_client_lets_go_of_what_rests_before_it_is_cut_off(
+async def test_client_closes_idle_connections_before_the_server_does(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     cut, let_go = "grpc.max_connection_idle_ms", "grpc.client_idle_timeout_ms"
     cut_ms, let_go_ms = dict(SERVER_OPTIONS)[cut], dict(OPTIONS)[let_go]
-    # 25 times faster; of a client gRPC takes no less than a second.
+    # 25 times faster; the shortest time that gRPC takes for a client is a second.
     ours = tuple(shortened(OPTIONS, {let_go: let_go_ms // 25}))
     async with (
         serving(SERVER_OPTIONS, times={cut: cut_ms // 25}) as (port, _),

@@ -1,8 +1,8 @@
 """The edge of every service.
 
-Goal: errors cross as status and detail and nothing else of them does; calls without a deadline and
-calls to a stopping process are refused before the handler; what is only held ends with the drain;
-every call is counted once.
+Goal: an error is sent as status and detail and nothing else; calls without a deadline and calls to
+a stopping process are rejected before the handler; the drain ends watches and long polls; every
+call is counted once.
 Method: a real server with a servicer that does what each request says, and a real channel.
 """
 
@@ -48,7 +48,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Servicer(pb_grpc.NameserverServiceServicer):
-    """The topic of a request says what happens."""
+    """The topic of a request selects the behaviour."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -137,7 +137,7 @@ async def edge(*held: str) -> AsyncIterator[Scene]:
 
 
 async def failure(call: Awaitable[object]) -> tuple[grpc.StatusCode, BatonError, str]:
-    """Status, error and text of a call that has to fail."""
+    """Return status, error and text of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value.code(), from_rpc_error(caught.value), str(caught.value)
@@ -146,7 +146,7 @@ async def failure(call: Awaitable[object]) -> tuple[grpc.StatusCode, BatonError,
 # ---- errors
 
 
-async def test_deliberate_error_crosses_as_status_and_detail() -> None:
+async def test_baton_error_is_sent_as_status_with_detail() -> None:
     async with edge() as scene:
         code, error, _ = await failure(scene.ask("refused"))
     assert code is grpc.StatusCode.NOT_FOUND
@@ -174,14 +174,14 @@ async def test_generic_client_reads_reason_facts_and_retry_delay_of_an_error() -
     assert retry.retry_delay.ToMilliseconds() == 250
 
 
-async def test_largest_conflict_of_subscriptions_crosses_whole() -> None:
+async def test_largest_subscription_conflict_is_sent_whole() -> None:
     async with edge() as scene:
         _, error, _ = await failure(scene.ask("conflict"))
     assert type(error) is SubscriptionConflict
     assert error.differences == (DIFFERENCE,) * 64
 
 
-async def test_unexpected_error_crosses_as_bare_internal_and_is_logged(
+async def test_unexpected_error_is_sent_as_internal_without_detail_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with edge() as scene:
@@ -199,7 +199,7 @@ async def test_unexpected_error_crosses_as_bare_internal_and_is_logged(
 @pytest.mark.parametrize(
     ("topic", "kind"), [("refused", TopicNotFound), ("bug", Internal)], ids=["deliberate", "bug"]
 )
-async def test_error_of_a_stream_comes_after_its_items(topic: str, kind: type[BatonError]) -> None:
+async def test_stream_error_follows_its_items(topic: str, kind: type[BatonError]) -> None:
     seen: list[int] = []
     async with edge() as scene:
         code, error, text = await failure(scene.watch(topic, seen))
@@ -209,7 +209,7 @@ async def test_error_of_a_stream_comes_after_its_items(topic: str, kind: type[Ba
     assert "secret" not in text
 
 
-async def test_call_of_a_service_that_is_not_here_is_unimplemented() -> None:
+async def test_call_of_an_unknown_service_is_unimplemented() -> None:
     async with edge() as scene:
         stub = lockmgr_grpc.LockmgrServiceStub(scene.channel)
         code, error, _ = await failure(stub.List(lockmgr_pb.ListRequest(), timeout=10))
@@ -217,7 +217,7 @@ async def test_call_of_a_service_that_is_not_here_is_unimplemented() -> None:
     assert type(error) is Internal
 
 
-async def test_call_that_nobody_answers_is_unreachable() -> None:
+async def test_call_to_a_closed_port_is_unreachable() -> None:
     async with edge() as scene:
         code, error, _ = await failure(scene.ask("waits", timeout=0.05))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -227,7 +227,7 @@ async def test_call_that_nobody_answers_is_unreachable() -> None:
 # ---- deadlines
 
 
-async def test_call_without_deadline_is_refused_before_the_handler() -> None:
+async def test_call_without_deadline_is_rejected_before_the_handler() -> None:
     async with edge() as scene:
         code, error, _ = await failure(scene.ask("fine", timeout=None))
         assert scene.servicer.calls == []
@@ -266,7 +266,7 @@ async def test_drain_ends_watches_with_not_serving() -> None:
     assert error.retry_after_ms > 0
 
 
-async def test_drain_ends_held_calls_with_not_serving() -> None:
+async def test_drain_ends_long_polls_with_not_serving() -> None:
     async with edge("QueryRoute") as scene, asyncio.TaskGroup() as tasks:
         held = tasks.create_task(failure(scene.ask("waits")))
         await until(lambda: scene.servicer.calls)
@@ -276,7 +276,7 @@ async def test_drain_ends_held_calls_with_not_serving() -> None:
     assert type(error) is NotServing
 
 
-async def test_drain_lets_ordinary_calls_end() -> None:
+async def test_drain_lets_other_calls_finish() -> None:
     async with edge() as scene, asyncio.TaskGroup() as tasks:
         under_way = tasks.create_task(scene.ask("waits"))
         await until(lambda: scene.servicer.calls)
@@ -285,7 +285,7 @@ async def test_drain_lets_ordinary_calls_end() -> None:
         assert await under_way == 7
 
 
-async def test_new_calls_are_refused_after_the_drain_before_the_handler() -> None:
+async def test_new_calls_are_rejected_after_the_drain_before_the_handler() -> None:
     seen: list[int] = []
     async with edge() as scene:
         scene.edge.drain()
@@ -315,7 +315,7 @@ async def test_calls_are_counted_by_outcome() -> None:
         assert scene.metric("seconds_count") == 6
 
 
-async def test_calls_under_way_are_shown() -> None:
+async def test_open_calls_are_exported() -> None:
     async with edge() as scene, asyncio.TaskGroup() as tasks:
         call = tasks.create_task(scene.ask("waits"))
         await until(lambda: scene.servicer.calls)
@@ -325,7 +325,7 @@ async def test_calls_under_way_are_shown() -> None:
         await until(lambda: scene.metric("open") == 0)
 
 
-async def test_caller_that_gives_up_is_counted_as_cancelled() -> None:
+async def test_cancelled_call_is_counted_as_cancelled() -> None:
     async with edge() as scene, asyncio.TaskGroup() as tasks:
         call = tasks.create_task(scene.ask("waits"))
         await until(lambda: scene.servicer.calls)
@@ -334,7 +334,7 @@ async def test_caller_that_gives_up_is_counted_as_cancelled() -> None:
         assert scene.metric("open") == 0
 
 
-async def test_watcher_that_goes_away_ends_its_stream() -> None:
+async def test_stream_ends_when_its_watcher_disconnects() -> None:
     async with edge() as scene, asyncio.TaskGroup() as tasks:
         seen: list[int] = []
         watching = tasks.create_task(scene.watch("waits", seen))
@@ -344,7 +344,7 @@ async def test_watcher_that_goes_away_ends_its_stream() -> None:
         await until(lambda: scene.metric("open", method="WatchRoute") == 0)
 
 
-async def test_drain_ended_calls_are_counted_as_not_serving() -> None:
+async def test_calls_ended_by_the_drain_are_counted_as_not_serving() -> None:
     async with edge("QueryRoute") as scene, asyncio.TaskGroup() as tasks:
         held = tasks.create_task(failure(scene.ask("waits")))
         await until(lambda: scene.servicer.calls)
@@ -353,7 +353,7 @@ async def test_drain_ended_calls_are_counted_as_not_serving() -> None:
         await until(lambda: scene.metric("calls_total", reason="NOT_SERVING") == 1)
 
 
-async def test_names_that_dashboards_rely_on() -> None:
+async def test_metric_names_are_those_of_the_dashboards() -> None:
     async with edge() as scene:
         await scene.ask("fine")
         await until(lambda: scene.metric("open") == 0)

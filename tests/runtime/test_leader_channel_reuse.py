@@ -1,7 +1,7 @@
-"""Goal: a leader that comes and goes leaves no channel behind for each of its moves.
+"""Goal: a leader that moves often does not leave a channel for each move.
 
-Method: the mirror of the nodes as etcd would have it, and channels that are counted as they are
-made; nobody is called.
+Method: a mirror of the nodes filled by the test, and channels that are counted as they are made; no
+calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batonmq_server.runtime.leader_channels import LeaderChannel
 ADDRESSES = ("127.0.0.1:1", "127.0.0.1:2")
 
 
-async def test_there_is_one_channel_for_each_address_however_often_the_leader_moves() -> None:
+async def test_each_address_has_one_channel_however_often_the_leader_moves() -> None:
     made: list[str] = []
 
     def counted(address: str) -> grpc.aio.Channel:

@@ -1,9 +1,9 @@
-"""Calls to another service, wherever its leader is at the moment.
+"""Channels to the current leader of another service.
 
-Goal: the stub leads to the registered leader with the highest epoch, follows it when it moves, and
-says so when there is none.
-Method: entries written as processes write them, followed by a real mirror; two servers that tell
-who they are.
+Goal: the stub calls the registered leader with the highest epoch, follows a change of leader, and
+fails if there is none.
+Method: node entries as processes write them, followed by a real mirror; two servers that return
+their names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.serving import serving_at
 
 
 class Scene:
-    """A peer of the offsets service, and who writes the entries."""
+    """A channel to the leader of offsets, and the writer of the node entries."""
 
     def __init__(self, etcd: EtcdSession, nodes: EtcdMirror) -> None:
         self._etcd, self.nodes = etcd, nodes
@@ -93,8 +93,8 @@ async def server(name: str) -> AsyncIterator[str]:
         publishing.cancel()
 
 
-async def who(stub: metrics_grpc.MetricsServiceAsyncStub) -> str:
-    """Who answers."""
+async def answering_server(stub: metrics_grpc.MetricsServiceAsyncStub) -> str:
+    """Return the name of the server that answers."""
     call = stub.Watch(metrics_pb.WatchRequest())
     answer = await call.read()
     call.cancel()
@@ -102,7 +102,7 @@ async def who(stub: metrics_grpc.MetricsServiceAsyncStub) -> str:
     return answer.batch.source
 
 
-async def test_without_a_leader_it_is_unreachable(etcd: EtcdSession) -> None:
+async def test_service_without_a_leader_is_unreachable(etcd: EtcdSession) -> None:
     async with scene(etcd) as at:
         await at.register("b", "127.0.0.1:2", leader=False)
         await at.register("other", "127.0.0.1:3", service="lockmgr")
@@ -113,14 +113,14 @@ async def test_without_a_leader_it_is_unreachable(etcd: EtcdSession) -> None:
     assert refused.value.retry_after_ms > 0
 
 
-async def test_leader_is_found_among_others(etcd: EtcdSession) -> None:
+async def test_leader_is_found_among_other_nodes(etcd: EtcdSession) -> None:
     async with scene(etcd) as at:
         await at.register("a", "127.0.0.1:1", leader=False, epoch=9)
         await at.register("b", "127.0.0.1:2")
         assert at.peer.address() == "127.0.0.1:2"
 
 
-async def test_of_two_who_say_that_they_lead_the_newer_is_believed(etcd: EtcdSession) -> None:
+async def test_of_two_registered_leaders_the_newer_epoch_wins(etcd: EtcdSession) -> None:
     async with scene(etcd) as at:
         await at.register("a", "127.0.0.1:1", epoch=4)
         await at.register("b", "127.0.0.1:2", epoch=5)
@@ -128,7 +128,7 @@ async def test_of_two_who_say_that_they_lead_the_newer_is_believed(etcd: EtcdSes
         assert at.peer.address() == "127.0.0.1:2"
 
 
-async def test_of_several_replica_sets_one_is_followed(etcd: EtcdSession) -> None:
+async def test_channel_follows_only_its_replica_set(etcd: EtcdSession) -> None:
     async with scene(etcd) as at:
         stub = metrics_grpc.MetricsServiceStub
         peer = LeaderChannel(at.nodes, "offsets", stub, replica_set="left")
@@ -138,7 +138,7 @@ async def test_of_several_replica_sets_one_is_followed(etcd: EtcdSession) -> Non
         await at.register("b", "127.0.0.1:2", epoch=1, replica_set="left")
         assert peer.address() == "127.0.0.1:2"
         await at.register("left", "127.0.0.1:3", epoch=2)
-        assert peer.address() == "127.0.0.1:3", "a node alone is a set of its own name"
+        assert peer.address() == "127.0.0.1:3", "a node without replicas is a set of its own name"
 
 
 async def test_stub_stays_while_the_leader_stays(etcd: EtcdSession) -> None:
@@ -153,26 +153,26 @@ async def test_stub_stays_while_the_leader_stays(etcd: EtcdSession) -> None:
 async def test_calls_follow_a_leader_that_moves(etcd: EtcdSession) -> None:
     async with scene(etcd) as at, server("first") as first, server("second") as second:
         await at.register("a", first, epoch=1)
-        assert await who(at.peer.stub()) == "first"
+        assert await answering_server(at.peer.stub()) == "first"
         await at.register("b", second, epoch=2)
-        assert await who(at.peer.stub()) == "second"
+        assert await answering_server(at.peer.stub()) == "second"
         await at.unregister("b")
-        assert await who(at.peer.stub()) == "first"
+        assert await answering_server(at.peer.stub()) == "first"
 
 
-async def test_call_under_way_outlasts_the_move_of_the_leader(etcd: EtcdSession) -> None:
+async def test_call_in_progress_survives_a_change_of_leader(etcd: EtcdSession) -> None:
     async with scene(etcd) as at, server("first") as first, server("second") as second:
         await at.register("a", first, epoch=1)
         call = at.peer.stub().Watch(metrics_pb.WatchRequest())
         await call.read()
         await at.register("b", second, epoch=2)
-        assert await who(at.peer.stub()) == "second"
+        assert await answering_server(at.peer.stub()) == "second"
         answer = await call.read()
         assert isinstance(answer, metrics_pb.WatchResponse)
         assert answer.batch.source == "first"
 
 
-async def test_leader_that_goes_away_is_unreachable(etcd: EtcdSession) -> None:
+async def test_unregistered_leader_is_unreachable(etcd: EtcdSession) -> None:
     async with scene(etcd) as at:
         await at.register("a", "127.0.0.1:1")
         at.peer.stub()
@@ -181,7 +181,7 @@ async def test_leader_that_goes_away_is_unreachable(etcd: EtcdSession) -> None:
             at.peer.stub()
 
 
-async def test_closing_ends_the_calls(etcd: EtcdSession) -> None:
+async def test_close_ends_open_calls(etcd: EtcdSession) -> None:
     async with scene(etcd) as at, server("first") as first:
         await at.register("a", first)
         call = at.peer.stub().Watch(metrics_pb.WatchRequest())
@@ -192,7 +192,7 @@ async def test_closing_ends_the_calls(etcd: EtcdSession) -> None:
                 await call.read()
 
 
-async def test_while_it_is_away_its_channel_looks_for_it(etcd: EtcdSession) -> None:
+async def test_channel_reconnects_while_the_leader_is_away(etcd: EtcdSession) -> None:
     made: list[grpc.aio.Channel] = []
 
     def note(address: str) -> grpc.aio.Channel:

@@ -1,7 +1,7 @@
 """Freed memory is kept for the next large buffer.
 
-Method: a process of its own fills large buffers and counts how many pages the kernel had to give
-it, because a test process has threads and buffers of its own.
+Method: a process of its own fills large buffers and counts its page faults, because a test
+process has threads and buffers of its own.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ def faults(kept: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc knows mallopt")
-def test_pages_of_large_buffers_are_not_faulted_in_anew() -> None:
+def test_freed_large_buffers_are_reused_without_page_faults() -> None:
     assert faults("kept") < PAGES / 10 < PAGES / 2 < faults("given back")

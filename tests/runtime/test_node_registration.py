@@ -1,9 +1,9 @@
-"""A process's entry among the nodes.
+"""The node entry of a process in etcd.
 
-Goal: the entry is there while the process serves, comes back if it was lost, and does not come
-back once the process is leaving.
+Goal: the entry exists while the process serves, is written again if it was lost, and is not written
+again after it was removed.
 Method: the runtime's own loop on a real etcd; leases that the tests end from outside, and an etcd
-session that fails when told to.
+session that can be set to fail.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def runtime_of(etcd: EtcdSession, lease_ms: int = 10_000) -> Runtime:
 
 @asynccontextmanager
 async def kept(runtime: Runtime) -> AsyncIterator[asyncio.Task[None]]:
-    """The loop that keeps the entry, and the mirror of all entries, as in a process."""
+    """Run the loop that keeps the entry, and the mirror of all entries, as a process does."""
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(runtime.nodes.run())
         await runtime.nodes.ready()
@@ -57,7 +57,7 @@ async def node(etcd: EtcdSession) -> StoredNode:
     return StoredNode.FromString((await stored(etcd)).value)
 
 
-async def test_entry_tells_where_and_what_the_process_is(etcd: EtcdSession) -> None:
+async def test_entry_has_address_and_kind_of_the_process(etcd: EtcdSession) -> None:
     await runtime_of(etcd).node_entry.write(epoch=3)
     found = await node(etcd)
     assert (found.service, found.node_id) == (pb.SERVICE_KIND_OFFSETS, "offsets-0")
@@ -67,7 +67,7 @@ async def test_entry_tells_where_and_what_the_process_is(etcd: EtcdSession) -> N
     assert (await stored(etcd)).lease_id
 
 
-async def test_registering_anew_changes_the_entry_under_the_same_lease(etcd: EtcdSession) -> None:
+async def test_second_write_changes_the_entry_under_the_same_lease(etcd: EtcdSession) -> None:
     runtime = runtime_of(etcd)
     await runtime.node_entry.write()
     lease_id = (await stored(etcd)).lease_id
@@ -77,7 +77,7 @@ async def test_registering_anew_changes_the_entry_under_the_same_lease(etcd: Etc
     assert (await stored(etcd)).lease_id == lease_id
 
 
-async def test_entry_outlasts_its_lease_time_while_it_is_kept(etcd: EtcdSession) -> None:
+async def test_entry_outlives_its_lease_time_while_it_is_refreshed(etcd: EtcdSession) -> None:
     runtime = runtime_of(etcd, lease_ms=4_000)
     await runtime.node_entry.write()
     refreshed: list[bool] = []
@@ -90,7 +90,7 @@ async def test_entry_outlasts_its_lease_time_while_it_is_kept(etcd: EtcdSession)
 
     runtime.node_entry._lease = Noting(etcd, first.lease_id)
     async with kept(runtime):
-        await until(lambda: len(refreshed) >= 5)  # every second, and the lease is one of 4 s
+        await until(lambda: len(refreshed) >= 5)  # refreshed every second; the lease has 4 s
     assert all(refreshed)
     assert await stored(etcd) == first
 
@@ -112,7 +112,7 @@ async def test_entry_comes_back_after_its_lease_was_lost(etcd: EtcdSession) -> N
     assert found.value == lost.value
 
 
-async def test_entry_is_written_again_after_an_earlier_try_has_landed_late(
+async def test_entry_is_written_again_after_an_earlier_write_lands_late(
     etcd: EtcdSession,
 ) -> None:
     runtime = runtime_of(etcd)
@@ -131,7 +131,7 @@ async def test_entry_is_written_again_after_an_earlier_try_has_landed_late(
 
 
 class Failing(EtcdSession):
-    """Its next writes fail, though reads and leases work."""
+    """A session whose next writes fail, while reads and leases work."""
 
     failures = 0
 
@@ -142,7 +142,7 @@ class Failing(EtcdSession):
         return await super().put(key, value, lease)
 
 
-async def test_change_that_failed_is_written_later(etcd_endpoint: str, cluster: str) -> None:
+async def test_failed_change_is_written_later(etcd_endpoint: str, cluster: str) -> None:
     async with Failing(etcd_endpoint, cluster, Clock()) as etcd:
         runtime = runtime_of(etcd)
         await runtime.node_entry.write(leader=False)
@@ -158,7 +158,7 @@ async def test_change_that_failed_is_written_later(etcd_endpoint: str, cluster: 
             await until(leads)
 
 
-async def test_entry_is_gone_when_the_process_leaves_and_does_not_come_back(
+async def test_removed_entry_is_not_written_again(
     etcd: EtcdSession,
 ) -> None:
     runtime = runtime_of(etcd)
@@ -166,6 +166,6 @@ async def test_entry_is_gone_when_the_process_leaves_and_does_not_come_back(
     async with kept(runtime) as loop:
         await runtime.node_entry.remove()
         assert await etcd.get(KEY) is None
-        await until(loop.done)  # else it would find that there is no entry, and write one
+        await until(loop.done)  # else it would write the entry again
     await runtime.node_entry.write(epoch=5)
     assert await etcd.get(KEY) is None

@@ -1,7 +1,7 @@
-"""The life of a service process, from the outside.
+"""The life cycle of a service process, seen from outside.
 
-Goal: what the runtime gives every service is there: health by name, reflection, metrics, an entry
-among the nodes; on SIGTERM it goes in good order.
+Goal: every service has health checks by name, reflection, metrics and a node entry in etcd; on
+SIGTERM it drains and stops.
 Method: a real offsets process on a real etcd.
 """
 
@@ -91,7 +91,7 @@ async def offsets(
         child.kill_now()
 
 
-async def test_process_shows_what_every_service_shows_and_leaves_in_good_order(
+async def test_process_serves_the_common_endpoints_and_stops_cleanly(
     etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with offsets(etcd, etcd_endpoint, tmp_path) as running:
@@ -112,12 +112,12 @@ async def test_process_shows_what_every_service_shows_and_leaves_in_good_order(
         assert (await etcd.get(KEY)) is not None
         running.child.send(signal.SIGTERM)
         assert await running.child.ended() == 0
-        assert await etcd.get(KEY) is None, "at once, not when the lease ends"
+        assert await etcd.get(KEY) is None, "deleted at once, not when the lease expires"
         assert '"event": "draining' in running.log()
         assert '"event": "stopped"' in running.log()
 
 
-async def test_process_in_a_network_of_names_tells_them_and_its_health_at_a_port_of_its_own(
+async def test_process_registers_its_dns_names_and_serves_health_on_its_own_port(
     etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
 ) -> None:
     ports = keep_ports(tmp_path / "ports.json", ["health", "metrics"])
@@ -137,15 +137,17 @@ async def test_process_in_a_network_of_names_tells_them_and_its_health_at_a_port
         assert running.node.address == f"{name}:10912"
         assert running.node.metrics_address == f"{name}:{ports['metrics']}"
         assert running.node.outside_address == "127.0.0.1:30930"
-        for asked in (LIVE, STARTED, READY, SERVICE):
-            await until(partial(_serves, channel, asked))
+        for name in (LIVE, STARTED, READY, SERVICE):
+            await until(partial(_serves, channel, name))
         request = offsets_pb.QueryGroupRequest(group="g")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await offsets_grpc.OffsetsServiceStub(channel).QueryGroup(request, timeout=TIMEOUT_S)
-        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED, "nothing else is told there"
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED, (
+            "the health port serves nothing else"
+        )
 
 
-async def test_process_that_finds_its_port_taken_ends_with_an_error(
+async def test_process_with_a_taken_port_ends_with_an_error(
     etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with offsets(etcd, etcd_endpoint, tmp_path) as running:
@@ -172,10 +174,10 @@ async def test_process_that_finds_its_port_taken_ends_with_an_error(
 @pytest.mark.parametrize(
     ("service", "replica_set"), [("offsets", "offsets"), ("storage", "broker-a")]
 )
-async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
+async def test_node_refuses_to_run_alone_while_others_of_its_set_may_be_elected(
     service: str, replica_set: str, etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """It would write what the others never get, and one of both would be given up."""
+    """Otherwise it would write data that the others never get, and one side would be dropped."""
     key = etcd.key("replicas", service, replica_set)
     node_id = f"{replica_set}-0"
     await etcd.put(key, ReplicaSetRecord(7, node_id, frozenset({node_id, "other"}), 7).encode())
@@ -206,7 +208,7 @@ async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
     assert await child.ended() == 2
     (said,) = child.last_lines(1)
     assert f"other may be elected, so it must not run without {upper}_REPLICAS" in said
-    assert not (tmp_path / "data").exists(), "nothing is touched"
+    assert not (tmp_path / "data").exists(), "nothing is written"
     await etcd.put(key, ReplicaSetRecord(7, node_id, frozenset({node_id}), 7).encode())
     child.spawn()
     try:
@@ -222,10 +224,10 @@ async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
         ("lockmgr", ""), ("nameserver", ""),
     ],
 )  # fmt: skip
-async def test_process_that_waits_for_etcd_ends_at_once_when_told(
+async def test_process_that_waits_for_etcd_stops_at_once_on_sigterm(
     service: str, replicas: str, tmp_path: Path
 ) -> None:
-    """Nobody answers at its etcd: it would wait for ever."""
+    """Its etcd does not answer: it would wait without end."""
     ports = keep_ports(tmp_path / "ports.json", ["etcd", "health"])
     settings = {
         "ETCD": f"127.0.0.1:{ports['etcd']}",

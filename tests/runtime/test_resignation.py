@@ -1,7 +1,8 @@
-"""Goal: who resigns leads no moment longer, however long its lease: a leader that went on, and
-heard of no follower any more, would let out of its set whoever could follow it.
+"""Goal: a leader that resigns stops at once, however long its lease.
 
-Method: a real etcd, and a lease so long that nobody could wait for a part of it.
+A leader that went on without hearing its followers would remove them from the in-sync set, and no
+node could succeed it.
+Method: a real etcd, and a lease that is too long for the test to wait for a part of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tests.support.waiting import until
 LEASE_MS = 600_000
 
 
-async def test_who_resigns_gives_its_lease_back_at_once(etcd: EtcdSession) -> None:
+async def test_leader_that_resigns_revokes_its_lease_at_once(etcd: EtcdSession) -> None:
     a, b = Candidate(etcd, "a", ttl_ms=LEASE_MS), Candidate(etcd, "b", ttl_ms=LEASE_MS)
     async with campaigning(a):
         await until(lambda: a.leads)

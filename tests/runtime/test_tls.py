@@ -1,4 +1,4 @@
-"""Goal: servers speak to those who prove who they are, tell others why not, and take new files.
+"""Goal: servers accept authenticated clients, tell others the reason, and use renewed files.
 
 Method: real gRPC over TLS in this process, with certificates of an authority of the test.
 """
@@ -40,7 +40,7 @@ SECRET = "a-token-that-nobody-shows"
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why somebody is refused is found out however long a handshake takes."""
+    """The reason of a rejection is found however long a handshake takes."""
     monkeypatch.setattr(handshake, "TIMEOUT_S", 20)
 
 
@@ -59,8 +59,8 @@ def carol(authority: CertificateAuthority) -> Security:
     return authority.issue(CAROL)
 
 
-class Asked:
-    """A server that says who asks, and holds those who want to be held."""
+class CallerServicer:
+    """A server that returns the caller, and holds calls that ask for it."""
 
     def __init__(self) -> None:
         self.held, self.release = asyncio.Event(), asyncio.Event()
@@ -84,9 +84,9 @@ class Asked:
 @asynccontextmanager
 async def serving(
     security: Security | None, *, required: bool = True
-) -> AsyncIterator[tuple[str, Asked]]:
-    asked, server = Asked(), grpc.aio.server(options=OPTIONS)
-    asked.add(server)
+) -> AsyncIterator[tuple[str, CallerServicer]]:
+    servicer, server = CallerServicer(), grpc.aio.server(options=OPTIONS)
+    servicer.add(server)
     if security is None:
         port = server.add_insecure_port("127.0.0.1:0")
     else:
@@ -94,7 +94,7 @@ async def serving(
         port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     try:
-        yield f"127.0.0.1:{port}", asked
+        yield f"127.0.0.1:{port}", servicer
     finally:
         await server.stop(None)
 
@@ -122,7 +122,9 @@ async def answer(address: str, security: Security | None, request: bytes = b"") 
         return await ask(channel, request)
 
 
-async def test_who_shows_a_certificate_is_known_by_it(node: Security, carol: Security) -> None:
+async def test_caller_with_a_certificate_is_identified_by_it(
+    node: Security, carol: Security
+) -> None:
     async with serving(node) as (address, _):
         assert await answer(address, carol) == b"carol"
         assert await answer(address, node) == b"node"
@@ -130,7 +132,7 @@ async def test_who_shows_a_certificate_is_known_by_it(node: Security, carol: Sec
         assert await answer(address.replace("127.0.0.1", "localhost"), named) == b"carol"
 
 
-async def test_without_certificates_of_clients_tokens_tell_who_calls(
+async def test_caller_without_a_certificate_is_identified_by_its_token(
     node: Security, carol: Security
 ) -> None:
     security = Security(ca_file=carol.ca_file, token=Secret(SECRET))
@@ -155,7 +157,7 @@ def refusals(
     }
 
 
-async def test_who_is_refused_is_told_why_and_what_to_do(
+async def test_rejected_client_gets_the_reason_and_a_remedy(
     authority: CertificateAuthority, node: Security, carol: Security, tmp_path: Path
 ) -> None:
     async with serving(node) as (address, _):
@@ -173,7 +175,7 @@ async def test_who_is_refused_is_told_why_and_what_to_do(
         assert await asyncio.to_thread(find_tls_failure, address, carol) is None
 
 
-async def test_servers_that_can_not_prove_themselves_are_told_apart(
+async def test_errors_tell_untrusted_servers_apart(
     authority: CertificateAuthority, carol: Security
 ) -> None:
     old = authority.issue(replace(NODE, name="old"), days=-1)
@@ -190,17 +192,17 @@ async def test_servers_that_can_not_prove_themselves_are_told_apart(
             assert reason in found.reason
 
 
-async def test_where_there_is_no_tls_it_is_not_the_reason() -> None:
+async def test_connection_error_without_tls_does_not_mention_tls() -> None:
     async with serving(None) as (address, _):
         assert await asyncio.to_thread(find_tls_failure, address, None) is None
     assert await asyncio.to_thread(find_tls_failure, address, None) is None
 
 
-async def test_new_files_lose_no_call_and_are_used(
+async def test_renewed_files_are_used_and_no_call_is_lost(
     authority: CertificateAuthority, node: Security, carol: Security
 ) -> None:
-    """Calls go on all the time, one is held over every change."""
-    async with serving(node) as (address, asked), connector(carol)(address) as channel:
+    """Calls go on all the time; one is in progress over every change."""
+    async with serving(node) as (address, servicer), connector(carol)(address) as channel:
         assert isinstance(channel, SecureChannel)
         shown: list[bytes] = []
         over = asyncio.Event()
@@ -213,7 +215,7 @@ async def test_new_files_lose_no_call_and_are_used(
 
         async with asyncio.TaskGroup() as tasks:
             held = tasks.create_task(ask(channel, b"hold"))
-            await asked.held.wait()
+            await servicer.held.wait()
             for _ in range(4):
                 tasks.create_task(keep_asking())
             await until(lambda: shown)
@@ -225,11 +227,11 @@ async def test_new_files_lose_no_call_and_are_used(
                 assert len(shown) == number + 1
             over.set()
             assert not held.done()
-            asked.release.set()
+            servicer.release.set()
             assert await held == b"carol"
 
 
-async def test_server_shows_its_new_certificate(
+async def test_server_shows_its_renewed_certificate(
     authority: CertificateAuthority, node: Security, carol: Security
 ) -> None:
     async with serving(node) as (address, _):
@@ -239,9 +241,7 @@ async def test_server_shows_its_new_certificate(
         assert await answer(address, replace(carol, server_name="renamed.example")) == b"carol"
 
 
-async def test_new_files_that_do_not_go_together_change_nothing(
-    node: Security, carol: Security
-) -> None:
+async def test_mismatched_new_files_change_nothing(node: Security, carol: Security) -> None:
     async with serving(node) as (address, _), connector(carol)(address) as channel:
         assert await ask(channel) == b"carol"
         before = present(channel)
@@ -253,7 +253,7 @@ async def test_new_files_that_do_not_go_together_change_nothing(
         assert present(channel) is before
 
 
-async def test_a_token_of_a_file_is_the_present_one(
+async def test_token_is_read_from_the_current_file(
     node: Security, carol: Security, tmp_path: Path
 ) -> None:
     file = tmp_path / "token"
@@ -272,14 +272,14 @@ async def test_a_token_of_a_file_is_the_present_one(
         await until(shown, timeout_s=10)
 
 
-async def test_closing_ends_calls_under_way(
+async def test_close_ends_calls_in_progress(
     authority: CertificateAuthority, node: Security, carol: Security
 ) -> None:
-    async with serving(node) as (address, asked):
+    async with serving(node) as (address, servicer):
         channel = connector(carol)(address)
         call: Any = channel.unary_unary(METHOD)
         held = call(b"hold", timeout=30)
-        await asked.held.wait()
+        await servicer.held.wait()
         authority.issue(CAROL)
         before = present(channel)
         await until(lambda: present(channel) is not before, timeout_s=10)
@@ -311,9 +311,7 @@ FILES = {"tls_cert_file": "c", "tls_key_file": "k", "tls_ca_file": "a"}
         ({"etcd_cert_file": "c", "etcd_key_file": "k"}, "needs etcd_ca_file"),
     ],
 )
-def test_settings_that_leave_a_door_open_are_refused(
-    settings: dict[str, str], problem: str
-) -> None:
+def test_insecure_settings_are_rejected(settings: dict[str, str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         settings_of(**settings)
 
@@ -330,12 +328,12 @@ def test_settings_that_leave_a_door_open_are_refused(
          "tls_require_client_cert": "false"},
     ],
 )  # fmt: skip
-def test_settings_that_say_what_they_do_are_taken(settings: dict[str, str]) -> None:
+def test_explicitly_insecure_settings_are_accepted(settings: dict[str, str]) -> None:
     found = settings_of(**settings)
     assert (found.security is None) == ("tls_cert_file" not in settings)
 
 
-def test_files_are_looked_at_before_anything_starts(node: Security) -> None:
+def test_files_are_checked_before_the_start(node: Security) -> None:
     settings = settings_of(
         tls_cert_file=node.cert_file,
         tls_key_file=node.key_file,
@@ -355,18 +353,18 @@ def test_files_are_looked_at_before_anything_starts(node: Security) -> None:
         ({"insecure_network": "true"}, "this network"),
     ],
 )
-async def test_a_server_without_tls_says_so_aloud(
+async def test_server_without_tls_logs_a_warning(
     settings: dict[str, str], reach: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = grpc.aio.server()
     with caplog.at_level(logging.WARNING):
         assert listen(server, settings_of(**settings))
-    (told,) = caplog.messages
-    assert told.startswith(f"TLS IS OFF: every program on {reach}")
+    (logged,) = caplog.messages
+    assert logged.startswith(f"TLS IS OFF: every program on {reach}")
     await server.stop(None)
 
 
-async def test_a_server_with_tls_says_nothing_of_the_kind(
+async def test_server_with_tls_logs_no_warning(
     node: Security, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = settings_of(

@@ -81,7 +81,7 @@ def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
         return replace(components, loops=(*components.loops, components.due.run))
 
     patch.setattr("batonmq_server.storage.app.build_components", served)
-    patch.setattr(StorageReplica, "refusal", lambda *_: None)
+    patch.setattr(StorageReplica, "rejection", lambda *_: None)
 
 
 def take_an_empty_copy_for_whole(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from batonmq_server.storage.disk import RealDisk, RealFile
 
 
 @dataclass(slots=True)
-class Failing:
+class DiskFailure:
     """The failures of one disk.
 
     Attributes:
@@ -29,7 +29,7 @@ class Failing:
     left: int = 1 << 30
     met: int = 0
 
-    def meet(self, call: str) -> None:
+    def raise_if_failing(self, call: str) -> None:
         """Raise OSError if this call must fail."""
         if call in self.calls and self.left > 0:
             self.left, self.met = self.left - 1, self.met + 1
@@ -37,27 +37,27 @@ class Failing:
 
 
 @dataclass(slots=True)
-class Disks:
+class FailingDisks:
     """The failing disks, by folder."""
 
-    failing: dict[Path, Failing] = field(default_factory=dict)
+    failing: dict[Path, DiskFailure] = field(default_factory=dict)
 
-    def meet(self, path: Path, call: str) -> None:
+    def raise_if_failing(self, path: Path, call: str) -> None:
         """Raise OSError if this call must fail on the disk that contains `path`."""
         for folder, failure in self.failing.items():
             if path.is_relative_to(folder):
-                failure.meet(call)
+                failure.raise_if_failing(call)
 
 
-def failing_disks(patch: pytest.MonkeyPatch) -> Disks:
+def failing_disks(patch: pytest.MonkeyPatch) -> FailingDisks:
     """Patch the real disk so that it fails as the returned object says."""
-    disks = Disks()
+    disks = FailingDisks()
 
     def of_disk(name: str) -> Callable[..., Any]:
         real = getattr(RealDisk, name)
 
         def call(disk: RealDisk, *arguments: Any) -> Any:
-            disks.meet(disk._folder, name)
+            disks.raise_if_failing(disk._folder, name)
             return real(disk, *arguments)
 
         return call
@@ -65,7 +65,7 @@ def failing_disks(patch: pytest.MonkeyPatch) -> Disks:
     sync = RealFile.sync
 
     def of_file(file: RealFile) -> None:
-        disks.meet(Path(f"/proc/self/fd/{file._fd}").readlink(), "sync")
+        disks.raise_if_failing(Path(f"/proc/self/fd/{file._fd}").readlink(), "sync")
         sync(file)
 
     for name in ("replace", "create"):

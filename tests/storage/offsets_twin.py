@@ -23,7 +23,7 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
 
     Attributes:
         tokens: Current token by group and queue id; 1 if none is set.
-        refusal: Error with which every delivery is rejected, if set.
+        rejection: Error with which every delivery is rejected, if set.
         epoch: Epoch of the answers; a request that has seen a newer one is rejected.
         claimed_epoch: If set, the epoch that the answers contain instead.
         answering: While cleared, calls get no answer.
@@ -34,7 +34,7 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], int] = {}
-        self.refusal: BatonError | None = None
+        self.rejection: BatonError | None = None
         self.epoch, self.claimed_epoch = 1, 0
         self.answering = asyncio.Event()
         self.answering.set()
@@ -61,14 +61,14 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         outcomes = []
         for item in request.items:
             self.touched.append((item.queue.group, item.queue.queue.queue_id, item.token))
-            refusal = self._refusal(item.queue, item.token)
-            outcomes.append(pb.TouchOutcome(error=error_to_pb(refusal) if refusal else None))
+            rejection = self._rejection(item.queue, item.token)
+            outcomes.append(pb.TouchOutcome(error=error_to_pb(rejection) if rejection else None))
         return pb.TouchResponse(offsets_epoch=self.claimed_epoch or self.epoch, outcomes=outcomes)
 
     def _record(self, item: pb.DeliveryItem) -> pb.DeliveryOutcome:
-        refusal = self.refusal or self._refusal(item.queue, item.token)
-        if refusal is not None:
-            return pb.DeliveryOutcome(error=error_to_pb(refusal))
+        rejection = self.rejection or self._rejection(item.queue, item.token)
+        if rejection is not None:
+            return pb.DeliveryOutcome(error=error_to_pb(rejection))
         queue_id = item.queue.queue.queue_id
         self.recorded.append((item.queue.group, queue_id, item.first_offset, item.next_offset))
         self.items.append(item)
@@ -81,7 +81,7 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
             )
         )
 
-    def _refusal(self, queue: queue_pb2.GroupQueue, token: int) -> BatonError | None:
+    def _rejection(self, queue: queue_pb2.GroupQueue, token: int) -> BatonError | None:
         current = self.tokens.get((queue.group, queue.queue.queue_id), 1)
         if token == current:
             return None

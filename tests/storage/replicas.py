@@ -40,8 +40,8 @@ from tests.offsets.replica_cluster import (
     LEASE_MS,
     NOT_LEADER,
     TIMEOUT_S,
-    Gate,
-    Session,
+    CallGate,
+    CuttableEtcdSession,
     leases_end,
 )
 from tests.storage.batches import TOPIC, TOPIC_ID
@@ -63,12 +63,12 @@ class Replica:
 
     name: str
     folder: Path
-    session: Session
+    session: CuttableEtcdSession
     stub: pb_grpc.StorageServiceAsyncStub
     queries: query_grpc.QueryServiceAsyncStub
     scheduling: schedule_grpc.ScheduleServiceAsyncStub
     replication: replication_grpc.ReplicationServiceAsyncStub
-    gate: Gate
+    gate: CallGate
     stopping: asyncio.Event
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -114,7 +114,7 @@ class Replica:
                 raise error_from_pb(outcome.error)
         return [outcome.receipt for outcome in answer.outcomes]
 
-    async def refusal(self, *batches: bytes, **options: Any) -> BatonError:
+    async def rejection(self, *batches: bytes, **options: Any) -> BatonError:
         """Return the error with which the node rejects these batches."""
         try:
             await self.append(*batches, **options)
@@ -218,33 +218,33 @@ class Scene:
         await until(look)
         return found[0]
 
-    async def standing(self) -> ReplicaSetRecord:
+    async def set_record(self) -> ReplicaSetRecord:
         """Return the state of the set in etcd."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
             return decode_record(await session.get(f"replicas/storage/{BROKER}"))
 
-    async def vacant(self) -> None:
+    async def wait_vacant(self) -> None:
         """Wait until the last leader's lease has expired and no node is elected."""
 
         async def look() -> bool:
-            return not await self.led()
+            return not await self.has_leader()
 
         await until(look)
 
-    async def led(self) -> bool:
+    async def has_leader(self) -> bool:
         """Return whether etcd has an elected leader."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
             return await session.get(session.key("elections", "storage", BROKER)) is not None
 
-    async def in_sync(self, *names: str) -> None:
+    async def wait_in_sync(self, *names: str) -> None:
         """Wait until exactly these nodes are in sync."""
 
         async def look() -> bool:
-            return (await self.standing()).in_sync == set(names)
+            return (await self.set_record()).in_sync == set(names)
 
         await until(look)
 
-    async def alike(self, *names: str) -> None:
+    async def wait_equal(self, *names: str) -> None:
         """Wait until the logs of these nodes have the same bytes."""
         first, *others = [self.nodes[name] for name in names or self.nodes]
         await until(lambda: all(first.log() == other.log() for other in others))
@@ -268,9 +268,9 @@ async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterato
 
 
 async def _run(settings: StorageSettings, started: asyncio.Future[Replica]) -> None:
-    gate, stopping, ended = Gate(), asyncio.Event(), asyncio.Event()
+    gate, stopping, ended = CallGate(), asyncio.Event(), asyncio.Event()
     try:
-        async with Session(settings.etcd, settings.cluster, Clock()) as session:
+        async with CuttableEtcdSession(settings.etcd, settings.cluster, Clock()) as session:
             runtime = Runtime("storage", settings, session)
             async with build(settings, runtime) as app:
                 edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls)

@@ -48,7 +48,7 @@ WATERMARKS: dict[str, object] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningNode:
     """A running node, its stubs, its offsets twin and its etcd."""
 
     stub: pb_grpc.StorageServiceAsyncStub
@@ -108,11 +108,11 @@ class Running:
         gate = StoredGate(**fields)
         await self.etcd.put(self.etcd.key("gates", group), gate.SerializeToString())
 
-    async def parked(self, count: int) -> None:
+    async def wait_long_polls(self, count: int) -> None:
         """Wait until there are `count` long polls."""
-        await until(lambda: self._parked(count))
+        await until(lambda: self._has_long_polls(count))
 
-    async def _parked(self, count: int) -> bool:
+    async def _has_long_polls(self, count: int) -> bool:
         return (await self.describe()).long_poll_count == count
 
 
@@ -132,9 +132,9 @@ def pull_request(**fields: object) -> pb.PullRequest:
 
 
 @asynccontextmanager
-async def running(
+async def running_node(
     etcd_endpoint: str, folder: Path, *, cluster: str = "", **settings: object
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[RunningNode]:
     """Yield a node on `folder` in its own cluster, with the topic `orders` of 8 queues."""
     offsets = OffsetsTwin()  # type: ignore[abstract]
     cluster = cluster or secrets.token_hex(8)
@@ -153,7 +153,7 @@ async def running(
         _app(chosen, Runtime("storage", chosen, etcd)) as (runtime, address),
         connect(address) as channel,
     ):
-        node = Running(
+        node = RunningNode(
             pb_grpc.StorageServiceStub(channel),
             offsets,
             etcd,

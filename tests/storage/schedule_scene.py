@@ -20,7 +20,7 @@ from batonmq_server.storage.core.store import LocalTopic, MessageStore
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import StorageNode, recovered
+from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.storage.node_role import StandaloneRole
 from batonmq_server.storage.schedule_server import ScheduleServicer
 from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
@@ -134,7 +134,7 @@ class Scene:
         while await self.due.deliver():
             pass
 
-    async def move(self) -> None:
+    async def rewrite_old(self) -> None:
         """Run rounds until no batch must be rewritten."""
         self.clock.now_ms += 10_000
         while await self.due.rewrite_old():
@@ -161,7 +161,7 @@ async def scene(
 ) -> AsyncIterator[Scene]:
     """Yield a node recovered from `disk`; its flusher runs."""
     disk = disk or MemoryDisk()
-    with recovered(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
+    with recover_directory(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
         here = Scene(node, disk, clock or SetClock(), in_thread)
         async with asyncio.TaskGroup() as tasks:
             flushing = tasks.create_task(here.flusher.run())

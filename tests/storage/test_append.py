@@ -25,7 +25,7 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from tests.storage.batches import TOPIC, batch
-from tests.storage.running_node import TIMEOUT_S, running
+from tests.storage.running_node import TIMEOUT_S, running_node
 
 
 def reasons(outcomes: list[pb.AppendOutcome]) -> list[str]:
@@ -40,7 +40,7 @@ def reasons(outcomes: list[pb.AppendOutcome]) -> list[str]:
 async def test_receipt_has_position_offset_and_durability(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         first, second = await node.append(batch(b"a", b"b"), batch(b"c"))
         assert (first.first_offset, second.first_offset) == (0, 2)
         assert first.position == 0
@@ -53,7 +53,9 @@ async def test_receipt_has_position_offset_and_durability(
 
 
 async def test_receipt_of_memory_durability_says_memory(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
+    async with running_node(
+        etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000
+    ) as node:
         (receipt,) = await node.append(batch(b"a"))
         assert receipt.durability == pb.DURABILITY_MEMORY
         assert (await node.pull()).batches == []
@@ -66,19 +68,19 @@ async def test_retry_gets_the_first_receipt_even_after_a_restart(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     sent = batch(b"a", producer=(5, 1), sequence=0)
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         (first,) = await node.append(sent)
         (again,) = await node.append(sent)
         assert again.duplicate
         assert not first.duplicate
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         (after,) = await node.append(sent)
         assert after == again
         assert (await node.pull()).queue_next_offset == 1
 
 
 async def test_empty_request_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         with pytest.raises(InvalidArgument) as refused:
             await node.append()
         assert refused.value.facts == {"field": "batches"}
@@ -87,7 +89,7 @@ async def test_empty_request_is_rejected(etcd_endpoint: str, tmp_path: Path) -> 
 async def test_request_beyond_a_limit_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         with pytest.raises(LimitExceeded) as refused:
             await node.append(*[batch(b"a")] * 1_025)
         assert refused.value.facts == {"field": "batches", "limit": "1024", "actual": "1025"}
@@ -100,7 +102,7 @@ async def test_request_beyond_a_limit_is_rejected_with_limit_and_size(
 async def test_durability_that_the_node_cannot_reach_is_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         with pytest.raises(InvalidArgument) as refused:
             await node.append(batch(b"a"), durability=pb.DURABILITY_REPLICATED)
         assert refused.value.facts == {"field": "durability"}
@@ -135,31 +137,31 @@ BAD_BATCHES: list[tuple[bytes, type[BatonError], dict[str, str]]] = [
 async def test_each_bad_batch_has_its_own_error_and_writes_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         outcomes = await node.outcomes(*(raw for raw, _, _ in BAD_BATCHES))
         for outcome, (raw, expected, facts) in zip(outcomes, BAD_BATCHES, strict=True):
             assert outcome.HasField("error"), raw[:100]
-            refusal = error_from_pb(outcome.error)
-            assert isinstance(refusal, expected), (raw[:100], refusal)
-            assert facts.items() <= refusal.facts.items()
+            rejection = error_from_pb(outcome.error)
+            assert isinstance(rejection, expected), (raw[:100], rejection)
+            assert facts.items() <= rejection.facts.items()
         assert (await node.describe()).next_position == 0
 
 
 async def test_wrong_checksum_is_reported_with_expected_and_actual_value(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         (outcome,) = await node.outcomes(changed(GOOD, len(GOOD) - 1, b"!"))
-        refusal = error_from_pb(outcome.error)
-        assert isinstance(refusal, BadChecksum)
-        assert refusal.facts.keys() == {"expected", "actual"}
+        rejection = error_from_pb(outcome.error)
+        assert isinstance(rejection, BadChecksum)
+        assert rejection.facts.keys() == {"expected", "actual"}
         assert (await node.describe()).next_position == 0
 
 
 async def test_queue_that_the_topic_does_not_have_on_this_broker_is_not_found(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.put_topic("elsewhere", 9, broker_b=4)
         outcomes = await node.outcomes(batch(b"a", queue_id=8), batch(b"a", topic="elsewhere"))
         assert reasons(outcomes) == ["QUEUE_NOT_FOUND"] * 2
@@ -173,7 +175,7 @@ async def test_queue_that_the_topic_does_not_have_on_this_broker_is_not_found(
 async def test_bad_batch_does_not_stop_the_other_batches(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         outcomes = await node.outcomes(
             batch(b"a"), b"junk", batch(b"b", topic="missing"), batch(b"c")
         )
@@ -182,7 +184,7 @@ async def test_bad_batch_does_not_stop_the_other_batches(
 
 
 async def test_producer_errors_are_item_errors(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(*(batch(b"x", producer=(5, 2), sequence=n) for n in range(6)))
         end = (await node.describe()).next_position
         outcomes = await node.outcomes(
@@ -195,7 +197,7 @@ async def test_producer_errors_are_item_errors(etcd_endpoint: str, tmp_path: Pat
 
 
 async def test_topic_created_a_moment_ago_is_known(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         for number in range(20):
             await node.put_topic(f"fresh-{number}", 100 + number)
             (receipt,) = await node.append(batch(b"a", topic=f"fresh-{number}"))
@@ -203,7 +205,7 @@ async def test_topic_created_a_moment_ago_is_known(etcd_endpoint: str, tmp_path:
 
 
 async def test_deleted_topic_is_not_found(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         await node.etcd.delete(node.etcd.key("topics", TOPIC))
         await node.put_topic("marker", 50)
@@ -219,7 +221,7 @@ async def test_deleted_topic_is_not_found(etcd_endpoint: str, tmp_path: Path) ->
 async def test_topic_created_again_starts_at_offset_zero(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"old"), batch(b"old"))
         await node.put_topic(TOPIC, 1_000)
         first_offsets = []
@@ -230,7 +232,7 @@ async def test_topic_created_again_starts_at_offset_zero(
 
 
 async def test_call_without_a_deadline_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await node.stub.Append(pb.AppendRequest(batches=[batch(b"a")]))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -243,14 +245,14 @@ async def test_record_with_wrong_lengths_is_rejected(etcd_endpoint: str, tmp_pat
     record[4:8] = (1_000).to_bytes(4, "big")
     builder = BatchBuilder()
     builder.add(message, bytes(record))
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         (outcome,) = await node.outcomes(builder.encode(topic=TOPIC, queue_id=0))
         assert reasons([outcome]) == ["BAD_BATCH"]
         assert outcome.error.facts["field"] == "record"
 
 
 async def test_concurrent_appends_share_syncs(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         calls = [
             node.stub.Append(
                 pb.AppendRequest(batches=[batch(f"{n}".encode(), queue_id=n % 8)]),

@@ -33,7 +33,7 @@ HOUR_MS = 3_600_000
 FILL = b"x" * (SEGMENT_BYTES // 2)
 
 
-class Asked:
+class PermissionCheck:
     """A permission check for one caller."""
 
     def __init__(self, *grants: Grant) -> None:
@@ -45,7 +45,7 @@ class Asked:
 
 
 def scheduling(here: Scene, *grants: Grant) -> ScheduleServicer:
-    return ScheduleServicer(here.appender, here.topics, here.due.wake, Asked(*grants))
+    return ScheduleServicer(here.appender, here.topics, here.due.wake, PermissionCheck(*grants))
 
 
 def position(here: Scene, schedule_id: str) -> int | None:
@@ -75,7 +75,7 @@ async def test_rewritten_scheduled_batch_is_still_authorized_by_its_topic() -> N
         await here.deliver()
         first = position(here, receipt.schedule_id)
         here.clock.pass_ms(24 * HOUR_MS)
-        await here.move()
+        await here.rewrite_old()
         assert position(here, receipt.schedule_id) != first
         request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
         with pytest.raises(PermissionDenied):
@@ -106,7 +106,9 @@ async def test_reading_a_message_by_id_needs_permission_to_consume_its_topic() -
         request = query_pb.GetMessageRequest(message_id=f"{BROKER}-{receipt.position:x}-0")
 
         def servicer(*grants: Grant) -> QueryServicer:
-            return QueryServicer(BROKER, here.store, here.topics, damage, require=Asked(*grants))
+            return QueryServicer(
+                BROKER, here.store, here.topics, damage, require=PermissionCheck(*grants)
+            )
 
         with pytest.raises(PermissionDenied):
             denied = servicer(Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))

@@ -20,10 +20,10 @@ import pytest
 from batonmq_server.storage import checkpointer
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.flusher import Flusher
-from batonmq_server.storage.node import StorageNode, recovered
+from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import append, batch, bodies, open_store
-from tests.storage.running_node import running
+from tests.storage.running_node import running_node
 from tests.support.waiting import until
 
 FIRST = f"log/{0:020d}"
@@ -64,7 +64,7 @@ async def at_once(function: Callable[[Any], None], argument: Any) -> None:
 @asynccontextmanager
 async def scene() -> AsyncIterator[Scene]:
     disk = WatchedDisk()
-    with recovered(disk, segment_bytes=1 << 20, monotonic_ms=lambda: 0) as node:
+    with recover_directory(disk, segment_bytes=1 << 20, monotonic_ms=lambda: 0) as node:
         flusher = Flusher(node, lambda _: None, lambda _: None, in_thread=at_once)
         async with asyncio.TaskGroup() as tasks:
             flushing = tasks.create_task(flusher.run())
@@ -117,10 +117,10 @@ async def test_checkpoint_is_taken_when_it_is_due(
 
 
 async def test_restart_after_a_clean_stop_scans_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         raw = batch(b"a", b"b", producer=(5, 1))
         (receipt,) = await node.append(raw)
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         report = json.loads((tmp_path / "recovery.json").read_text())
         assert (report["scanned_bytes"], report["rebuilt"], report["queues"]) == (0, "", 1)
         assert report["checkpoint_position"] == len(raw)

@@ -92,7 +92,7 @@ def test_read_outside_of_the_log_returns_nothing() -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
 def test_unreadable_bytes_are_data_loss(number: int) -> None:
-    class Rotten(MemoryFile):
+    class UnreadableFile(MemoryFile):
         def read(self, at: int, bytes_max: int) -> bytes:
             raise OSError(number, "not there")
 
@@ -101,7 +101,7 @@ def test_unreadable_bytes_are_data_loss(number: int) -> None:
     write(log, b"x" * 90)
     log.synced(100)
     log.close()
-    disk.files[f"log/{0:020d}"] = Rotten(SEGMENT)
+    disk.files[f"log/{0:020d}"] = UnreadableFile(SEGMENT)
     with pytest.raises(DataLoss) as lost:
         log.read(7, 50)
     assert lost.value.facts == {"position": "7"}

@@ -23,7 +23,7 @@ from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.core.test_compressed_batches import repacked
 from tests.storage.batches import NOW, TOPIC, bodies, open_store, stored
-from tests.storage.running_node import running
+from tests.storage.running_node import running_node
 from tests.storage.schedule_scene import scene
 from tests.storage.test_query_server import asking, body
 
@@ -53,7 +53,7 @@ async def test_filter_key_index_and_recovery_read_inside_compressed_batches(
         (receipt,) = await ask.node.append(raw)
         (found,) = (await ask.find(key="key-17")).messages
         assert body(found) == BODIES[17]
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         (again,) = await node.append(raw)
         assert (again.duplicate, again.position) == (True, receipt.position)
         answer = await node.pull(expression="odd")
@@ -71,7 +71,7 @@ async def test_content_of_a_compressed_batch_is_checked_before_it_is_stored(
     raw = packed(compression)
     columns_end = 96 + len(TOPIC) + 12 * 50
     records = raw[columns_end:]
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         with pytest.raises(BadBatch):
             await node.append(repacked(raw, records[:-1]))
         with pytest.raises(BadBatch):

@@ -26,7 +26,7 @@ from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
 from batonmq_server.storage.core.scrub import LogScrub
 from batonmq_server.storage.damage_tracker import DamageTracker
-from batonmq_server.storage.node import recovered
+from batonmq_server.storage.node import recover_directory
 from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.testing.memory_disks import MemoryDisk
 from batonmq_server.testing.virtual_time import VirtualTimeLoop
@@ -140,7 +140,7 @@ def test_scrub_keeps_its_maximum_read_rate(monkeypatch: pytest.MonkeyPatch) -> N
     """A log of 60,000 bytes takes 6 s at 10,000 bytes/s, and each range its share."""
     monkeypatch.setattr(scrub_core, "RANGE_BYTES", 5_000)
     disk = MemoryDisk()
-    with recovered(disk, segment_bytes=1 << 20, monotonic_ms=lambda: 0) as node:
+    with recover_directory(disk, segment_bytes=1 << 20, monotonic_ms=lambda: 0) as node:
         while node.store.log.next_position < 60_000:
             append(node.store, batch(bytes(900)), now=NOW)
         node.store.synced(node.store.log.next_position)

@@ -33,7 +33,7 @@ aheads = st.one_of(
 )
 
 
-class Against(RuleBasedStateMachine):
+class DelayQueueMachine(RuleBasedStateMachine):
     """`levels` is tested; `waiting` and `taken` are the expected content."""
 
     def __init__(self) -> None:
@@ -121,8 +121,10 @@ class Against(RuleBasedStateMachine):
             assert next_unix_ms <= min(key[0] for key in self.waiting)
 
 
-Against.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
-TestAgainst = Against.TestCase
+DelayQueueMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=30, deadline=None
+)
+TestAgainst = DelayQueueMachine.TestCase
 
 
 @given(st.lists(aheads, max_size=200), st.integers(1, 50))

@@ -43,7 +43,9 @@ async def asking(
         running.cancel()
 
 
-async def refusal_of(deliveries: DeliveryRecorder, delivery: PendingDelivery) -> BatonError | None:
+async def rejection_of(
+    deliveries: DeliveryRecorder, delivery: PendingDelivery
+) -> BatonError | None:
     try:
         await deliveries.record(delivery)
     except BatonError as error:
@@ -55,13 +57,13 @@ async def test_record_that_took_too_long_is_not_used() -> None:
     clock = JumpingClock()
     async with asking(clock) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
-        late = tasks.create_task(refusal_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0)))
+        late = tasks.create_task(rejection_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0)))
         await until(lambda: twin.calls == [1])
         clock.ahead_ms = 2_001
         twin.answering.set()
         assert isinstance(await late, DeliveryUnrecorded)
         assert twin.recorded == [("billing", 0, 0, 1)]
-        assert await refusal_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0)) is None
+        assert await rejection_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0)) is None
 
 
 async def test_waiting_deliveries_share_a_call_in_order() -> None:
@@ -88,7 +90,7 @@ async def test_each_delivery_has_its_own_result() -> None:
         await until(lambda: twin.calls == [1])
         stale = replace(HOLDER, token=7)
         both = [
-            tasks.create_task(refusal_of(deliveries, PendingDelivery(owner, 0, 1, 0)))
+            tasks.create_task(rejection_of(deliveries, PendingDelivery(owner, 0, 1, 0)))
             for owner in (stale, HOLDER)
         ]
         twin.answering.set()
@@ -125,7 +127,7 @@ async def test_touch_and_record_fail_without_a_leader() -> None:
         await deliveries.touch([HOLDER])
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(deliveries.run())
-        refusal = await refusal_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0))
+        rejection = await rejection_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0))
         running.cancel()
-    assert isinstance(refusal, DeliveryUnrecorded)
-    assert refusal.retry_after_ms == 200
+    assert isinstance(rejection, DeliveryUnrecorded)
+    assert rejection.retry_after_ms == 200

@@ -88,7 +88,7 @@ def range_of(owner: QueueOwner, epoch: int = 0, offsets_set: str = "") -> Pendin
     return PendingDelivery(owner, 0, 1, epoch, offsets_set=offsets_set)
 
 
-async def refusal_of(deliveries: DeliveryRouter, delivery: PendingDelivery) -> BatonError | None:
+async def rejection_of(deliveries: DeliveryRouter, delivery: PendingDelivery) -> BatonError | None:
     try:
         await deliveries.record(delivery)
     except BatonError as error:
@@ -120,20 +120,22 @@ async def test_moved_group_is_recorded_at_its_new_set_whose_epoch_is_lower() -> 
         scene.put("near", GroupPlacement("b", 1, "a"))
         verdict = await deliveries.record(range_of(NEAR, epoch=9, offsets_set="a"))
         assert (verdict.offsets_set, verdict.offsets_epoch) == ("b", 1)
-        refusal = await refusal_of(deliveries, range_of(NEAR, epoch=9, offsets_set="b"))
-        assert isinstance(refusal, DeliveryUnrecorded), "of its own set the epoch counts"
+        rejection = await rejection_of(deliveries, range_of(NEAR, epoch=9, offsets_set="b"))
+        assert isinstance(rejection, DeliveryUnrecorded), "of its own set the epoch counts"
 
 
-@pytest.mark.parametrize("refusal", [GroupMoved("it is kept by c"), NotServing("it is on its way")])
+@pytest.mark.parametrize(
+    "rejection", [GroupMoved("it is kept by c"), NotServing("it is on its way")]
+)
 async def test_error_of_a_set_that_does_not_keep_the_group_does_not_fence(
-    refusal: BatonError,
+    rejection: BatonError,
 ) -> None:
     async with two_sets() as (scene, deliveries):
-        scene.twins["a"].refusal = refusal
-        found = await refusal_of(deliveries, range_of(NEAR))
+        scene.twins["a"].rejection = rejection
+        found = await rejection_of(deliveries, range_of(NEAR))
         assert isinstance(found, DeliveryUnrecorded)
-        scene.twins["a"].refusal = None
-        assert await refusal_of(deliveries, range_of(NEAR)) is None
+        scene.twins["a"].rejection = None
+        assert await rejection_of(deliveries, range_of(NEAR)) is None
 
 
 async def test_owners_are_touched_at_their_sets_and_a_silent_set_fences_none() -> None:

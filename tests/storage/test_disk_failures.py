@@ -18,7 +18,7 @@ import pytest
 
 from batonmq_server.storage.node import StorageNode
 from tests.storage.batches import batch
-from tests.storage.failing_disk import Disks, Failing, failing_disks
+from tests.storage.failing_disk import DiskFailure, FailingDisks, failing_disks
 from tests.storage.replicas import Replica, Scene, replica_set
 from tests.storage.test_replication import numbered, others, three
 from tests.support.waiting import until
@@ -35,7 +35,7 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
 
 
 @pytest.fixture
-def disks(monkeypatch: pytest.MonkeyPatch) -> Disks:
+def disks(monkeypatch: pytest.MonkeyPatch) -> FailingDisks:
     return failing_disks(monkeypatch)
 
 
@@ -45,13 +45,13 @@ def numbers(count: int) -> list[bytes]:
 
 async def back(scene: Scene, node: Replica) -> None:
     """Wait until all nodes are in sync with the same bytes; `node` has not stopped."""
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
     assert not node.ended.is_set()
 
 
 async def test_leader_whose_sync_fails_resigns_and_cuts_what_it_wrote(
-    scene: Scene, disks: Disks
+    scene: Scene, disks: FailingDisks
 ) -> None:
     """The next sync would succeed, because the kernel has dropped the unwritten pages.
 
@@ -61,8 +61,8 @@ async def test_leader_whose_sync_fails_resigns_and_cuts_what_it_wrote(
     scene.settings |= {"replica_lag_ms_max": 30_000}
     first = await three(scene)
     await first.append(*numbered(0, 3))
-    failing = disks.failing[first.folder] = Failing(errno.EIO, SYNC, left=1)
-    error = await first.refusal(*numbered(3, 1))
+    failing = disks.failing[first.folder] = DiskFailure(errno.EIO, SYNC, left=1)
+    error = await first.rejection(*numbered(3, 1))
     assert error.reason == "UNREACHABLE"
     assert failing.met == 1
     second = await scene.leader()
@@ -74,13 +74,13 @@ async def test_leader_whose_sync_fails_resigns_and_cuts_what_it_wrote(
 
 
 async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
-    scene: Scene, disks: Disks
+    scene: Scene, disks: FailingDisks
 ) -> None:
     leader = await three(scene)
     follower = scene.nodes[others(scene, leader)[0]]
-    failing = disks.failing[follower.folder] = Failing(errno.EIO, SYNC)
+    failing = disks.failing[follower.folder] = DiskFailure(errno.EIO, SYNC)
     await leader.append(*numbered(0, 3))
-    assert follower.name not in (await scene.standing()).in_sync
+    assert follower.name not in (await scene.set_record()).in_sync
     await until(lambda: failing.met > 3)
     disks.failing.clear()
     await back(scene, follower)
@@ -88,7 +88,7 @@ async def test_follower_whose_sync_fails_is_out_of_sync_until_it_has_everything(
 
 
 async def test_bytes_of_a_failed_sync_are_cut_off_even_if_the_first_cut_fails(
-    scene: Scene, disks: Disks, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, disks: FailingDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files look undamaged: only the node knows the position of the last good sync."""
     cuts: list[int] = []
@@ -103,9 +103,9 @@ async def test_bytes_of_a_failed_sync_are_cut_off_even_if_the_first_cut_fails(
     monkeypatch.setattr(StorageNode, "cut", cut)
     leader = await three(scene)
     await leader.append(*numbered(0, 3))
-    await scene.alike()
+    await scene.wait_equal()
     follower = scene.nodes[others(scene, leader)[0]]
-    disks.failing[follower.folder] = Failing(errno.EIO, SYNC, left=1)
+    disks.failing[follower.folder] = DiskFailure(errno.EIO, SYNC, left=1)
     await leader.append(*numbered(3, 1))
     await back(scene, follower)
     assert len(cuts) == 2
@@ -114,7 +114,7 @@ async def test_bytes_of_a_failed_sync_are_cut_off_even_if_the_first_cut_fails(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
-    scene: Scene, disks: Disks, number: int
+    scene: Scene, disks: FailingDisks, number: int
 ) -> None:
     scene.members = ("a", "b")
     scene.settings |= {
@@ -122,7 +122,7 @@ async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
     }  # a node that resigned does not stand for three times as long
     await scene.start("a", "b")
     first = await scene.leader()
-    await scene.in_sync("a", "b")
+    await scene.wait_in_sync("a", "b")
     await first.append(*numbered(0, 3))
     heir = scene.nodes[others(scene, first)[0]]
 
@@ -130,7 +130,7 @@ async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
         return await heir.bodies() == numbers(3)
 
     await until(seen)
-    failing = disks.failing[heir.folder] = Failing(number, REPLACE)
+    failing = disks.failing[heir.folder] = DiskFailure(number, REPLACE)
     await first.crash()
     await until(lambda: failing.met > 0)
     assert not await heir.serves()
@@ -142,26 +142,26 @@ async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
 
 
 async def test_elected_node_that_cannot_record_its_epoch_resigns_for_another(
-    scene: Scene, disks: Disks
+    scene: Scene, disks: FailingDisks
 ) -> None:
     first = await three(scene)
     await first.append(*numbered(0, 3))
-    await scene.alike()
+    await scene.wait_equal()
     failing = {
-        name: Failing(errno.ENOSPC, REPLACE) for name in others(scene, first)
+        name: DiskFailure(errno.ENOSPC, REPLACE) for name in others(scene, first)
     }  # the node that is elected first has no space; the others do
     for name, failure in failing.items():
         disks.failing[scene.nodes[name].folder] = failure
     await first.crash()
 
-    def somebody_tried() -> bool:
+    def any_node_tried() -> bool:
         tried = [name for name, failure in failing.items() if failure.met]
         for name in set(failing) - set(tried[:1]):
             if tried:
                 disks.failing.pop(scene.nodes[name].folder, None)
         return bool(tried)
 
-    await until(somebody_tried)
+    await until(any_node_tried)
     (full,) = {name for name in failing if scene.nodes[name].folder in disks.failing}
     second = await scene.leader()
     assert second.name != full
@@ -172,7 +172,7 @@ async def test_elected_node_that_cannot_record_its_epoch_resigns_for_another(
     ("calls", "number"), [(REPLACE, errno.ENOSPC), (CREATE, errno.EIO), (REPLACE, errno.EIO)]
 )
 async def test_follower_that_cannot_discard_its_copy_does_so_later(
-    scene: Scene, disks: Disks, calls: frozenset[str], number: int
+    scene: Scene, disks: FailingDisks, calls: frozenset[str], number: int
 ) -> None:
     scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}
     leader = await three(scene)
@@ -186,8 +186,8 @@ async def test_follower_that_cannot_discard_its_copy_does_so_later(
 
     await until(removed)
     (follower,) = await scene.start(follower.name)
-    failing = disks.failing[follower.folder] = Failing(number, calls)
+    failing = disks.failing[follower.folder] = DiskFailure(number, calls)
     await until(lambda: failing.met > 3)
-    assert follower.name not in (await scene.standing()).in_sync
+    assert follower.name not in (await scene.set_record()).in_sync
     disks.failing.clear()
     await back(scene, follower)

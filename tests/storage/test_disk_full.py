@@ -38,7 +38,7 @@ from tests.storage.batches import (
     stored,
     sync,
 )
-from tests.storage.running_node import BROKER, TIMEOUT_S, Running, running
+from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
 from tests.support.tmpfs import fill_up, small_file_system
 from tests.support.waiting import until
 
@@ -124,14 +124,14 @@ def test_append_over_two_segments_without_space_leaves_nothing_in_the_first() ->
     end = store.log.next_position
     disk.room = 1_000
 
-    class Late(Sparse):
+    class LateFile(Sparse):
         room = 0
 
     create = disk.create
 
     def created(path: str, size: int) -> File:
         create(path, size)
-        file = disk.files[path] = Late(size)
+        file = disk.files[path] = LateFile(size)
         return file
 
     disk.create = created  # type: ignore[method-assign]
@@ -180,7 +180,7 @@ async def test_rejection_has_the_current_disk_numbers() -> None:
         assert again.facts["free_bytes"] == "900"
 
 
-async def refusals(node: Running, *batches: bytes) -> list[DiskFull | None]:
+async def rejections(node: RunningNode, *batches: bytes) -> list[DiskFull | None]:
     """Append batches; return the error of each, None if it was stored."""
     found: list[DiskFull | None] = []
     for outcome in await node.outcomes(*batches):
@@ -190,7 +190,7 @@ async def refusals(node: Running, *batches: bytes) -> list[DiskFull | None]:
     return found
 
 
-async def next_offset(node: Running) -> int:
+async def next_offset(node: RunningNode) -> int:
     queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
     request = pb.QueryOffsetsRequest(queues=[queue])
     try:
@@ -200,7 +200,7 @@ async def next_offset(node: Running) -> int:
     return answer.outcomes[0].offsets.next_offset
 
 
-async def looked_up(node: Running, body: bytes) -> int:
+async def looked_up(node: RunningNode, body: bytes) -> int:
     """Return in how many ways the first message of queue 0 is found."""
     queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
     read = await node.queries.Read(query_pb.ReadRequest(queue=queue), timeout=TIMEOUT_S)
@@ -217,7 +217,7 @@ async def looked_up(node: Running, body: bytes) -> int:
     return found.count(body) + (at.offset == header.first_offset)
 
 
-async def state(node: Running) -> pb.DiskState.ValueType:
+async def state(node: RunningNode) -> pb.DiskState.ValueType:
     return (await node.describe()).disk_state
 
 
@@ -225,13 +225,13 @@ async def test_disk_filled_by_other_files_rejects_writes_and_serves_reads_until_
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     with small_file_system(tmp_path / "disk", 8) as disk:
-        async with running(
+        async with running_node(
             etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
         ) as node:
             await node.append(batch(b"a"))
             ballast = fill_up(disk, leave_bytes=512 * 1024)
             await until(lambda: _is(node, pb.DISK_STATE_FULL))
-            (refused,) = await refusals(node, batch(b"b"))
+            (refused,) = await rejections(node, batch(b"b"))
             assert refused is not None
             assert float(refused.facts["used_percent"]) >= 90
             assert refused.facts["limit_percent"] == "90"
@@ -246,11 +246,11 @@ async def test_disk_filled_by_other_files_rejects_writes_and_serves_reads_until_
             assert described.disk_used_percent >= 90
             ballast.unlink()
             await until(lambda: _is(node, pb.DISK_STATE_OK))
-            assert await refusals(node, batch(b"b")) == [None]
+            assert await rejections(node, batch(b"b")) == [None]
             assert await next_offset(node) == 2
 
 
-async def _is(node: Running, wanted: pb.DiskState.ValueType) -> bool:
+async def _is(node: RunningNode, wanted: pb.DiskState.ValueType) -> bool:
     return await state(node) == wanted
 
 
@@ -259,13 +259,13 @@ async def test_log_that_outgrows_its_disk_loses_its_oldest_segments_and_continue
 ) -> None:
     """Twice the size of the disk is written; rejected batches are sent again."""
     with small_file_system(tmp_path / "disk", 8) as disk:
-        async with running(
+        async with running_node(
             etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
         ) as node:
             stored_count = 0
             async with asyncio.timeout(60):
                 while stored_count < 260:
-                    (refused,) = await refusals(node, batch(BODY))
+                    (refused,) = await rejections(node, batch(BODY))
                     if refused is None:
                         stored_count += 1
                     else:
@@ -274,7 +274,7 @@ async def test_log_that_outgrows_its_disk_loses_its_oldest_segments_and_continue
             answer = await node.pull(offset=0, bytes_max=1)
             assert answer.lost_count > stored_count / 2, "half of it does not fit"
             assert read_header(answer.batches[0]).first_offset == answer.lost_count
-        async with running(
+        async with running_node(
             etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
         ) as node:
             assert await next_offset(node) == stored_count
@@ -287,21 +287,21 @@ async def test_append_is_rejected_until_a_new_segment_fits(
     """A real ENOSPC occurs below every watermark."""
     segment_bytes = 2 * 1024 * 1024
     with small_file_system(tmp_path / "disk", 8) as disk:
-        async with running(
+        async with running_node(
             etcd_endpoint, disk / "data", segment_bytes=segment_bytes, disk_interval_ms=20
         ) as node:
             await node.append(batch(b"a"))
             ballast = fill_up(disk, leave_bytes=segment_bytes // 2)
             outcomes: list[DiskFull | None] = []
             while not outcomes or outcomes[-1] is None:
-                outcomes += await refusals(node, batch(bytes(200_000)))
+                outcomes += await rejections(node, batch(bytes(200_000)))
             assert 5 <= len(outcomes) <= 12, "what was allocated before is used up first"
             last = outcomes[-1]
             assert last is not None
             assert 0 < int(last.facts["free_bytes"]) < segment_bytes
             assert await next_offset(node) == len(outcomes)
             assert await state(node) == pb.DISK_STATE_FULL
-            assert await refusals(node, batch(b"b")) != [None]
+            assert await rejections(node, batch(b"b")) != [None]
             ballast.unlink()
             await until(lambda: _is(node, pb.DISK_STATE_OK))
-            assert await refusals(node, batch(b"b")) == [None]
+            assert await rejections(node, batch(b"b")) == [None]

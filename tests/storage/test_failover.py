@@ -38,7 +38,7 @@ async def test_producer_sees_only_a_pause_during_a_failover(
         replica(etcd_endpoint, cluster) as nameserver,
     ):
         await scene.start("a", "b", "c")
-        await scene.in_sync("a", "b", "c")
+        await scene.wait_in_sync("a", "b", "c")
         async with Producer(nameserver.address, settings) as producer, asyncio.TaskGroup() as tasks:
 
             async def send() -> None:
@@ -56,11 +56,11 @@ async def test_producer_sees_only_a_pause_during_a_failover(
                 before = len(receipts)
                 await _more(receipts, before + 20)
                 await scene.start(leader.name)
-                await scene.in_sync("a", "b", "c")
+                await scene.wait_in_sync("a", "b", "c")
             stopping.set()
         last = await scene.leader()
         stored = await last.bodies()
-        await scene.alike()
+        await scene.wait_equal()
     assert stored == [b"%d" % number for number in range(len(receipts))]
     assert [receipt.offset for receipt in receipts] == list(range(len(receipts)))
     assert {receipt.durability for receipt in receipts} <= {

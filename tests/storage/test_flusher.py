@@ -22,7 +22,7 @@ from batonmq_server.storage.core.store import MessageStore
 from batonmq_server.storage.disk import RealDisk
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import StorageNode, opened
+from batonmq_server.storage.node import StorageNode, open_directory
 from tests.storage.batches import TOPIC_ID, append, batch
 from tests.support.waiting import until
 
@@ -47,7 +47,7 @@ class SlowNode(StorageNode):
 
 @contextmanager
 def slow_node(folder: Path) -> Iterator[SlowNode]:
-    with opened(folder, segment_bytes=1 << 16, monotonic_ms=lambda: 0) as node:
+    with open_directory(folder, segment_bytes=1 << 16, monotonic_ms=lambda: 0) as node:
         slow = SlowNode(RealDisk(folder), node)
         try:
             yield slow
@@ -159,7 +159,7 @@ async def test_failed_sync_acknowledges_nothing_and_ends_the_process(tmp_path: P
         with pytest.raises(ExceptionGroup) as ended:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(scene.flusher.run())
-                tasks.create_task(waits_in_vain(scene))
+                tasks.create_task(wait_fails(scene))
                 await until(lambda: len(node.synced) == 1)
                 node.failure = failure
                 node.gate.set()
@@ -173,7 +173,7 @@ async def test_failed_sync_acknowledges_nothing_and_ends_the_process(tmp_path: P
             await scene.flusher.sync()
 
 
-async def waits_in_vain(scene: Scene) -> None:
+async def wait_fails(scene: Scene) -> None:
     with pytest.raises(NotServing, match="input/output"):
         await scene.flusher.wait_until_safe(scene.write())
 

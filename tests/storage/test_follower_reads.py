@@ -70,7 +70,7 @@ async def three(scene: Scene) -> tuple[Replica, Replica]:
     """Wait until all three nodes are in sync; return the leader and one follower."""
     await scene.start("a", "b", "c")
     leader = await scene.leader()
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     return leader, scene.nodes[min(scene.nodes.keys() - {leader.name})]
 
 
@@ -207,12 +207,12 @@ async def test_messages_are_queried_at_a_follower_while_there_is_no_leader(
     scene.members = ("a", "b")
     await scene.start("a", "b")
     leader = await scene.leader()
-    await scene.in_sync("a", "b")
+    await scene.wait_in_sync("a", "b")
     (receipt,) = await leader.append(batch(b"found"))
     (follower,) = [node for node in scene.nodes.values() if node is not leader]
     await shows(follower, 1)
     leader.gate.shut.add(follower.name)
-    await scene.in_sync(leader.name)  # so the other one can't be elected
+    await scene.wait_in_sync(leader.name)  # so the other one can't be elected
     await leader.crash()
     async with (
         replica(etcd_endpoint, scene.cluster) as nameserver,

@@ -19,7 +19,7 @@ from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.fsck import Fsck, FsckReport
 from batonmq_server.storage.core.recovery import encode_synced
-from batonmq_server.storage.node import SYNCED, StorageNode, opened
+from batonmq_server.storage.node import SYNCED, StorageNode, open_directory
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     TOPIC,
@@ -205,7 +205,7 @@ def test_gap_in_the_offsets_is_found() -> None:
 
 
 def node_in(folder: Path) -> Any:
-    return opened(folder, segment_bytes=4_096, monotonic_ms=lambda: 0)
+    return open_directory(folder, segment_bytes=4_096, monotonic_ms=lambda: 0)
 
 
 def write(node: StorageNode, *batches: bytes) -> None:

@@ -118,7 +118,7 @@ async def test_closed_log_is_not_synced(tmp_path: Path) -> None:
 
 
 @dataclass
-class Held:
+class BlockedDisk:
     """Blocks the first node that records an epoch, and counts the threads that do so there.
 
     Attributes:
@@ -158,8 +158,8 @@ async def test_epoch_recorded_late_does_not_overlap_the_next_leader(
 ) -> None:
     first = await three(scene)
     await first.append(*numbered(0, 3))
-    await scene.alike()
-    held = Held()
+    await scene.wait_equal()
+    held = BlockedDisk()
     held.patch(monkeypatch)
     try:
         await first.crash()
@@ -170,13 +170,13 @@ async def test_epoch_recorded_late_does_not_overlap_the_next_leader(
         )
         heir.session.cut = True
         assert await scene.leader() is third
-        await scene.in_sync(third.name)
+        await scene.wait_in_sync(third.name)
         assert held.most == 1
     finally:
         held.gate.set()
     heir.session.cut = False
-    await scene.in_sync(heir.name, third.name)
-    await scene.alike(heir.name, third.name)
+    await scene.wait_in_sync(heir.name, third.name)
+    await scene.wait_equal(heir.name, third.name)
     assert held.most == 1
     assert epochs.decode((heir.folder / epochs.PATH).read_bytes()) == epochs.decode(
         (third.folder / epochs.PATH).read_bytes()

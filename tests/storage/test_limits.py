@@ -23,7 +23,7 @@ from batonmq._core.records import (
 )
 from batonmq.errors import InvalidName, LimitExceeded
 from tests.storage.batches import TOPIC, batch
-from tests.storage.running_node import running
+from tests.storage.running_node import running_node
 
 MIB = 1024 * 1024
 
@@ -54,7 +54,7 @@ async def test_record_beyond_a_limit_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path, sizes: dict[str, int], field: str, limit: int
 ) -> None:
     fits = record(**{field: limit})
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         good, bad = await node.outcomes(raw_batch(fits), raw_batch(record(**sizes)))
         error = error_from_pb(bad.error)
         assert isinstance(error, LimitExceeded)
@@ -73,7 +73,7 @@ async def test_batch_beyond_its_limit_is_rejected_with_limit_and_size(
         fits.add(Message(b""), encode_record(Message(bytes(size))))
     whole = fits.encode(topic=TOPIC, queue_id=0)
     assert len(whole) == 8 * MIB
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         good, bad = await node.outcomes(whole, whole + b"x")
         assert good.HasField("receipt")
         assert error_from_pb(bad.error).facts == {
@@ -90,7 +90,7 @@ async def test_batch_with_the_maximum_of_records_is_accepted(
     more = bytearray(raw)
     struct.pack_into(">I", more, 84, RECORDS_MAX + 1)
     assert BODY_FROM < 84 < HEADER_BYTES
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         good, bad = await node.outcomes(raw, bytes(more))
         assert good.receipt.first_offset == 0
         assert error_from_pb(bad.error).reason == "BAD_BATCH"
@@ -101,7 +101,7 @@ async def test_batch_longer_than_a_segment_is_rejected_with_limit_and_size(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     raw = batch(bytes(5_000))
-    async with running(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
+    async with running_node(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
         (outcome,) = await node.outcomes(raw)
         assert error_from_pb(outcome.error).facts == {
             "field": "batch",
@@ -113,11 +113,11 @@ async def test_batch_longer_than_a_segment_is_rejected_with_limit_and_size(
 async def test_batch_that_fits_only_a_larger_old_segment_is_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The batch fits once, not twice; it is rejected both times, and the node continues."""
+    """The old segment has room for one of the two batches, but both are rejected alike."""
     raw = batch(bytes(5_000))
-    async with running(etcd_endpoint, tmp_path, segment_bytes=16_384) as node:
+    async with running_node(etcd_endpoint, tmp_path, segment_bytes=16_384) as node:
         await node.append(batch(bytes(8_000)))
-    async with running(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
+    async with running_node(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
         for outcome in await node.outcomes(raw, raw):
             assert error_from_pb(outcome.error).facts == {
                 "field": "batch",

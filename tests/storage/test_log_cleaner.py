@@ -33,7 +33,7 @@ from batonmq_server.storage.core.store import MessageStore, VisibleRange
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.log_cleaner import RESERVE, RESERVE_BYTES, CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import StorageNode, recovered
+from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, append, batch, bodies, stored
@@ -118,7 +118,7 @@ class Scene:
 @contextmanager
 def scene(disk: MemoryDisk | None = None, **policy: Any) -> Iterator[Scene]:
     disk = disk or MemoryDisk()
-    with recovered(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
+    with recover_directory(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
         yield Scene(node, disk, **policy)
 
 
@@ -404,7 +404,7 @@ async def test_scheduled_batch_survives_a_power_cut_between_its_delivery_and_the
         async with asyncio.TaskGroup() as tasks:
             cleaning = tasks.create_task(here.clean())
             await until(lambda: here.flusher._waiting or cleaning.done())
-            with recovered(
+            with recover_directory(
                 here.disk.power_cut(lambda _: 0), segment_bytes=SEGMENT_BYTES, monotonic_ms=int
             ) as again:
                 (waits,) = again.store.schedule.waiting.due(NOW + 1, 9)
@@ -413,7 +413,7 @@ async def test_scheduled_batch_survives_a_power_cut_between_its_delivery_and_the
                 assert found.batch == inner
             await here.flusher.sync()
             assert await cleaning == 1
-        with recovered(
+        with recover_directory(
             here.disk.power_cut(lambda _: 0), segment_bytes=SEGMENT_BYTES, monotonic_ms=int
         ) as again:
             assert bodies(again.store, 1) == [b"for later"]

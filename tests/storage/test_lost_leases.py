@@ -37,7 +37,7 @@ async def test_batch_stored_when_the_lease_expired_is_not_reported_as_rejected(
     await first.append(*numbered(0, 3))
     for name in others(scene, first):
         await scene.nodes[name].stop()
-    await scene.in_sync(first.name)
+    await scene.wait_in_sync(first.name)
     safe, over, reached = asyncio.Event(), asyncio.Event(), Flusher.wait_until_safe
 
     async def late(flusher: Flusher, position: int) -> None:
@@ -51,13 +51,13 @@ async def test_batch_stored_when_the_lease_expired_is_not_reported_as_rejected(
     with monkeypatch.context() as patch:
         patch.setattr(Flusher, "wait_until_safe", late)
         async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(first.refusal(*numbered(3, 1), timeout_s=60))
+            waiting = tasks.create_task(first.rejection(*numbered(3, 1), timeout_s=60))
             await safe.wait()
             first.session.cut = True
             await until(lease_over)
             over.set()
     assert waiting.result().reason == "UNREACHABLE", "it is on the disk, and will count"
-    refused = await first.refusal(batch(b"later"))
+    refused = await first.rejection(batch(b"later"))
     assert refused.reason in ("NOT_LEADER", "NO_QUORUM"), "nothing was done for this one"
     await first.crash()
     await scene.start(first.name)

@@ -15,13 +15,13 @@ import pytest
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.recovery import decode_synced
 from batonmq_server.storage.disk import InUse
-from batonmq_server.storage.node import StorageNode, opened
+from batonmq_server.storage.node import StorageNode, open_directory
 from tests.storage.batches import TOPIC_ID, append, batch, bodies
 
 
 def open_node(folder: Path, *, accept_loss: bool = False) -> AbstractContextManager[StorageNode]:
     times = iter(range(1_000, 100_000, 7))
-    return opened(
+    return open_directory(
         folder,
         segment_bytes=4_096,
         monotonic_ms=lambda: next(times),

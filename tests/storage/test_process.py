@@ -47,7 +47,7 @@ QUEUES = 4
 
 
 @dataclass
-class Site:
+class ProcessSite:
     """Runs storage processes of one cluster, one after the other."""
 
     folder: Path
@@ -77,7 +77,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
+async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[ProcessSite]:
     cluster = secrets.token_hex(8)
     twin = OffsetsTwin()  # type: ignore[abstract]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}  # noqa: TID251
@@ -99,7 +99,7 @@ async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
         spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=QUEUES)]
         topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
         await etcd.put(etcd.key("topics", TOPIC), topic.SerializeToString())
-        here = Site(folder, etcd, env)
+        here = ProcessSite(folder, etcd, env)
         try:
             yield here
         finally:
@@ -197,11 +197,11 @@ async def test_sigterm_ends_long_polls_and_keeps_everything(
             await send(stub, 0, sent)
             held = tasks.create_task(held_pull(stub))
 
-            async def parked() -> bool:
+            async def waits() -> bool:
                 described = await stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
                 return bool(described.long_poll_count)
 
-            await until(parked)
+            await until(waits)
             process.send_signal(signal.SIGTERM)
             assert isinstance(await held, NotServing)
         assert await asyncio.wait_for(process.wait(), 20) == 0

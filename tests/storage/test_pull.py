@@ -35,13 +35,13 @@ from batonmq.errors import (
     WrongBroker,
 )
 from tests.storage.batches import TOPIC, batch, tagged
-from tests.storage.running_node import GROUP, TIMEOUT_S, Running, pull_request, running
+from tests.storage.running_node import GROUP, TIMEOUT_S, RunningNode, pull_request, running_node
 from tests.support.waiting import until
 
 LONG_MS = 30_000
 
 
-async def pulled(node: Running, **fields: Any) -> pb.PullResponse:
+async def pulled(node: RunningNode, **fields: Any) -> pb.PullResponse:
     """Return the answer of a long poll; raise its BatonError."""
     return await node.pull(hold_ms=LONG_MS, **fields)
 
@@ -49,7 +49,7 @@ async def pulled(node: Running, **fields: Any) -> pb.PullResponse:
 async def test_pull_is_recorded_and_answered_with_the_stored_bytes(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         sent = batch(b"a", b"b")
         await node.append(sent, batch(b"c"))
         answer = await node.pull()
@@ -61,7 +61,7 @@ async def test_pull_is_recorded_and_answered_with_the_stored_bytes(
 
 
 async def test_messages_max_bounds_the_recorded_range(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(*[b"x"] * 50))
         answer = await node.pull(offset=10, messages_max=5)
         assert answer.next_offset == 15
@@ -69,7 +69,7 @@ async def test_messages_max_bounds_the_recorded_range(etcd_endpoint: str, tmp_pa
 
 
 async def test_first_batch_fits_whatever_bytes_max_says(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"x" * 10_000), batch(b"y"))
         answer = await node.pull(bytes_max=1)
         assert (len(answer.batches), answer.next_offset) == (1, 1)
@@ -78,7 +78,7 @@ async def test_first_batch_fits_whatever_bytes_max_says(etcd_endpoint: str, tmp_
 async def test_maybe_seen_offsets_are_returned_as_redelivered(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a", b"b", b"c"))
         node.offsets.maybe_seen = [(1, 2)]
         (seen,) = (await node.pull()).redelivered
@@ -88,7 +88,7 @@ async def test_maybe_seen_offsets_are_returned_as_redelivered(
 async def test_filtered_messages_are_recorded_and_counted(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(tagged("x", "y"), tagged("x"), tagged("y"))
         answer = await node.pull(expression="y || z")
         assert [check_batch(raw, stamped=True).first_offset for raw in answer.batches] == [0, 3]
@@ -99,7 +99,7 @@ async def test_filtered_messages_are_recorded_and_counted(
 
 
 async def test_colliding_tags_pass_at_storage(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(tagged("BB"), tagged("CC"))
         answer = await node.pull(expression="Aa")
         assert (len(answer.batches), answer.filtered_count) == (1, 1)
@@ -108,7 +108,7 @@ async def test_colliding_tags_pass_at_storage(etcd_endpoint: str, tmp_path: Path
 async def test_pull_without_hold_time_and_messages_is_empty_and_unrecorded(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         answer = await node.pull()
         assert (list(answer.batches), answer.next_offset, answer.offsets_epoch) == ([], 0, 0)
         assert node.offsets.calls == []
@@ -117,23 +117,23 @@ async def test_pull_without_hold_time_and_messages_is_empty_and_unrecorded(
 async def test_long_poll_that_times_out_is_empty_and_unrecorded(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         answer = await node.pull(offset=1, hold_ms=50)
         assert (list(answer.batches), answer.next_offset) == ([], 1)
         assert node.offsets.calls == []
-        await node.parked(0)
+        await node.wait_long_polls(0)
 
 
 async def test_long_poll_is_woken_by_its_queue_only(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(pulled(node, queue_id=1))
         second = tasks.create_task(pulled(node, queue_id=2))
-        await node.parked(2)
+        await node.wait_long_polls(2)
         await node.append(batch(b"a", queue_id=2))
         answer = await second
         assert answer.next_offset == 1
-        await node.parked(1)
+        await node.wait_long_polls(1)
         assert not first.done()
         await node.append(batch(b"a", queue_id=1))
         assert (await first).next_offset == 1
@@ -141,9 +141,9 @@ async def test_long_poll_is_woken_by_its_queue_only(etcd_endpoint: str, tmp_path
 
 
 async def test_several_groups_wait_for_one_queue(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(pulled(node, group=f"group-{n}")) for n in range(20)]
-        await node.parked(20)
+        await node.wait_long_polls(20)
         await node.append(batch(b"a"))
         assert [(await one).next_offset for one in waiting] == [1] * 20
         assert {group for group, *_ in node.offsets.recorded} == {f"group-{n}" for n in range(20)}
@@ -152,9 +152,9 @@ async def test_several_groups_wait_for_one_queue(etcd_endpoint: str, tmp_path: P
 async def test_long_poll_woken_by_a_filtered_message_is_recorded(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(pulled(node, expression="y"))
-        await node.parked(1)
+        await node.wait_long_polls(1)
         await node.append(tagged("x"))
         answer = await waiting
         assert (answer.next_offset, answer.filtered_count) == (1, 1)
@@ -162,7 +162,7 @@ async def test_long_poll_woken_by_a_filtered_message_is_recorded(
 
 
 async def test_stale_token_gets_no_bytes(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         node.offsets.tokens[GROUP, 0] = 2
         with pytest.raises(Fenced) as refused:
@@ -175,15 +175,15 @@ async def test_stale_token_gets_no_bytes(etcd_endpoint: str, tmp_path: Path) -> 
 async def test_token_that_became_stale_during_a_long_poll_gets_no_bytes(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(refusal_of(pulled(node)))
-        await node.parked(1)
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(rejection_of(pulled(node)))
+        await node.wait_long_polls(1)
         node.offsets.tokens[GROUP, 0] = 2
         await node.append(batch(b"a"))
         assert isinstance(await waiting, Fenced)
 
 
-async def refusal_of(call: Any) -> BatonError | None:
+async def rejection_of(call: Any) -> BatonError | None:
     try:
         await call
     except BatonError as error:
@@ -195,12 +195,12 @@ async def test_long_polls_are_touched_and_fenced_ones_answered(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with (
-        running(etcd_endpoint, tmp_path, touch_interval_ms=100) as node,
+        running_node(etcd_endpoint, tmp_path, touch_interval_ms=100) as node,
         asyncio.TaskGroup() as tasks,
     ):
         kept = tasks.create_task(pulled(node, queue_id=1))
-        fenced = tasks.create_task(refusal_of(pulled(node, queue_id=2)))
-        await node.parked(2)
+        fenced = tasks.create_task(rejection_of(pulled(node, queue_id=2)))
+        await node.wait_long_polls(2)
         await until(lambda: {(GROUP, 1, 1), (GROUP, 2, 1)} <= set(node.offsets.touched))
         node.offsets.tokens[GROUP, 2] = 5
         assert isinstance(await fenced, Fenced)
@@ -211,9 +211,9 @@ async def test_long_polls_are_touched_and_fenced_ones_answered(
 
 
 async def test_other_errors_of_offsets_are_passed_on(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
-        node.offsets.refusal = AckCap("full", facts={"ranges": 9, "limit": 9})
+        node.offsets.rejection = AckCap("full", facts={"ranges": 9, "limit": 9})
         with pytest.raises(AckCap) as refused:
             await node.pull()
         assert refused.value.facts["limit"] == "9"
@@ -222,7 +222,7 @@ async def test_other_errors_of_offsets_are_passed_on(etcd_endpoint: str, tmp_pat
 async def test_pull_gets_no_bytes_while_offsets_does_not_answer(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path, record_age_ms_max=200) as node:
+    async with running_node(etcd_endpoint, tmp_path, record_age_ms_max=200) as node:
         await node.append(batch(b"a"))
         node.offsets.answering.clear()
         with pytest.raises(DeliveryUnrecorded) as refused:
@@ -240,7 +240,7 @@ async def test_pull_gets_no_bytes_while_offsets_does_not_answer(
 
 
 async def test_pull_gets_no_bytes_without_offsets(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         await node.etcd.delete(node.etcd.key("nodes", "offsets", "a"))
         await until(lambda: "offsets/a" not in node.runtime.nodes.values)
@@ -251,7 +251,7 @@ async def test_pull_gets_no_bytes_without_offsets(etcd_endpoint: str, tmp_path: 
 async def test_answer_of_offsets_under_an_old_epoch_is_not_used(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         node.offsets.epoch = 5
         assert (await node.pull()).offsets_epoch == 5
@@ -265,7 +265,7 @@ async def test_answer_of_offsets_under_an_old_epoch_is_not_used(
 async def test_wrongly_claimed_epoch_fails_only_its_own_pull(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         with pytest.raises(DeliveryUnrecorded):
             await node.pull(offsets_epoch=1 << 40)
@@ -273,7 +273,7 @@ async def test_wrongly_claimed_epoch_fails_only_its_own_pull(
 
 
 async def test_concurrent_pulls_share_calls(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(*(batch(b"a", queue_id=n) for n in range(8)))
         calls = [
             node.stub.Pull(pull_request(queue_id=n % 8, group=f"g{n}"), timeout=TIMEOUT_S)
@@ -285,20 +285,20 @@ async def test_concurrent_pulls_share_calls(etcd_endpoint: str, tmp_path: Path) 
 
 
 async def test_abandoned_pull_leaves_nothing_behind(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         call = node.stub.Pull(pull_request(hold_ms=LONG_MS), timeout=60)
-        await node.parked(1)
+        await node.wait_long_polls(1)
         call.cancel()
-        await node.parked(0)
+        await node.wait_long_polls(0)
 
 
 async def test_long_poll_beyond_the_limit_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
     async with (
-        running(etcd_endpoint, tmp_path, long_polls_max=1) as node,
+        running_node(etcd_endpoint, tmp_path, long_polls_max=1) as node,
         asyncio.TaskGroup() as tasks,
     ):
         waiting = tasks.create_task(pulled(node))
-        await node.parked(1)
+        await node.wait_long_polls(1)
         with pytest.raises(Overloaded) as refused:
             await pulled(node)
         assert refused.value.facts == {"limit": "1"}
@@ -309,17 +309,17 @@ async def test_long_poll_beyond_the_limit_is_rejected(etcd_endpoint: str, tmp_pa
 async def test_long_poll_of_a_deleted_topic_ends_with_topic_not_found(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(refusal_of(pulled(node)))
-        await node.parked(1)
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(rejection_of(pulled(node)))
+        await node.wait_long_polls(1)
         await node.etcd.delete(node.etcd.key("topics", TOPIC))
-        refusal = await waiting
-        assert isinstance(refusal, TopicNotFound)
-        assert refusal.facts == {"topic": TOPIC}
+        rejection = await waiting
+        assert isinstance(rejection, TopicNotFound)
+        assert rejection.facts == {"topic": TOPIC}
 
 
 async def test_offset_beyond_the_log_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         with pytest.raises(OffsetAheadOfLog) as refused:
             await pulled(node, offset=2)
@@ -330,7 +330,7 @@ async def test_offset_beyond_the_log_is_rejected(etcd_endpoint: str, tmp_path: P
 async def test_damaged_batch_is_data_loss_and_not_recorded(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         (receipt,) = await node.append(batch(b"hello"))
         segment = tmp_path / "log" / f"{0:020d}"
         with segment.open("r+b") as file:
@@ -368,17 +368,17 @@ BAD_PULLS: list[tuple[dict[str, Any], type[BatonError], str]] = [
 async def test_each_bad_field_is_rejected_by_name_before_anything_is_recorded(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         end = (await node.describe()).next_position
         for fields, expected, field in BAD_PULLS:
-            refusal = await refusal_of(node.pull(**fields))
-            assert type(refusal) is expected, (fields, refusal)
-            assert refusal is not None
-            assert refusal.facts["field"] == field
-            assert refusal.kind == "INVALID_ARGUMENT"
+            rejection = await rejection_of(node.pull(**fields))
+            assert type(rejection) is expected, (fields, rejection)
+            assert rejection is not None
+            assert rejection.facts["field"] == field
+            assert rejection.kind == "INVALID_ARGUMENT"
             if expected is LimitExceeded:
-                assert refusal.facts.keys() == {"field", "limit", "actual"}
+                assert rejection.facts.keys() == {"field", "limit", "actual"}
         assert node.offsets.calls == []
         assert (await node.describe()).next_position == end
 
@@ -387,7 +387,7 @@ async def test_each_bad_field_is_rejected_by_name_before_anything_is_recorded(
 async def test_bad_expression_is_rejected(
     etcd_endpoint: str, tmp_path: Path, expression: str
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         with pytest.raises(BadExpression) as refused:
             await node.pull(expression=expression)
         assert refused.value.facts == {"expression": expression}
@@ -396,20 +396,20 @@ async def test_bad_expression_is_rejected(
 async def test_unknown_topic_queue_and_broker_have_different_errors(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
-        refusals = [
-            await refusal_of(node.pull(**fields))
+    async with running_node(etcd_endpoint, tmp_path) as node:
+        rejections = [
+            await rejection_of(node.pull(**fields))
             for fields in ({"topic": "missing"}, {"queue_id": 8}, {"broker": "broker-b"})
         ]
-        assert [type(one) for one in refusals] == [TopicNotFound, QueueNotFound, WrongBroker]
-        assert refusals[2] is not None
-        assert refusals[2].facts == {"asked": "broker-b", "actual": "broker-a"}
+        assert [type(one) for one in rejections] == [TopicNotFound, QueueNotFound, WrongBroker]
+        assert rejections[2] is not None
+        assert rejections[2].facts == {"asked": "broker-b", "actual": "broker-a"}
         assert node.offsets.calls == []
 
 
 async def test_statuses_are_those_of_the_contract(etcd_endpoint: str, tmp_path: Path) -> None:
     codes = grpc.StatusCode
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         for fields, code in (
             ({"topic": "missing"}, codes.NOT_FOUND),
             ({"offset": 5}, codes.OUT_OF_RANGE),
@@ -423,7 +423,7 @@ async def test_statuses_are_those_of_the_contract(etcd_endpoint: str, tmp_path: 
 
 
 async def test_deliveries_are_counted(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(tagged("x", "x", "y"))
         await node.pull(expression="x")
         sample = node.runtime.registry.get_sample_value
@@ -435,7 +435,7 @@ async def test_deliveries_are_counted(etcd_endpoint: str, tmp_path: Path) -> Non
 async def test_appends_and_deliveries_are_in_the_metric_stream(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         heard: list[metrics_pb.MetricEvent] = []
 
         async def listen() -> None:

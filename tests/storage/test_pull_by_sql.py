@@ -19,7 +19,7 @@ from batonmq._core.records import Message, check_batch, decode_records
 from batonmq.errors import BadExpression, LimitExceeded
 from batonmq_server.storage.core.property_filter import STEPS_MAX
 from tests.storage.batches import TOPIC, batch
-from tests.storage.running_node import BROKER, GROUP, TIMEOUT_S, Running, running
+from tests.storage.running_node import BROKER, GROUP, TIMEOUT_S, RunningNode, running_node
 
 QUEUE = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
 
@@ -35,7 +35,9 @@ def _properties(price: int | None) -> dict[str, str]:
     return {} if price is None else {"currency": "EUR", "price": str(price)}
 
 
-async def read(node: Running, offset: int, expression: str, **limits: int) -> query_pb.ReadResponse:
+async def read(
+    node: RunningNode, offset: int, expression: str, **limits: int
+) -> query_pb.ReadResponse:
     request = query_pb.ReadRequest(queue=QUEUE, offset=offset, expression=expression, **limits)
     try:
         return await node.queries.Read(request, timeout=TIMEOUT_S)
@@ -46,7 +48,7 @@ async def read(node: Running, offset: int, expression: str, **limits: int) -> qu
 async def test_pull_with_a_condition_delivers_counts_and_records(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         sent = priced(3, 30, None)
         await node.append(sent, priced(4), priced(None, 40))
         answer = await node.pull(expression="sql: price > 10")
@@ -59,7 +61,7 @@ async def test_pull_with_a_condition_delivers_counts_and_records(
 
 
 async def test_limits_of_a_pull_are_exact(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(priced(*[1, 50] * 20), priced(*[1, 50] * 20))
         answer = await node.pull(expression="sql: price = 50", messages_max=5)
         assert (len(answer.batches), answer.next_offset, answer.filtered_count) == (1, 11, 6)
@@ -70,7 +72,7 @@ async def test_limits_of_a_pull_are_exact(etcd_endpoint: str, tmp_path: Path) ->
 
 
 async def test_read_with_a_condition_equals_a_pull(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(priced(3, 30), priced(4), priced(None, 40, tag="paid"))
         for expression in ("sql: price > 10", "sql: TAGS = 'paid'", "sql: price IS NULL"):
             pulled = await node.pull(expression=expression)
@@ -83,7 +85,7 @@ async def test_read_with_a_condition_equals_a_pull(etcd_endpoint: str, tmp_path:
 async def test_long_scan_without_a_match_continues_until_it_finds_one(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         for _ in range(4):
             await node.append(*[priced(*range(1_000)) for _ in range(10)], priced(5_000))
         offset, requests, found = 0, 0, list[bytes]()
@@ -104,9 +106,9 @@ async def test_long_scan_without_a_match_continues_until_it_finds_one(
 async def test_long_poll_with_a_condition_is_answered_by_a_match(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         held = tasks.create_task(node.pull(expression="sql: price > 10", hold_ms=10_000))
-        await node.parked(1)
+        await node.wait_long_polls(1)
         await node.append(priced(1, 11))
         answer = await held
         assert (len(answer.batches), answer.next_offset, answer.filtered_count) == (1, 2, 1)
@@ -116,7 +118,7 @@ async def test_long_poll_with_a_condition_is_answered_by_a_match(
 async def test_bad_condition_is_rejected_and_nothing_recorded(
     etcd_endpoint: str, tmp_path: Path, expression: str
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(priced(1))
         with pytest.raises(BadExpression):
             await node.pull(expression=expression)

@@ -23,7 +23,7 @@ from batonmq.errors import (
     Paused,
 )
 from tests.storage.batches import batch
-from tests.storage.running_node import GROUP, Running, running
+from tests.storage.running_node import GROUP, RunningNode, running_node
 from tests.support.waiting import until
 
 BROADCASTING: dict[str, Any] = {"model": nameserver_pb.MESSAGE_MODEL_BROADCASTING}
@@ -37,7 +37,7 @@ ACKS = offsets_pb.Acks(
 )
 
 
-async def refused(node: Running, **fields: Any) -> BatonError | None:
+async def refused(node: RunningNode, **fields: Any) -> BatonError | None:
     """Return the error of a pull; None if it succeeds."""
     try:
         await node.pull(**fields)
@@ -46,7 +46,7 @@ async def refused(node: Running, **fields: Any) -> BatonError | None:
     return None
 
 
-async def gate_seen(node: Running, kind: type[BatonError] | None, **fields: Any) -> None:
+async def gate_seen(node: RunningNode, kind: type[BatonError] | None, **fields: Any) -> None:
     """Wait until a pull is rejected with `kind`: then the node has the gate."""
 
     async def seen() -> bool:
@@ -60,7 +60,7 @@ async def gate_seen(node: Running, kind: type[BatonError] | None, **fields: Any)
 async def test_pull_without_token_is_served_and_not_recorded_in_a_group_without_owners(
     etcd_endpoint: str, tmp_path: Path, unowned: dict[str, Any]
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a", b"b"))
         await node.put_gate(**unowned)
         await gate_seen(node, None, token=0)
@@ -72,7 +72,7 @@ async def test_pull_without_token_is_served_and_not_recorded_in_a_group_without_
 async def test_pull_without_token_of_an_unknown_group_is_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         with pytest.raises(GroupNotFound):
             await node.pull(token=0)
@@ -81,7 +81,7 @@ async def test_pull_without_token_of_an_unknown_group_is_rejected(
 async def test_pull_without_token_is_rejected_in_a_group_with_owners(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         await node.put_gate(**OWNED)
         await gate_seen(node, ModeChanged, token=0)
@@ -92,7 +92,7 @@ async def test_pull_without_token_is_rejected_in_a_group_with_owners(
 async def test_token_is_rejected_in_a_group_without_owners(
     etcd_endpoint: str, tmp_path: Path, unowned: dict[str, Any]
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         await node.put_gate(**unowned)
         await gate_seen(node, ModeChanged)
@@ -108,7 +108,7 @@ async def test_paused_group_gets_no_messages_and_the_error_says_why(
     etcd_endpoint: str, tmp_path: Path, token: int
 ) -> None:
     mode = OWNED if token else OFF
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         await node.put_gate(pause=PAUSE, **mode)
         await gate_seen(node, Paused, token=token)
@@ -122,9 +122,9 @@ async def test_paused_group_gets_no_messages_and_the_error_says_why(
 async def test_long_poll_is_answered_when_its_group_is_paused(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         pull = tasks.create_task(refused(node, hold_ms=30_000))
-        await node.parked(1)
+        await node.wait_long_polls(1)
         await node.put_gate(pause=PAUSE)
         assert isinstance(await pull, Paused)
 
@@ -133,12 +133,15 @@ async def test_long_poll_without_token_is_woken_and_never_touched(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"touch_interval_ms": 100}
-    async with running(etcd_endpoint, tmp_path, **settings) as node, asyncio.TaskGroup() as tasks:
+    async with (
+        running_node(etcd_endpoint, tmp_path, **settings) as node,
+        asyncio.TaskGroup() as tasks,
+    ):
         await node.put_gate(**OFF)
         await gate_seen(node, None, token=0)
         free = tasks.create_task(node.pull(token=0, hold_ms=30_000))
         owned = tasks.create_task(node.pull(group="owned", hold_ms=30_000))
-        await node.parked(2)
+        await node.wait_long_polls(2)
         await until(lambda: _is(len(node.offsets.touched) > 2))
         await node.append(batch(b"a"))
         assert (await free).next_offset == (await owned).next_offset == 1
@@ -149,7 +152,7 @@ async def test_long_poll_without_token_is_woken_and_never_touched(
 async def test_generation_and_acks_of_a_pull_reach_offsets_with_the_delivery(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a", b"b", b"c", b"d"))
         answer = await node.pull(offset=3, subscription_generation=7, progress=ACKS)
         assert answer.progress_taken
@@ -159,9 +162,9 @@ async def test_generation_and_acks_of_a_pull_reach_offsets_with_the_delivery(
 
 
 async def test_acks_of_a_long_poll_are_not_committed(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
         pull = tasks.create_task(node.pull(progress=ACKS, hold_ms=30_000))
-        await node.parked(1)
+        await node.wait_long_polls(1)
         await node.append(batch(b"a"))
         assert not (await pull).progress_taken
         assert not node.offsets.items[0].HasField("progress")
@@ -170,9 +173,9 @@ async def test_acks_of_a_long_poll_are_not_committed(etcd_endpoint: str, tmp_pat
 async def test_pull_gets_no_bytes_when_its_acks_are_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
-        node.offsets.refusal = BeyondDelivered(
+        node.offsets.rejection = BeyondDelivered(
             "offset 9 was not delivered", facts={"offset": 9, "delivered": 0}
         )
         with pytest.raises(BeyondDelivered):

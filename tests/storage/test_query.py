@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batonmq._core.records import Message, decode_records, key_hash, read_header
 from batonmq.errors import DataLoss, MessageNotFound
 from batonmq_server.storage.core.query import (
-    LOOKED_AT_MAX,
+    CANDIDATES_MAX,
     MessageMatch,
     MessageQueries,
     TimeWindow,
@@ -185,7 +185,7 @@ def test_search_among_many_keys_with_one_hash_is_bounded() -> None:
     """A producer may choose keys with the hash of another key."""
     opened = open_store(MemoryDisk(), segment_bytes=1 << 24, run_entries=1 << 19)
     store_at(opened.store, NOW, 0, ("buckeroo",))
-    others = batch(*(Message(b"", keys=("plumless",)) for _ in range(LOOKED_AT_MAX // 4)))
+    others = batch(*(Message(b"", keys=("plumless",)) for _ in range(CANDIDATES_MAX // 4)))
     for number in range(1, 20):
         append(opened.store, others, now=NOW + number)
     sync(opened.store)
@@ -210,12 +210,12 @@ def test_search_among_many_keys_with_one_hash_is_bounded() -> None:
     last = queries.find(
         TOPIC_ID, "plumless", TimeWindow(NOW + 19, 1 << 62), messages_max=9_999, bytes_max=1 << 30
     )
-    assert (len(last.messages), last.more) == (LOOKED_AT_MAX // 4, False)
+    assert (len(last.messages), last.more) == (CANDIDATES_MAX // 4, False)
 
 
 def test_search_in_a_very_large_batch_returns_its_newest_messages() -> None:
     opened = open_store(MemoryDisk(), segment_bytes=1 << 24, run_entries=1 << 19)
-    count = LOOKED_AT_MAX + 10
+    count = CANDIDATES_MAX + 10
     stored(opened.store, batch(*(Message(b"", keys=("a",)) for _ in range(count))))
     found = MessageQueries(opened.store).find(
         TOPIC_ID, "a", EVER, messages_max=9_999, bytes_max=1 << 40

@@ -15,7 +15,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
 from tests.storage.batches import TOPIC, batch
-from tests.storage.running_node import BROKER, TIMEOUT_S, Running, running
+from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
 from tests.support.waiting import until
 
 
@@ -23,7 +23,9 @@ def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_
     return queue_pb2.QueueRef(topic=topic, broker=broker, queue_id=queue_id)
 
 
-async def query(node: Running, *queues: queue_pb2.QueueRef) -> list[tuple[int, int] | BatonError]:
+async def query(
+    node: RunningNode, *queues: queue_pb2.QueueRef
+) -> list[tuple[int, int] | BatonError]:
     request = pb.QueryOffsetsRequest(queues=queues)
     try:
         answer = await node.stub.QueryOffsets(request, timeout=TIMEOUT_S)
@@ -40,13 +42,15 @@ async def query(node: Running, *queues: queue_pb2.QueueRef) -> list[tuple[int, i
 async def test_offsets_of_queues_with_and_without_messages(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a", b"b", queue_id=3))
         assert await query(node, queue(queue_id=3), queue(queue_id=4)) == [(0, 2), (0, 0)]
 
 
 async def test_only_safe_messages_count(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
+    async with running_node(
+        etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000
+    ) as node:
         await node.append(batch(b"a"))
         assert await query(node, queue()) == [(0, 0)]
         state = await node.describe()
@@ -57,8 +61,8 @@ async def test_only_safe_messages_count(etcd_endpoint: str, tmp_path: Path) -> N
 
 
 async def test_each_bad_queue_has_its_own_error(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
-        refusals = await query(
+    async with running_node(etcd_endpoint, tmp_path) as node:
+        rejections = await query(
             node,
             queue(topic="missing"),
             queue(queue_id=8),
@@ -69,7 +73,7 @@ async def test_each_bad_queue_has_its_own_error(etcd_endpoint: str, tmp_path: Pa
             queue(queue_id=65_536),
             queue(),
         )
-        assert [getattr(one, "reason", one) for one in refusals] == [
+        assert [getattr(one, "reason", one) for one in rejections] == [
             "TOPIC_NOT_FOUND", "QUEUE_NOT_FOUND", "WRONG_BROKER", "INVALID_NAME", "INVALID_NAME",
             "INVALID_NAME", "LIMIT_EXCEEDED", (0, 0),
         ]  # fmt: skip
@@ -78,7 +82,7 @@ async def test_each_bad_queue_has_its_own_error(etcd_endpoint: str, tmp_path: Pa
 async def test_empty_and_oversized_requests_are_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         with pytest.raises(InvalidArgument) as refused:
             await query(node)
         assert refused.value.facts == {"field": "queues"}
@@ -88,7 +92,7 @@ async def test_empty_and_oversized_requests_are_rejected(
 
 
 async def test_fresh_node_describes_itself(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path, node_id="broker-x") as node:
+    async with running_node(etcd_endpoint, tmp_path, node_id="broker-x") as node:
         await until(lambda: _disk_seen(node))
         state = await node.describe()
         assert 0 < state.disk_used_percent <= 100
@@ -98,5 +102,5 @@ async def test_fresh_node_describes_itself(etcd_endpoint: str, tmp_path: Path) -
         assert state == pb.DescribeResponse(broker="broker-x")
 
 
-async def _disk_seen(node: Running) -> bool:
+async def _disk_seen(node: RunningNode) -> bool:
     return (await node.describe()).disk_used_percent > 0

@@ -23,7 +23,7 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._core.records import Message, decode_records, read_header
 from batonmq.errors import BatonError, DataLoss, NotReadable, WrongBroker
 from tests.storage.batches import TOPIC, TOPIC_ID, batch, tagged
-from tests.storage.running_node import BROKER, TIMEOUT_S, Running, running
+from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
 from tests.support.waiting import until
 
 Answer = TypeVar("Answer")
@@ -33,7 +33,7 @@ Answer = TypeVar("Answer")
 class Asking:
     """A node and a stub for its queries."""
 
-    node: Running
+    node: RunningNode
     stub: pb_grpc.QueryServiceAsyncStub
 
     async def search(self, unix_ms: int, queue_id: int = 0) -> int:
@@ -72,7 +72,7 @@ def body(message: pb.StoredMessage) -> bytes:
 
 @asynccontextmanager
 async def asking(etcd_endpoint: str, folder: Path, **settings: object) -> AsyncIterator[Asking]:
-    async with running(etcd_endpoint, folder, cluster="", **settings) as node:
+    async with running_node(etcd_endpoint, folder, cluster="", **settings) as node:
         yield Asking(node, node.queries)
 
 

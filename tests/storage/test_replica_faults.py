@@ -35,7 +35,7 @@ MINE = {"SEQUENCE_GAP", "DUPLICATE_SEQUENCE", "PRODUCER_FENCED", "DATA_LOSS", "I
 """Errors that no fault may cause."""
 
 
-class Story:
+class FaultRun:
     """The events of one replica set, and the expected state."""
 
     def __init__(self, scene: Scene, random: Random) -> None:
@@ -74,7 +74,7 @@ class Story:
             await asyncio.sleep(0.02)
         return False
 
-    async def harm(self) -> None:
+    async def inject_faults(self) -> None:
         """Inject some faults, one after another."""
         for _ in range(FAULTS):
             await asyncio.sleep(self.random.uniform(0.2, 1.5))
@@ -111,7 +111,7 @@ class Story:
         batch: bytes after the last batch of a segment are never read, so never repaired.
         """
         stored = node.log()
-        if not stored or not (await self.scene.standing()).in_sync - self.rotted - {node.name}:
+        if not stored or not (await self.scene.set_record()).in_sync - self.rotted - {node.name}:
             return
         self.rotted.add(node.name)
         name = self.random.choice(sorted(stored))
@@ -128,13 +128,13 @@ async def test_acknowledged_messages_are_there_once_and_in_order(
         random = Random(seed)
         scene.settings |= HASTY | {"min_in_sync": random.choice((1, 2))}
         await scene.start("a", "b", "c")
-        story = Story(scene, random)
+        story = FaultRun(scene, random)
         async with asyncio.TaskGroup() as tasks:
             for queue_id in range(WRITERS):
                 tasks.create_task(story.write(queue_id))
-            tasks.create_task(story.harm())
-        await scene.in_sync("a", "b", "c")
-        await scene.alike()
+            tasks.create_task(story.inject_faults())
+        await scene.wait_in_sync("a", "b", "c")
+        await scene.wait_equal()
         leader = await scene.leader()
         for queue_id, count in enumerate(story.acked):
             found = [body.split()[0] for body in await leader.bodies(queue_id)]

@@ -57,7 +57,7 @@ async def three(scene: Scene) -> Replica:
     """Wait until all three nodes are in sync; return the leader."""
     await scene.start("a", "b", "c")
     leader = await scene.leader()
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     return leader
 
 
@@ -82,7 +82,7 @@ async def test_followers_hold_the_same_bytes_as_their_leader(scene: Scene) -> No
     leader = await three(scene)
     for queue_id in range(8):
         await leader.append(*(batch(bytes(3_000), queue_id=queue_id) for _ in range(10)))
-    await scene.alike()
+    await scene.wait_equal()
     assert len(leader.log()) > 3, "the log has several segments"
 
 
@@ -96,10 +96,10 @@ async def test_receipt_says_replicated_only_if_two_replicas_have_the_batch(scene
     assert receipt.durability == pb.DURABILITY_MEMORY
     for name in others(scene, leader):
         await scene.nodes[name].stop()
-    await scene.in_sync(leader.name)
+    await scene.wait_in_sync(leader.name)
     (receipt,) = await leader.append(batch(b"d"))
     assert receipt.durability == pb.DURABILITY_FSYNCED
-    error = await leader.refusal(batch(b"e"), durability=pb.DURABILITY_REPLICATED)
+    error = await leader.rejection(batch(b"e"), durability=pb.DURABILITY_REPLICATED)
     assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
     assert await leader.bodies() == [b"a", b"b", b"c", b"d"], "what is refused is not written"
 
@@ -110,12 +110,12 @@ async def test_writes_are_rejected_with_too_few_replicas_in_sync(scene: Scene) -
     await leader.append(*numbered(0, 1))
     for name in others(scene, leader):
         await scene.nodes[name].stop()
-    await scene.in_sync(leader.name)
-    error = await leader.refusal(*numbered(1, 1))
+    await scene.wait_in_sync(leader.name)
+    error = await leader.rejection(*numbered(1, 1))
     assert error.reason == "NOT_ENOUGH_REPLICAS"
     assert await leader.bodies() == [b"0"]
     (again,) = await scene.start(others(scene, leader)[0])
-    await scene.in_sync(leader.name, again.name)
+    await scene.wait_in_sync(leader.name, again.name)
     (receipt,) = await leader.append(*numbered(1, 1))
     assert receipt.durability == pb.DURABILITY_REPLICATED
 
@@ -128,17 +128,19 @@ async def test_leader_with_too_few_replicas_in_sync_serves_reads(scene: Scene) -
     for name in (*others(scene, leader), leader.name):
         await scene.nodes[name].stop()
         if name != leader.name:
-            await scene.in_sync(*(n for n, node in scene.nodes.items() if not node.ended.is_set()))
+            await scene.wait_in_sync(
+                *(n for n, node in scene.nodes.items() if not node.ended.is_set())
+            )
     (again,) = await scene.start(leader.name)
     assert await scene.leader() is again
     request = pb.QueryOffsetsRequest(queues=[queue(0)])
     (offsets,) = (await again.stub.QueryOffsets(request, timeout=20)).outcomes
     assert offsets.offsets.next_offset == 3
     assert await again.bodies() == [b"0", b"1", b"2"]
-    error = await again.refusal(*numbered(3, 1))
+    error = await again.rejection(*numbered(3, 1))
     assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
     (follower,) = await scene.start(others(scene, leader)[0])
-    await scene.in_sync(again.name, follower.name)
+    await scene.wait_in_sync(again.name, follower.name)
     (receipt,) = await again.append(*numbered(3, 1))
     assert (receipt.first_offset, receipt.durability) == (3, pb.DURABILITY_REPLICATED)
 
@@ -146,11 +148,11 @@ async def test_leader_with_too_few_replicas_in_sync_serves_reads(scene: Scene) -
 async def test_acknowledged_messages_survive_the_death_of_the_leader(scene: Scene) -> None:
     first = await three(scene)
     receipts = await first.append(*numbered(0, 50))
-    before = await scene.standing()
+    before = await scene.set_record()
     await first.crash()
     second = await scene.leader()
     assert second is not first
-    assert (await scene.standing()).epoch == before.epoch + 1
+    assert (await scene.set_record()).epoch == before.epoch + 1
     assert await second.bodies() == [b"%d" % number for number in range(50)]
     (repeated,) = await second.append(*numbered(49, 1))
     assert (repeated.duplicate, repeated.first_offset) == (True, 49)
@@ -158,20 +160,20 @@ async def test_acknowledged_messages_survive_the_death_of_the_leader(scene: Scen
     (next_one,) = await second.append(*numbered(50, 1))
     assert (next_one.duplicate, next_one.first_offset) == (False, 50)
     await scene.start(first.name)
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
 
 
 async def test_old_leader_cuts_off_its_unacknowledged_messages(scene: Scene) -> None:
     first = await three(scene)
     await first.append(*numbered(0, 5))
-    await scene.alike()
+    await scene.wait_equal()
     first.gate.shut |= {"a", "b", "c"}
     first.session.cut = True  # it can't remove followers from the set either
     before = (await first.describe()).next_position
 
     async def written() -> bool:
-        error = await first.refusal(batch(b"unacknowledged"), timeout_s=0.5)
+        error = await first.rejection(batch(b"unacknowledged"), timeout_s=0.5)
         assert error.reason == "UNREACHABLE"
         return (await first.describe()).next_position > before
 
@@ -181,7 +183,7 @@ async def test_old_leader_cuts_off_its_unacknowledged_messages(scene: Scene) -> 
     assert await second.bodies() == [b"%d" % number for number in range(5)]
     await second.append(*numbered(5, 20))
     await scene.start(first.name)
-    await scene.alike()
+    await scene.wait_equal()
     assert await second.bodies() == [b"%d" % number for number in range(25)]
 
 
@@ -194,7 +196,7 @@ async def test_message_is_not_visible_before_the_whole_in_sync_set_has_it(scene:
     leader.gate.shut.add(late.name)
 
     async def synced() -> bool:
-        error = await leader.refusal(*numbered(1, 1), timeout_s=0.3)
+        error = await leader.rejection(*numbered(1, 1), timeout_s=0.3)
         assert error.reason == "UNREACHABLE"
         described = await leader.describe()
         return before < described.next_position == described.synced_position
@@ -214,14 +216,14 @@ async def test_slow_follower_leaves_the_in_sync_set_and_joins_again(scene: Scene
     slow, fast = others(scene, leader)
     leader.gate.shut.add(slow)
     await leader.append(*numbered(0, 100))
-    await scene.in_sync(leader.name, fast)
+    await scene.wait_in_sync(leader.name, fast)
     lags = {one.node_id: one for one in (await leader.replicas()).replicas}
     assert lags[slow].lag > 0
     assert not lags[slow].in_sync
     assert lags[fast].lag == 0
     leader.gate.shut.clear()
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
 
 
 async def test_follower_catches_up_while_the_leader_is_written_to(scene: Scene) -> None:
@@ -229,13 +231,13 @@ async def test_follower_catches_up_while_the_leader_is_written_to(scene: Scene) 
     leader = await three(scene)
     late = scene.nodes[others(scene, leader)[0]]
     await late.stop()
-    await scene.in_sync(*(name for name in scene.nodes if name != late.name))
+    await scene.wait_in_sync(*(name for name in scene.nodes if name != late.name))
     for number in range(100):
         await leader.append(batch(bytes(20_000), queue_id=number % 7))
     (late,) = await scene.start(late.name)
-    while (await scene.standing()).in_sync != {"a", "b", "c"}:
+    while (await scene.set_record()).in_sync != {"a", "b", "c"}:
         await leader.append(batch(bytes(100)))
-    await scene.alike()
+    await scene.wait_equal()
 
 
 async def test_empty_node_starts_at_the_first_position_of_the_leader(scene: Scene) -> None:
@@ -247,7 +249,7 @@ async def test_empty_node_starts_at_the_first_position_of_the_leader(scene: Scen
     leader = await three(scene)
     late = scene.nodes[others(scene, leader)[0]]
     await late.stop()
-    await scene.in_sync(*(name for name in scene.nodes if name != late.name))
+    await scene.wait_in_sync(*(name for name in scene.nodes if name != late.name))
     await leader.append(*numbered(0, 7, queue_id=3))
     for _ in range(40):
         await leader.append(batch(bytes(20_000)), batch(bytes(20_000), queue_id=1))
@@ -257,8 +259,8 @@ async def test_empty_node_starts_at_the_first_position_of_the_leader(scene: Scen
 
     await until(removed)
     (late,) = await scene.start(late.name)
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
     for name in others(scene, late):
         await scene.nodes[name].crash()
     await until(late.serves)
@@ -273,11 +275,11 @@ async def test_stopped_follower_continues_from_its_checkpoint(scene: Scene) -> N
     leader = await three(scene)
     await leader.append(*numbered(0, 300))
     follower = scene.nodes[others(scene, leader)[0]]
-    await scene.alike()
+    await scene.wait_equal()
     await follower.stop()
     await leader.append(*numbered(300, 10))
     await scene.start(follower.name)
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     await leader.crash()
     second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(310)]
@@ -288,7 +290,7 @@ async def test_damaged_copy_repairs_itself_from_the_others(scene: Scene, part: s
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
     follower = scene.nodes[others(scene, leader)[0]]
-    await scene.alike()
+    await scene.wait_equal()
     await follower.stop()
     path = (
         follower.folder / "epochs" if part == "epochs" else min((follower.folder / "log").iterdir())
@@ -297,8 +299,8 @@ async def test_damaged_copy_repairs_itself_from_the_others(scene: Scene, part: s
     content[receipts[20].position + 100 if part == "log" else 12] ^= 1
     path.write_bytes(content)
     (follower,) = await scene.start(follower.name)
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
     await leader.append(*numbered(50, 1))
     await leader.crash()
     second = await scene.leader()
@@ -315,7 +317,7 @@ async def test_leader_that_stops_cleanly_removes_no_follower_from_the_in_sync_se
     before = (await leader.describe()).next_position
     leader.gate.shut |= set(followers)
     async with asyncio.TaskGroup() as tasks:
-        refused = tasks.create_task(leader.refusal(*numbered(0, 1)))
+        refused = tasks.create_task(leader.rejection(*numbered(0, 1)))
 
         async def written() -> bool:
             return (await leader.describe()).next_position > before
@@ -324,7 +326,7 @@ async def test_leader_that_stops_cleanly_removes_no_follower_from_the_in_sync_se
         await leader.stop()
     assert refused.result().reason == "UNREACHABLE"
     assert (await scene.leader()).name in followers
-    await scene.in_sync(*followers)
+    await scene.wait_in_sync(*followers)
 
 
 async def test_node_that_lost_safe_messages_is_not_elected(
@@ -333,13 +335,13 @@ async def test_node_that_lost_safe_messages_is_not_elected(
     """Etcd says that the node is in sync; it dies with the others and restarts first."""
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
-    await scene.alike()
+    await scene.wait_equal()
     damaged, good = (scene.nodes[name] for name in others(scene, leader))
     for node in (leader, damaged, good):
         node.session.cut = True
     for node in (leader, damaged, good):
         await node.crash()
-    before = await scene.standing()
+    before = await scene.set_record()
     assert before.in_sync == {"a", "b", "c"}
     rot(damaged, receipts[20].position)
     refused: list[str] = []
@@ -354,15 +356,15 @@ async def test_node_that_lost_safe_messages_is_not_elected(
     monkeypatch.setattr(ReplicaSetStore, "candidacy", counted)
     (damaged,) = await scene.start(damaged.name)
     await until(lambda: len(refused) >= 3)
-    await scene.vacant()
+    await scene.wait_vacant()
     asked = len(refused)
     await until(lambda: len(refused) >= asked + 3)
-    assert await scene.standing() == before
+    assert await scene.set_record() == before
     await scene.start(good.name)
     assert (await scene.leader()).name == good.name
-    assert (await scene.standing()).epoch == before.epoch + 1
-    await scene.in_sync(damaged.name, good.name)
-    await scene.alike(damaged.name, good.name)
+    assert (await scene.set_record()).epoch == before.epoch + 1
+    await scene.wait_in_sync(damaged.name, good.name)
+    await scene.wait_equal(damaged.name, good.name)
     assert await scene.nodes[good.name].bodies() == [b"%d" % number for number in range(50)]
 
 
@@ -383,7 +385,7 @@ async def test_node_that_loses_safe_messages_during_its_election_resigns(
         candidacy = await stand(self)
         if candidacy is None or not armed.is_set():
             return candidacy
-        if await scene.led():
+        if await scene.has_leader():
             return candidacy  # this attempt fails
         if not hit:
             hit.append(self)
@@ -398,15 +400,15 @@ async def test_node_that_loses_safe_messages_during_its_election_resigns(
     monkeypatch.setattr(ReplicaSetStore, "candidacy", damaged_meanwhile)
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
-    await scene.alike()
-    before = await scene.standing()
+    await scene.wait_equal()
+    before = await scene.set_record()
     armed.set()
     await leader.crash()
     second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(50)]
-    assert (await scene.standing()).epoch == before.epoch + 2
-    await scene.in_sync(*others(scene, leader))
-    await scene.alike(*others(scene, leader))
+    assert (await scene.set_record()).epoch == before.epoch + 2
+    await scene.wait_in_sync(*others(scene, leader))
+    await scene.wait_equal(*others(scene, leader))
 
 
 async def test_follower_adopts_no_epoch_whose_earlier_log_it_lacks(scene: Scene) -> None:
@@ -414,7 +416,7 @@ async def test_follower_adopts_no_epoch_whose_earlier_log_it_lacks(scene: Scene)
     first = await three(scene)
     late = scene.nodes[others(scene, first)[0]]
     await late.stop()
-    await scene.in_sync(*(name for name in scene.nodes if name != late.name))
+    await scene.wait_in_sync(*(name for name in scene.nodes if name != late.name))
     for _ in range(100):
         await first.append(batch(bytes(20_000)))
     await first.crash()
@@ -427,7 +429,7 @@ async def test_follower_adopts_no_epoch_whose_earlier_log_it_lacks(scene: Scene)
         assert history.starts[-1][1] <= (await late.describe()).next_position
         behind += end > 0
     assert behind, "it was seen on its way"
-    await scene.in_sync(second.name, late.name)
+    await scene.wait_in_sync(second.name, late.name)
 
 
 async def test_member_with_an_empty_disk_has_no_position_until_it_has_everything(
@@ -456,14 +458,14 @@ async def test_member_with_an_empty_disk_has_no_position_until_it_has_everything
         on_its_way += at > 0
     assert on_its_way, "it was seen on its way"
     await until(lambda: not history().damaged)
-    await scene.in_sync(*scene.nodes)
-    await scene.alike()
+    await scene.wait_in_sync(*scene.nodes)
+    await scene.wait_equal()
 
 
 async def test_follower_rejects_calls_for_the_leader(scene: Scene) -> None:
     leader = await three(scene)
     follower = scene.nodes[others(scene, leader)[0]]
-    error = await follower.refusal(batch(b"a"))
+    error = await follower.rejection(batch(b"a"))
     assert error.reason == "NOT_LEADER"
     assert not await follower.serves()
     item = schedule_pb.ScheduleItem(batch=batch(b"a"), deliver_unix_ms=Clock().unix_ms() + 1_000)
@@ -495,7 +497,7 @@ async def test_only_the_serving_leader_delivers_due_batches_and_once(scene: Scen
 
     await until(all_delivered)
     await scene.start(leader.name)
-    await scene.alike()
+    await scene.wait_equal()
     assert await second.bodies() == [b"soon", b"later"]
 
 
@@ -523,11 +525,11 @@ async def test_follower_with_a_damaged_log_repairs_itself_while_it_runs(
     monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
-    await scene.alike()
+    await scene.wait_equal()
     rot(scene.nodes[others(scene, leader)[0]], receipts[20].position)
-    await scene.alike()
-    await scene.in_sync("a", "b", "c")
-    assert (await scene.standing()).leader == leader.name
+    await scene.wait_equal()
+    await scene.wait_in_sync("a", "b", "c")
+    assert (await scene.set_record()).leader == leader.name
 
 
 async def test_leader_with_a_damaged_log_resigns_and_repairs_itself(
@@ -536,17 +538,17 @@ async def test_leader_with_a_damaged_log_resigns_and_repairs_itself(
     monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
-    await scene.alike()
+    await scene.wait_equal()
     rot(leader, receipts[20].position)
 
-    async def gave_way() -> bool:
-        return (await scene.standing()).leader != leader.name
+    async def resigned() -> bool:
+        return (await scene.set_record()).leader != leader.name
 
-    await until(gave_way)
+    await until(resigned)
     second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(50)]
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
 
 
 async def test_leader_with_a_damaged_log_stays_if_no_other_member_has_it(
@@ -558,7 +560,7 @@ async def test_leader_with_a_damaged_log_stays_if_no_other_member_has_it(
     receipts = await leader.append(*numbered(0, 50))
     for name in others(scene, leader):
         await scene.nodes[name].stop()
-    await scene.in_sync(leader.name)
+    await scene.wait_in_sync(leader.name)
     rot(leader, receipts[20].position)
 
     async def found() -> bool:
@@ -580,7 +582,7 @@ async def test_follower_that_receives_only_damaged_bytes_reports_it(
     leader = await scene.leader()
     (follower_name,) = others(scene, leader)
     await scene.nodes[follower_name].stop()
-    await scene.in_sync(leader.name)
+    await scene.wait_in_sync(leader.name)
     receipts = await leader.append(*numbered(0, 50))
     rot(leader, receipts[20].position)
     await scene.start(follower_name)
@@ -606,8 +608,8 @@ async def test_follower_that_receives_only_damaged_bytes_reports_it(
         return await problem() == ""
 
     await until(well)
-    await scene.in_sync("a", "b")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b")
+    await scene.wait_equal()
 
 
 def rot(node: Replica, position: int) -> None:
@@ -622,21 +624,21 @@ def rot(node: Replica, position: int) -> None:
 async def test_node_that_accepts_the_loss_leads_if_every_copy_is_damaged(scene: Scene) -> None:
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
-    await scene.alike()
+    await scene.wait_equal()
     nodes = list(scene.nodes.values())
     for node in nodes:
         node.session.cut = True
     for node in nodes:
         await node.crash()
         rot(node, receipts[20].position)
-    epoch = (await scene.standing()).epoch
+    epoch = (await scene.set_record()).epoch
     (first,) = await scene.start("a", accept_loss=True)
     assert (await scene.leader()).name == first.name
-    assert (await scene.standing()).epoch == epoch + 1
+    assert (await scene.set_record()).epoch == epoch + 1
     assert await first.bodies() == [b"%d" % number for number in range(20)]
     await scene.start("b", "c")
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
 
 
 async def test_operator_may_accept_the_loss_of_messages_of_lost_nodes(
@@ -653,12 +655,12 @@ async def test_operator_may_accept_the_loss_of_messages_of_lost_nodes(
 
     await until(seen)
     leader.gate.shut.add(late_name)
-    await scene.in_sync(leader.name, follower_name)
+    await scene.wait_in_sync(leader.name, follower_name)
     await leader.append(*numbered(3, 3))
     async with asyncio.TaskGroup() as tasks:
         for name in (leader.name, follower_name):
             tasks.create_task(scene.nodes[name].crash())
-    await scene.vacant()
+    await scene.wait_vacant()
     assert not await late.serves(), "it is not in sync"
     async with EtcdSession(etcd_endpoint, scene.cluster, Clock()) as session:
         request = nameserver_pb.ElectReplicaRequest(
@@ -682,9 +684,9 @@ async def test_operator_may_accept_the_loss_of_messages_of_lost_nodes(
     (receipt,) = await late.append(batch(b"instead"))
     assert receipt.first_offset == 3
     await scene.start(leader.name, follower_name)
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
-    (loss,) = (await scene.standing()).accepted
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
+    (loss,) = (await scene.set_record()).accepted
     assert (loss.node_id, set(loss.lost)) == (late_name, {leader.name, follower_name})
 
 
@@ -694,7 +696,7 @@ async def test_node_without_replicas_becomes_the_first_member_of_a_set(scene: Sc
     await alone.stop()
     leader = await three(scene)
     assert leader.name == "b"
-    await scene.alike()
+    await scene.wait_equal()
     assert await leader.bodies() == [b"%d" % number for number in range(30)]
     (receipt,) = await leader.append(*numbered(29, 1))
     assert receipt.duplicate
@@ -711,11 +713,11 @@ async def test_set_does_not_start_while_a_member_still_runs_without_replicas(sce
         await scene.start("a", "c")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(LEASE_MS / 2000):
-                await until(scene.led)
+                await until(scene.has_leader)
     await scene.start("b")
     assert (await scene.leader()).name == "b"
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
     assert await scene.nodes["b"].bodies() == [b"%d" % number for number in range(30)]
 
 
@@ -730,7 +732,7 @@ async def test_leadership_ends_before_its_lease_while_etcd_is_unreachable(scene:
         return not await leader.serves()
 
     await until(ended)
-    error = await leader.refusal(*numbered(3, 1))
+    error = await leader.rejection(*numbered(3, 1))
     assert error.reason == "NO_QUORUM"
     assert await leader.bodies() == [b"0", b"1", b"2"]
     for node in scene.nodes.values():

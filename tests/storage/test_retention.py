@@ -122,7 +122,7 @@ def test_forced_cleaning_removes_just_enough() -> None:
 def test_writes_stop_at_the_last_watermark_and_resume_below_the_one_before() -> None:
     retention = at(89.9)
     seen = [
-        retention.refusal() is not None
+        retention.rejection() is not None
         for percent in (90, 86, 85, 84.9, 89.9, 90.1)
         if observe(retention, percent)
     ]
@@ -130,21 +130,21 @@ def test_writes_stop_at_the_last_watermark_and_resume_below_the_one_before() -> 
 
 
 def test_rejection_has_numbers_and_a_remedy() -> None:
-    refusal = at(92.5).refusal()
-    assert refusal is not None
-    assert refusal.facts == {"used_percent": "92.5", "limit_percent": "90", "free_bytes": "75"}
-    assert "below 85 %" in refusal.remedy
-    assert refusal.retry_after_ms > 0
+    rejection = at(92.5).rejection()
+    assert rejection is not None
+    assert rejection.facts == {"used_percent": "92.5", "limit_percent": "90", "free_bytes": "75"}
+    assert "below 85 %" in rejection.remedy
+    assert rejection.retry_after_ms > 0
 
 
 def test_writes_are_rejected_until_a_segment_fits() -> None:
     retention = at(50, total=150)
-    retention.met_no_space()
-    assert retention.refusal() is not None
+    retention.record_no_space()
+    assert retention.rejection() is not None
     assert removed(retention, [0] * 5, hour=12) == 1, "room is made for one"
     assert observe(retention, 40, total=150) is DiskState.FULL
     assert observe(retention, 30, total=150) is DiskState.OK
-    assert retention.refusal() is None
+    assert retention.rejection() is None
 
 
 def test_round_removes_a_bounded_number_of_segments() -> None:

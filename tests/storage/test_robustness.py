@@ -28,7 +28,7 @@ from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
-from tests.storage.running_node import BROKER, TIMEOUT_S, Running, pull_request, running
+from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, pull_request, running_node
 from tests.support.waiting import until
 
 INT64_MAX, INT64_MIN = (1 << 63) - 1, -(1 << 63)
@@ -65,7 +65,7 @@ async def test_numbers_at_the_limits_of_their_fields_are_stored_or_rejected_by_n
             born_unix_ms=values["born"],
         )
 
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         outcomes = await node.outcomes(
             edge(id=INT64_MAX, epoch=UINT32_MAX, sequence=UINT32_MAX),
             edge(id=INT64_MAX, epoch=UINT32_MAX, sequence=0),
@@ -102,7 +102,7 @@ async def test_numbers_at_the_limits_of_their_fields_are_stored_or_rejected_by_n
                 topic=TOPIC, key="k", from_unix_ms=begin, to_unix_ms=end
             )
             assert not (await node.queries.FindByKey(by_key, timeout=TIMEOUT_S)).messages
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         (again,) = await node.append(edge(id=INT64_MAX, epoch=UINT32_MAX, sequence=0))
         assert (again.first_offset, again.duplicate) == (1, True)
 
@@ -151,19 +151,19 @@ async def test_one_append_wakes_thousands_of_long_polls_of_its_queue_only(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     count = 2_000
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
 
         async def held(number: int) -> pb.PullResponse:
             request = pull_request(group=f"g{number}", queue_id=number % 2, hold_ms=30_000)
             return await node.stub.Pull(request, timeout=60)
 
         waiting = [tasks.create_task(held(number)) for number in range(count)]
-        await node.parked(count)
+        await node.wait_long_polls(count)
         await node.append(batch(b"a"))
         answers = [await one for one in waiting[::2]]
         assert {len(answer.batches) for answer in answers} == {1}
         assert len({group for group, *_ in node.offsets.recorded}) == count // 2
-        await node.parked(count // 2)
+        await node.wait_long_polls(count // 2)
         await node.append(batch(b"b", queue_id=1))
         assert {(await one).next_offset for one in waiting[1::2]} == {1}
 
@@ -172,7 +172,7 @@ async def test_one_append_wakes_thousands_of_long_polls_of_its_queue_only(
 async def test_long_polls_are_answered_when_their_topic_changes(
     etcd_endpoint: str, tmp_path: Path, change: str
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
 
         async def held(number: int) -> BatonError | pb.PullResponse:
             try:
@@ -182,7 +182,7 @@ async def test_long_polls_are_answered_when_their_topic_changes(
 
         await node.append(batch(b"old", queue_id=5))
         waiting = [tasks.create_task(held(number)) for number in range(50)]
-        await node.parked(50)
+        await node.wait_long_polls(50)
         if change == "deleted":
             await node.etcd.delete(node.etcd.key("topics", TOPIC))
         elif change == "shrunk":
@@ -195,13 +195,13 @@ async def test_long_polls_are_answered_when_their_topic_changes(
         if change == "recreated":
             reasons = {one.reason for one in outcomes if isinstance(one, BatonError)}
             assert reasons == {"OFFSET_AHEAD_OF_LOG"}, "the new topic has nothing at offset 1"
-        await node.parked(0)
+        await node.wait_long_polls(0)
 
 
 class EdgeReaders:
     """Read the oldest message in every way and count the results."""
 
-    def __init__(self, node: Running) -> None:
+    def __init__(self, node: RunningNode) -> None:
         self._node, self._stopping = node, False
         self.seen: Counter[str] = Counter()
 
@@ -251,7 +251,7 @@ def check_bodies(batches: Iterable[bytes]) -> None:
 async def test_reads_during_retention_are_correct_or_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(
+    async with running_node(
         etcd_endpoint, tmp_path, segment_bytes=4_096, retention_bytes=12_288, disk_interval_ms=10
     ) as node:
         readers = EdgeReaders(node)
@@ -277,12 +277,14 @@ async def test_missing_segment_is_data_loss_and_the_rest_is_served(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     """The file was removed; a node that has it open could still read it."""
-    async with running(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
+    async with running_node(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
         for number in range(6):
             await node.append(batch(b"%d" % number + bytes(1_800)))
     names = sorted(path.name for path in (tmp_path / "log").iterdir())
     # The scrub may have opened it before it vanishes.
-    async with running(etcd_endpoint, tmp_path, segment_bytes=4_096, scrub_bytes_per_s=0) as node:
+    async with running_node(
+        etcd_endpoint, tmp_path, segment_bytes=4_096, scrub_bytes_per_s=0
+    ) as node:
         (tmp_path / "log" / names[1]).unlink()
         for _ in range(2):
             with pytest.raises(DataLoss) as lost:
@@ -297,9 +299,9 @@ async def test_missing_segment_is_data_loss_and_the_rest_is_served(
 async def test_missing_index_is_reported_and_rebuilt_at_the_next_start(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"), batch(b"b", queue_id=1))
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         (index,) = (tmp_path / "consumequeue").glob("*/0/*")
         index.unlink()
         with pytest.raises(DataLoss) as lost:
@@ -307,5 +309,5 @@ async def test_missing_index_is_reported_and_rebuilt_at_the_next_start(
         assert "fsck" in lost.value.remedy
         assert (await node.pull(queue_id=1)).next_offset == 1
         assert (await node.describe()).damaged_batch_count == 1
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         assert (await node.pull()).next_offset == 1

@@ -21,7 +21,7 @@ from batonmq._connection.channels import connect
 from batonmq._core.records import check_batch, decode_records
 from tests.storage.batches import batch
 from tests.storage.running_node import WATERMARKS, pull_request
-from tests.storage.test_process import QUEUES, TIMEOUT_S, Site, site
+from tests.storage.test_process import QUEUES, TIMEOUT_S, ProcessSite, site
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -78,10 +78,10 @@ async def describe(stub: pb_grpc.StorageServiceAsyncStub) -> pb.DescribeResponse
     return await stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
 
 
-class Rounds:
+class KillRounds:
     """Start nodes, schedule batches, and kill the nodes while they deliver."""
 
-    def __init__(self, here: Site) -> None:
+    def __init__(self, here: ProcessSite) -> None:
         self._here, self._clock = here, Clock()
         self.started_ms = self.in_the_middle_count = 0
         self.last_ids: list[str] = []
@@ -112,7 +112,7 @@ async def test_kill_9_delivers_each_message_once_and_none_early(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
-        rounds = Rounds(here)
+        rounds = KillRounds(here)
         for number in range(ROUNDS):
             await rounds.run(number)
         assert rounds.in_the_middle_count, "no kill came in the middle"

@@ -415,11 +415,11 @@ async def test_old_waiting_batch_is_rewritten_and_frees_its_segment() -> None:
         await here.schedule(batch(FILL), NOW)
         await here.schedule(batch(FILL), NOW)
         await here.deliver()
-        await here.move()
+        await here.rewrite_old()
         assert here.store.schedule.waiting.oldest_position() == 0
         here.clock.pass_ms(24 * HOUR_MS)
         end = here.store.log.next_position
-        await here.move()
+        await here.rewrite_old()
         oldest = here.store.schedule.waiting.oldest_position()
         assert oldest is not None
         assert oldest >= end
@@ -480,7 +480,7 @@ async def test_damaged_waiting_batch_blocks_neither_retention_nor_the_node(at: i
         here.disk.files[f"log/{0:020d}"].content[at] ^= 1
         here.clock.pass_ms(24 * HOUR_MS)
         end = here.store.log.next_position
-        await here.move()
+        await here.rewrite_old()
         oldest = here.store.schedule.waiting.oldest_position()
         assert oldest is not None
         assert oldest >= end

@@ -16,7 +16,7 @@ from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.storage.core import scrub as core
 from batonmq_server.storage.core.scrub import LogScrub
 from batonmq_server.storage.damage_tracker import DamageTracker
-from batonmq_server.storage.node import opened
+from batonmq_server.storage.node import open_directory
 from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import Opened, append, batch, open_store, stored
@@ -92,7 +92,7 @@ def test_short_file_is_damage(kept: int) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
 def test_unreadable_sector_is_damage_and_the_rest_is_checked(number: int) -> None:
-    class Rotten(MemoryFile):
+    class UnreadableFile(MemoryFile):
         def read(self, at: int, bytes_max: int) -> bytes:
             if at <= 400 < at + bytes_max:
                 raise OSError(number, "not there")
@@ -100,7 +100,7 @@ def test_unreadable_sector_is_damage_and_the_rest_is_checked(number: int) -> Non
 
     made = filled()
     path, begin, _ = made.store.log.segment_of(1_500)
-    rotten = Rotten()
+    rotten = UnreadableFile()
     rotten.content[:] = made.disk.files[path].content
     made.disk.files[path] = rotten
     scrub = LogScrub(made.disk, made.store.log)
@@ -151,7 +151,7 @@ def test_each_damage_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
 async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Path) -> None:
     counter = Counter("found", "DamageTracker.", registry=CollectorRegistry())
     damage = DamageTracker(counter.inc)
-    with opened(tmp_path, segment_bytes=4_096, monotonic_ms=lambda: 0) as node:
+    with open_directory(tmp_path, segment_bytes=4_096, monotonic_ms=lambda: 0) as node:
         raw = batch(b"x" * 200)
         append(node.store, raw, raw, raw)
         unsynced = node.store.log.unsynced()

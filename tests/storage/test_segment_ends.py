@@ -184,8 +184,8 @@ def assert_good(node: Replica) -> None:
 
 async def together(scene: Scene) -> None:
     """Wait until all nodes follow without a restart; their indexes match their logs."""
-    await scene.in_sync("a", "b", "c")
-    await scene.alike()
+    await scene.wait_in_sync("a", "b", "c")
+    await scene.wait_equal()
     assert not [name for name, node in scene.nodes.items() if node.ended.is_set()]
     await scene.stop()
     for node in scene.nodes.values():
@@ -195,15 +195,15 @@ async def together(scene: Scene) -> None:
 async def test_follower_with_a_short_segment_follows_again(scene: Scene) -> None:
     await scene.start("a", "b", "c")
     leader = await scene.leader()
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     await leader.append(*map(keyed, range(3)))
-    await scene.alike()
+    await scene.wait_equal()
     follower = next(node for node in scene.nodes.values() if node is not leader)
     await follower.stop()
     shorten(follower)
     await scene.start(follower.name)
     await leader.append(*map(keyed, range(3, 6)))
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     assert await leader.bodies() == numbers(6)
     await together(scene)
 
@@ -212,18 +212,18 @@ async def test_followers_follow_a_leader_with_a_short_segment(scene: Scene) -> N
     scene.settings |= {"min_in_sync": 2}
     await scene.start("a", "b", "c")
     first = await scene.leader()
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     await first.append(*map(keyed, range(3)))
-    await scene.alike()
+    await scene.wait_equal()
     for name in sorted(scene.nodes.keys() - {first.name}):
         await scene.nodes[name].stop()
-    await scene.in_sync(first.name)
+    await scene.wait_in_sync(first.name)
     await first.stop()
     shorten(first)
     await scene.start(first.name)  # no other node may be elected
     leader = await scene.leader()
     await scene.start(*sorted(scene.nodes.keys() - {first.name}))
-    await scene.in_sync("a", "b", "c")
+    await scene.wait_in_sync("a", "b", "c")
     await leader.append(*map(keyed, range(3, 6)))
     assert await leader.bodies() == numbers(6)
     assert len(list((leader.folder / "log").iterdir())) == 2

@@ -22,7 +22,7 @@ from batonmq_server.storage.delivery_recorder import (
     PendingDelivery,
 )
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.storage.test_delivery_recorder import HOLDER, asking, refusal_of
+from tests.storage.test_delivery_recorder import HOLDER, asking, rejection_of
 from tests.support.waiting import until
 
 PATIENT_MS = 20_000
@@ -34,9 +34,9 @@ async def together(
     """Return the results of deliveries that gather while the first one is in flight."""
     twin.answering.clear()
     async with asyncio.TaskGroup() as tasks:
-        waiting = [tasks.create_task(refusal_of(asked, some[0]))]
+        waiting = [tasks.create_task(rejection_of(asked, some[0]))]
         await until(lambda: twin.calls == [1])
-        waiting += [tasks.create_task(refusal_of(asked, one)) for one in some[1:]]
+        waiting += [tasks.create_task(rejection_of(asked, one)) for one in some[1:]]
         await asyncio.sleep(0)  # now the deliveries are queued
         twin.answering.set()
     return [one.result() for one in waiting]

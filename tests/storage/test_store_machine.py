@@ -36,7 +36,7 @@ from batonmq_server.storage.core.store import ReadSpec
 from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import StorageNode, recovered
+from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, append, batch
 
@@ -95,7 +95,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.opening = recovered(self.disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0)
+        self.opening = recover_directory(
+            self.disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0
+        )
         self.node = self.opening.__enter__()
         self.store = self.node.store
 

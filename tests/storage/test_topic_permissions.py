@@ -19,7 +19,7 @@ from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, NotReadable
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
-from tests.storage.running_node import BROKER, TIMEOUT_S, Running, running
+from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
 from tests.support.waiting import until
 
 READ, WRITE = nameserver_pb.TOPIC_PERMISSION_READ, nameserver_pb.TOPIC_PERMISSION_WRITE
@@ -27,7 +27,7 @@ READ_WRITE = nameserver_pb.TOPIC_PERMISSION_READ_WRITE
 
 
 async def change(
-    node: Running,
+    node: RunningNode,
     permission: nameserver_pb.TopicPermission.ValueType = READ_WRITE,
     *,
     write_queue_count: int = 0,
@@ -48,7 +48,7 @@ async def change(
     return revision
 
 
-async def ends(node: Running, *queue_ids: int) -> tuple[int, list[int]]:
+async def ends(node: RunningNode, *queue_ids: int) -> tuple[int, list[int]]:
     """Return the revision that QueryOffsets used, and the next offsets of queues."""
     request = pb.QueryOffsetsRequest(
         queues=[
@@ -61,7 +61,7 @@ async def ends(node: Running, *queue_ids: int) -> tuple[int, list[int]]:
     return int(trailer[TOPICS_REVISION]), [o.offsets.next_offset for o in answer.outcomes]
 
 
-async def reasons(node: Running, *batches: bytes) -> list[str]:
+async def reasons(node: RunningNode, *batches: bytes) -> list[str]:
     """Return the error reason of each batch; `stored` if it was stored."""
     return [
         error_from_pb(outcome.error).reason if outcome.HasField("error") else "stored"
@@ -70,7 +70,7 @@ async def reasons(node: Running, *batches: bytes) -> list[str]:
 
 
 async def test_read_only_topic_accepts_no_messages(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a"))
         await change(node, READ)
         (outcome,) = await node.outcomes(batch(b"b"))
@@ -83,7 +83,7 @@ async def test_read_only_topic_accepts_no_messages(etcd_endpoint: str, tmp_path:
 
 
 async def test_write_only_topic_returns_no_messages(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await change(node, WRITE)
         assert await reasons(node, batch(b"a")) == ["stored"]
         with pytest.raises(NotReadable) as refused:
@@ -96,14 +96,14 @@ async def test_write_only_topic_returns_no_messages(etcd_endpoint: str, tmp_path
 async def test_long_poll_ends_when_its_topic_becomes_write_only(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
-        pull = tasks.create_task(refusal_of_pull(node))
-        await node.parked(1)
+    async with running_node(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        pull = tasks.create_task(rejection_of_pull(node))
+        await node.wait_long_polls(1)
         await change(node, WRITE)
         assert isinstance(await pull, NotReadable)
 
 
-async def refusal_of_pull(node: Running) -> BatonError | None:
+async def rejection_of_pull(node: RunningNode) -> BatonError | None:
     try:
         await node.pull(hold_ms=20_000)
     except BatonError as error:
@@ -114,7 +114,7 @@ async def refusal_of_pull(node: Running) -> BatonError | None:
 async def test_closed_queues_accept_no_messages_and_can_be_read(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(batch(b"a", queue_id=5), batch(b"b", queue_id=2))
         await change(node, write_queue_count=3)
         assert await reasons(
@@ -131,7 +131,7 @@ async def test_closed_queues_accept_no_messages_and_can_be_read(
 async def test_retry_of_a_stored_batch_gets_its_receipt_from_a_closed_queue(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         raw = batch(b"a", queue_id=5, producer=(9, 1))
         (first,) = await node.append(raw)
         for topic in ({"write_queue_count": 3}, {"permission": READ}):
@@ -143,7 +143,9 @@ async def test_retry_of_a_stored_batch_gets_its_receipt_from_a_closed_queue(
 
 async def test_end_of_a_closed_queue_is_final(etcd_endpoint: str, tmp_path: Path) -> None:
     """A message that is stored but not safe yet counts; no message follows it."""
-    async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
+    async with running_node(
+        etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000
+    ) as node:
         await node.append(batch(b"a", queue_id=5), durability=pb.DURABILITY_MEMORY)
         assert (await ends(node, 5))[1] == [0], "nobody has asked for it to be safe"
         revision = await change(node, write_queue_count=3)
@@ -154,7 +156,7 @@ async def test_end_of_a_closed_queue_is_final(etcd_endpoint: str, tmp_path: Path
 async def test_offsets_below_the_first_offset_are_reported_as_lost(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(
+    async with running_node(
         etcd_endpoint, tmp_path, segment_bytes=4_096, retention_bytes=8_192, disk_interval_ms=20
     ) as node:
         for n in range(12):
@@ -176,7 +178,7 @@ async def test_offsets_below_the_first_offset_are_reported_as_lost(
 async def test_pull_over_only_lost_messages_is_answered_at_once(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(
+    async with running_node(
         etcd_endpoint, tmp_path, segment_bytes=4_096, retention_bytes=8_192, disk_interval_ms=20
     ) as node:
         await node.append(batch(b"a", queue_id=3), batch(b"b", queue_id=3))
@@ -194,7 +196,7 @@ async def test_pull_over_only_lost_messages_is_answered_at_once(
 async def test_lost_messages_of_an_unrecorded_pull_do_not_count(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    async with running(
+    async with running_node(
         etcd_endpoint, tmp_path, segment_bytes=4_096, retention_bytes=8_192, disk_interval_ms=20
     ) as node:
         for _ in range(12):
@@ -210,7 +212,7 @@ async def test_lost_messages_of_an_unrecorded_pull_do_not_count(
         assert node.runtime.registry.get_sample_value(counter, labels) == first
 
 
-async def cleaned(node: Running) -> int:
+async def cleaned(node: RunningNode) -> int:
     """Wait until two of six segments are left; return the first offset of queue 0."""
 
     async def done() -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from batonmq._core.records import Message
 from batonmq._core.retries import dead_letter_topic
 from tests.storage.batches import TOPIC, batch
-from tests.storage.running_node import GROUP, Running, running
+from tests.storage.running_node import GROUP, RunningNode, running_node
 from tests.support.waiting import until
 
 NAMES = (
@@ -29,7 +29,7 @@ def messages(topic: str, *tags: str) -> bytes:
     return batch(*(Message(b"body", tag=tag) for tag in tags), topic=topic)
 
 
-def shown(node: Running, name: str) -> dict[tuple[str, ...], float]:
+def shown(node: RunningNode, name: str) -> dict[tuple[str, ...], float]:
     """Return the values of a metric by label values."""
     return {
         tuple(sample.labels.values()): sample.value
@@ -39,12 +39,12 @@ def shown(node: Running, name: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def labels(node: Running) -> set[str]:
+def labels(node: RunningNode) -> set[str]:
     """Return every topic and group that has a series."""
     return {label for name in NAMES for values in shown(node, name) for label in values}
 
 
-async def delivering(node: Running, *topics: str) -> None:
+async def delivering(node: RunningNode, *topics: str) -> None:
     """Pull everything for the group."""
     await node.put_gate()
     for topic in topics:
@@ -53,14 +53,14 @@ async def delivering(node: Running, *topics: str) -> None:
         await until(partial(_delivered, node, topic))
 
 
-async def _delivered(node: Running, topic: str) -> bool:
+async def _delivered(node: RunningNode, topic: str) -> bool:
     """Return whether a delivery is counted: only once the node knows the group."""
     await node.pull(topic=topic, expression="x")
     return (topic, GROUP) in shown(node, "rocketmq_messages_out_total")
 
 
 async def test_messages_are_counted_by_topic_and_group(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await delivering(node, TOPIC)
         assert shown(node, "rocketmq_messages_in_total") == {(TOPIC,): 3}
         assert shown(node, "rocketmq_messages_out_total") == {(TOPIC, GROUP): 2}
@@ -69,7 +69,7 @@ async def test_messages_are_counted_by_topic_and_group(etcd_endpoint: str, tmp_p
 
 
 async def test_dead_letters_are_counted_by_group(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         dead = dead_letter_topic(GROUP)
         await node.put_topic(dead)
         await node.append(messages(dead, "x", "y"))
@@ -77,7 +77,7 @@ async def test_dead_letters_are_counted_by_group(etcd_endpoint: str, tmp_path: P
 
 
 async def test_topic_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await delivering(node, TOPIC, "bills")
         await node.etcd.delete(node.etcd.key("topics", "bills"))
         await until(lambda: "bills" not in labels(node))
@@ -85,7 +85,7 @@ async def test_topic_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path:
 
 
 async def test_group_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await delivering(node, TOPIC)
         dead = dead_letter_topic(GROUP)
         await node.put_topic(dead)
@@ -96,7 +96,7 @@ async def test_group_that_is_deleted_has_no_series(etcd_endpoint: str, tmp_path:
 
 
 async def test_unknown_group_has_no_series(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
+    async with running_node(etcd_endpoint, tmp_path) as node:
         await node.append(messages(TOPIC, "x"))
         await node.pull()
         assert shown(node, "rocketmq_messages_out_total") == {}

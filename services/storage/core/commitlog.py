@@ -95,7 +95,7 @@ class CommitLog:
         self._segments: list[_Segment] = []
         self._firsts: list[int] = []
         for name in filter(_NAME.fullmatch, disk.names(FOLDER)):
-            self._found(int(name))
+            self._add_segment(int(name))
         self.first_position = self._firsts[0] if self._firsts else 0
         self.next_position = self._end()
         self.synced_position = self.first_position
@@ -173,7 +173,7 @@ class CommitLog:
             DataLoss: the segment does not follow the segments of this log; nothing was written.
             OSError: the disk has failed; it is unknown what was written.
         """
-        found = self._shared(*segment)
+        found = self._matching_segment(*segment)
         position = self.next_position
         try:
             self._writable(found).write(position - found.first_position, [data])
@@ -279,7 +279,7 @@ class CommitLog:
         for segment in self._segments:
             self._close(segment)
 
-    def _found(self, first_position: int) -> None:
+    def _add_segment(self, first_position: int) -> None:
         segment = _Segment(first_position, 0)
         file = self._disk.open(segment.path)
         segment.size = file.size
@@ -301,7 +301,7 @@ class CommitLog:
         self._segments.append(segment)
         self._firsts.append(segment.first_position)
 
-    def _shared(self, first_position: int, end: int) -> _Segment:
+    def _matching_segment(self, first_position: int, end: int) -> _Segment:
         """Return the segment of this log that equals [first_position, end) of another log.
 
         The last segment here gets the end that it has there: a crash during a cut may have changed

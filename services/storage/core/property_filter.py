@@ -79,8 +79,10 @@ def find_passing(
         section = record_section(batch, header)
         records = range(scanned_count - first, end - first)
         rows = _rows(section, record_lengths(batch, header), records, wanted.names)
-        looked = _look(section, rows, wanted, records, passing_max=room + 1, steps_max=steps)
-        passing, stop = looked.passing, looked.stop
+        tested = _test_records(
+            section, rows, wanted, records, passing_max=room + 1, steps_max=steps
+        )
+        passing, stop = tested.passing, tested.stop
         if len(passing) > room:
             stop = passing[room]
             passing = passing[:room]
@@ -89,14 +91,14 @@ def find_passing(
             found.append(batch)
             bytes_count += header.length
             kept += [first + index for index in passing]
-        steps -= STEPS_PER_BATCH + len(section) // BYTES_PER_STEP + looked.steps
+        steps -= STEPS_PER_BATCH + len(section) // BYTES_PER_STEP + tested.steps
         if scanned_count < end or steps <= 0:
             break
     return PropertyMatches(found, scanned_count, kept)
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
+class _TestedRecords:
     """Indexes of the records that pass, ascending; all records below `stop` were tested."""
 
     passing: Sequence[int]
@@ -104,7 +106,7 @@ class _Looked:
     steps: int
 
 
-def _look(
+def _test_records(
     section: bytes,
     rows: Iterable[Row],
     wanted: SqlFilter,
@@ -112,7 +114,7 @@ def _look(
     *,
     passing_max: int,
     steps_max: int,
-) -> _Looked:
+) -> _TestedRecords:
     """Test records until `passing_max` pass, or the next record would take too many steps.
 
     Args:
@@ -136,7 +138,7 @@ def _look(
         return section[at : last if last >= 0 else end].decode("utf-8", "replace")
 
     stop, steps = records.stop, 0
-    looked: list[int] = []
+    tested: list[int] = []
     passing: list[int] = []
     for index, keys_at, tag_at, begin, end in rows:  # noqa: B007  get() looks at them
         step = cost * (1 + (end - begin) // BYTES_PER_STEP)
@@ -144,16 +146,16 @@ def _look(
             stop = index
             break
         steps += step
-        looked.append(index)
+        tested.append(index)
         if test(get):
             passing.append(index)
             if len(passing) == passing_max:
                 stop = index + 1
                 break
-    if test(_nothing):
-        failed = set(looked).difference(passing)
+    if test(_no_property):
+        failed = set(tested).difference(passing)
         passing = [index for index in range(records.start, stop) if index not in failed]
-    return _Looked(passing, stop, steps)
+    return _TestedRecords(passing, stop, steps)
 
 
 def _rows(
@@ -201,5 +203,5 @@ def _rows_of_many(
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _nothing(_: str) -> None:
+def _no_property(_: str) -> None:
     return None

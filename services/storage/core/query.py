@@ -25,7 +25,7 @@ from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
 from batonmq_server.storage.core.store import MessageStore, verified
 
-LOOKED_AT_MAX = 2_000
+CANDIDATES_MAX = 2_000
 """Maximum number of messages that one search by key reads; some may only have the same hash."""
 
 
@@ -117,20 +117,20 @@ class MessageQueries:
             DataLoss: a batch that may contain such a message is damaged.
         """
         messages: list[MessageMatch] = []
-        bytes_count = looked_at_count = 0
-        for looked_at in self._look(topic_id, key, window):
-            if looked_at_count >= LOOKED_AT_MAX or bytes_count > bytes_max:
+        bytes_count = candidate_count = 0
+        for candidate in self._candidates(topic_id, key, window):
+            if candidate_count >= CANDIDATES_MAX or bytes_count > bytes_max:
                 return KeyMatches(messages, True)
-            looked_at_count += looked_at.count
-            bytes_count += 0 if looked_at.indexes else len(looked_at.batch)
-            for index in looked_at.indexes:
-                bytes_count += len(looked_at.batch)
+            candidate_count += candidate.count
+            bytes_count += 0 if candidate.indexes else len(candidate.batch)
+            for index in candidate.indexes:
+                bytes_count += len(candidate.batch)
                 if messages and (len(messages) == messages_max or bytes_count > bytes_max):
                     return KeyMatches(messages, True)
-                messages.append(MessageMatch(looked_at.batch, index))
-        return KeyMatches(messages, looked_at_count > LOOKED_AT_MAX)
+                messages.append(MessageMatch(candidate.batch, index))
+        return KeyMatches(messages, candidate_count > CANDIDATES_MAX)
 
-    def _look(self, topic_id: int, key: str, window: TimeWindow) -> Iterator[_LookedAt]:
+    def _candidates(self, topic_id: int, key: str, window: TimeWindow) -> Iterator[_Candidate]:
         """Yield the batches with messages that have the hash of `key`, newest first."""
         for found in self._store.keys.find(topic_id, key_hash(key)):
             if found.extent.last_unix_ms < window.from_unix_ms:
@@ -140,7 +140,7 @@ class MessageQueries:
             for position in reversed(self._within(np.unique(found.positions), found, window)):
                 begin, end = np.searchsorted(found.positions, (position, position + 1))
                 indexes = sorted(set(found.indexes[begin:end].tolist()))
-                yield self._look_into(position, indexes, topic_id, key)
+                yield self._read_candidate(position, indexes, topic_id, key)
 
     def _within(self, positions: Int64Array, found: KeyHits, window: TimeWindow) -> list[int]:
         """Return those of the ascending `positions` that are readable and in the time window."""
@@ -153,10 +153,12 @@ class MessageQueries:
             kept = kept[bisect_left(kept, window.from_unix_ms, key=self._store_unix_ms) :]
         return kept
 
-    def _look_into(self, position: int, indexes: list[int], topic_id: int, key: str) -> _LookedAt:
+    def _read_candidate(
+        self, position: int, indexes: list[int], topic_id: int, key: str
+    ) -> _Candidate:
         header = self._header_at(position)
         if header.topic_id != topic_id:
-            return _LookedAt(b"", 1, [])
+            return _Candidate(b"", 1, [])
         queue = topic_id, header.queue_id
         batch = verified(self._log.read(position, header.length), position, queue)
         if indexes[-1] >= header.count:
@@ -166,10 +168,10 @@ class MessageQueries:
                 remedy="Stop the node and run: baton fsck DIR --repair.",
                 detail=DataLossDetail(position=position),
             )
-        newest = indexes[-LOOKED_AT_MAX:]
+        newest = indexes[-CANDIDATES_MAX:]
         records = list(decode_records(batch, header, newest))
         matches = [i for i, one in zip(newest, records, strict=True) if key in one.keys]
-        return _LookedAt(batch, len(indexes), matches[::-1])
+        return _Candidate(batch, len(indexes), matches[::-1])
 
     def _store_unix_ms(self, position: int) -> int:
         return self._header_at(position).store_unix_ms
@@ -205,7 +207,7 @@ class MessageQueries:
 
 
 @dataclass(frozen=True, slots=True)
-class _LookedAt:
+class _Candidate:
     """A batch with `count` messages that have the hash of a key; `indexes` have the key itself."""
 
     batch: bytes

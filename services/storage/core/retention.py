@@ -126,12 +126,12 @@ class Retention:
         self._sample(now_ms, usage.used_bytes - unwritten_bytes)
         return self.state
 
-    def met_no_space(self) -> None:
+    def record_no_space(self) -> None:
         """Record that a write found no space: writes are rejected until a segment fits."""
         self._no_space = True
         self.state = DiskState.FULL
 
-    def refusal(self) -> DiskFull | None:
+    def rejection(self) -> DiskFull | None:
         """Return why writes are rejected now; None if they are accepted."""
         if self.state is not DiskState.FULL:
             return None

@@ -241,7 +241,7 @@ class MessageStore:
         batches: Sequence[CheckedBatch],
         topics: Mapping[str, LocalTopic | BatonError],
         now_unix_ms: int,
-        refusal: BatonError | None = None,
+        rejection: BatonError | None = None,
     ) -> list[StoreReceipt | BatonError]:
         """Write `batches` and return one outcome each, in order. Nothing is safe until a sync.
 
@@ -249,7 +249,7 @@ class MessageStore:
 
         Args:
             topics: Every topic of `batches`, or the error that makes it unusable.
-            refusal: Why new batches are rejected; None if they are accepted.
+            rejection: Why new batches are rejected; None if they are accepted.
         """
         self.store_unix_ms = max(self.store_unix_ms, now_unix_ms)
         outcomes: dict[int, StoreReceipt | BatonError] = {}
@@ -266,8 +266,8 @@ class MessageStore:
                 receipt = self.producers.check(header, key)
                 if receipt is None:
                     check_takes(header, topic)
-                    if refusal is not None:
-                        raise refusal
+                    if rejection is not None:
+                        raise rejection
                     self.log.check_length(header.length)
                     run.add(index, checked, key, self._next_offset(key))
                 else:
