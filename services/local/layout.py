@@ -295,7 +295,7 @@ def _certify(folder: Path, hosts: Sequence[str]) -> None:
         from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject  # noqa: PLC0415  it needs cryptography, which may be missing
     except ModuleNotFoundError as error:
         raise TlsSetupFailed(
-            "the package cryptography is missing: install batonmq-server, or leave out --secure"
+            "cryptography is not installed: install batonmq-server[local], or leave out --secure"
         ) from error
     authority = CertificateAuthority(folder)
     for service in SERVICES:

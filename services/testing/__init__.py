@@ -1,4 +1,4 @@
-"""A cluster in memory, for the tests of programs that use BatonMQ.
+"""A broker in memory, for tests of programs that use BatonMQ.
 
 from batonmq_server.testing import MemoryBroker, run_virtual
 

@@ -39,30 +39,30 @@ Client = TypeVar("Client", Admin, Consumer, Producer, Puller)
 T = TypeVar("T")
 START_TIMEOUT_S = 30
 COMMIT_INTERVAL_MS = 50
-"""Of consumers in real time: `settled` need not wait long to see what is acknowledged."""
+"""Commit interval of consumers in real time; it is short, so that `settled` returns soon."""
 
 
 class MemoryBroker:
-    """A cluster without processes, sockets and files: the real services, within one event loop.
+    """A cluster without processes, sockets and files: the real services in one event loop.
 
-    Everything but the disks, the network and etcd is what runs in production: ownership,
-    subscription checks, retries and refusals are those of a cluster. Use it as an async context
-    manager, also in a fixture; all clients have to be in the same event loop, so those of
-    `batonmq._blocking`, which bring their own, can't be used.
+    Only the disks, the network and etcd are simulated. Ownership, subscription checks, retries and
+    rejections are those of a real cluster. Use it as an async context manager, in a test or in a
+    fixture. All clients must run in the same event loop, so blocking clients, which have their own
+    event loops, can't be used.
 
-    In an event loop of `run_virtual` waiting costs no time, and runs with one seed are alike. In
-    any other loop time is real.
+    In the event loop of `run_virtual` waiting takes no time, and two runs with the same seed are
+    equal. In any other event loop time is real.
 
     Args:
         broker_count: Storage nodes, named `broker-0` and so on.
-        seed: Of everything by chance.
-        faults: What the network does to messages once everything is there; by default it delays
-            them in virtual time, and does nothing in real time.
+        seed: Seed of all random decisions.
+        faults: Faults of the network after the start; by default messages are delayed in virtual
+            time, and are not delayed in real time.
         settings: Further settings by service (`nameserver`, `lockmgr`, `offsets`, `storage`), such
             as `{"nameserver": {"auto_create_topics": True}}`.
 
     Attributes:
-        nameserver: What clients are given as address, together with `surroundings`.
+        nameserver: Address for clients, together with `surroundings`.
     """
 
     nameserver = "nameserver-0:1"
@@ -79,44 +79,44 @@ class MemoryBroker:
         self._brokers = [f"broker-{number}" for number in range(broker_count)]
         self._settings = settings or {}
         if unknown := sorted(self._settings.keys() - services.SETTINGS.keys()):
-            raise InvalidArgument(f"there is no service {unknown[0]}", facts={"field": "settings"})
+            raise InvalidArgument(f"unknown service {unknown[0]}", facts={"field": "settings"})
         self._clients: WeakKeyDictionary[Admin | Consumer | Producer | Puller, SimulatedProcess] = (
             WeakKeyDictionary()
         )
 
     async def __aenter__(self) -> Self:
-        """Start everything; all services are registered then."""
-        world = self._world = _BrokerEnvironment(self._seed)
-        world.network.faults = self._quiet = _no_faults(delays=world.virtual)
+        """Start all services, and wait until they are registered."""
+        environment = self._environment = _BrokerEnvironment(self._seed)
+        environment.network.faults = self._quiet = _no_faults(delays=environment.virtual)
         self._running: dict[str, SimulatedService] = {}
         self._client_count = 0
-        self._own = SimulatedProcess(world, "client", 0)
+        self._own = SimulatedProcess(environment, "client", 0)
         self._admin = Admin(self.nameserver, surroundings=self.surroundings)
         try:
-            for service in services.cluster(world, self._brokers, self._settings):
+            for service in services.cluster(environment, self._brokers, self._settings):
                 self._start(service)
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._registered()
-            world.network.faults = self._faults or self._quiet
+            environment.network.faults = self._faults or self._quiet
         except BaseException:
             await self._end()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop everything in good order.
+        """Stop all services gracefully.
 
         Raises:
-            BaseExceptionGroup: services have ended by themselves; no test should make them.
+            BaseExceptionGroup: services have failed.
         """
-        self._world.network.faults = self._quiet
+        self._environment.network.faults = self._quiet
         try:
             await self._stop(["nameserver", "lockmgr", "storage"])
             await self._stop(["offsets"])
         finally:
             await self._end()
-        if self._world.errors:
-            raise BaseExceptionGroup("services have ended by themselves", self._world.errors)
+        if self._environment.errors:
+            raise BaseExceptionGroup("services have failed", self._environment.errors)
 
     # ---- clients
 
@@ -127,11 +127,11 @@ class MemoryBroker:
 
     @property
     def clock(self) -> Clock:
-        """The time of the cluster; virtual time starts on 2023-11-14 at 22:13:20 UTC."""
+        """Clock of the cluster; virtual time starts at 2023-11-14 22:13:20 UTC."""
         return self._own.clock
 
     def producer(self, settings: ProducerSettings | None = None) -> Producer:
-        """A producer; enter it with `async with`."""
+        """Return a producer; enter it with `async with`."""
         process = self._client()
         return self._known(
             Producer(self.nameserver, settings, surroundings=process.surroundings()), process
@@ -145,16 +145,16 @@ class MemoryBroker:
         *,
         client_id: str = "",
     ) -> Consumer:
-        """A member of a group; enter it with `async with`.
+        """Return a consumer, a member of a group; enter it with `async with`.
 
         Args:
-            settings: By default those of production, but for two: a new group begins with the
-                first message, as a test may send before the queues are dealt out; and in real time
+            settings: By default those of production with two changes: a new group starts at the
+                first message, because a test may send before queues are assigned; and in real time
                 it commits every 50 ms.
         """
         if settings is None:
             settings = ConsumerSettings(consume_from="first")
-            if not self._world.virtual:
+            if not self._environment.virtual:
                 settings = replace(settings, commit_interval_ms=COMMIT_INTERVAL_MS)
         process = self._client()
         consumer = Consumer(
@@ -174,7 +174,7 @@ class MemoryBroker:
         *,
         filters: Mapping[str, str] | None = None,
     ) -> Puller:
-        """A puller; enter it with `async with`."""
+        """Return a puller; enter it with `async with`."""
         process = self._client()
         surroundings = process.surroundings()
         return self._known(
@@ -183,27 +183,27 @@ class MemoryBroker:
         )
 
     def admin(self) -> Admin:
-        """For topics, groups and questions; enter it with `async with`."""
+        """Return a client for topics, groups and queries; enter it with `async with`."""
         process = self._client()
         return self._known(Admin(self.nameserver, surroundings=process.surroundings()), process)
 
-    # ---- what a test asks for
+    # ---- operations for tests
 
     async def create_topic(self, name: str, queues: int = 0) -> CreatedTopic:
         """See `Admin.create_topic`."""
-        return await _patiently(lambda: self._admin.create_topic(name, queues))
+        return await _retry(lambda: self._admin.create_topic(name, queues))
 
     async def messages(self, topic: str) -> list[ReceivedMessage]:
-        """All messages of a topic, in the order in which they were stored.
+        """Return all messages of a topic, in the order of their store time.
 
-        Those that are to come later are not among them before their time.
+        Scheduled messages are included only after their delivery time.
 
         Raises:
             TopicNotFound: there is no such topic.
         """
         found: list[ReceivedMessage] = []
         async with Puller(self.nameserver, surroundings=self.surroundings) as puller:
-            queues = await _patiently(lambda: puller.queues(topic))
+            queues = await _retry(lambda: puller.queues(topic))
             ends = await self._ends(queues)
             await puller.assign(queue for queue, end in ends.items() if end)
             for queue in puller.assignment:
@@ -218,18 +218,18 @@ class MemoryBroker:
         return sorted(found, key=lambda one: (one.store_unix_ms, one.queue, one.offset))
 
     async def settled(self, group: str, *, timeout_s: float = 0) -> None:
-        """Until a group has handled everything: nothing is left in its queues, nothing is delayed.
+        """Wait until a group has handled all messages, including scheduled ones.
 
-        Not for broadcasting groups, whose members keep their progress to themselves.
+        Not for broadcasting groups: their members keep their progress to themselves.
 
         Args:
-            timeout_s: 0 for 20 s in real time, for a day in virtual time.
+            timeout_s: Limit in seconds; 0 for 20 s in real time, and one day in virtual time.
 
         Raises:
-            TimeoutError: it has not; the text says what is left.
-            GroupNotFound: it has never had a member.
+            TimeoutError: messages are left; the text says which.
+            GroupNotFound: the group has never had a member.
         """
-        virtual = self._world.virtual
+        virtual = self._environment.virtual
         limit_s = timeout_s or (86_400 if virtual else 20)
         pause_s, pause_s_max = 0.01, 30 if virtual else 0.1
         left = "not known"
@@ -239,10 +239,12 @@ class MemoryBroker:
                     await asyncio.sleep(pause_s)
                     pause_s = min(pause_s * 1.5, pause_s_max)
         except TimeoutError as error:
-            raise TimeoutError(f"group {group} has not settled in {limit_s} s: {left}") from error
+            raise TimeoutError(
+                f"group {group} has not settled after {limit_s} s: {left}"
+            ) from error
 
     async def restart(self, name: str) -> None:
-        """Stop a service in good order and start it again.
+        """Stop a service gracefully, and start it again.
 
         Args:
             name: `nameserver`, `lockmgr`, `offsets` or `storage`, or one node of it: `broker-0`.
@@ -250,9 +252,9 @@ class MemoryBroker:
         await self._restart(name, self._stop)
 
     async def kill(self, name: str) -> None:
-        """End a service in the middle of whatever it does, and start it again, as `kill -9` does.
+        """Kill a service at any point of its work, as `kill -9` does, and start it again.
 
-        Its disk stays. Its clients see their connections reset; what they repeat takes effect once.
+        Its disk is kept. Clients see their connections reset; a repeated call takes effect once.
 
         Args:
             name: See `restart`.
@@ -261,16 +263,16 @@ class MemoryBroker:
 
     @contextmanager
     def cut_off(self, client: Admin | Consumer | Producer | Puller) -> Iterator[None]:
-        """Let a client reach nobody, as if its cable were pulled, until the block ends.
+        """Disconnect a client from all services until the end of the block.
 
-        A consumer that is silent for some 40 s loses its queues to others, who get what it had
-        not acknowledged, flagged as redelivered. Each call and answer is lost: in real time only
-        timeouts tell.
+        A consumer that is disconnected for about 40 s loses its queues to other members, which get
+        its unacknowledged messages, flagged as redelivered. All calls and answers are lost, so in
+        real time the client notices by timeouts only.
 
         Args:
-            client: Made by this object.
+            client: A client that this broker has created.
         """
-        with self._apart(self._clients[client].name):
+        with self._disconnected(self._clients[client].name):
             yield
 
     # ---- services
@@ -278,21 +280,21 @@ class MemoryBroker:
     def _start(self, service: ServiceSpec) -> None:
         before = self._running.get(service.name)
         life = 1 if before is None else before.life + 1
-        self._running[service.name] = SimulatedService(self._world, service, life)
+        self._running[service.name] = SimulatedService(self._environment, service, life)
 
     async def _registered(self) -> None:
-        """Until clients can find every service."""
+        """Wait until every service is registered as a leader."""
         missing = set(self._running)
         while missing:
-            if self._world.errors:
-                raise self._world.errors.pop()
+            if self._environment.errors:
+                raise self._environment.errors.pop()
             stub = self._admin.directory.nameserver()
             try:
                 answer = await stub.DescribeCluster(
                     pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
                 )
             except grpc.aio.AioRpcError:
-                pass  # the nameserver starts
+                pass  # the nameserver is still starting
             else:
                 here = {node.address for node in answer.nodes if node.leader}
                 missing = {name for name in self._running if f"{name}:1" not in here}
@@ -302,7 +304,7 @@ class MemoryBroker:
     async def _restart(self, name: str, end: Callable[[list[str]], Awaitable[None]]) -> None:
         chosen = [p for p in self._running.values() if name in (p.name, p.service.kind)]
         if not chosen:
-            raise InvalidArgument(f"there is no service {name}", facts={"field": "name"})
+            raise InvalidArgument(f"unknown service {name}", facts={"field": "name"})
         await end([process.name for process in chosen])
         for process in chosen:
             self._start(process.service)
@@ -317,32 +319,32 @@ class MemoryBroker:
 
     async def _kill(self, names: list[str]) -> None:
         for name in names:
-            self._world.crash_disk(name)
+            self._environment.crash_disk(name)
             await self._running[name].abort()
 
     async def _end(self) -> None:
-        world = self._world
-        world.network.end()
+        environment = self._environment
+        environment.network.end()
         for process in self._running.values():
             await process.abort()
         await self._admin.close()
-        world.etcd.close()
+        environment.etcd.close()
 
     # ---- clients and their progress
 
     def _client(self) -> SimulatedProcess:
         self._client_count += 1
-        return SimulatedProcess(self._world, f"client-{self._client_count}", 0)
+        return SimulatedProcess(self._environment, f"client-{self._client_count}", 0)
 
     def _known(self, client: Client, process: SimulatedProcess) -> Client:
         self._clients[client] = process
         return client
 
     @contextmanager
-    def _apart(self, name: str) -> Iterator[None]:
+    def _disconnected(self, name: str) -> Iterator[None]:
         others = {ETCD, *self._running} - {name}
         pairs = {(name, other) for other in others} | {(other, name) for other in others}
-        cut = self._world.network.cut
+        cut = self._environment.network.cut
         cut |= pairs
         try:
             yield
@@ -350,20 +352,22 @@ class MemoryBroker:
             cut -= pairs
 
     async def _ends(self, queues: tuple[QueueRef, ...]) -> dict[QueueRef, int]:
-        """Next offset by queue."""
-        problems: tuple[str, ...] = ("not asked yet",)
+        """Return the next offset of each queue."""
+        problems: tuple[str, ...] = ("not read yet",)
         while problems:
             extents, problems = await self._admin.extents(queues)
         return {queue: next_offset for queue, (_, next_offset) in extents.items()}
 
     async def _left(self, group: str) -> str:
-        """What is not handled; empty if nothing is left."""
-        if delayed := sum(len(node.store.schedule.waiting) for node in self._world.nodes.values()):
-            return f"{delayed} delayed messages are still to come"
-        progress = await _patiently(lambda: self._admin.group_progress(group))
+        """Return what is not handled yet, as text; empty if nothing is left."""
+        if delayed := sum(
+            len(node.store.schedule.waiting) for node in self._environment.nodes.values()
+        ):
+            return f"{delayed} scheduled messages are not delivered yet"
+        progress = await _retry(lambda: self._admin.group_progress(group))
         for queue in progress.queues:
             if queue.committed_offset is None and queue.log_end_offset:
-                return f"nobody has begun {queue.topic}/{queue.broker}/{queue.queue_id}"
+                return f"no member has started {queue.topic}/{queue.broker}/{queue.queue_id}"
             if queue.lag:
                 place = f"{queue.topic}/{queue.broker}/{queue.queue_id}"
                 return f"{queue.lag} messages of {place} are not acknowledged"
@@ -371,7 +375,7 @@ class MemoryBroker:
 
 
 class _BrokerEnvironment(MemoryEnvironment):
-    """Knows what is in storage, and who has failed."""
+    """An environment that records the storage nodes and the failures of services."""
 
     def __init__(self, seed: str) -> None:
         super().__init__(seed)
@@ -379,17 +383,17 @@ class _BrokerEnvironment(MemoryEnvironment):
         self.errors: list[BaseException] = []
 
     def storage_opened(self, node_id: str, node: StorageNode) -> None:
-        """See MemoryEnvironment."""
+        """Override."""
         self.nodes[node_id] = node
 
     def failed(self, process: str, error: BaseException) -> None:
-        """See MemoryEnvironment."""
+        """Override."""
         super().failed(process, error)
         self.errors.append(error)
 
 
-async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer, however often it takes on a bad network."""
+async def _retry(ask: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a call until it succeeds or fails for good, and return its answer."""
     while True:
         try:
             return await ask()

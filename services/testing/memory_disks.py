@@ -1,7 +1,7 @@
 """Disks in memory, which outlive the processes that write to them.
 
-That of storage can crash: what was not synced may be gone, or torn. What offsets writes has
-happened, or not at all.
+A power cut of a storage disk may lose or tear unsynced writes. A write to an offsets disk is
+complete or has no effect.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from batonmq_server.storage.flusher import InThread
 
 
 class MemoryFile(File):
-    """`content` is what readers see, `durable` what a power cut leaves for certain.
+    """A file: `content` is what readers see, `durable` is what surely survives a power cut.
 
-    While `failure` is set, writing and syncing raise it.
+    While `failure` is set, writes and syncs raise it.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -79,7 +79,7 @@ class MemoryFile(File):
 
 
 class MemoryDisk(Disk):
-    """Files by path; `room` bounds the bytes that `create` may allocate in all."""
+    """Files by path; `room` limits the total bytes that `create` may allocate."""
 
     def __init__(self, room: int = 1 << 40) -> None:
         self.files: dict[str, MemoryFile] = {}
@@ -87,9 +87,10 @@ class MemoryDisk(Disk):
         self._failure: OSError | None = None
 
     def fail(self, failure: OSError | None) -> None:
-        """From now on writing and syncing raise `failure`; None: the disk works again.
+        """Make writes and syncs raise `failure`; None repairs the disk.
 
-        What is not synced yet never will be, though it can be read: the kernel believes it is.
+        Unsynced writes stay readable but are never synced, as in a kernel that marks the pages
+        clean after a failed sync.
         """
         self._failure = failure
         for file in self.files.values():
@@ -151,15 +152,15 @@ class MemoryDisk(Disk):
                 self.files[path].sync()
 
     def killed(self) -> MemoryDisk:
-        """The disk after `kill -9`: the page cache survives."""
+        """Return the disk after `kill -9`: the page cache survives."""
         return self._after(lambda file: bytes(file.content))
 
     def power_cut(self, survives: Callable[[int], int]) -> MemoryDisk:
-        """The disk after a power cut.
+        """Return the disk after a power cut.
 
         Args:
-            survives: Takes the length of an unsynced write, oldest first; how much of it reached
-                the disk.
+            survives: Takes the length of an unsynced write, oldest first, and returns how many of
+                its bytes reached the disk.
         """
 
         def torn(file: MemoryFile) -> bytes:
@@ -184,14 +185,14 @@ class MemoryDisk(Disk):
 
 
 class MemoryOffsetsDisk:
-    """What offsets has made durable.
+    """The disk of an offsets node.
 
     Args:
-        random: For `write_s`.
-        write_s: Draws how long a write takes.
+        random: Random generator for `write_s`.
+        write_s: Returns how long a write takes, in seconds.
 
     Attributes:
-        on_write: Called with what has just become durable.
+        on_write: Functions that are called with entries that have become durable.
     """
 
     def __init__(self, random: Random, write_s: Callable[[Random], float]) -> None:
@@ -245,7 +246,7 @@ class MemoryOffsetsDisk:
 
 
 def delayed_sync(random: Random, write_s: Callable[[Random], float]) -> InThread:
-    """Makes the blocking calls of storage that sync, in no thread; `write_s` draws how long."""
+    """Return a runner of blocking sync calls that uses no thread; `write_s` is their duration."""
 
     async def call(blocking: Callable[[Any], None], argument: Any) -> None:
         await asyncio.sleep(write_s(random) / 2)

@@ -43,10 +43,10 @@ class _Change:
 
 
 class MemoryEtcd:
-    """The server. Keys are relative to the cluster's prefix.
+    """The etcd server. Keys are relative to the prefix of the cluster.
 
     Attributes:
-        on_put: Called with each key as it is written.
+        on_put: Functions that are called with each key that is written.
     """
 
     def __init__(self, network: MemoryNetwork) -> None:
@@ -60,16 +60,16 @@ class MemoryEtcd:
         self._watches: dict[_EtcdWatch, None] = {}
 
     def get(self, key: str) -> KeyValue | None:
-        """The key as it is now."""
+        """Return the current value of a key."""
         return self._kept.get(key)
 
     def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
-        """Every key under `prefix`, and the revision."""
+        """Return all keys under `prefix`, and the revision."""
         found = [self._kept[key] for key in sorted(self._kept) if key.startswith(prefix)]
         return found, self.revision
 
     def txn(self, compare: Sequence[Compare], put: Sequence[Put], delete: Sequence[str]) -> int:
-        """The revision, or 0 if a condition does not hold; -1 if a lease is gone."""
+        """Return the new revision; 0 if a condition is false, -1 if a lease has expired."""
         if not all(self._holds(condition) for condition in compare):
             return 0
         if any(one.lease is not None and one.lease.lease_id not in self._leases for one in put):
@@ -78,7 +78,7 @@ class MemoryEtcd:
         return self.revision
 
     def grant(self, ttl_ms: int) -> int:
-        """The id of a new lease."""
+        """Return the id of a new lease."""
         self._lease_count += 1
         ttl_s = float(max(1, -(-ttl_ms // 1000)))
         self._leases[self._lease_count] = _Lease(ttl_s, self._now_s() + ttl_s, {})
@@ -86,7 +86,7 @@ class MemoryEtcd:
         return self._lease_count
 
     def keep_alive(self, lease_id: int) -> bool:
-        """Start the lease's time anew; False if it has ended."""
+        """Renew a lease; return False if it has expired."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
@@ -94,20 +94,20 @@ class MemoryEtcd:
         return True
 
     def time_to_live(self, lease_id: int) -> tuple[int, int]:
-        """Whole seconds left, and at first; -1 if it has ended."""
+        """Return the remaining and the granted seconds of a lease; -1 and 0 if it has expired."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return -1, 0
         return int(lease.end_s - self._now_s()), int(lease.ttl_s)
 
     def revoke(self, lease_id: int) -> None:
-        """End the lease; its keys vanish."""
+        """Revoke a lease, and delete its keys."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.keys:
             self._change({}, list(lease.keys))
 
     def watch(self, watch: _EtcdWatch, prefix: str, revision: int) -> None:
-        """Show `watch` what has changed since `revision`, and what will."""
+        """Send the changes since `revision` to a watch, and all later ones."""
         watch.prefix = prefix
         self._watches[watch] = None
         watch.push(pb.WatchResponse(header=self._header(), created=True))
@@ -116,11 +116,11 @@ class MemoryEtcd:
             self._show(watch, [c for c in past if c.revision == number])
 
     def unwatch(self, watch: _EtcdWatch) -> None:
-        """Show it nothing more."""
+        """Stop a watch."""
         self._watches.pop(watch, None)
 
     def close(self) -> None:
-        """Let go of the event loop; no lease ends any more."""
+        """Cancel the timers of all leases."""
         for lease in self._leases.values():
             if lease.timer is not None:
                 lease.timer.cancel()
@@ -185,7 +185,7 @@ class MemoryEtcd:
 
 
 class _EtcdWatch:
-    """One watch: its events arrive in order; if one gets lost, the connection has broken."""
+    """A watch: its events arrive in order; a lost event breaks the connection."""
 
     def __init__(self, network: MemoryNetwork, name: str, absolute: Callable[[str], bytes]) -> None:
         self._network, self._name, self.absolute = network, name, absolute
@@ -207,7 +207,7 @@ class _EtcdWatch:
         self._network.later(self._last_s - now_s, self._arrive)
 
     async def next(self) -> Any:
-        """etcd's next message; None if the connection is broken."""
+        """Return the next message of etcd; None if the connection is broken."""
         while not self._arrived:
             self._woken.clear()
             await self._woken.wait()
@@ -219,7 +219,7 @@ class _EtcdWatch:
 
 
 class MemoryEtcdSession(EtcdSession):
-    """What a process has of etcd. Only calls are played; see the base for their meaning."""
+    """The etcd session of a simulated process; see `EtcdSession` for the calls."""
 
     def __init__(self, server: MemoryEtcd, host: VirtualHost, clock: Clock, random: Random) -> None:
         self._server, self._host = server, host
@@ -290,7 +290,7 @@ class MemoryEtcdSession(EtcdSession):
         raise NoQuorum("etcd ended a watch")
 
     async def _call(self, carry_out: Callable[[], T]) -> T:
-        """Carry it out at the server, if the call arrives; its result, if that arrives."""
+        """Run a call at the server if it arrives there, and return its result if that arrives."""
         network, name = self._server.network, self._host.name
         if self._host in network.gone:
             raise NoQuorum("etcd: the connection is closed")

@@ -1,7 +1,7 @@
-"""gRPC channels and servers on a played network.
+"""gRPC channels and servers on an in-memory network.
 
-Between the stubs that a client makes from a channel and the servicers that a service adds to a
-server everything is real: serializers, the edge interceptor, statuses with their details.
+All else is the production code: stubs, servicers, serializers, the edge interceptor, and statuses
+with their details.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Write = Callable[[Any], bytes]
 def memory_connector(
     network: MemoryNetwork, host: VirtualHost
 ) -> Callable[[str], grpc.aio.Channel]:
-    """What makes the channels of `host`."""
+    """Return a function that creates the channels of a host."""
     return lambda address: MemoryChannel(network, host, address)  # type: ignore[return-value]
 
 
 class MemoryChannel:
-    """What stubs ask of `grpc.aio.Channel`, for one host."""
+    """The part of `grpc.aio.Channel` that stubs use, for one host."""
 
     def __init__(self, network: MemoryNetwork, host: VirtualHost, address: str) -> None:
         self._network, self._host, self._address = network, host, address
@@ -52,7 +52,7 @@ class MemoryChannel:
     def unary_unary(
         self, path: str, request_serializer: Write, response_deserializer: Read, **_: object
     ) -> Callable[..., UnaryCall]:
-        """What makes the calls of a method with one answer."""
+        """Return a function that starts calls of a method with one response."""
 
         def call(request: Any, *, timeout: float | None = None) -> UnaryCall:
             begun = self._begin(path, request, request_serializer(request), timeout)
@@ -63,7 +63,7 @@ class MemoryChannel:
     def unary_stream(
         self, path: str, request_serializer: Write, response_deserializer: Read, **_: object
     ) -> Callable[..., StreamCall]:
-        """What makes the calls of a method with answers as they come."""
+        """Return a function that starts calls of a method with a stream of responses."""
 
         def call(request: Any, *, timeout: float | None = None) -> StreamCall:
             begun = self._begin(path, request, request_serializer(request), timeout, streams=True)
@@ -72,7 +72,7 @@ class MemoryChannel:
         return call
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As if there were always a connection: it is the calls that fail."""
+        """Return READY: connections never fail, only calls do."""
         return grpc.ChannelConnectivity.READY
 
     async def __aenter__(self) -> MemoryChannel:
@@ -82,7 +82,7 @@ class MemoryChannel:
         await self.close()
 
     async def close(self) -> None:
-        """Give up every call under way."""
+        """Cancel all calls in progress."""
         for call in self._open:
             if not call.over:
                 call.settle(0, CallStatus(grpc.StatusCode.CANCELLED, "channel closed"))
@@ -99,7 +99,7 @@ class MemoryChannel:
 
 
 class _ClientCall:
-    """A call as its client has it."""
+    """A call at its client."""
 
     def __init__(self, call: MemoryCall, read: Read) -> None:
         self._call, self._read = call, read
@@ -114,7 +114,7 @@ class _ClientCall:
         return grpc.aio.Metadata(*self._metadata)
 
     async def _next(self) -> Any:
-        """The next answer; if there is none, the call is over."""
+        """Return the next response; the call ends if there is none."""
         watcher = self._call.network.watcher
         try:
             async with asyncio.timeout_at(self._end_s):
@@ -134,7 +134,7 @@ class _ClientCall:
 
 
 class UnaryCall(_ClientCall):
-    """A call with one answer; await it."""
+    """A call with one response; await it."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._only().__await__()
@@ -146,7 +146,7 @@ class UnaryCall(_ClientCall):
 
 
 class StreamCall(_ClientCall):
-    """A call with answers as they come."""
+    """A call with a stream of responses."""
 
     def __aiter__(self) -> StreamCall:
         return self
@@ -162,7 +162,7 @@ class _Aborted(grpc.aio.AbortError):
 
 
 class _Context:
-    """What servicers ask of `grpc.aio.ServicerContext`."""
+    """The part of `grpc.aio.ServicerContext` that servicers use."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float | None) -> None:
         self._loop = loop
@@ -182,7 +182,7 @@ class _Context:
 
 
 class MemoryServer:
-    """What servicers are added to; `host` is the process, whose end is the server's."""
+    """The part of `grpc.aio.Server` that services use; it runs on a host."""
 
     def __init__(
         self, network: MemoryNetwork, host: VirtualHost, address: str, edge: EdgeInterceptor
@@ -193,21 +193,21 @@ class MemoryServer:
         self._open: dict[asyncio.Task[None], tuple[MemoryCall, int]] = {}
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
-        """The same handlers come by name as well."""
+        """Ignore them: the same handlers are added by name."""
 
     def add_registered_method_handlers(
         self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
     ) -> None:
-        """As servicers do."""
+        """Add the handlers of a service."""
         for name, handler in handlers.items():
             self._handlers[f"/{service}/{name}"] = handler
 
     def start(self) -> None:
-        """Take calls."""
+        """Start to receive calls."""
         self._network.serve(self._address, self)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls; those under way may take `grace_s` to end."""
+        """Stop receiving calls; those in progress may take `grace_s` seconds to end."""
         self._network.close(self._address)
         if self._open:
             _, left = await asyncio.wait(self._open, timeout=grace_s)
@@ -217,7 +217,11 @@ class MemoryServer:
                 await asyncio.wait(left)
 
     def crash(self, noticed: bool) -> None:
-        """The process is gone. Clients may notice, or wait for their deadlines."""
+        """Crash the server.
+
+        Args:
+            noticed: Whether clients notice at once; otherwise they wait for their deadlines.
+        """
         self._network.close(self._address)
         if noticed:
             for call, copy in self._open.values():
@@ -225,7 +229,7 @@ class MemoryServer:
                 self._network.send(call.target, call.source, refuse)
 
     def arrive(self, call: MemoryCall, copy: int) -> None:
-        """A call comes in."""
+        """Receive a call, or its duplicate."""
         self.host.post(self._accept, call, copy)
 
     def _accept(self, call: MemoryCall, copy: int) -> None:
@@ -277,7 +281,7 @@ class MemoryServer:
 
 
 class _ResponsePath:
-    """The answers of one call on their way back: in order, and if one gets lost, so do the rest."""
+    """Delivers the responses of one call in order; after a lost one, all others are lost, too."""
 
     def __init__(self, network: MemoryNetwork, call: MemoryCall, copy: int) -> None:
         self._network, self._call, self._copy = network, call, copy

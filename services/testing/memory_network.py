@@ -1,8 +1,8 @@
 """An in-memory network with seeded faults: messages between named nodes, and calls made of them.
 
-A call, each answer to it and a client's cancellation are messages of their own, which may be
-late, overtake each other, come twice or never. Not played are answers that belong to another
-call, and damaged bytes: gRPC excludes both. `wire` has the channels and servers on top.
+A call, each response and a client's cancellation are separate messages, which may be delayed,
+reordered, duplicated or lost. Responses of other calls and damaged bytes are not simulated, because
+gRPC excludes both. `memory_grpc` has the channels and servers on top.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from batonmq_server.testing.virtual_time import VirtualHost
 
 Metadata = Sequence[tuple[str, str | bytes]]
 RESET_MS = 20
-"""A peer that is gone, or a stream that broke, is noticed after this time."""
+"""How long it takes until a crashed peer or a broken stream is noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What the way between two nodes does to a message.
+    """Faults of the network between two nodes.
 
     Attributes:
-        loss: Probability that a message never arrives. A stream of answers breaks with it.
-        duplicate: Probability that a call arrives twice, the second time later.
+        loss: Probability that a message is lost; a lost response breaks its stream.
+        duplicate: Probability that a call arrives twice.
         slow: Probability that a message takes up to `slow_ms_max` instead of `delay_ms_max`.
-        delay_ms_min: Shortest time on the way.
-        delay_ms_max: Longest time on the way, if it is not slow.
-        slow_ms_max: Longest time on the way of all; more than most deadlines.
+        delay_ms_min: Shortest delay of a message.
+        delay_ms_max: Longest delay of a message that is not slow.
+        slow_ms_max: Longest delay of a slow message; longer than most deadlines.
     """
 
     loss: float = 0.0
@@ -48,34 +48,35 @@ class Faults:
 
 
 class NetworkObserver:
-    """Sees what passes, as it happens; this one looks away."""
+    """Observes calls and responses; this base class ignores them."""
 
     def called(self, call: MemoryCall, request: Any) -> None:
-        """A call leaves its client."""
+        """Called when a client sends a call."""
 
     def answered(self, call: MemoryCall, request: Any, answer: Any) -> None:
-        """A servicer has answered; `answer` is the message, or the error."""
+        """Called when a servicer has answered; `answer` is the message, or the error."""
 
     def told(self, call: MemoryCall, answer: Any) -> None:
-        """A client learns an answer; `answer` is the message, or the error."""
+        """Called when a client receives an answer; `answer` is the message, or the error."""
 
 
 class CallReceiver(Protocol):
-    """Who answers calls at an address."""
+    """Receives the calls of an address."""
 
     def arrive(self, call: MemoryCall, copy: int) -> None:
-        """A call, or its second copy, comes in."""
+        """Receive a call, or its duplicate."""
 
 
 class MemoryNetwork:
-    """Delivers between named nodes.
-
-    Attributes:
-        cut: The (source, target) pairs that are down.
-        gone: Hosts that have crashed.
+    """Delivers messages between named nodes.
 
     Args:
-        random: Draws what happens to each message.
+        random: Decides about the faults of each message.
+        watcher: Observes calls and responses.
+
+    Attributes:
+        cut: Pairs (source, target) whose connection is cut.
+        gone: Hosts that have crashed.
     """
 
     def __init__(self, random: Random, watcher: NetworkObserver) -> None:
@@ -90,11 +91,11 @@ class MemoryNetwork:
         self._over = False
 
     def later(self, delay_s: float, callback: Callable[[], object]) -> asyncio.TimerHandle:
-        """Call `callback` later, on behalf of no host."""
+        """Call `callback` later, outside of any host."""
         return self.loop.call_later(delay_s, callback, context=Context())
 
     def delay_s(self) -> float:
-        """How long the next message takes."""
+        """Return the delay of the next message, in seconds."""
         faults, random = self.faults, self._random
         longest = faults.delay_ms_max
         if faults.slow and random.random() < faults.slow:
@@ -103,7 +104,7 @@ class MemoryNetwork:
         return random.uniform(faults.delay_ms_min, longest) / 1000
 
     def lost(self, source: str, target: str) -> bool:
-        """Whether the next message between the two gets lost."""
+        """Return whether the next message between the two nodes is lost."""
         if self._over or (source, target) in self.cut:
             self.counts["cut"] += 1
             return True
@@ -113,28 +114,25 @@ class MemoryNetwork:
         return False
 
     def send(self, source: str, target: str, deliver: Callable[[], object]) -> bool:
-        """Send one message; False if it gets lost."""
+        """Send a message; return False if it is lost."""
         if self.lost(source, target):
             return False
         self.later(self.delay_s(), deliver)
         return True
 
     def serve(self, address: str, server: CallReceiver) -> None:
-        """Let `server` answer at `address` from now on."""
+        """Make `server` receive the calls of an address."""
         self._servers[address] = server
 
     def crash(self, host: VirtualHost) -> None:
-        """The calls that `host` waits for have no client any more; servers notice in time.
-
-        It makes no new ones.
-        """
+        """Crash a host: its calls are cancelled at their servers, and it can send no new ones."""
         self.gone.add(host)
         for call in self._open.pop(host, ()):
             call.over = True
             self.later(self.delay_s(), call.cancel_at_server)
 
     def break_streams(self, host: VirtualHost) -> int:
-        """Every stream that `host` reads breaks, at both ends; how many there were."""
+        """Break all streams that a host reads, at both ends; return their number."""
         broken = [call for call in self._open.get(host, ()) if call.streams and not call.over]
         for call in broken:
             self.later(RESET_MS / 1000, partial(call.break_off, UNAVAILABLE))
@@ -142,21 +140,21 @@ class MemoryNetwork:
         return len(broken)
 
     def close(self, address: str) -> None:
-        """Nobody answers at `address` any more."""
+        """Refuse the calls of an address from now on."""
         self._servers.pop(address, None)
 
     def end(self) -> None:
-        """The run is over: nothing is sent any more, every call fails."""
+        """End the simulation: no message is sent any more, and every call fails."""
         self._over = True
         self._servers.clear()
 
     def number(self) -> int:
-        """A number for a call."""
+        """Return the number of a new call."""
         self._calls += 1
         return self._calls
 
     def begin(self, call: MemoryCall) -> None:
-        """Send the call to its server, perhaps twice."""
+        """Send a call to its server, possibly twice."""
         self._open.setdefault(call.host, {})[call] = None
         if self._over or call.host in self.gone:
             call.settle(0, UNAVAILABLE)
@@ -170,7 +168,7 @@ class MemoryNetwork:
             self.send(call.source, call.target, partial(self._arrive, call, copy))
 
     def end_call(self, call: MemoryCall) -> None:
-        """The client waits for no more answers; it tells the server if that still works."""
+        """End a call at its client, and send the cancellation to the server."""
         if call.over:
             return
         call.over = True
@@ -188,26 +186,26 @@ class MemoryNetwork:
 
 @dataclass(frozen=True, slots=True)
 class CallStatus:
-    """How a call failed."""
+    """The status of a failed call."""
 
     code: grpc.StatusCode
     details: str = ""
     metadata: Metadata = ()
 
     def error(self) -> grpc.aio.AioRpcError:
-        """The error as a stub raises it."""
+        """Return the error that a stub raises."""
         trailing = grpc.aio.Metadata(*self.metadata)
         return grpc.aio.AioRpcError(self.code, grpc.aio.Metadata(), trailing, self.details)
 
 
 UNAVAILABLE = CallStatus(grpc.StatusCode.UNAVAILABLE, "connection refused or reset")
 END = CallStatus(grpc.StatusCode.OK)
-"""After the last answer of a stream."""
+"""Follows the last response of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallResponse:
-    """What a servicer has answered, serialized, with its trailing metadata."""
+    """A serialized response, with its trailing metadata."""
 
     raw: bytes
     metadata: Metadata = ()
@@ -217,9 +215,9 @@ class MemoryCall:
     """One call, at its client and at its server.
 
     Attributes:
-        number: In order of their beginning.
-        method: Without the service, "Pull".
-        streams: Whether there may be several answers.
+        number: Number of the call, in the order of their start.
+        method: Name of the method without the service, such as "Pull".
+        streams: Whether the method has a stream of responses.
     """
 
     def __init__(
@@ -244,11 +242,11 @@ class MemoryCall:
         self._copy: int | None = None
 
     async def next(self) -> CallResponse:
-        """The next answer.
+        """Return the next response.
 
         Raises:
             AioRpcError: the call has failed.
-            StopAsyncIteration: there is none.
+            StopAsyncIteration: the stream has ended.
         """
         while not self._answers:
             self._arrived.clear()
@@ -261,7 +259,7 @@ class MemoryCall:
         return answer
 
     def settle(self, copy: int, answer: CallResponse | CallStatus) -> None:
-        """An answer arrives at the client; only those of one copy of the call count."""
+        """Deliver a response to the client; responses to a duplicate of the call are ignored."""
         if self.over or self._copy not in (None, copy):
             self.network.counts["late"] += 1
             return
@@ -270,12 +268,12 @@ class MemoryCall:
         self._arrived.set()
 
     def break_off(self, status: CallStatus) -> None:
-        """No more answers arrive at the client."""
+        """Fail the call at the client."""
         self._copy = -1
         self._answers.append(status)
         self._arrived.set()
 
     def cancel_at_server(self) -> None:
-        """The client's cancellation arrives at the server."""
+        """Cancel the call at the server."""
         for task in self.tasks:
             task.cancel()

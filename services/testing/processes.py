@@ -1,4 +1,4 @@
-"""The processes of a cluster in one event loop, and what they share."""
+"""Simulated processes of a cluster in one event loop, and the environment that they share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GRACE_MS = 3_000
 
 
 class LoopClock(Clock):
-    """Wall time that goes with the loop's, too; `ahead_ms` makes it jump."""
+    """A clock whose wall time follows the event loop; `ahead_ms` makes it jump."""
 
     def __init__(self) -> None:
         self.ahead_ms = 0
@@ -48,15 +48,15 @@ class LoopClock(Clock):
 
 
 class MemoryEnvironment(NetworkObserver):
-    """The network, etcd and disks of one cluster. They outlive processes.
+    """The network, etcd and disks of one cluster, which outlive its processes.
 
     Args:
-        seed: Of everything by chance. In virtual time two worlds with one seed go the same way.
+        seed: Seed of all random decisions; in virtual time, runs with the same seed are equal.
 
     Attributes:
-        virtual: Whether time is.
-        offsets_disks: By node id; a node's is made when it first starts.
-        storage_disks: By node id, likewise.
+        virtual: Whether the event loop has virtual time.
+        offsets_disks: Disks of offsets nodes by node id; created at the first start of the node.
+        storage_disks: Disks of storage nodes by node id; created at the first start of the node.
     """
 
     def __init__(self, seed: str) -> None:
@@ -69,61 +69,61 @@ class MemoryEnvironment(NetworkObserver):
         self.hosts: list[VirtualHost] = []
 
     def now_ms(self) -> int:
-        """Time of the loop."""
+        """Return the time of the event loop in ms."""
         return int(self.loop.time() * 1000)
 
     def random(self, purpose: str) -> Random:
-        """A stream of chance of its own, so that one use does not shift another."""
+        """Return a random generator of its own, so that one use does not influence another."""
         return Random(f"{self.seed}/{purpose}")
 
     def host(self, name: str) -> VirtualHost:
-        """Where a new process runs."""
+        """Return the host of a new process."""
         host = VirtualHost(name)
         self.hosts.append(host)
         return host
 
     def clock(self) -> Clock:
-        """The clock of a new process."""
+        """Return the clock of a new process."""
         return LoopClock() if self.virtual else Clock()
 
     def write_s(self, _: Random) -> float:
-        """How long a synced write takes, in seconds."""
+        """Return how long a synced write takes, in seconds."""
         return 0
 
     def offsets_disk_of(self, node_id: str) -> MemoryOffsetsDisk:
-        """The disk of a node of offsets."""
+        """Return the disk of an offsets node."""
         if node_id not in self.offsets_disks:
             random = self.random(f"offsets disk {node_id}")
             self.offsets_disks[node_id] = MemoryOffsetsDisk(random, self.write_s)
         return self.offsets_disks[node_id]
 
     def crash_disk(self, name: str) -> None:
-        """What is done to the disk of a service from now on does not happen."""
+        """Detach the disk of a service: later writes of the running process have no effect."""
         if name in self.storage_disks:
             self.storage_disks[name] = self.storage_disks[name].killed()
 
-    # ---- what happens to processes
+    # ---- hooks
 
     def offsets_opened(self, offsets: OffsetsEpoch) -> None:
-        """A life of offsets, or a leadership, begins to serve what is on its disk."""
+        """Called when an offsets node or a new leader starts to serve the data on its disk."""
 
     def storage_opened(self, node_id: str, node: StorageNode) -> None:
-        """A life of storage has; or a replica has opened its copy, again if it was cut."""
+        """Called when a storage node has opened its log, also again after the log was truncated."""
 
     def thawed(self) -> None:
-        """A process goes on that was frozen."""
+        """Called when a frozen process is thawed."""
 
     def failed(self, process: str, error: BaseException) -> None:
-        """A process has ended by itself."""
-        log.critical("process ends name=%s", process, exc_info=error)
+        """Called when a process has failed."""
+        log.critical("process failed name=%s", process, exc_info=error)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """How a service is started.
+    """Name, settings and start function of a service.
 
     Attributes:
-        name: Of the process; its address is `name:1`.
+        name: Name of the process; its address is `name:1`.
         kind: Folder name of the service.
     """
 
@@ -134,105 +134,105 @@ class ServiceSpec:
 
 
 class SimulatedProcess:
-    """One life of one process.
+    """A simulated process, from its start to its end.
 
     Attributes:
-        life: How many there were before, under the name.
-        alive: Whether it has not ended yet.
-        leaving: Whether it was told to stop; `stopping` is set once it has noticed.
+        life: Number of earlier processes of the same name.
+        alive: Whether the process has not ended yet.
+        leaving: Whether the process was asked to stop; `stopping` is set when it has noticed.
     """
 
-    def __init__(self, world: MemoryEnvironment, name: str, life: int) -> None:
-        self.world, self.name, self.life = world, name, life
-        self.clock = world.clock()
-        self.host = world.host(name)
-        self.random = world.random(f"{name}/{life}")
+    def __init__(self, environment: MemoryEnvironment, name: str, life: int) -> None:
+        self.environment, self.name, self.life = environment, name, life
+        self.clock = environment.clock()
+        self.host = environment.host(name)
+        self.random = environment.random(f"{name}/{life}")
         self.alive, self.leaving = True, False
         self.stopping = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
 
     @property
     def frozen(self) -> bool:
-        """Whether it stands still."""
+        """Whether the process is suspended."""
         return self.host.frozen
 
     def run(self, main: Callable[[], Awaitable[None]]) -> None:
-        """Begin; `main` is the whole life."""
+        """Start the process, which ends with `main`."""
         self._main = self.host.spawn(self._live(main))
 
     def stop(self) -> None:
-        """Ask for an end, as SIGTERM does."""
+        """Ask the process to stop, as SIGTERM does."""
         self.leaving = True
         self.host.post(self.stopping.set)
 
     async def ended(self) -> None:
-        """Until the life is over."""
+        """Wait until the process has ended."""
         if self._main is not None:
             await asyncio.wait([self._main])
 
     async def abort(self) -> None:
-        """End where it waits; what it still tries to tell others is not heard."""
-        self.world.network.crash(self.host)
+        """Cancel the process where it waits; its messages from then on are lost."""
+        self.environment.network.crash(self.host)
         if self._main is not None:
             self._main.cancel()
             await self.ended()
 
     def kill(self, *, noticed: bool = True) -> None:
-        """End now, in the middle of anything; in virtual time only.
+        """Kill the process at once, at any point of its work; in virtual time only.
 
         Args:
-            noticed: Clients see their connections reset; otherwise they wait for their deadlines.
+            noticed: Whether clients see their connections reset; otherwise they wait for deadlines.
         """
         self.alive = False
         self.host.freeze()
-        self.world.network.crash(self.host)
+        self.environment.network.crash(self.host)
 
     def freeze(self) -> None:
-        """SIGSTOP; in virtual time only."""
+        """Suspend the process, as SIGSTOP does; in virtual time only."""
         self.host.freeze()
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Resume the process, as SIGCONT does."""
         if self.alive:
-            self.world.thawed()
+            self.environment.thawed()
             self.host.thaw()
 
     def surroundings(self) -> ClientEnvironment:
-        """What its clients take from outside."""
+        """Return what clients in this process take from their environment."""
         return ClientEnvironment(
             clock=self.clock,
             random=self.random,
-            connect=memory_connector(self.world.network, self.host),
+            connect=memory_connector(self.environment.network, self.host),
         )
 
     async def _live(self, main: Callable[[], Awaitable[None]]) -> None:
         try:
             await main()
         except ExceptionGroup as group:
-            self.world.failed(self.name, only_error(group))
-        except Exception as error:  # noqa: BLE001  the world is told, whatever it is
-            self.world.failed(self.name, error)
+            self.environment.failed(self.name, only_error(group))
+        except Exception as error:  # noqa: BLE001  every failure is reported
+            self.environment.failed(self.name, error)
         finally:
             self.alive = False
 
 
 class SimulatedService(SimulatedProcess):
-    """A life of a service, as `batonmq_server.runtime.process` leads it."""
+    """A simulated service; starts and stops as in `batonmq_server.runtime.process`."""
 
-    def __init__(self, world: MemoryEnvironment, service: ServiceSpec, life: int) -> None:
-        super().__init__(world, service.name, life)
+    def __init__(self, environment: MemoryEnvironment, service: ServiceSpec, life: int) -> None:
+        super().__init__(environment, service.name, life)
         self.service = service
         self.server: MemoryServer | None = None
         self.run(self._serve)
 
     def kill(self, *, noticed: bool = True) -> None:
-        """See SimulatedProcess."""
+        """See `SimulatedProcess`."""
         if self.server is not None:
             self.server.crash(noticed)
         super().kill(noticed=noticed)
 
     async def abort(self) -> None:
-        """See SimulatedProcess."""
+        """See `SimulatedProcess`."""
         if self.server is not None:
             self.server.crash(noticed=True)
         await super().abort()
@@ -240,21 +240,21 @@ class SimulatedService(SimulatedProcess):
             await self.server.stop(0)
 
     async def _serve(self) -> None:
-        world, settings = self.world, self.service.settings
-        etcd = MemoryEtcdSession(world.etcd, self.host, self.clock, self.random)
+        environment, settings = self.environment, self.service.settings
+        etcd = MemoryEtcdSession(environment.etcd, self.host, self.clock, self.random)
         runtime = Runtime(
             self.service.kind,
             settings,
             etcd,
             random=self.random,
-            connect=memory_connector(world.network, self.host),
+            connect=memory_connector(environment.network, self.host),
         )
         address = f"{self.name}:1"
         async with asyncio.TaskGroup() as following:
             nodes = following.create_task(runtime.nodes.run())
             async with self.service.build(settings, runtime) as app:
                 edge = EdgeInterceptor(self.clock, runtime.registry, app.long_polls)
-                self.server = MemoryServer(world.network, self.host, address, edge)
+                self.server = MemoryServer(environment.network, self.host, address, edge)
                 for add in app.servicers.values():
                     add(self.server)  # type: ignore[arg-type]
                 add_event_stream(runtime.hub, self.server)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The four services in memory: as in their own processes, but for the disks."""
+"""The four services for the simulation: as in production, but with disks in memory."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "scrub_bytes_per_s": 0,
     },
 }
-"""Where they differ from the default: nothing is removed, and housekeeping is rare, as every timer
-of it is a step in virtual time."""
+"""Settings that differ from the defaults: no message is deleted, and housekeeping is rare, because
+each of its timers is a step in virtual time."""
 _NODE_LEASE_MS = 60_000
 
 
 def cluster(
-    world: MemoryEnvironment, brokers: Sequence[str], settings: Mapping[str, Mapping[str, object]]
+    environment: MemoryEnvironment,
+    brokers: Sequence[str],
+    settings: Mapping[str, Mapping[str, object]],
 ) -> list[ServiceSpec]:
-    """One of each service, but several brokers, in the order in which they start.
+    """Return one instance of each service, and all brokers, in the order of their start.
 
-    They publish no metrics unless `settings` says so: an idle cluster is to be idle.
+    They publish no metrics unless `settings` says so, so that an idle cluster has no timers.
 
     Args:
-        settings: By service, beside `SETTINGS`.
+        settings: Settings by service, in addition to `SETTINGS`.
     """
 
     def of(service: str) -> dict[str, Any]:
@@ -56,42 +58,42 @@ def cluster(
 
     return [
         nameserver(NameserverSettings(**of("nameserver"))),
-        offsets(world, OffsetsSettings(**of("offsets"))),
-        *(storage(world, StorageSettings(**of("storage"), node_id=one)) for one in brokers),
+        offsets(environment, OffsetsSettings(**of("offsets"))),
+        *(storage(environment, StorageSettings(**of("storage"), node_id=one)) for one in brokers),
         lockmgr(LockmgrSettings(**of("lockmgr"))),
     ]
 
 
 def nameserver(settings: NameserverSettings) -> ServiceSpec:
-    """A replica of the nameserver."""
+    """Return the specification of a nameserver."""
     return ServiceSpec(settings.node_id, "nameserver", settings, nameserver_app.build)
 
 
 def lockmgr(settings: LockmgrSettings) -> ServiceSpec:
-    """A lock manager."""
+    """Return the specification of a lock manager."""
     return ServiceSpec(settings.node_id, "lockmgr", settings, lockmgr_app.build)
 
 
-def offsets(world: MemoryEnvironment, settings: OffsetsSettings) -> ServiceSpec:
-    """A node of offsets, on the disk that `world` has for it."""
+def offsets(environment: MemoryEnvironment, settings: OffsetsSettings) -> ServiceSpec:
+    """Return the specification of an offsets node, on its disk in the environment."""
 
     @asynccontextmanager
     async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
-        disk = world.offsets_disk_of(settings.node_id)
-        async with offsets_app.served(settings, runtime, disk, world.offsets_opened) as app:
+        disk = environment.offsets_disk_of(settings.node_id)
+        async with offsets_app.served(settings, runtime, disk, environment.offsets_opened) as app:
             yield app
 
     return ServiceSpec(settings.node_id, "offsets", settings, build)
 
 
-def storage(world: MemoryEnvironment, settings: StorageSettings) -> ServiceSpec:
-    """A broker, or a node of its replica set, on the disk that `world` has for it by then."""
+def storage(environment: MemoryEnvironment, settings: StorageSettings) -> ServiceSpec:
+    """Return the specification of a storage node, on its disk in the environment."""
 
     @asynccontextmanager
     async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
-        disk = world.storage_disks.setdefault(settings.node_id, MemoryDisk())
-        in_no_thread = delayed_sync(runtime.random, world.write_s)
-        opened = partial(world.storage_opened, settings.node_id)
+        disk = environment.storage_disks.setdefault(settings.node_id, MemoryDisk())
+        in_no_thread = delayed_sync(runtime.random, environment.write_s)
+        opened = partial(environment.storage_opened, settings.node_id)
         if len(settings.members) > 1:
             async with storage_app.replicated(settings, runtime, disk, in_no_thread, opened) as app:
                 yield app

@@ -24,15 +24,15 @@ _HOST: ContextVar[VirtualHost | None] = ContextVar("host", default=None)
 
 
 class Deadlock(Exception):
-    """Every task waits and no timer is set: the program can never go on."""
+    """Every task waits and no timer is set, so the program can't continue."""
 
 
 class Livelock(Exception):
-    """The program runs on and on without time passing."""
+    """The program keeps running without time passing."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Same ready queue and timers as asyncio's; no real waiting."""
+    """An event loop like that of asyncio, whose clock jumps to the next timer."""
 
     def __init__(self) -> None:
         super().__init__(_NeverWaits(self))
@@ -41,13 +41,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.set_task_factory(self._new_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self.now_s
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """As asyncio's; what a host has begun waits while the host is frozen."""
+        """See asyncio; a callback of a frozen host waits until the host is thawed."""
         context = copy_context() if context is None else context
         host = context.get(_HOST)
         if host is None:
@@ -59,7 +59,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As asyncio's; what a host has begun waits while the host is frozen."""
+        """See asyncio; a callback of a frozen host waits until the host is thawed."""
         context = copy_context() if context is None else context
         host = context.get(_HOST)
         if host is None:
@@ -69,12 +69,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return handle
 
     def run_again(self, gate: _Gate) -> None:
-        """Queue what a host had held."""
+        """Queue a callback that a frozen host had kept."""
         super().call_soon(gate, context=gate.context)
 
     def run_in_executor(self, *_: Any) -> Any:  # type: ignore[override]
-        """Refused: there are no threads in virtual time."""
-        raise RuntimeError("a thread would not keep to virtual time")
+        """Raise RuntimeError: there are no threads in virtual time."""
+        raise RuntimeError("threads can't be used in virtual time")
 
     def _new_task(
         self, _: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **kwargs: Any
@@ -86,7 +86,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualHost:
-    """One process: its tasks and timers stand still while it is frozen.
+    """A simulated process, whose tasks and timers wait while it is frozen.
 
     It can be frozen in a `VirtualTimeLoop` only.
     """
@@ -98,38 +98,38 @@ class VirtualHost:
         self._context.run(_HOST.set, self)
 
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Call `callback` as part of the process, once it runs."""
+        """Call `callback` as part of the process; if it is frozen, after it is thawed."""
         asyncio.get_running_loop().call_soon(callback, *args, context=self._context.copy())
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task of the process; the caller keeps it."""
+        """Start a task of the process; the caller must keep a reference."""
         return asyncio.get_running_loop().create_task(work, context=self._context.copy())
 
     def freeze(self) -> None:
-        """Stop, in the middle of whatever it does."""
+        """Suspend the process at any point of its work."""
         self.frozen = True
 
     def thaw(self) -> None:
-        """Go on: first with what has happened meanwhile, in the order in which it did."""
+        """Resume the process; first run the callbacks that became due meanwhile, in their order."""
         self.frozen = False
         while self._held:
             _loop().run_again(self._held.popleft())
 
     def hold(self, gate: _Gate) -> None:
-        """Keep what would run now until the process goes on."""
+        """Keep a callback until the process is thawed."""
         self._held.append(gate)
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end in virtual time, in place of `asyncio.run`.
+    """Run `main` in virtual time and return its result, like `asyncio.run`.
 
-    Waiting costs nothing: when every task waits, the clock of the loop jumps to the next timer.
-    Threads and sockets are refused. The garbage collector rests meanwhile: it would end abandoned
-    generators at times of its own, and no two runs would be alike.
+    Waiting takes no time: when every task waits, the clock of the loop jumps to the next timer.
+    Threads and sockets are not available. The garbage collector is off meanwhile, because it would
+    close abandoned generators at random times, and runs would differ.
 
     Raises:
         Deadlock: every task waits, and no timer is set.
-        Livelock: the program goes round without time passing.
+        Livelock: the program keeps running without time passing.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -148,7 +148,7 @@ def _loop() -> VirtualTimeLoop:
 
 
 class _Gate:
-    """A callback of a host; waits while the host is frozen, and can be cancelled all the time."""
+    """A callback of a host; it waits while the host is frozen, and can be cancelled at any time."""
 
     __slots__ = ("args", "callback", "context", "handle", "host")
     handle: asyncio.Handle
@@ -172,7 +172,7 @@ class _Gate:
 
 
 class _NumberedTask(asyncio.Task[Any]):
-    """A task whose hash does not depend on its address, so that sets of tasks have an order."""
+    """A task with a hash that does not depend on its address, so that sets have a fixed order."""
 
     number: int
 
