@@ -31,8 +31,8 @@ class Operator:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._process = SimulatedProcess(stage.world, "operator", 0)
-        surroundings = self._process.surroundings()
-        self._directory = Directory(NAMESERVERS, surroundings.random, surroundings.connect)
+        environment = self._process.client_environment()
+        self._directory = Directory(NAMESERVERS, environment.random, environment.connect)
         self._number = 0
         self._begun: dict[asyncio.Task[None], None] = {}
 

@@ -57,7 +57,7 @@ def play(name: str, folder: Path, *arguments: str) -> int:
     launcher = found_launcher()
     if not launcher:
         to_stderr(NO_NETWORK)
-    surroundings = [
+    environment = [
         # The services with upset disks are modules of the tests.
         f"PYTHONPATH={REPO}:{REPO / 'gen'}",
         f"TMPDIR={folder / name}",  # ports are free in this network only
@@ -66,7 +66,7 @@ def play(name: str, folder: Path, *arguments: str) -> int:
     options = ["--network"] if launcher else []
     tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
     run = [sys.executable, "-m", "tools.faults.playing", name, str(folder), *options, *arguments]
-    command = [*tied, *launcher, "/usr/bin/env", *surroundings, *run]
+    command = [*tied, *launcher, "/usr/bin/env", *environment, *run]
     return subprocess.run(command, cwd=REPO, check=False).returncode
 
 
