@@ -30,12 +30,12 @@ class UncleanElection:
         """Carry out the call; see the proto."""
         service = _checked(request)
         key = self._etcd.key("replicas", service, request.replica_set)
-        standing = decode_record(await self._etcd.get(key))
+        record = decode_record(await self._etcd.get(key))
         up = await self._up(service, request.replica_set)
-        _check(request, standing, up)
+        _check(request, record, up)
         if request.execute:
-            await self._write(service, request, standing)
-        before = replicas_pb2.ReplicaSet.FromString(standing.encode())
+            await self._write(service, request, record)
+        before = replicas_pb2.ReplicaSet.FromString(record.encode())
         return pb.ElectReplicaResponse(before=before, up=[up[name] for name in sorted(up)])
 
     async def _up(self, service: str, name: str) -> dict[str, pb.Node]:
@@ -44,14 +44,14 @@ class UncleanElection:
         return {node.node_id: node for node in nodes if node.replica_set == name}
 
     async def _write(
-        self, service: str, request: pb.ElectReplicaRequest, standing: ReplicaSetRecord
+        self, service: str, request: pb.ElectReplicaRequest, record: ReplicaSetRecord
     ) -> None:
         """Write the accepted loss, if the set still has no leader and no in-sync node is up."""
-        etcd, lost = self._etcd, sorted(standing.in_sync)
+        etcd, lost = self._etcd, sorted(record.in_sync)
         loss = replicas_pb2.AcceptedLoss(
             node_id=request.node_id,
             lost=lost,
-            epoch=standing.epoch,
+            epoch=record.epoch,
             unix_ms=etcd.clock.unix_ms(),
             by=request.by,
         )
@@ -62,10 +62,10 @@ class UncleanElection:
         ]
         revision = await etcd.txn(
             compare=[
-                Compare(key, mod_revision=standing.mod_revision),
+                Compare(key, mod_revision=record.mod_revision),
                 *(Compare(one, create_revision=0) for one in absent),
             ],
-            put=[Put(key, standing.with_accepted_loss(loss).encode())],
+            put=[Put(key, record.with_accepted_loss(loss).encode())],
         )
         if revision is None:
             raise StillInSync(
@@ -78,7 +78,7 @@ class UncleanElection:
             request.replica_set,
             request.node_id,
             ",".join(lost),
-            standing.epoch,
+            record.epoch,
             request.by,
         )
 
@@ -112,7 +112,7 @@ def _checked(request: pb.ElectReplicaRequest) -> str:
 
 
 def _check(
-    request: pb.ElectReplicaRequest, standing: ReplicaSetRecord, up: dict[str, pb.Node]
+    request: pb.ElectReplicaRequest, record: ReplicaSetRecord, up: dict[str, pb.Node]
 ) -> None:
     """Return if the election is possible and necessary.
 
@@ -120,7 +120,7 @@ def _check(
         InvalidArgument: the set does not exist, or the node is not up.
         StillInSync: a node of the in-sync set is up.
     """
-    if not standing.mod_revision:
+    if not record.mod_revision:
         raise InvalidArgument(
             f"replica set {request.replica_set} does not exist",
             remedy="Use a replica set that `baton cluster replication` shows.",
@@ -132,5 +132,5 @@ def _check(
             remedy="Start the node as a member of the set first.",
             facts={"field": "node_id"},
         )
-    for name in sorted(standing.in_sync & up.keys()):
+    for name in sorted(record.in_sync & up.keys()):
         raise StillInSync(f"node {name} of the in-sync set is up", facts={"node_id": name})

@@ -22,7 +22,7 @@ class AdminCalls(OffsetsCalls):
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
-        group, order, targets = self._read.reset(request)
+        group, order, targets = self._reader.reset(request)
         await self._check_kept(group)
         now, dry_run = self._now(), request.dry_run
         if order.undone_op_id:
@@ -39,7 +39,7 @@ class AdminCalls(OffsetsCalls):
     async def Clone(self, request: pb.CloneRequest, context: Context) -> pb.CloneResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
-        to_group, order, topic = self._read.clone(request)
+        to_group, order, topic = self._reader.clone(request)
         await self._check_kept(to_group)
         await self._check_same_set(order.from_group, to_group)
         self._resolver.check(to_group)  # it may have left during the await

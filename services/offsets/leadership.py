@@ -1,6 +1,6 @@
 """The leader's side of replication: number the changes, send them, wait for the followers.
 
-A change is confirmed once every member of the in-sync set has it durably. A follower reports its
+A change is confirmed once every replica of the in-sync set has it durably. A follower reports its
 position by requesting the changes after it (protocol section 12).
 """
 

@@ -56,7 +56,7 @@ class OffsetsCalls(pb_grpc.OffsetsServiceServicer):
         self._resets = ResetExecutor(state.table, state.history)
         self._clock, self._modes, self._telemetry = parts.clock, parts.modes, parts.telemetry
         self._resolver, self._exporter = parts.resolver, parts.exporter
-        self._read = RequestReader(state.table, state.table.limits.ack_ranges_max)
+        self._reader = RequestReader(state.table, state.table.limits.ack_ranges_max)
 
     def _now(self) -> Instant:
         return Instant(self._clock.monotonic_ms(), self._clock.unix_ms())

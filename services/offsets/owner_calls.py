@@ -31,7 +31,7 @@ class OwnerCalls(OffsetsCalls):
     ) -> pb.RecordDeliveredResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
-        items, malformed = self._read.shared_batch(request.items, self._read.delivery)
+        items, malformed = self._reader.shared_batch(request.items, self._reader.delivery)
         now = self._now()
         results = [self._deliver(*item, now) for item in items]
         await self._commits.wait_durable(item[0] for item in items)
@@ -45,7 +45,7 @@ class OwnerCalls(OffsetsCalls):
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
         """See the proto."""
         self._table.check_epoch(request.offsets_epoch)
-        touches, malformed = self._read.shared_batch(request.items, self._read.touch)
+        touches, malformed = self._reader.shared_batch(request.items, self._reader.touch)
         now, outcomes = self._now(), []
         for key, token in touches:
             error = attempt(self._touch, key, token, now)
@@ -65,7 +65,7 @@ class OwnerCalls(OffsetsCalls):
         """See the proto."""
         begin_s = self._telemetry.events.now_s()
         self._check_change(request.offsets_epoch)
-        items = self._read.batch(request.items, self._read.commit)
+        items = self._reader.batch(request.items, self._reader.commit)
         check_single(item[0] for item in items)
         unowned = (key for key, token, _ in items if not token)
         await self._resolve(key for key in unowned if self._modes.exists(key.group))
@@ -85,7 +85,7 @@ class OwnerCalls(OffsetsCalls):
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
-        items = self._read.batch(request.items, self._read.close)
+        items = self._reader.batch(request.items, self._reader.close)
         check_single(item[0] for item in items)
         now, outcomes = self._now(), []
         results = [attempt(self._close, *item, now) for item in items]

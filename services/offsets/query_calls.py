@@ -26,7 +26,7 @@ class QueryCalls(OffsetsCalls):
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
         """See the proto."""
         self._table.check_epoch(request.offsets_epoch)
-        keys = self._read.batch(request.queues, self._read.queue)
+        keys = self._reader.batch(request.queues, self._reader.queue)
         await self._resolve(keys)
         now, outcomes = self._now(), []
         for key in keys:
@@ -88,7 +88,7 @@ class QueryCalls(OffsetsCalls):
         The records are read from the disk after the current token is taken from memory, so they may
         have newer tokens; these are left out.
         """
-        key, before = self._read.queue(request.queue), number_of_token(request.page_token)
+        key, before = self._reader.queue(request.queue), number_of_token(request.page_token)
         await self._check_kept(key.group)
         if key not in self._table:
             return pb.ListHoldsResponse(offsets_epoch=self._table.epoch)

@@ -1,6 +1,6 @@
 """What the leader of a replica set does for its followers: it sends the log and counts progress.
 
-A message is acknowledged, and visible to consumers, once every member of the in-sync set has it on
+A message is acknowledged, and visible to consumers, once every replica of the in-sync set has it on
 disk. The position in a follower's fetch tells how far its log has come (protocol section 12).
 """
 

@@ -178,7 +178,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         return leadership
 
     async def _watch(self, leadership: StorageLeadership) -> None:
-        """Update the gauges; resign if the log is damaged and another member has all of it."""
+        """Update the gauges; resign if the log is damaged and another replica has all of it."""
         components, tracker = leadership.components, leadership.in_sync_set.tracker
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)

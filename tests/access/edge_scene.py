@@ -71,7 +71,7 @@ class Scene:
     """The server, and the identities that it knows.
 
     Attributes:
-        read: Full paths of the calls whose request was parsed.
+        read: Full paths of the calls with a parsed request.
         served: Full paths of the calls that reached a servicer, with their requests.
         holds: Calls of these paths end only when they are cancelled.
     """
@@ -157,15 +157,15 @@ async def scene(
     made = Scene(guard, AccessStore(etcd, CompareAndSwap(etcd.random)), registry)
     edge = EdgeInterceptor(Clock(), registry, frozenset(long_polls), guard)
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
-    noted: Any = _RecordingServer(server, made.read)
+    recording: Any = _RecordingServer(server, made.read)
     for service in SERVICES:
-        noted.add_generic_rpc_handlers((_servicer(made, service),))
+        recording.add_generic_rpc_handlers((_servicer(made, service),))
     checks = Health()
     await checks.set_serving(())
-    checks.add(noted)
+    checks.add(recording)
     contracts = reflection.aio.ReflectionServicer([reflection.SERVICE_NAME])
     add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
-    add_reflection(contracts, noted)
+    add_reflection(contracts, recording)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with asyncio.TaskGroup() as tasks, connect(f"127.0.0.1:{port}") as channel:

@@ -37,7 +37,7 @@ async def refusal(made: Scene, path: str, identity: str) -> BatonError:
 
 
 @pytest.mark.parametrize(
-    ("certificates", "identity"), [(False, ""), (False, "somebody"), (True, "somebody")]
+    ("certificates", "identity"), [(False, ""), (False, "unknown"), (True, "unknown")]
 )
 async def test_request_of_an_unknown_caller_is_not_read(
     etcd: EtcdSession, certificates: bool, identity: str

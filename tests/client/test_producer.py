@@ -534,7 +534,7 @@ async def test_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
         (pending,) = await submit(producer, 1, queue_id=1)
         with pytest.raises(Unreachable, match="gone; an earlier attempt may have stored") as told:
             await pending
-        assert "Look whether it is stored" in told.value.remedy
+        assert "Check whether it is stored" in told.value.remedy
 
 
 async def _refusal_of(producer: Producer, body: bytes) -> BatonError:

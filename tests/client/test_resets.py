@@ -229,7 +229,7 @@ async def test_reset_targets_are_resolved_in_the_log(nameserver: str) -> None:
             assert plan.notes == ()
         beyond = await resets.plan(at.group, ShiftBy(-100), scope)
         assert beyond.offsets == ((queue, 0),)
-        assert "is not kept" in beyond.notes[0]
+        assert "is no longer kept" in beyond.notes[0]
 
 
 @pytest.mark.e2e

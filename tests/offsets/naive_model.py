@@ -118,40 +118,40 @@ class Naive:
         vars(self).update(vars(anew))
         return ended
 
-    def fence(self, wish: FenceAttempt, now_ms: int) -> tuple[Any, ...]:
-        if not self.known and wish.holder is None:
+    def fence(self, attempt: FenceAttempt, now_ms: int) -> tuple[Any, ...]:
+        if not self.known and attempt.holder is None:
             raise Refused("UNKNOWN_QUEUE")
-        if self.attempt == wish.attempt:
+        if self.attempt == attempt.attempt:
             if self.answer is None:
                 raise Refused("SUPERSEDED")
             return self.answer
-        if wish.expected_token != self.token:
+        if attempt.expected_token != self.token:
             raise Refused("TOKEN_MISMATCH")
-        same = not self.closed and self.holder == wish.holder
+        same = not self.closed and self.holder == attempt.holder
         if (
-            wish.condition is FenceCondition.CLOSED_OR_DRAINED
+            attempt.condition is FenceCondition.CLOSED_OR_DRAINED
             and self.in_flight
             and not self.closed
         ):
             raise Refused("UNACKED")
-        if wish.condition is FenceCondition.SAME_HOLDER and not same:
+        if attempt.condition is FenceCondition.SAME_HOLDER and not same:
             raise Refused("NOT_HOLDER")
-        if wish.condition is FenceCondition.IDLE and now_ms - self.access_ms < wish.idle_ms:
+        if attempt.condition is FenceCondition.IDLE and now_ms - self.access_ms < attempt.idle_ms:
             raise Refused("NOT_IDLE")
         if not self.known:
-            self.begin(wish.initial_offset)
-        current = wish.reset_epoch == self.reset_epoch
-        live = members(wish.resume) - self.acked if current else frozenset()
+            self.begin(attempt.initial_offset)
+        current = attempt.reset_epoch == self.reset_epoch
+        live = members(attempt.resume) - self.acked if current else frozenset()
         if not self.closed:
             self.maybe_seen |= self.in_flight - (live if same else frozenset())
         end = max(live, default=-1) + 1
         self.delivered = max(self.delivered if same else self.committed, end)
         self.ever_delivered |= set(range(self.delivered))
         self.reserved = self.delivered
-        self.holder, self.closed = wish.holder, wish.holder is None
-        self.generation, self.source = wish.subscription_generation, ProgressSource.FENCE
-        self.token = max(self.token, wish.token_min) + 1
-        self.attempt, self.access_ms = wish.attempt, now_ms
+        self.holder, self.closed = attempt.holder, attempt.holder is None
+        self.generation, self.source = attempt.subscription_generation, ProgressSource.FENCE
+        self.token = max(self.token, attempt.token_min) + 1
+        self.attempt, self.access_ms = attempt.attempt, now_ms
         self.answer = (
             self.token,
             self.committed,

@@ -41,12 +41,12 @@ TERM = 1
 NOT_LEADER = {"NOT_LEADER", "NOT_SERVING", "NO_QUORUM", "UNREACHABLE"}
 
 
-class Session(EtcdSession):
+class CuttableEtcdSession(EtcdSession):
     """A connection to etcd that can be cut, or whose lease renewals get no answer."""
 
     cut = silent = False
 
-    def anew(self) -> EtcdSession:
+    def another(self) -> EtcdSession:
         """Return another connection, for the test."""
         cluster = self.prefix.strip("/").rpartition("/")[2]
         return EtcdSession(self._endpoint, cluster, Clock())
@@ -78,7 +78,7 @@ Proceed = Callable[[], Awaitable[Any]]
 Rule = Callable[[Any, Proceed], Awaitable[Any]]
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class CallGate(grpc.aio.ServerInterceptor):
     """Blocks at the leader the calls of the followers that a test has shut out.
 
     Attributes:
@@ -125,11 +125,11 @@ class Replica:
 
     name: str
     replica_set: str
-    session: Session
+    session: CuttableEtcdSession
     disk: LmdbDisk
     stub: pb_grpc.OffsetsServiceAsyncStub
     replication: replication_grpc.ReplicationServiceAsyncStub
-    gate: Gate
+    gate: CallGate
     stopping: asyncio.Event
     caught_up: Callable[[], Awaitable[bool]]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -238,9 +238,9 @@ async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterato
 
 
 async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> None:
-    gate, stopping, ended = Gate(), asyncio.Event(), asyncio.Event()
+    gate, stopping, ended = CallGate(), asyncio.Event(), asyncio.Event()
     try:
-        async with Session(settings.etcd, settings.cluster, Clock()) as session:
+        async with CuttableEtcdSession(settings.etcd, settings.cluster, Clock()) as session:
             runtime = Runtime("offsets", settings, session)
             with LmdbDisk(settings.data_dir) as disk:
                 async with served(settings, runtime, disk) as app:
@@ -285,9 +285,9 @@ async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> N
         ended.set()
 
 
-async def leases_end(ended: Session, service: str, replica_set: str, name: str) -> None:
+async def leases_end(ended: CuttableEtcdSession, service: str, replica_set: str, name: str) -> None:
     """Revoke the leases of a node, as etcd does when they expire."""
-    async with ended.anew() as etcd:
+    async with ended.another() as etcd:
         for key in (f"nodes/{service}/{name}", f"elections/{service}/{replica_set}"):
             stored = await etcd.get(key)
             if stored is not None and (key.startswith("nodes/") or stored.value == name.encode()):

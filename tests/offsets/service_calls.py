@@ -96,14 +96,14 @@ class Service:
 
 def single_set_directory(etcd: EtcdSession, *groups: str) -> PlacementDirectory:
     """Return the directory of a cluster with one offsets set, where `groups` are placed."""
-    places = EtcdMirror(etcd, PLACEMENTS_PREFIX)
+    placements = EtcdMirror(etcd, PLACEMENTS_PREFIX)
     for group in groups:
-        places.values[group] = KeyValue(group, GroupPlacement(OFFSETS_SERVICE).encode(), 1, 1)
+        placements.values[group] = KeyValue(group, GroupPlacement(OFFSETS_SERVICE).encode(), 1, 1)
 
     def stub(replica_set: str) -> pb_grpc.OffsetsServiceAsyncStub:
         raise AssertionError(f"there is no set {replica_set}")
 
-    return PlacementDirectory(OFFSETS_SERVICE, etcd, places, stub)
+    return PlacementDirectory(OFFSETS_SERVICE, etcd, placements, stub)
 
 
 async def call(service: Service, name: str, request: Any) -> Any:

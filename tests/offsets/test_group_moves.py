@@ -31,7 +31,7 @@ from batonmq.errors import (
     OldMove,
     Unreachable,
 )
-from batonmq_server.offsets import group_exporter as leaving
+from batonmq_server.offsets import group_exporter
 from batonmq_server.offsets.core.local_placements import (
     LocalPlacement,
     LocalPlacements,
@@ -43,7 +43,7 @@ from batonmq_server.runtime.group_placements import GroupPlacement, decode_place
 from tests.offsets.replica_cluster import (
     LEASE_MS,
     TIMEOUT_S,
-    Gate,
+    CallGate,
     Proceed,
     Replica,
     ReplicaSet,
@@ -114,7 +114,7 @@ async def leader(of: ReplicaSet) -> Replica:
     async def look() -> bool:
         for node in of.nodes.values():
             if not node.ended.is_set():
-                reason = await refused(node)
+                reason = await rejection_reason(node)
                 if reason is None or reason in ELSEWHERE:
                     found.append(node)
                     return True
@@ -141,7 +141,7 @@ async def ask(node: Replica, request: Any) -> Any:
     return answer
 
 
-async def refused(node: Replica) -> str | None:
+async def rejection_reason(node: Replica) -> str | None:
     """Return the reason for which a node rejects a call about the group; None if it answers."""
     try:
         await ask(node, pb.ListResetsRequest(group=GROUP))
@@ -261,7 +261,7 @@ async def test_group_can_move_back_and_forth(etcd_endpoint: str, tmp_path: Path)
         await scene.place("left", 2, "right")
         await scene.moved(2)
         assert (await progress(left)).committed_offset == 60
-        assert await refused(right) == "GROUP_MOVED"
+        assert await rejection_reason(right) == "GROUP_MOVED"
         await ask(left, commit(65, token=2))
         await scene.place("right", 3, "left")
         await scene.moved(3)
@@ -279,29 +279,29 @@ async def test_new_set_answers_no_call_before_the_import_is_complete(
     etcd_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The export has many parts; the last one is delayed, then lost."""
-    monkeypatch.setattr(leaving, "PART_BYTES", 1)
+    monkeypatch.setattr(group_exporter, "PART_BYTES", 1)
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, right):
         before = await work(left)
-        held, go_on = asyncio.Event(), asyncio.Event()
+        delayed, proceed_now = asyncio.Event(), asyncio.Event()
         lost: list[pb.ExportGroupResponse] = []
 
-        async def hold_up(request: Any, proceed: Proceed) -> Any:
+        async def delay_last_part(request: Any, proceed: Proceed) -> Any:
             answer = await proceed()
             if answer.last and not lost:
-                held.set()
-                await go_on.wait()
+                delayed.set()
+                await proceed_now.wait()
                 lost.append(answer)
                 raise Unreachable("the answer is lost")
             return answer
 
-        left.gate.rules["ExportGroup"] = hold_up
+        left.gate.rules["ExportGroup"] = delay_last_part
         await scene.place("right", 1, "left")
-        await held.wait()
-        assert await refused(right) == "NOT_SERVING"
+        await delayed.wait()
+        assert await rejection_reason(right) == "NOT_SERVING"
         with pytest.raises(NotServing):
             await ask(right, commit(90, token=2))
-        assert await refused(left) == "GROUP_MOVED"
-        go_on.set()
+        assert await rejection_reason(left) == "GROUP_MOVED"
+        proceed_now.set()
         await scene.moved(1)
         assert (await progress(right)).committed_offset == before.committed_offset
 
@@ -324,7 +324,7 @@ async def test_move_completes_when_either_leader_dies_at_any_step(
     point: str,
     victim: str,
 ) -> None:
-    monkeypatch.setattr(leaving, "PART_BYTES", 1)
+    monkeypatch.setattr(group_exporter, "PART_BYTES", 1)
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
         await work(left)
         reached = stop_at(left.gate, point)
@@ -341,12 +341,12 @@ async def test_move_completes_when_either_leader_dies_at_any_step(
         assert (after.token, after.committed_offset, after.acked_count) == (2, 40, 10)
         assert after.maybe_seen_count == 50
         assert (await progress(new, 1)).reset_epoch == 1
-        assert await refused(old) == "GROUP_MOVED"
+        assert await rejection_reason(old) == "GROUP_MOVED"
         assert of_group(old) == []
 
 
-def stop_at(gate: Gate, point: str) -> asyncio.Event:
-    """Let this many calls between the sets pass and block the next; set once it is blocked."""
+def stop_at(gate: CallGate, point: str) -> asyncio.Event:
+    """Fail the calls between the sets from `point` on; the event is set at the first one."""
     reached = asyncio.Event()
 
     async def stop(after: int, request: Any, proceed: Proceed) -> Any:
@@ -355,7 +355,7 @@ def stop_at(gate: Gate, point: str) -> asyncio.Event:
             if point.startswith("after"):
                 await proceed()
             reached.set()
-            raise Unreachable("it comes no farther")
+            raise Unreachable("stopped by the test")
         return await proceed()
 
     method = "ForgetGroup" if "forg" in point else "ExportGroup"
@@ -370,15 +370,15 @@ async def test_repeated_forget_completes_a_cancelled_one(
     async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
         await work(left)
 
-        async def cut_short(request: Any, proceed: Proceed) -> Any:
+        async def cancel_once(request: Any, proceed: Proceed) -> Any:
             del left.gate.rules["ForgetGroup"]
             try:
                 async with asyncio.timeout(0):  # cancelled at its first await
                     return await proceed()
             except TimeoutError:
-                raise Unreachable("cut short") from None
+                raise Unreachable("cancelled by the test") from None
 
-        left.gate.rules["ForgetGroup"] = cut_short
+        left.gate.rules["ForgetGroup"] = cancel_once
         await scene.place("right", 1, "left")
         await scene.moved(1)
         assert "ForgetGroup" not in left.gate.rules
@@ -397,12 +397,12 @@ async def test_new_leader_of_either_set_continues_the_move(
         await reached.wait()
         await left.crash()
         await right.crash()
-        (heir,) = [node for name, node in scene.left.nodes.items() if name != left.name]
+        (successor,) = [node for name, node in scene.left.nodes.items() if name != left.name]
 
-        async def refuses() -> bool:
-            return await refused(heir) == "GROUP_MOVED"
+        async def rejects() -> bool:
+            return await rejection_reason(successor) == "GROUP_MOVED"
 
-        await until(refuses, timeout_s=40)
+        await until(rejects, timeout_s=40)
         await scene.moved(1)
         after = await progress(await leader(scene.right))
         assert after.committed_offset == before.committed_offset
@@ -435,7 +435,7 @@ async def test_acks_during_a_move_are_neither_lost_nor_counted_twice(
                 try:
                     answer = await ask(node, pb.CommitRequest(items=[item]))
                 except GroupMoved as error:
-                    node = left if error.facts["offsets_set"] == "left" else right
+                    node = left if error.detail.offsets_set == "left" else right
                 except NotServing:
                     await asyncio.sleep(0.01)
                 else:
@@ -563,7 +563,7 @@ async def test_stored_group_gets_its_placement_when_its_set_starts(
             return await scene.etcd.get(f"places/{GROUP}") is not None
 
         await until(placed)
-        assert await refused(right) == "GROUP_MOVED"
+        assert await rejection_reason(right) == "GROUP_MOVED"
         assert (await progress(await leader(scene.left))).token == 1
 
 

@@ -54,7 +54,9 @@ from tests.offsets.service_calls import (
 NOW = Instant(1, 1)
 
 
-def told(scene: Scene, records: list[TokenChange]) -> list[tuple[int, HoldEnd, DeliveryReach]]:
+def summary_of(
+    scene: Scene, records: list[TokenChange]
+) -> list[tuple[int, HoldEnd, DeliveryReach]]:
     """Return token, end and reach of each hold, newest first."""
     found = link_holds(records, scene.queue.token, scene.queue.reach)
     return [(hold.began.token, hold.end, hold.reach) for hold in found]
@@ -72,8 +74,8 @@ class Log:
         assert handover is not None
         self.records.append(handover)
 
-    def told(self) -> list[tuple[int, HoldEnd, DeliveryReach]]:
-        return told(self.scene, self.records)
+    def holds(self) -> list[tuple[int, HoldEnd, DeliveryReach]]:
+        return summary_of(self.scene, self.records)
 
 
 def test_hold_has_the_cause_of_its_end_and_its_deliveries() -> None:
@@ -98,7 +100,7 @@ def test_hold_has_the_cause_of_its_end_and_its_deliveries() -> None:
     scene.record(5, 10, 11)
     scene.reset(0)
     log.note()
-    assert log.told() == [
+    assert log.holds() == [
         (6, HoldEnd.NOTHING, DeliveryReach(0, 0)),
         (5, HoldEnd.RESET, DeliveryReach(11, 11)),
         (4, HoldEnd.FORCED, DeliveryReach(12, 12)),
@@ -114,12 +116,12 @@ def test_close_keeps_the_delivered_offset_of_the_hold() -> None:
     log.note()
     log.scene.record(1, 0, 10)
     log.scene.close(1, 4, unfinished=offsets((6, 7)))
-    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))]
+    assert log.holds() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))]
     log.scene.restart()
-    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))], "a restart keeps it too"
+    assert log.holds() == [(1, HoldEnd.NOTHING, DeliveryReach(10, 10))], "a restart keeps it too"
     log.scene.fence(B, 1)
     log.note()
-    assert log.told() == [
+    assert log.holds() == [
         (2, HoldEnd.NOTHING, DeliveryReach(4, 4)),
         (1, HoldEnd.PASSED, DeliveryReach(10, 10)),
     ]
@@ -132,9 +134,9 @@ def test_delivered_offset_of_a_hold_is_bounded_after_a_restart() -> None:
     log.scene.record(1, 0, 10)
     log.scene.commit(1, 3)
     log.scene.restart()
-    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(3, 2_010))]
+    assert log.holds() == [(1, HoldEnd.NOTHING, DeliveryReach(3, 2_010))]
     log.scene.record(1, 8, 12)
-    assert log.told() == [(1, HoldEnd.NOTHING, DeliveryReach(12, 2_010))]
+    assert log.holds() == [(1, HoldEnd.NOTHING, DeliveryReach(12, 2_010))]
 
 
 def test_hold_ends_when_the_next_one_begins() -> None:
@@ -167,7 +169,7 @@ def test_holds_stop_at_a_missing_record() -> None:
         log.scene.fence(A, token, FORCED)
         log.note()
     del log.records[1]
-    assert [token for token, _, _ in log.told()] == [4, 3]
+    assert [token for token, _, _ in log.holds()] == [4, 3]
 
 
 def test_holds_of_deleted_progress_are_not_linked() -> None:
@@ -177,7 +179,7 @@ def test_holds_of_deleted_progress_are_not_linked() -> None:
     log.scene.delete(4)
     log.scene.fence(B, 2)
     log.note()
-    assert [token for token, _, _ in log.told()] == [3]
+    assert [token for token, _, _ in log.holds()] == [3]
 
 
 def test_stored_token_change_keeps_every_field() -> None:

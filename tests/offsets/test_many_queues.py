@@ -43,7 +43,7 @@ async def parts(service: Service) -> list[pb.AnnounceResponse]:
         request.after_group = found[-1].queues[-1].queue.group
 
 
-def told(found: list[pb.AnnounceResponse]) -> list[tuple[tuple[str, int], int]]:
+def tokens_of(found: list[pb.AnnounceResponse]) -> list[tuple[tuple[str, int], int]]:
     tokens = [one for part in found for one in part.queues]
     return [((one.queue.group, one.queue.queue.queue_id), one.token) for one in tokens]
 
@@ -55,7 +55,7 @@ async def test_parts_of_an_announce_have_every_queue_once(
     tokens = await fenced(service)
     monkeypatch.setattr(lockmgr_calls, "ANNOUNCED_MAX", count)
     found = await parts(service)
-    assert sorted(told(found)) == sorted(tokens.items())
+    assert sorted(tokens_of(found)) == sorted(tokens.items())
     groups_at_once = -(-count // 3)
     assert len(found) == -(-len(GROUPS) // groups_at_once)
 
@@ -73,7 +73,7 @@ async def test_queue_deleted_between_two_parts_hides_no_other_queue(
     while found[-1].more:
         found.append(await call(service, "Announce", request))
         request.after_group = found[-1].queues[-1].queue.group
-    seen = told(found)
+    seen = tokens_of(found)
     assert sorted(key for key, _ in seen) == sorted(tokens)
     assert {token for _, token in seen[len(first.queues) :]} == {2}
 

@@ -115,7 +115,7 @@ class Machine(RuleBasedStateMachine):
         self.tokens_issued: set[int] = set()
         self.committed_before = 0
         self.acked_before: set[int] = set()
-        self.in_hand: set[int] = set()
+        self.started: set[int] = set()
         """Offsets that the holder may have started under the current token."""
         self.must_flag: set[int] = set()
         """Offsets that were started under an earlier token, as its owner reported, or acked. And
@@ -138,17 +138,17 @@ class Machine(RuleBasedStateMachine):
         subscription_generation=GENERATION,
         survives=st.integers(0, 19),
     )
-    def fence(self, age: int, reset_age: int, survives: int, **wish: Any) -> None:
+    def fence(self, age: int, reset_age: int, survives: int, **fields: Any) -> None:
         self.attempts += 1
         attempt, expected = f"attempt-{self.attempts}", max(0, self.model.token - age)
-        if wish["holder"] is None:
-            wish["resume"] = RangeSet()
+        if fields["holder"] is None:
+            fields["resume"] = RangeSet()
         call = FenceAttempt(
             attempt=attempt,
             expected_token=expected,
             idle_ms=LEASE_MS,
             reset_epoch=self.model.reset_epoch - reset_age,
-            **wish,
+            **fields,
         )
         self.call(("fence", call), bool(survives))
 
@@ -415,22 +415,22 @@ class Machine(RuleBasedStateMachine):
         if name in ("commit", "close", "commit_unowned"):
             self.must_flag |= after.acked - before.acked
         if name == "record":
-            self.in_hand |= set(range(*args[1][:2]))
+            self.started |= set(range(*args[1][:2]))
         elif name == "reset" and after.token != before.token:
-            self.must_flag |= self.in_hand
-            self.in_hand = set()
+            self.must_flag |= self.started
+            self.started = set()
             self.committed_before, self.acked_before = 0, set()
         elif name == "close" and not before.closed:
             self.must_flag |= members(args[2])
-            self.in_hand = set()
+            self.started = set()
         elif name == "fence" and after.token != before.token:
             current = args.reset_epoch == before.reset_epoch
             live = members(args.resume) if current else frozenset()
             same = not before.closed and before.holder == args.holder
-            self.must_flag |= self.in_hand - (live if same else frozenset())
-            self.in_hand = set(live)
+            self.must_flag |= self.started - (live if same else frozenset())
+            self.started = set(live)
         elif name in ("delete", "delete_group") and after.reset_epoch != before.reset_epoch:
-            self.in_hand, self.must_flag = set(), set()
+            self.started, self.must_flag = set(), set()
             self.committed_before, self.acked_before = 0, set()
 
     # ---- always

@@ -115,10 +115,10 @@ def test_s13_forward_reset_counts_only_unacked_offsets_as_skipped() -> None:
 def test_s13_dry_run_returns_the_same_effect_and_changes_nothing() -> None:
     scene = held()
     before = scene.queue.committed_offset, scene.queue.token, scene.queue.maybe_seen
-    told = step(scene.reset(4, dry_run=True))
+    expected = step(scene.reset(4, dry_run=True))
     assert (scene.queue.committed_offset, scene.queue.token, scene.queue.maybe_seen) == before
     assert scene.resets.history.newest_first(KEY.group) == []
-    assert told == step(scene.reset(4))
+    assert expected == step(scene.reset(4))
 
 
 def test_s13_dry_run_leaves_a_queue_without_progress_unknown() -> None:
@@ -378,9 +378,9 @@ def test_s13_clone_skips_the_retry_topic_of_the_source_unless_named() -> None:
 
 def test_s13_clone_dry_run_changes_nothing() -> None:
     scene = held()
-    told = cloned(scene, dry_run=True)
+    expected = cloned(scene, dry_run=True)
     assert theirs() not in scene.table
-    assert told == cloned(scene)
+    assert expected == cloned(scene)
 
 
 def test_s13_repeated_clone_gets_the_same_answer_after_the_source_changed() -> None:

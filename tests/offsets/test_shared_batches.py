@@ -52,7 +52,7 @@ def shared(method: str, *items: Any) -> Any:
     return getattr(pb, f"{method}Request")(items=items, **term)
 
 
-async def places(etcd: EtcdSession) -> set[str]:
+async def placed_groups(etcd: EtcdSession) -> set[str]:
     found, _ = await etcd.get_prefix(PLACEMENTS_PREFIX)
     return {stored.key.removeprefix(PLACEMENTS_PREFIX) for stored in found}
 
@@ -125,7 +125,7 @@ async def test_commit_without_token_for_an_unknown_group_creates_no_placement(
     answer = await call(service, "Commit", shared("Commit", *items))
     assert reasons(answer.outcomes)[:-1] == ["REASON_GROUP_NOT_FOUND"] * len(MADE_UP)
     assert answer.outcomes[-1].HasField("committed")
-    assert await places(etcd) == {"readers"}
+    assert await placed_groups(etcd) == {"readers"}
 
 
 async def test_groups_of_a_call_are_resolved_concurrently(

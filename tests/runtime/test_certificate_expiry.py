@@ -1,6 +1,6 @@
 """Goal: the expiry time of every kind of certificate is read correctly, or not at all.
 
-Method: certificates of the authority of local clusters, whose dates are known, and of openssl.
+Method: certificates of the authority of local clusters, with known dates, and of openssl.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def settings(**given: str) -> ServiceSettings:
     return load(ServiceSettings, "BATON_N", {"BATON_N_NODE_ID": "n-0", **env})
 
 
-def told(registry: CollectorRegistry) -> dict[str, float]:
+def exported(registry: CollectorRegistry) -> dict[str, float]:
     (family,) = (f for f in registry.collect() if f.name == NAME)
     return {sample.labels["certificate"]: sample.value for sample in family.samples}
 
@@ -95,14 +95,14 @@ def test_metric_follows_the_files_and_keeps_the_last_usable_ones(tmp_path: Path)
         etcd_ca_file=own.ca_file,
     )
     export_expiry(told_of, registry := CollectorRegistry())
-    first = told(registry)
+    first = exported(registry)
     assert set(first) == {"service", "authority", "etcd_authority"}
     assert first["etcd_authority"] == first["authority"] > first["service"]
     authority.issue(CertificateSubject(name="node", hosts=("localhost",)), days=20)
-    later = told(registry)
+    later = exported(registry)
     assert later["service"] - first["service"] >= 9 * DAY_S
     Path(own.cert_file).write_text("half a certificate")
-    assert told(registry) == later
+    assert exported(registry) == later
 
 
 def test_unreadable_expiry_time_is_nan(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_unreadable_expiry_time_is_nan(tmp_path: Path) -> None:
     )
     check_files(told_of)
     export_expiry(told_of, registry := CollectorRegistry())
-    assert math.isnan(told(registry)["authority"])
-    assert told(registry)["service"] > 0
+    assert math.isnan(exported(registry)["authority"])
+    assert exported(registry)["service"] > 0
 
 
 def test_without_tls_there_are_no_series() -> None:
     export_expiry(settings(), registry := CollectorRegistry())
-    assert told(registry) == {}
+    assert exported(registry) == {}

@@ -104,7 +104,7 @@ async def test_two_candidates_never_lead_at_once_through_many_changes(etcd: Etcd
     leading: list[int] = []
 
     async def lead(term: int) -> None:
-        assert not leading, "two at once"
+        assert not leading, "two leaders at once"
         leading.append(term)
         try:
             await asyncio.Event().wait()
@@ -132,7 +132,7 @@ async def test_leader_whose_lease_is_revoked_stops_leading(etcd: EtcdSession) ->
         await end_lease_of(etcd, a.election.key)
         await until(lambda: len(a.terms) == 2)
         assert a.terms[1] > a.terms[0]
-        assert a.valid_at_end == [False], "it answers no more while it cleans up"
+        assert a.valid_at_end == [False], "it is no longer valid while it cleans up"
 
 
 async def test_leader_that_resigns_is_invalid_at_once_and_is_replaced(
@@ -178,7 +178,7 @@ async def test_silent_leader_is_replaced_when_its_lease_expires(etcd: EtcdSessio
     b = Candidate(etcd, "b", LONG_MS)
     async with campaigning(b):
         await until(lambda: b.leads)
-    assert clock.monotonic_ms() - begin_ms >= 1_000, "not before its lease ran out"
+    assert clock.monotonic_ms() - begin_ms >= 1_000, "not before its lease expired"
 
 
 async def test_error_of_the_leader_ends_the_leadership_and_is_passed_on(
@@ -213,7 +213,7 @@ async def test_condition_holds_in_its_term_only(etcd: EtcdSession) -> None:
 
 
 async def test_condition_of_a_follower_never_holds(etcd: EtcdSession) -> None:
-    """Also while nobody leads: "no such key" is what it must not mean."""
+    """Also without a leader: the condition must not mean that the key is missing."""
     a = Candidate(etcd, "a")
     write = [Put("x", b"")]
     assert await etcd.txn(compare=[a.election.compare()], put=write) is None
@@ -258,7 +258,7 @@ async def test_leader_without_etcd_stops_by_itself(tmp_path: Path) -> None:
 
 
 class NotingSession(EtcdSession):
-    """Notes from which revisions it is asked to watch."""
+    """A session that records the start revisions of watches."""
 
     watched: list[int]
 

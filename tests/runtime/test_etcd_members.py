@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 MINUTE_MS = 60_000
 SOON_S = 30
-"""Far longer than it takes to notice who stands still, and shorter than any call's bound."""
+"""Far longer than the detection of a stuck member takes, and shorter than any timeout."""
 
 
 @pytest.fixture(autouse=True)

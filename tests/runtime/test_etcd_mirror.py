@@ -194,7 +194,7 @@ async def test_mirror_keeps_its_values_over_a_restart_of_etcd_and_follows_again(
             heard: list[frozenset[str]] = []
             mirror.on_change.append(heard.append)
             await process.stop()
-            assert shown(mirror) == {"a": b"1", "b": b"1"}, "known until told otherwise"
+            assert shown(mirror) == {"a": b"1", "b": b"1"}, "the last known values stay"
             await process.start()
             async with EtcdSession(process.endpoint, "c", Clock()) as other:
                 await other.put("topics/a", b"2")

@@ -1,7 +1,7 @@
 """Goal: a silent connection is closed, at each step; an idle client can still call.
 
 Method: bytes of HTTP/2 made by hand over real connections to a server with the options of services,
-all of whose times are shortened; and a real client, for the other half.
+with shortened timeouts; and a real client, for the other half.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ TIMES = {
     "grpc.http2.ping_timeout_ms": 200,
 }
 IDLE = {"grpc.max_connection_idle_ms": 100}
-"""Only that: a real client may be slow."""
+"""The only shortened timeout in tests with a real client, which may be slow."""
 SLOWER = {name: 10 * ms for name, ms in TIMES.items()}
-"""For who has to be heard before he is cut off."""
+"""Timeouts for a connection that must send something before it is closed."""
 PATIENCE_S = 30
-"""Far longer than what is shortened, and shorter than what gRPC does by itself."""
+"""Far longer than the shortened timeouts, and shorter than the defaults of gRPC."""
 PATH = "/Test/Hold"
 
 

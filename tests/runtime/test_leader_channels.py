@@ -138,7 +138,7 @@ async def test_channel_follows_only_its_replica_set(etcd: EtcdSession) -> None:
         await at.register("b", "127.0.0.1:2", epoch=1, replica_set="left")
         assert peer.address() == "127.0.0.1:2"
         await at.register("left", "127.0.0.1:3", epoch=2)
-        assert peer.address() == "127.0.0.1:3", "a node alone is a set of its own name"
+        assert peer.address() == "127.0.0.1:3", "a node without replicas is a set of its own name"
 
 
 async def test_stub_stays_while_the_leader_stays(etcd: EtcdSession) -> None:

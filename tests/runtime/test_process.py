@@ -112,7 +112,7 @@ async def test_process_serves_the_common_endpoints_and_stops_cleanly(
         assert (await etcd.get(KEY)) is not None
         running.child.send(signal.SIGTERM)
         assert await running.child.ended() == 0
-        assert await etcd.get(KEY) is None, "at once, not when the lease ends"
+        assert await etcd.get(KEY) is None, "deleted at once, not when the lease expires"
         assert '"event": "draining' in running.log()
         assert '"event": "stopped"' in running.log()
 
@@ -137,12 +137,14 @@ async def test_process_registers_its_dns_names_and_serves_health_on_its_own_port
         assert running.node.address == f"{name}:10912"
         assert running.node.metrics_address == f"{name}:{ports['metrics']}"
         assert running.node.outside_address == "127.0.0.1:30930"
-        for asked in (LIVE, STARTED, READY, SERVICE):
-            await until(partial(_serves, channel, asked))
+        for name in (LIVE, STARTED, READY, SERVICE):
+            await until(partial(_serves, channel, name))
         request = offsets_pb.QueryGroupRequest(group="g")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await offsets_grpc.OffsetsServiceStub(channel).QueryGroup(request, timeout=TIMEOUT_S)
-        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED, "nothing else is told there"
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED, (
+            "the health port serves nothing else"
+        )
 
 
 async def test_process_with_a_taken_port_ends_with_an_error(
@@ -206,7 +208,7 @@ async def test_node_refuses_to_run_alone_while_others_of_its_set_may_be_elected(
     assert await child.ended() == 2
     (said,) = child.last_lines(1)
     assert f"other may be elected, so it must not run without {upper}_REPLICAS" in said
-    assert not (tmp_path / "data").exists(), "nothing is touched"
+    assert not (tmp_path / "data").exists(), "nothing is written"
     await etcd.put(key, ReplicaSetRecord(7, node_id, frozenset({node_id}), 7).encode())
     child.spawn()
     try:

@@ -59,7 +59,7 @@ def carol(authority: CertificateAuthority) -> Security:
     return authority.issue(CAROL)
 
 
-class Asked:
+class CallerServicer:
     """A server that returns the caller, and holds calls that ask for it."""
 
     def __init__(self) -> None:
@@ -84,9 +84,9 @@ class Asked:
 @asynccontextmanager
 async def serving(
     security: Security | None, *, required: bool = True
-) -> AsyncIterator[tuple[str, Asked]]:
-    asked, server = Asked(), grpc.aio.server(options=OPTIONS)
-    asked.add(server)
+) -> AsyncIterator[tuple[str, CallerServicer]]:
+    servicer, server = CallerServicer(), grpc.aio.server(options=OPTIONS)
+    servicer.add(server)
     if security is None:
         port = server.add_insecure_port("127.0.0.1:0")
     else:
@@ -94,7 +94,7 @@ async def serving(
         port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     try:
-        yield f"127.0.0.1:{port}", asked
+        yield f"127.0.0.1:{port}", servicer
     finally:
         await server.stop(None)
 
@@ -202,7 +202,7 @@ async def test_renewed_files_are_used_and_no_call_is_lost(
     authority: CertificateAuthority, node: Security, carol: Security
 ) -> None:
     """Calls go on all the time; one is in progress over every change."""
-    async with serving(node) as (address, asked), connector(carol)(address) as channel:
+    async with serving(node) as (address, servicer), connector(carol)(address) as channel:
         assert isinstance(channel, SecureChannel)
         shown: list[bytes] = []
         over = asyncio.Event()
@@ -215,7 +215,7 @@ async def test_renewed_files_are_used_and_no_call_is_lost(
 
         async with asyncio.TaskGroup() as tasks:
             held = tasks.create_task(ask(channel, b"hold"))
-            await asked.held.wait()
+            await servicer.held.wait()
             for _ in range(4):
                 tasks.create_task(keep_asking())
             await until(lambda: shown)
@@ -227,7 +227,7 @@ async def test_renewed_files_are_used_and_no_call_is_lost(
                 assert len(shown) == number + 1
             over.set()
             assert not held.done()
-            asked.release.set()
+            servicer.release.set()
             assert await held == b"carol"
 
 
@@ -275,11 +275,11 @@ async def test_token_is_read_from_the_current_file(
 async def test_close_ends_calls_in_progress(
     authority: CertificateAuthority, node: Security, carol: Security
 ) -> None:
-    async with serving(node) as (address, asked):
+    async with serving(node) as (address, servicer):
         channel = connector(carol)(address)
         call: Any = channel.unary_unary(METHOD)
         held = call(b"hold", timeout=30)
-        await asked.held.wait()
+        await servicer.held.wait()
         authority.issue(CAROL)
         before = present(channel)
         await until(lambda: present(channel) is not before, timeout_s=10)
@@ -359,8 +359,8 @@ async def test_server_without_tls_logs_a_warning(
     server = grpc.aio.server()
     with caplog.at_level(logging.WARNING):
         assert listen(server, settings_of(**settings))
-    (told,) = caplog.messages
-    assert told.startswith(f"TLS IS OFF: every program on {reach}")
+    (logged,) = caplog.messages
+    assert logged.startswith(f"TLS IS OFF: every program on {reach}")
     await server.stop(None)
 
 

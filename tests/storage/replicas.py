@@ -40,8 +40,8 @@ from tests.offsets.replica_cluster import (
     LEASE_MS,
     NOT_LEADER,
     TIMEOUT_S,
-    Gate,
-    Session,
+    CallGate,
+    CuttableEtcdSession,
     leases_end,
 )
 from tests.storage.batches import TOPIC, TOPIC_ID
@@ -63,12 +63,12 @@ class Replica:
 
     name: str
     folder: Path
-    session: Session
+    session: CuttableEtcdSession
     stub: pb_grpc.StorageServiceAsyncStub
     queries: query_grpc.QueryServiceAsyncStub
     scheduling: schedule_grpc.ScheduleServiceAsyncStub
     replication: replication_grpc.ReplicationServiceAsyncStub
-    gate: Gate
+    gate: CallGate
     stopping: asyncio.Event
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -268,9 +268,9 @@ async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterato
 
 
 async def _run(settings: StorageSettings, started: asyncio.Future[Replica]) -> None:
-    gate, stopping, ended = Gate(), asyncio.Event(), asyncio.Event()
+    gate, stopping, ended = CallGate(), asyncio.Event(), asyncio.Event()
     try:
-        async with Session(settings.etcd, settings.cluster, Clock()) as session:
+        async with CuttableEtcdSession(settings.etcd, settings.cluster, Clock()) as session:
             runtime = Runtime("storage", settings, session)
             async with build(settings, runtime) as app:
                 edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls)
