@@ -16,7 +16,7 @@ from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from tests.packaging.environments import Environment, build_wheels, new_environment
 from tests.spark.metric_events import batch, event
-from tests.spark.running import RunningCluster
+from tests.spark.running_cluster import RunningCluster
 from tests.support.waiting import until_now
 
 pytestmark = [pytest.mark.spark, pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -39,7 +39,10 @@ def store_events(cluster: RunningCluster, count: int) -> None:
             return TOPIC in {topic.name for topic in await admin.list_topics()}
 
     async def send() -> None:
-        events = [event("appended", number, topic="orders", count=number) for number in range(count)]
+        events = [
+            event("appended", number, topic="orders", message_count=number + 1)
+            for number in range(count)
+        ]
         async with Producer(cluster.nameserver) as producer:
             await producer.send(TOPIC, batch(events, 1, SOURCE).SerializeToString())
 
@@ -63,4 +66,4 @@ def test_job_of_the_wheel_reads_the_metrics_topic_into_a_table(
     table = deltalake.DeltaTable(str(tmp_path / "data" / "tables" / "bronze"))
     rows = pa.table(table.scan(["source", "event_index", "count"]).read_all()).to_pylist()
     found = sorted((row["event_index"], row["count"]) for row in rows if row["source"] == SOURCE)
-    assert found == [(number, number) for number in range(20)]
+    assert found == [(number, number + 1) for number in range(20)]
