@@ -175,7 +175,7 @@ def test_brokers_and_replication_are_shown(cluster: RunningCluster) -> None:
     assert rows.keys() == {"storage", "offsets", "lockmgr", "nameserver"}
     assert {row["ROLE"] for row in rows.values()} == {"leader"}
     assert (rows["storage"]["SET"], rows["storage"]["LAG"]) == ("broker-0", "0")
-    assert {row["IN-SYNC"] for row in rows.values()} == {"-"}, "nobody has a follower"
+    assert {row["IN-SYNC"] for row in rows.values()} == {"-"}, "no leader has a follower"
 
 
 def test_bundle_has_all_files_and_is_not_overwritten(
