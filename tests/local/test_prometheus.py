@@ -1,4 +1,4 @@
-"""Goal: `baton up --observe` starts a Prometheus that scrapes all services, with rules, and stops it
+"""Goal: `baton up --observe` starts a Prometheus that scrapes each service, with rules, and stops it
 with the cluster; without a Prometheus it fails before anything starts.
 
 Method: a real cluster and, where it is installed, a real Prometheus, queried over HTTP.
