@@ -139,7 +139,7 @@ def test_unreachable_nameserver_exits_with_1_and_an_error_in_the_chosen_format()
 def test_nameserver_without_an_address_exits_with_1(arguments: list[str]) -> None:
     result = CliRunner().invoke(baton, ["--nameserver", " , ", *arguments])
     assert result.exit_code == 1
-    assert "INVALID_ARGUMENT: ' , ' names no nameserver" in result.stderr
+    assert "INVALID_ARGUMENT: ' , ' is not an address of a nameserver" in result.stderr
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1:1,other"])

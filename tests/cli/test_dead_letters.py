@@ -123,7 +123,7 @@ def test_dead_letter_is_traced_redriven_once_and_handled(
     assert (story["state"], story["passes"], story["recorded"]) == ("dead", True, True)
     first, retry, _ = story["copies"]
     for copy in (first, retry):
-        steps = [(step["what"], step["client_id"]) for step in copy["trace"]["steps"]]
+        steps = [(step["what"], step["client_id"]) for step in copy["trace"]["events"]]
         assert steps == [("delivered", "a"), ("acked", "a")]
     assert (retry["attempts"], retry["reason"]) == (1, "asked")
 
@@ -159,7 +159,7 @@ def test_dead_letter_is_traced_redriven_once_and_handled(
     assert kinds == ["original", "retry", "dead", "redriven"], "one copy of two runs of the replay"
     last = story["copies"][-1]
     assert (last["replay_id"], last["redriven_by"]) == ("again-1", "tester")
-    assert [(s["what"], s["client_id"]) for s in last["trace"]["steps"]][-1] == ("acked", "b")
+    assert [(s["what"], s["client_id"]) for s in last["trace"]["events"]][-1] == ("acked", "b")
     told = cluster("message", "trace", "--topic", name, "--key", "k0")
     assert told.code == 0, told.err
     for word in ("stored", "delivered", "retry", "dead", "redriven", "acked", "now"):
