@@ -17,7 +17,8 @@ from tests.cli.baton import CommandResult, baton
 def _address(finished: CommandResult) -> str:
     """Return the nameserver that a command used: commas, which are rejected before a request."""
     assert finished.code == 1, finished
-    return finished.err.partition("INVALID_ARGUMENT: '")[2].partition("' is not an address of a nameserver")[0]
+    _, _, rest = finished.err.partition("INVALID_ARGUMENT: '")
+    return rest.partition("' is not an address of a nameserver")[0]
 
 
 def test_first_context_is_in_use_until_another_is_chosen(contexts: Path) -> None:

@@ -1,5 +1,5 @@
-"""Goal: `baton up --observe` starts a Prometheus that scrapes each service, with rules, and stops it
-with the cluster; without a Prometheus it fails before anything starts.
+"""Goal: `baton up --observe` runs a Prometheus that scrapes services, with rules, until its end;
+without a Prometheus it fails before anything starts.
 
 Method: a real cluster and, where it is installed, a real Prometheus, queried over HTTP.
 """
