@@ -123,7 +123,7 @@ def events(spark: SparkSession, settings: JobSettings, asked: Asked) -> DataFram
     """
     path = Warehouse(str(Path(settings.data_dir).absolute())).table(BRONZE)
     if not DeltaTable.is_deltatable(path):
-        raise FileNotFoundError(f"{path} is no table: run bronze.py first")
+        raise FileNotFoundError(f"{path} does not exist: run batonspark.jobs.bronze first")
     day = None if asked.since is None else (asked.since - LOOKBACK).date()
     rows = read_delta(spark, path, prune=f"date >= '{day}'" if day else None)
     return near(rows, asked)

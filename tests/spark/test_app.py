@@ -116,7 +116,7 @@ def started(nameserver: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         "BATON_SPARK_LOG_FORMAT": "json",
     }
     given = [f"{name}={value}" for name, value in env.items()]
-    program = ["env", *given, sys.executable, str(ROOT / "spark-jobs" / "jobs" / "stream.py")]
+    program = ["env", *given, sys.executable, "-m", "batonspark.jobs.stream"]
     with (folder / "log").open("w") as log:
         running = subprocess.Popen(program, stdout=log, stderr=log, text=True)
         try:
