@@ -104,7 +104,7 @@ coverage: $(SETUP) ## lines and branches that the fast tests reach, per folder
 	python -m tools.coverage_by_folder
 
 audit: $(SETUP) ## known vulnerabilities of the locked dependencies
-	pip-audit --require-hashes --disable-pip --requirement requirements.lock
+	uvx pip-audit@2.10.1 --require-hashes --disable-pip --requirement requirements.lock
 
 check: lint k8s test ## what CI runs
 

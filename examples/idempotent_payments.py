@@ -1,10 +1,10 @@
-"""Payments that are booked once each, whatever goes wrong on the way.
+"""Payments that are booked exactly once, although messages are delivered more than once.
 
     baton up                                   # in another terminal
     python examples/idempotent_payments.py [NAMESERVER [STORE]]
 
-NAMESERVER is 127.0.0.1:9876 by default. STORE keeps what is claimed and what is done: the URL of a
-Redis (redis://127.0.0.1), or of a database (sqlite:///claims.db, the default).
+NAMESERVER is 127.0.0.1:9876 by default. STORE keeps the claims and the booked payments: the URL of
+a Redis (redis://127.0.0.1), or of a database (sqlite:///claims.db, the default).
 
 Needs: pip install 'batonmq[redis,sql]'
 """
@@ -36,26 +36,26 @@ SETTINGS = ConsumerSettings(
 
 
 class Bank:
-    """Books payments. Every fourth fails at first: the line is bad."""
+    """Books payments. The first attempt of every fourth payment fails."""
 
     def __init__(self, payments: Sequence[str]) -> None:
-        self._bad = set(payments[3::4])
+        self._failing = set(payments[3::4])
         self.booked: Counter[str] = Counter()
         self.failures = 0
 
     async def book(self, message: ReceivedMessage) -> None:
-        """Book without asking whether it was booked before."""
+        """Book a payment, without checking whether it was booked before."""
         payment = message.keys[0]
         await asyncio.sleep(0.01)
-        if payment in self._bad:
-            self._bad.remove(payment)
+        if payment in self._failing:
+            self._failing.remove(payment)
             self.failures += 1
-            raise ConnectionError("the line to the bank is bad")
+            raise ConnectionError("the connection to the bank failed")
         self.booked[payment] += 1
 
 
 async def send(nameserver: str, payments: Sequence[str]) -> None:
-    """Send every payment twice, as a shop does that did not get its answer."""
+    """Send every payment twice, like a shop that got no answer to its first attempt."""
     async with Admin(nameserver) as admin, Producer(nameserver) as producer:
         await admin.create_topic(TOPIC, 4)
         for payment in [*payments, *payments]:
@@ -63,13 +63,13 @@ async def send(nameserver: str, payments: Sequence[str]) -> None:
 
 
 async def consume(nameserver: str, bank: Bank, store: RedisStore | SqlStore, count: int) -> int:
-    """Have two members of a group book payments until `count` messages are settled.
+    """Book payments with two members of a group until `count` messages are handled.
 
     Returns:
-        How many deliveries found the payment claimed and came again later.
+        Number of deliveries that were postponed because the payment was claimed.
     """
     book = idempotent(bank.book, store, claim_ms=CLAIM_MS, done_ms=DONE_MS, key=by_key)
-    settled: set[tuple[QueueRef, int]] = set()
+    handled: set[tuple[QueueRef, int]] = set()
     complete, later = asyncio.Event(), 0
 
     async def handle(message: ReceivedMessage) -> object:
@@ -78,8 +78,8 @@ async def consume(nameserver: str, bank: Bank, store: RedisStore | SqlStore, cou
         if isinstance(result, RetryLater):
             later += 1
             return result
-        settled.add((message.queue, message.offset))
-        if len(settled) == count:
+        handled.add((message.queue, message.offset))
+        if len(handled) == count:
             complete.set()
         return result
 
@@ -98,22 +98,22 @@ async def consume(nameserver: str, bank: Bank, store: RedisStore | SqlStore, cou
 
 
 async def main(nameserver: str = "127.0.0.1:9876", where: str = "sqlite:///claims.db") -> None:
-    """Send, book, and count."""
+    """Send payments, book them, and check that each was booked once."""
     run = secrets.token_hex(3)
     payments = [f"payment-{run}-{number:02}" for number in range(1, 21)]
     bank = Bank(payments)
     kind = SqlStore if where.startswith(("sqlite", "postgresql")) else RedisStore
     async with kind(where, GROUP) as store:
-        # As if a process had claimed this payment, and had died before it was booked.
-        await store.put(payments[2], "a dead process", "a dead process", CLAIM_MS)
+        # As if a process had claimed this payment and crashed before it was booked.
+        await store.put(payments[2], "crashed-process", "crashed-process", CLAIM_MS)
         await send(nameserver, payments)
         later = await consume(nameserver, bank, store, 2 * len(payments))
     print(f"{len(payments)} payments, each sent twice; the bank failed {bank.failures} times;")
-    print(f"one payment was claimed by a process that died; {later} deliveries had to wait")
+    print(f"one payment was claimed by a process that crashed; {later} deliveries were postponed")
     for payment in payments:
         print(f"{payment} booked {bank.booked[payment]} time(s)")
     if bank.booked != Counter(payments):
-        sys.exit("some payments were not booked once")
+        sys.exit("some payments were not booked exactly once")
     print("each payment was booked once")
 
 

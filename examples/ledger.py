@@ -1,11 +1,11 @@
-"""A ledger whose accounts never go below zero, as each is booked in the order of its entries.
+"""A ledger whose balances never become negative, because entries are booked in order.
 
     baton up                                   # in another terminal
     python examples/ledger.py [NAMESERVER]
 
-NAMESERVER is 127.0.0.1:9876 by default. The account is the ordering key, so its entries are in one
-queue; the consumers are orderly, so an entry that fails is tried again before the next one. A
-second consumer joins half-way.
+NAMESERVER is 127.0.0.1:9876 by default. The account is the ordering key, so all its entries are in
+one queue. The consumers are orderly, so a failed entry is retried before the next one is handled. A
+second consumer joins after half of the entries.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SETTINGS = ConsumerSettings(consume_from="first", orderly=True, retry_first_ms=2
 
 
 class Ledger:
-    """Books entries. Every tenth fails at first: the database is busy.
+    """Books entries. The first attempt of every tenth entry of a queue fails.
 
     Attributes:
-        balances: By account.
-        overdrawn: Accounts that were below zero at any time.
-        failures: Attempts that failed.
+        balances: Balance by account.
+        overdrawn: Accounts whose balance was negative at any time.
+        failures: Number of failed attempts.
     """
 
     def __init__(self, run: str) -> None:
@@ -41,7 +41,7 @@ class Ledger:
         self.failures = 0
 
     async def book(self, message: ReceivedMessage) -> None:
-        """Book one entry."""
+        """Book an entry."""
         run, account, amount = message.body.decode().split()
         if run != self._run:
             return
@@ -60,7 +60,7 @@ class Ledger:
 
 
 def entries(random: Random) -> list[tuple[str, int]]:
-    """Account and amount. Nobody takes what is not there, if the order is kept."""
+    """Return entries of account and amount; in this order no balance becomes negative."""
     balances = {f"account-{number:02}": 0 for number in range(ACCOUNTS)}
     found = []
     for _ in range(ENTRIES):
@@ -72,7 +72,7 @@ def entries(random: Random) -> list[tuple[str, int]]:
 
 
 async def send(nameserver: str, run: str) -> dict[str, int]:
-    """Send the entries; what the balances must be in the end."""
+    """Send the entries; return the expected balances."""
     balances: dict[str, int] = defaultdict(int)
     async with Admin(nameserver) as admin, Producer(nameserver) as producer:
         await admin.create_topic(TOPIC, 4)
@@ -84,7 +84,7 @@ async def send(nameserver: str, run: str) -> dict[str, int]:
 
 
 async def book(nameserver: str, ledger: Ledger) -> None:
-    """Book everything: first one consumer, then two."""
+    """Book all entries, first with one consumer, then with two."""
     async with (
         Consumer(nameserver, GROUP, {TOPIC: "*"}, SETTINGS) as first,
         asyncio.timeout(60),
@@ -101,7 +101,7 @@ async def book(nameserver: str, ledger: Ledger) -> None:
 
 
 async def main(nameserver: str = "127.0.0.1:9876") -> None:
-    """Send, book, and compare."""
+    """Send entries, book them, and compare the balances."""
     run = secrets.token_hex(3)
     balances, ledger = await send(nameserver, run), Ledger(run)
     await book(nameserver, ledger)
@@ -110,7 +110,7 @@ async def main(nameserver: str = "127.0.0.1:9876") -> None:
     if ledger.overdrawn:
         sys.exit(f"overdrawn: {sorted(ledger.overdrawn)}")
     if ledger.balances != balances:
-        sys.exit("some entries were lost, or booked twice")
+        sys.exit("some entries were lost or booked twice")
     print(f"{ACCOUNTS * ENTRIES} entries booked in order, {ledger.failures} at the second attempt")
 
 

@@ -1,4 +1,4 @@
-"""Orders that are shipped: some at the third try, and one never. That one ends in the dead letters.
+"""Orders that are retried until they are shipped; one never is, and becomes a dead letter.
 
     baton up                                   # in another terminal
     python examples/orders.py [NAMESERVER]
@@ -21,40 +21,40 @@ SETTINGS = ConsumerSettings(consume_from="first", retries_max=RETRIES_MAX)
 
 
 class Warehouse:
-    """Ships orders. Every fifth waits for its goods, and the last one has no address.
+    """Ships orders. Every fifth order is out of stock at first, and the last one has no address.
 
     Attributes:
-        shipped: Order, and how many attempts it took.
-        settled: Set when no order of this run will come again.
+        shipped: Number of attempts by shipped order.
+        settled: Set when every order is shipped or dead.
     """
 
     def __init__(self, orders: list[str]) -> None:
-        self._late, self.lost = set(orders[::5]), orders[-1]
+        self._delayed, self.lost = set(orders[::5]), orders[-1]
         self._count = len(orders)
-        self._given_up = False
+        self._is_dead = False
         self.shipped: dict[str, int] = {}
         self.settled = asyncio.Event()
 
     async def ship(self, message: ReceivedMessage) -> RetryLater | None:
-        """Handle one order: done, or later, with the reason."""
+        """Ship an order, or ask for a retry with a reason."""
         order = message.keys[0]
         if order == self.lost:
-            self._given_up = message.attempts > RETRIES_MAX
-            self._look()
+            self._is_dead = message.attempts > RETRIES_MAX
+            self._check_settled()
             return RetryLater(delay_ms=200, reason="no such address")
-        if order in self._late and message.attempts < 3:
+        if order in self._delayed and message.attempts < 3:
             return RetryLater(delay_ms=500, reason="not in stock")
         self.shipped[order] = message.attempts
-        self._look()
+        self._check_settled()
         return None
 
-    def _look(self) -> None:
-        if self._given_up and len(self.shipped) == self._count - 1:
+    def _check_settled(self) -> None:
+        if self._is_dead and len(self.shipped) == self._count - 1:
             self.settled.set()
 
 
 async def send(nameserver: str, orders: list[str]) -> None:
-    """Send each order."""
+    """Send all orders."""
     async with Admin(nameserver) as admin, Producer(nameserver) as producer:
         await admin.create_topic(TOPIC, 4)
         for order in orders:
@@ -62,7 +62,7 @@ async def send(nameserver: str, orders: list[str]) -> None:
 
 
 async def ship(nameserver: str, warehouse: Warehouse) -> None:
-    """Ship until every order is settled. Orders that wait hold nobody up."""
+    """Consume until every order is settled. Retries do not delay other orders."""
     async with (
         Consumer(nameserver, GROUP, {TOPIC: "paid"}, SETTINGS) as consumer,
         asyncio.timeout(60),
@@ -74,7 +74,7 @@ async def ship(nameserver: str, warehouse: Warehouse) -> None:
 
 
 async def dead_letter(nameserver: str, order: str) -> DeadLetter:
-    """The dead letter of an order. Reading it moves nobody's progress."""
+    """Return the dead letter of an order; this does not consume it."""
     async with Admin(nameserver) as admin:
         found = DeadLetters(admin).read(GROUP, Criteria(key=order))
         (letter,) = [letter async for letter in found]
@@ -82,7 +82,7 @@ async def dead_letter(nameserver: str, order: str) -> DeadLetter:
 
 
 async def main(nameserver: str = "127.0.0.1:9876") -> None:
-    """Send, ship, and look where every order is."""
+    """Send orders, ship them, and check the result."""
     run = secrets.token_hex(3)
     orders = [f"order-{run}-{number:02}" for number in range(1, 22)]
     warehouse = Warehouse(orders)
@@ -91,11 +91,11 @@ async def main(nameserver: str = "127.0.0.1:9876") -> None:
     dead = await dead_letter(nameserver, warehouse.lost)
     for order, attempts in sorted(warehouse.shipped.items()):
         print(f"{order} shipped at attempt {attempts}")
-    print(f"{warehouse.lost} given up after {dead.attempts} attempts: {dead.error}")
+    print(f"{warehouse.lost} is dead after {dead.attempts} attempts: {dead.error}")
     tries = [warehouse.shipped[order] for order in orders[:-1]]
     if tries != [3 if number % 5 == 0 else 1 for number in range(20)]:
-        sys.exit("some orders were not shipped at the attempt at which they could be")
-    print("20 orders shipped, 4 of them at the third attempt; 1 among the dead letters, with why")
+        sys.exit("some orders were not shipped at the expected attempt")
+    print("20 orders shipped, 4 of them at the third attempt; 1 dead letter with its reason")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Reminders that come when they are due, not before; one is taken back in time.
+"""Reminders that are delivered when they are due, not before; one is cancelled.
 
     baton up                                   # in another terminal
     python examples/reminders.py [NAMESERVER]
 
-NAMESERVER is 127.0.0.1:9876 by default. A message may be due up to 40 days ahead. It is stored, as
-safely as any other, when it is sent.
+NAMESERVER is 127.0.0.1:9876 by default. A message may be scheduled up to 40 days ahead. It is
+stored when it is sent, as durably as any other message.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SETTINGS = ConsumerSettings(consume_from="first")
 
 
 async def remind(nameserver: str, run: str, due: dict[str, int]) -> str:
-    """Send the reminders, the last one first; take one more back.
+    """Schedule the reminders, and one more, which is cancelled.
 
     Args:
-        due: Filled with when each is due, by the wall clock of storage.
+        due: Gets the due time of each reminder, by the wall clock of storage.
 
     Returns:
-        The one that was taken back.
+        The name of the cancelled reminder.
     """
     async with Admin(nameserver) as admin, Producer(nameserver) as producer:
         await admin.create_topic(TOPIC, 4)
@@ -42,10 +42,10 @@ async def remind(nameserver: str, run: str, due: dict[str, int]) -> str:
 
 
 async def main(nameserver: str = "127.0.0.1:9876") -> None:
-    """Send reminders, and listen until the last one has come."""
+    """Schedule reminders, and consume until the last one is delivered."""
     run = secrets.token_hex(3)
     due: dict[str, int] = {}
-    came: dict[str, int] = {}
+    delivered: dict[str, int] = {}
     cancelled = await remind(nameserver, run, due)
     async with (
         Consumer(nameserver, GROUP, {TOPIC: "*"}, SETTINGS) as consumer,
@@ -54,18 +54,18 @@ async def main(nameserver: str = "127.0.0.1:9876") -> None:
 
         async def ring(message: ReceivedMessage) -> None:
             name = message.body.decode()
-            came[name] = message.store_unix_ms
+            delivered[name] = message.store_unix_ms
             if name in due:
                 print(f"{name}: {message.store_unix_ms - due[name]} ms after it was due")
-            if due.keys() <= came.keys():
+            if due.keys() <= delivered.keys():
                 consumer.stop()
 
         await consumer.run(ring)
-    if cancelled in came:
-        sys.exit("a reminder came that was taken back")
-    if any(came[name] < due[name] for name in due):
-        sys.exit("a reminder came before it was due")
-    print(f"{len(due)} reminders came, none too early; the one that was taken back did not")
+    if cancelled in delivered:
+        sys.exit("a cancelled reminder was delivered")
+    if any(delivered[name] < due[name] for name in due):
+        sys.exit("a reminder was delivered before it was due")
+    print(f"{len(due)} reminders delivered, none too early; the cancelled one was not delivered")
 
 
 if __name__ == "__main__":

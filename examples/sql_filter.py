@@ -1,9 +1,10 @@
-"""Offers that a customer has asked for: chosen by their properties, where they are stored.
+"""Offers that are filtered by their properties on the storage node.
 
     baton up                                   # in another terminal
     python examples/sql_filter.py [NAMESERVER]
 
-NAMESERVER is 127.0.0.1:9876 by default. What the condition drops never leaves the storage node.
+NAMESERVER is 127.0.0.1:9876 by default. Messages that do not match the
+condition are not sent to the consumer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SETTINGS = ConsumerSettings(consume_from="first")
 
 
 def offers(run: str, count: int) -> dict[str, dict[str, str]]:
-    """Properties of made-up flats, by number; half of them are offered by an agent."""
+    """Return properties of random flats by number; half of them are offered by an agent."""
     random, found = Random(run), {}
     for number in range(count):
         flat = {"rent": str(random.randrange(300, 1_500)), "city": random.choice(CITIES)}
@@ -32,12 +33,12 @@ def offers(run: str, count: int) -> dict[str, dict[str, str]]:
 
 
 def is_wanted(flat: dict[str, str]) -> bool:
-    """The same condition in Python."""
+    """Return whether a flat matches the condition `WANTED`."""
     return 500 <= int(flat["rent"]) <= 900 and flat["city"] != "Leipzig" and "agent" not in flat
 
 
 async def send(nameserver: str, flats: dict[str, dict[str, str]]) -> None:
-    """Send every offer, and one behind them that is wanted, to each queue."""
+    """Send all offers, and then one matching offer as the last one of each queue."""
     async with Admin(nameserver) as admin, Producer(nameserver) as producer:
         topic = (await admin.create_topic(TOPIC, 4)).topic
         for number, flat in flats.items():
@@ -48,7 +49,7 @@ async def send(nameserver: str, flats: dict[str, dict[str, str]]) -> None:
 
 
 async def receive(nameserver: str) -> list[str]:
-    """The offers that come before the last one of each queue."""
+    """Return the offers that are delivered before the last one of each queue."""
     found: list[str] = []
     async with (
         Consumer(nameserver, GROUP, {TOPIC: WANTED}, SETTINGS) as consumer,
@@ -56,7 +57,7 @@ async def receive(nameserver: str) -> list[str]:
     ):
         ended = 0
 
-        async def look(message: ReceivedMessage) -> None:
+        async def collect(message: ReceivedMessage) -> None:
             nonlocal ended
             if message.body == b"last":
                 ended += 1
@@ -65,12 +66,12 @@ async def receive(nameserver: str) -> list[str]:
             if ended == 4:
                 consumer.stop()
 
-        await consumer.run(look)
+        await consumer.run(collect)
     return found
 
 
-async def refused(nameserver: str) -> str:
-    """What a condition with a mistake is answered, before anything is consumed."""
+async def try_wrong_condition(nameserver: str) -> str:
+    """Return the error of an invalid condition, which is reported before anything is consumed."""
     try:
         async with Consumer(nameserver, "bob", {TOPIC: WRONG}, SETTINGS):
             return ""
@@ -79,19 +80,19 @@ async def refused(nameserver: str) -> str:
 
 
 async def main(nameserver: str = "127.0.0.1:9876") -> None:
-    """Send offers, receive some, and compare."""
+    """Send offers, receive those that match, and compare."""
     flats = offers(secrets.token_hex(3), 200)
     await send(nameserver, flats)
     found = await receive(nameserver)
     for number in found:
         print(number, *flats[number].values())
-    problem = await refused(nameserver)
+    problem = await try_wrong_condition(nameserver)
     print(problem)
     if sorted(found) != [number for number, flat in flats.items() if is_wanted(flat)]:
-        sys.exit("these are not the offers that the condition wants")
+        sys.exit("these are not the offers that match the condition")
     if not problem.startswith("BAD_EXPRESSION"):
-        sys.exit("a condition with a mistake was taken")
-    print(f"{len(found)} of {len(flats)} offers are wanted, and came; no other did")
+        sys.exit("an invalid condition was accepted")
+    print(f"{len(found)} of {len(flats)} offers match, and only these were delivered")
 
 
 if __name__ == "__main__":

@@ -107,25 +107,25 @@ class AssignedQueue:
     # ---- what the group's record and the servers say
 
     def revoke(self) -> None:
-        """The group's record assigns the queue to another member, or to none."""
+        """Hand the queue over: the group's record does not assign it to this consumer any more."""
         self._receive(OwnershipInput.REVOKED)
         self.freed.set()
 
     def fence(self) -> None:
-        """The token is not valid any more: start nothing under it, keep what is in flight."""
+        """Start nothing under the token, which is not valid any more; keep work in flight."""
         self._receive(OwnershipInput.FENCED)
 
     def reset(self) -> None:
-        """The token is not valid any more, and what is in flight does not count either."""
+        """Start nothing under the token, and drop work in flight: the progress was replaced."""
         self._receive(OwnershipInput.RESET)
 
     def change_mode(self) -> None:
-        """The group switched ownership on or off: drop everything, and report it to no server."""
+        """Drop everything without a call: the group switched ownership on or off."""
         self._receive(OwnershipInput.MODE_CHANGED)
         self.freed.set()
 
     def refuse(self, error: BatonError) -> None:
-        """A call under the token was refused for good (protocol sections 11, 13 and 15)."""
+        """Fence or reset the queue: a call was refused for good (protocol sections 11, 13, 15)."""
         log.info("fenced queue=%s token=%d error=%s", self.ref, self.token, error)
         if isinstance(error, ModeChanged):
             self._session.heartbeat_soon.set()
@@ -136,7 +136,7 @@ class AssignedQueue:
             self.fence()
 
     def pulled(self, sent_ms: int) -> None:
-        """A pull that was sent at `sent_ms` returned messages, or skipped filtered ones."""
+        """Note that a pull that was sent at `sent_ms` returned or skipped messages."""
         self.useful = True
         if self.with_ownership:
             self.lease.renew(sent_ms)
@@ -192,7 +192,7 @@ class AssignedQueue:
         return self.progress is not None and message.lineage == self.lineage
 
     def finish(self, messages: Sequence[ReceivedMessage]) -> None:
-        """Messages that were taken together are handled."""
+        """Note that messages that were taken together are handled."""
         progress = self.progress
         if messages and progress is not None and self.counts(messages[0]):
             for message in messages:
@@ -201,7 +201,7 @@ class AssignedQueue:
             self._handlers_ended()
 
     def give_up(self, message: ReceivedMessage) -> None:
-        """A message was started and is not handled under this ownership any more."""
+        """Note that a started message is not handled under this ownership: it is redelivered."""
         if self.progress is not None and self.counts(message):
             self.progress.give_up(message.offset)
             self._handlers_ended()
@@ -220,7 +220,7 @@ class AssignedQueue:
         return progress.acks() if progress.dirty or self.lease.is_near(now_ms) else None
 
     def committed(self, progress: QueueProgress, acks: Acks, sent_ms: int) -> None:
-        """offsets has accepted `acks`, which were those of `progress`."""
+        """Note that offsets has accepted `acks`, which were those of `progress`."""
         if self.progress is progress:
             progress.confirm(acks)
             self.lease.renew(sent_ms)
@@ -230,7 +230,7 @@ class AssignedQueue:
     # ---- the queue's task
 
     def begin(self, acquired: AcquiredQueue) -> None:
-        """The queue was granted. Work in flight is kept unless the progress was reset meanwhile."""
+        """Begin a granted ownership; keep work in flight unless the progress was reset."""
         start, lease = acquired.start, acquired.lease
         if lease is not None:
             self.bound_generation = lease.bound_generation
@@ -244,7 +244,7 @@ class AssignedQueue:
         self._receive(OwnershipInput.GRANTED)
 
     def withdraw(self) -> None:
-        """The request for the queue ended without a grant."""
+        """End without a grant."""
         self._receive(OwnershipInput.WITHDRAWN)
 
     def clear_buffer(self) -> None:
@@ -261,11 +261,11 @@ class AssignedQueue:
         return content
 
     def release(self) -> None:
-        """The next owner may have the queue."""
+        """End the ownership: the token is closed, and the next owner may have the queue."""
         self._receive(OwnershipInput.RELEASED)
 
     def stop(self) -> None:
-        """No call is made under the invalid token any more."""
+        """Leave the invalid token behind: no call is made under it any more."""
         self._receive(OwnershipInput.STOPPED)
 
     def _receive(self, happened: OwnershipInput) -> None:

@@ -41,7 +41,7 @@ class HandlerDeadlines:
             self._wake_at(self._end_s(call, self.timeout_ms))
 
     def end(self, call: HandlerCall) -> None:
-        """The call has returned."""
+        """Forget a call that has returned."""
         self._calls.discard(call)
 
     def _expire(self) -> None:

@@ -1,7 +1,8 @@
 """The progress of a queue at its owner: received, started, finished and committed offsets.
 
-The letters are those of the ownership protocol (docs/ownership.md): C committed, A acked above C, M
-maybe seen by an earlier owner, H handlers that run, F finished and not confirmed as acked.
+The letters are those of the ownership protocol (docs/explanation/ownership.md):
+C committed, A acked above C, M maybe seen by an earlier owner, H handlers that run, F finished and
+not confirmed as acked.
 """
 
 from __future__ import annotations

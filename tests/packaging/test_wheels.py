@@ -24,7 +24,7 @@ CLIENT_PACKAGES_MAX = 11
 CLIENT_BYTES_MAX = 60 * 1024 * 1024
 PROGRAM = """
 import asyncio, sys
-from batonmq import Consumer, Producer
+from batonmq import Consumer, ConsumerSettings, Producer
 from batonmq.admin import Admin
 
 async def main(nameserver: str) -> None:
@@ -34,11 +34,12 @@ async def main(nameserver: str) -> None:
         for number in range(20):
             await producer.send("orders", b"%d" % number)
     seen = set()
-    async with Consumer(nameserver, "billing", {"orders": "*"}) as consumer:
+    settings = ConsumerSettings(consume_from="first")
+    async with Consumer(nameserver, "billing", {"orders": "*"}, settings) as consumer:
         async for message in consumer:
             seen.add(int(message.body))
             if len(seen) == 20:
-                break
+                consumer.stop()
     print(sorted(seen) == list(range(20)))
 
 asyncio.run(main(sys.argv[1]))

@@ -1,9 +1,9 @@
 """Goal: damage below the checkpoint, which recovery does not read, is found by every read and every
 check, and is never served.
 
-Method: one bit of every byte of a batch in the middle of the log is flipped; then the process,
-whose log lines and metrics must report the damage. Damage after the checkpoint is in
-test_recovery.py; scrub and fsck have their own tests.
+Method: one bit of every byte of a batch in the middle of the log is flipped; then the process: its
+log lines and metrics must report the damage. Damage after the checkpoint is in test_recovery.py;
+scrub and fsck have their own tests.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Goal: every receipt is true under the next leader, every message is stored once and in order, and
 the producer finds the next leader by itself.
-Method: the real producer, a real nameserver, and a storage replica set (tests/storage/replicas.py)
-whose leader crashes twice.
+Method: the real producer, a real nameserver, and a storage replica set (tests/storage/replicas.py);
+its leader crashes twice.
 """
 
 from __future__ import annotations

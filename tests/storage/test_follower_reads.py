@@ -3,7 +3,7 @@
 Goal: a follower serves what the whole in-sync set has, under the same checks as the leader. Readers
 use it if there is no leader or if they lag far behind; otherwise it sends them back to the leader.
 Method: three real nodes in one process (tests/storage/replicas.py), an offsets twin that keeps the
-records, and at the end a real consumer whose leader crashes.
+records, and at the end a real consumer that loses its leader.
 """
 
 from __future__ import annotations

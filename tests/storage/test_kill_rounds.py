@@ -2,7 +2,7 @@
 
 Method: a real cluster. Producers send, and wait for each receipt, while the storage process is
 killed with -9 and restarted 20 times; then a consumer reads everything. BATON_TEST_KILL_ROUNDS sets
-the number of rounds. And a real process whose syncs begin to fail.
+the number of rounds. And a real process with syncs that begin to fail.
 """
 
 from __future__ import annotations

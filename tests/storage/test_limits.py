@@ -113,7 +113,7 @@ async def test_batch_longer_than_a_segment_is_rejected_with_limit_and_size(
 async def test_batch_that_fits_only_a_larger_old_segment_is_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The batch fits once, not twice; it is rejected both times, and the node continues."""
+    """The old segment has room for one of the two batches, but both are rejected alike."""
     raw = batch(bytes(5_000))
     async with running_node(etcd_endpoint, tmp_path, segment_bytes=16_384) as node:
         await node.append(batch(bytes(8_000)))

@@ -197,11 +197,11 @@ async def test_sigterm_ends_long_polls_and_keeps_everything(
             await send(stub, 0, sent)
             held = tasks.create_task(held_pull(stub))
 
-            async def parked() -> bool:
+            async def waits() -> bool:
                 described = await stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
                 return bool(described.long_poll_count)
 
-            await until(parked)
+            await until(waits)
             process.send_signal(signal.SIGTERM)
             assert isinstance(await held, NotServing)
         assert await asyncio.wait_for(process.wait(), 20) == 0

@@ -1,7 +1,7 @@
 """A last segment that is too short, after a crash during a cut or on a full disk.
 
-Goal: no interrupted cut leaves a segment that followers can't copy, and two logs whose last
-segments have different ends continue together, with the same bytes and valid indexes.
+Goal: no interrupted cut leaves a segment that followers can't copy, and two logs with different
+ends of their last segments continue together, with the same bytes and valid indexes.
 Method: the real files with system calls that fail; the log on a disk in memory; three real nodes in
 one process (tests/storage/replicas.py), one of which gets such a segment while it is stopped.
 """

@@ -147,7 +147,7 @@ async def test_end_of_a_closed_queue_is_final(etcd_endpoint: str, tmp_path: Path
         etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000
     ) as node:
         await node.append(batch(b"a", queue_id=5), durability=pb.DURABILITY_MEMORY)
-        assert (await ends(node, 5))[1] == [0], "nobody has asked for it to be safe"
+        assert (await ends(node, 5))[1] == [0], "no request has waited for it to be safe"
         revision = await change(node, write_queue_count=3)
         assert await ends(node, 5) == (revision, [1])
         assert await reasons(node, batch(b"b", queue_id=5)) == ["NOT_WRITABLE"]

@@ -97,7 +97,7 @@ class ProducerTable:
     """
 
     def __init__(self, producers_max: int = PRODUCERS_MAX, queues_max: int = QUEUES_MAX) -> None:
-        self._lasting, self._once = (_Table(producers_max, queues_max) for _ in range(2))
+        self._lasting, self._once = (_ProducerSubtable(producers_max, queues_max) for _ in range(2))
 
     def __len__(self) -> int:
         return len(self._lasting) + len(self._once)
@@ -162,11 +162,11 @@ class ProducerTable:
         for one in producers:
             self._of(one.epoch).load(one)
 
-    def _of(self, epoch: int) -> _Table:
+    def _of(self, epoch: int) -> _ProducerSubtable:
         return self._once if epoch == ONE_BATCH_EPOCH else self._lasting
 
 
-class _Table:
+class _ProducerSubtable:
     """One of the two tables of `ProducerTable`."""
 
     def __init__(self, producers_max: int, queues_max: int) -> None:

@@ -22,10 +22,10 @@ from pyspark.sql.datasource import (
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from batonmq._core.queues import QueueRef
-from batonspark.offsets import admitted, key_of, ordered, places, queue_of
+from batonspark.offsets import batch_end, key_of, queue_of, queue_offsets, sorted_offsets
 from batonspark.options import read_options
-from batonspark.planning import OFFSET_MAX, Wanted, narrowed
-from batonspark.slices import MessagesLost
+from batonspark.read_plan import OFFSET_MAX, ReadFilter, narrow
+from batonspark.slice_reader import MessagesLost
 from batonspark.source import QueueStreamReader
 
 OFFSETS = st.dictionaries(st.sampled_from(["a/0", "a/1", "b/0", "b/1"]), st.integers(0, 1_000))
@@ -36,7 +36,7 @@ QUEUE = QueueRef("orders", "broker-0", 3)
 def test_a_batch_goes_on_in_every_queue_and_back_in_none(
     begin: dict[str, int], end: dict[str, int], rows_max: int
 ) -> None:
-    found = admitted(begin, end, rows_max)
+    found = batch_end(begin, end, rows_max)
     assert found.keys() == begin.keys() | end.keys()
     for key, offset in found.items():
         first = begin.get(key, 0)
@@ -48,12 +48,12 @@ def test_a_batch_goes_on_in_every_queue_and_back_in_none(
 
 
 def test_without_a_bound_a_batch_takes_everything() -> None:
-    assert admitted({"a/0": 3}, {"a/0": 10, "b/0": 4}, 0) == {"a/0": 10, "b/0": 4}
+    assert batch_end({"a/0": 3}, {"a/0": 10, "b/0": 4}, 0) == {"a/0": 10, "b/0": 4}
 
 
 def test_offsets_have_one_order_and_name_their_queues() -> None:
-    assert list(ordered({"topic_id": 1, "b/0": 2, "a/10": 3})) == ["a/10", "b/0", "topic_id"]
-    assert places({"topic_id": 1, "b/0": 2}) == {"b/0": 2}
+    assert list(sorted_offsets({"topic_id": 1, "b/0": 2, "a/10": 3})) == ["a/10", "b/0", "topic_id"]
+    assert queue_offsets({"topic_id": 1, "b/0": 2}) == {"b/0": 2}
     assert queue_of("orders", key_of(QUEUE)) == QUEUE
 
 
@@ -77,8 +77,8 @@ def test_a_stream_goes_on_at_the_end_that_a_queue_has_left_if_it_may() -> None:
 
 
 def test_filters_narrow_queues_and_offsets() -> None:
-    wanted = narrowed(
-        Wanted(),
+    wanted = narrow(
+        ReadFilter(),
         [
             EqualTo(("broker",), "broker-0"),
             In(("queue_id",), (1, 3)),
@@ -97,15 +97,15 @@ def test_filters_narrow_queues_and_offsets() -> None:
 
 def test_in_the_view_of_metrics_other_columns_name_the_place() -> None:
     filters = [EqualTo(("queue_id",), 5), GreaterThanOrEqual(("sys_offset",), 7)]
-    wanted = narrowed(Wanted(), filters, "sys_")
+    wanted = narrow(ReadFilter(), filters, "sys_")
     assert wanted.takes(QUEUE)
     assert (wanted.first_offset, wanted.next_offset) == (7, OFFSET_MAX)
 
 
 def test_times_are_narrowed_to_whole_milliseconds_and_no_further() -> None:
     since = datetime(2026, 1, 31, 12, 0, 0, 1_500, tzinfo=UTC)
-    wanted = narrowed(
-        Wanted(), [GreaterThan(("store_time",), since), LessThan(("store_time",), since)], ""
+    wanted = narrow(
+        ReadFilter(), [GreaterThan(("store_time",), since), LessThan(("store_time",), since)], ""
     )
     unix_ms = int(since.timestamp() * 1_000)
     assert (wanted.from_unix_ms, wanted.to_unix_ms) == (unix_ms, unix_ms)

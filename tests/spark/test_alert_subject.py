@@ -14,9 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonspark.rules import ConflictRule, CountRule, LagRule, LatencyRule, RuleBook, SilentRule
-from batonspark.signals import Signal, State
-from batonspark.subjects import Alert, Subject
+from batonspark.alert_changes import AlertState, Signal
+from batonspark.alert_rules import (
+    ConflictRule,
+    CountRule,
+    LagRule,
+    LatencyRule,
+    RuleBook,
+    SilenceRule,
+)
+from batonspark.alert_subject import Alert, AlertSubject
 
 QUEUE = "queue|g|orders|broker-0|0"
 GROUP = "group|g"
@@ -26,7 +33,7 @@ BOOK = RuleBook(
     rebalance_storm=CountRule(count_max=2, window_ms=30_000),
     steals=CountRule(count_max=0, window_ms=30_000),
     subscription_conflict=ConflictRule(clear_ms=20_000, severity="critical"),
-    silent_client=SilentRule(forget_ms=100_000, clients_max=2),
+    silent_client=SilenceRule(forget_ms=100_000, clients_max=2),
     latency=(LatencyRule(operation="APPEND", limit_ms=10, window_ms=30_000, count_min=10),),
 )
 Told = list[tuple[str, str, str, int]]
@@ -37,10 +44,10 @@ def told(key: str, signals: Iterable[Signal], until_ms: int = 0, book: RuleBook 
     found: Told = []
     stored = ""
     for signal in signals:
-        subject = Subject(key, book, stored)
+        subject = AlertSubject(key, book, stored)
         found += [_told(alert) for alert in subject.feed([signal])]
         stored = subject.stored
-    subject = Subject(key, book, stored)
+    subject = AlertSubject(key, book, stored)
     return found + [_told(alert) for alert in subject.advance(until_ms)]
 
 
@@ -79,7 +86,7 @@ def test_verdict_that_changes_ends_one_alert_and_begins_another() -> None:
 
 def test_blocked_queue_tells_its_reason_in_words() -> None:
     reason = Signal("stuck_changed", 1, reason="HELD", text="c1 still owns it")
-    subject = Subject(QUEUE, BOOK)
+    subject = AlertSubject(QUEUE, BOOK)
     (alert,) = subject.feed([reason, *standing(3)])
     assert (alert.change.detail, alert.change.reason) == ("blocked", "HELD")
     assert alert.change.summary == "blocked: 95 messages wait, the oldest for 1 s; c1 still owns it"
@@ -103,11 +110,11 @@ def test_sample_that_comes_twice_or_late_counts_once() -> None:
 
 
 def test_queue_of_which_nothing_is_told_is_resolved_and_forgotten() -> None:
-    subject = Subject(QUEUE, BOOK)
+    subject = AlertSubject(QUEUE, BOOK)
     list(subject.feed(standing(3)))
     assert subject.wake_unix_ms == 90_000
     (alert,) = subject.advance(500_000)
-    assert (alert.change.state, alert.change.reason) == (State.RESOLVED, "GONE")
+    assert (alert.change.state, alert.change.reason) == (AlertState.RESOLVED, "GONE")
     assert alert.change.unix_ms == 90_000
     assert subject.wake_unix_ms is None
 
@@ -127,7 +134,7 @@ def test_a_rebalance_told_in_parts_is_one() -> None:
 
 
 def test_a_clock_only_tells_the_time() -> None:
-    subject = Subject("clock|storage/broker-0", BOOK)
+    subject = AlertSubject("clock|storage/broker-0", BOOK)
     assert list(subject.feed([Signal("volume_state", 1_000)])) == []
     assert subject.wake_unix_ms is None
 
@@ -151,7 +158,7 @@ def test_changed_subscription_is_a_conflict_only_with_differences() -> None:
     assert told(GROUP, [Signal("subscription_changed", 0)], 99_000) == []
     names = ("topic", "setting", "newcomer_value", "member_client_id", "member_value")
     text = json.dumps([dict(zip(names, ("orders", "expression", "eu", "c1", ""), strict=True))])
-    (alert,) = Subject(GROUP, BOOK).feed(
+    (alert,) = AlertSubject(GROUP, BOOK).feed(
         [Signal("subscription_changed", 0, client_id="c2", text=text)]
     )
     assert (alert.rule, alert.severity) == ("subscription_conflict", "critical")
@@ -195,10 +202,10 @@ def test_slow_operation_fires_by_its_percentile_over_the_window() -> None:
 
 
 def test_rule_that_is_switched_off_ends_its_alerts() -> None:
-    subject = Subject(GROUP, BOOK)
+    subject = AlertSubject(GROUP, BOOK)
     list(subject.feed([Signal("lock_granted", 1_000)]))
     book = BOOK.model_copy(update={"steals": CountRule(enabled=False, count_max=0)})
-    (alert,) = Subject(GROUP, book, subject.stored).advance(2_000)
+    (alert,) = AlertSubject(GROUP, book, subject.stored).advance(2_000)
     assert (alert.rule, alert.change.state, alert.change.reason) == (
         "steals",
         "RESOLVED",
@@ -207,14 +214,14 @@ def test_rule_that_is_switched_off_ends_its_alerts() -> None:
 
 
 def test_subject_without_anything_to_remember_wants_no_timer() -> None:
-    subject = Subject(GROUP, BOOK)
+    subject = AlertSubject(GROUP, BOOK)
     assert list(subject.feed([Signal("member_seen", 1, client_id="c")])) == []
     assert subject.wake_unix_ms is None
 
 
 def test_state_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match="version 9"):
-        Subject(GROUP, BOOK, '{"version": 9, "watches": {}}')
+        AlertSubject(GROUP, BOOK, '{"version": 9, "watches": {}}')
 
 
 KINDS = st.sampled_from(
@@ -228,16 +235,16 @@ def test_alerts_do_not_depend_on_how_signals_and_timers_come(
     timed: list[tuple[int, str]], cuts: set[int], timers: set[int]
 ) -> None:
     signals = [Signal(kind, at, client_id="c") for at, kind in timed]
-    whole = Subject(GROUP, BOOK)
+    whole = AlertSubject(GROUP, BOOK)
     expected = [*whole.feed(signals), *whole.advance(10**6)]
-    subject = Subject(GROUP, BOOK)
+    subject = AlertSubject(GROUP, BOOK)
     found: list[Alert] = []
     for place, signal in enumerate(signals):
         for timer in sorted(at for at in timers if at < signal.unix_ms):
             found += subject.advance(timer)
         found += subject.feed([signal])
         if place in cuts:
-            subject = Subject(GROUP, BOOK, subject.stored)
+            subject = AlertSubject(GROUP, BOOK, subject.stored)
     found += subject.advance(10**6)
     assert found == expected
     ids = [(a.rule, a.change.detail, a.change.since_unix_ms, a.change.state) for a in found]

@@ -1,4 +1,4 @@
-"""How fast topics grow, when disks are full, how many queues are needed.
+"""Report how fast topics grow, when disks are full and how many queues are needed.
 
 See docs/reference/spark.md.
 """

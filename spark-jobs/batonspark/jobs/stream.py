@@ -1,4 +1,7 @@
-"""Every streaming query in one session: bronze, rollup and alerts; see docs/reference/spark.md."""
+"""Run every streaming query in one session: bronze, rollup and alerts.
+
+See docs/reference/spark.md.
+"""
 
 from __future__ import annotations
 

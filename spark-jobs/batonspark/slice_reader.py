@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from batonmq._common.clock import Clock
 from batonmq.errors import OffsetOutOfRange
-from batonspark.cluster import Cluster, Fetched, QueueFetcher
+from batonspark.cluster import ClusterClient, FetchedRange, QueueFetcher
 from batonspark.decode import (
-    Slice,
+    QueueSlice,
     lost_messages,
     lost_metrics,
     messages,
@@ -31,7 +31,7 @@ class MessagesLost(Exception):
     """Messages that were to be read are no longer kept, and `failOnDataLoss` is true."""
 
 
-def read_slice(options: ReadOptions, wanted: Slice) -> Iterator[pa.RecordBatch]:
+def read_slice(options: ReadOptions, wanted: QueueSlice) -> Iterator[pa.RecordBatch]:
     """The rows of the slice; a node that goes away is waited for, or another one is asked.
 
     Raises:
@@ -39,10 +39,10 @@ def read_slice(options: ReadOptions, wanted: Slice) -> Iterator[pa.RecordBatch]:
         BatonError: nobody answered within `timeoutMs`, or what is stored is damaged.
     """
     decode = metrics if options.view == "metrics" else messages
-    with Cluster(options.reach) as cluster:
+    with ClusterClient(options.connection) as cluster:
         source = QueueFetcher(cluster.admin, wanted.queue, followers=options.followers)
 
-        def fetch(offset: int) -> Future[Fetched]:
+        def fetch(offset: int) -> Future[FetchedRange]:
             return cluster.submit(source.fetch(offset, wanted.next_offset))
 
         offset, coming = wanted.first_offset, fetch(wanted.first_offset)
@@ -60,21 +60,21 @@ def read_slice(options: ReadOptions, wanted: Slice) -> Iterator[pa.RecordBatch]:
             offset = found.next_offset
             if offset < wanted.next_offset:
                 coming = fetch(offset)
-            part = Slice(wanted.queue, found.offset, offset, wanted.topic_id)
+            part = QueueSlice(wanted.queue, found.offset, offset, wanted.topic_id)
             yield from rows_within(decode(found.batches, part), options.rows_per_batch)
             if offset == wanted.next_offset:
                 return
 
 
-def _lost(wanted: Slice, offset: int, error: OffsetOutOfRange) -> Slice:
+def _lost(wanted: QueueSlice, offset: int, error: OffsetOutOfRange) -> QueueSlice:
     """What of the slice is no longer kept, if that is what the refusal means."""
     first = error.detail.first_offset
     if first <= offset:
         raise error
-    return Slice(wanted.queue, offset, min(first, wanted.next_offset), wanted.topic_id)
+    return QueueSlice(wanted.queue, offset, min(first, wanted.next_offset), wanted.topic_id)
 
 
-def _told(options: ReadOptions, lost: Slice) -> pa.RecordBatch:
+def _told(options: ReadOptions, lost: QueueSlice) -> pa.RecordBatch:
     """The row that counts the loss.
 
     Raises:
@@ -84,13 +84,13 @@ def _told(options: ReadOptions, lost: Slice) -> pa.RecordBatch:
         f"messages [{lost.first_offset}, {lost.next_offset}) of {lost.queue} are no longer kept: "
         "retention was faster than this reader"
     )
-    if options.fail_on_loss:
+    if options.fail_on_data_loss:
         raise MessagesLost(
             f"{text}. Keep messages for longer, or set failOnDataLoss to false to go on behind "
             "them, with a row that counts them."
         )
     log.warning("%s", text)
-    row: Callable[[Slice, int], pa.RecordBatch] = (
+    row: Callable[[QueueSlice, int], pa.RecordBatch] = (
         lost_metrics if options.view == "metrics" else lost_messages
     )
     return row(lost, Clock().unix_ms())

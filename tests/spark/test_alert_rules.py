@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batonmq._process.config import ConfigError
-from batonspark.rules import RuleBook, load
+from batonspark.alert_rules import RuleBook, load_rules
 
 
 def written(folder: Path, text: str) -> Path:
@@ -20,12 +20,12 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_no_file_and_an_empty_one_are_the_defaults(tmp_path: Path) -> None:
-    assert load(None) == RuleBook()
-    assert load(written(tmp_path, "")) == RuleBook()
+    assert load_rules(None) == RuleBook()
+    assert load_rules(written(tmp_path, "")) == RuleBook()
 
 
 def test_value_that_is_not_named_keeps_its_default(tmp_path: Path) -> None:
-    book = load(written(tmp_path, "lag: {samples: 3}\nsteals: {count_max: 2}\n"))
+    book = load_rules(written(tmp_path, "lag: {samples: 3}\nsteals: {count_max: 2}\n"))
     assert book.lag.samples == 3
     assert book.lag.clear_samples == RuleBook().lag.clear_samples
     assert (book.steals.count_max, book.steals.window_ms) == (2, 300_000)
@@ -34,7 +34,7 @@ def test_value_that_is_not_named_keeps_its_default(tmp_path: Path) -> None:
 def test_every_problem_is_named_with_its_place(tmp_path: Path) -> None:
     path = written(tmp_path, "lag: {sample: 3}\nsteals: {count_max: -1}\nlatency: [{}]\n")
     with pytest.raises(ConfigError) as raised:
-        load(path)
+        load_rules(path)
     places = {problem.source for problem in raised.value.problems}
     assert {f"{path}: lag.sample", f"{path}: steals.count_max"} <= places
     assert f"{path}: latency.0.operation" in places
@@ -43,12 +43,12 @@ def test_every_problem_is_named_with_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["lag: [", "- a list", "version: 2"])
 def test_file_that_is_no_rules_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError):
-        load(written(tmp_path, text))
+        load_rules(written(tmp_path, text))
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
-        load(tmp_path / "nowhere.yaml")
+        load_rules(tmp_path / "nowhere.yaml")
 
 
 def test_later_override_wins_and_changes_only_what_it_names(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_later_override_wins_and_changes_only_what_it_names(tmp_path: Path) -> N
       - {group: "billing-*", lag: {age_ms_max: 1000, severity: critical}}
       - {group: "billing-eu", topic: "orders*", lag: {age_ms_max: 50}}
     """
-    book = load(written(tmp_path, text))
+    book = load_rules(written(tmp_path, text))
     assert book.of("shipping", "orders").lag == RuleBook().lag
     assert book.of("billing-us", "orders").lag.age_ms_max == 1000
     eu = book.of("billing-eu", "orders-2").lag
@@ -67,6 +67,6 @@ def test_later_override_wins_and_changes_only_what_it_names(tmp_path: Path) -> N
 
 def test_override_is_checked_when_the_file_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="overrides"):
-        load(written(tmp_path, "overrides: [{lag: {samples: 0}}]"))
+        load_rules(written(tmp_path, "overrides: [{lag: {samples: 0}}]"))
     with pytest.raises(ConfigError, match="only lag"):
-        load(written(tmp_path, "overrides: [{topic: x, steals: {count_max: 1}}]"))
+        load_rules(written(tmp_path, "overrides: [{topic: x, steals: {count_max: 1}}]"))

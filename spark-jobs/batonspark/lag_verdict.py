@@ -17,7 +17,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 
-class Verdict(StrEnum):
+class LagVerdict(StrEnum):
     """State of one queue of one group."""
 
     OK = "ok"
@@ -36,19 +36,19 @@ class Verdict(StrEnum):
 
 
 BY_REASON = {
-    "NO_MEMBER": Verdict.NO_MEMBER,
-    "HEAD_OF_LINE": Verdict.STALLED,
-    "ACK_CAP": Verdict.STALLED,
-    "NOT_PULLING": Verdict.STOPPED,
-    "OWNER_SILENT": Verdict.STOPPED,
+    "NO_MEMBER": LagVerdict.NO_MEMBER,
+    "HEAD_OF_LINE": LagVerdict.STALLED,
+    "ACK_CAP": LagVerdict.STALLED,
+    "NOT_PULLING": LagVerdict.STOPPED,
+    "OWNER_SILENT": LagVerdict.STOPPED,
 }
-"""Verdict on a queue that does not move, by its StuckReason. Others block."""
+"""LagVerdict on a queue that does not move, by its StuckReason. Others block."""
 NO_REASON = frozenset({"", "MOVING", "IDLE", "UNSPECIFIED"})
 """Reasons that do not say why a queue stands."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class LagSample:
     """Where a group was in a queue.
 
     Attributes:
@@ -64,7 +64,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LagLimits:
     """When a queue is no longer fine.
 
     Attributes:
@@ -78,30 +78,30 @@ class Limits:
     age_ms_max: int
 
 
-def judge(samples: Sequence[Sample], reason: str, limits: Limits) -> Verdict:
-    """Verdict on a queue.
+def judge(samples: Sequence[LagSample], reason: str, limits: LagLimits) -> LagVerdict:
+    """LagVerdict on a queue.
 
     Args:
         samples: Since the last time an operator moved the progress, oldest first.
         reason: Name of the StuckReason that was told last; empty if none was.
     """
     if any(late.committed_offset < early.committed_offset for early, late in pairwise(samples)):
-        return Verdict.REWOUND
+        return LagVerdict.REWOUND
     window = samples[-limits.samples :]
     if len(window) < limits.samples or any(s.lag < max(1, limits.lag_min) for s in window):
-        return Verdict.OK
+        return LagVerdict.OK
     growing = all(late.lag >= early.lag for early, late in pairwise(window))
     if growing and window[0].committed_offset == window[-1].committed_offset:
         return _standing(window, reason)
     aged = limits.age_ms_max and all(s.oldest_unacked_ms > limits.age_ms_max for s in window)
-    return Verdict.SLOW if growing or aged else Verdict.OK
+    return LagVerdict.SLOW if growing or aged else LagVerdict.OK
 
 
-def _standing(window: Sequence[Sample], reason: str) -> Verdict:
-    """Verdict on a queue whose progress did not move."""
+def _standing(window: Sequence[LagSample], reason: str) -> LagVerdict:
+    """LagVerdict on a queue whose progress did not move."""
     if reason not in NO_REASON:
-        return BY_REASON.get(reason, Verdict.BLOCKED)
+        return BY_REASON.get(reason, LagVerdict.BLOCKED)
     last = window[-1]
     delivers = last.delivered_offset > window[0].delivered_offset
     in_hand = last.delivered_offset > last.committed_offset
-    return Verdict.STALLED if delivers or in_hand else Verdict.STOPPED
+    return LagVerdict.STALLED if delivers or in_hand else LagVerdict.STOPPED

@@ -18,13 +18,13 @@ from batonmq._process.config import ConfigError, ConfigProblem
 Severity = Literal["info", "warning", "critical"]
 
 
-class Part(BaseModel):
+class RulesPart(BaseModel):
     """One part of the file. A name that is not known is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Rule(Part):
+class Rule(RulesPart):
     """What every rule has."""
 
     enabled: bool = True
@@ -64,7 +64,7 @@ class ConflictRule(Rule):
     """Without another for so long the alert is resolved."""
 
 
-class SilentRule(Rule):
+class SilenceRule(Rule):
     """A member was expelled for its silence."""
 
     forget_ms: int = Field(default=600_000, ge=1_000)
@@ -96,7 +96,7 @@ LATENCIES = (
 )
 
 
-class GroupRules(Part):
+class GroupRules(RulesPart):
     """Rules that hold for groups, each as a whole."""
 
     lag: LagRule = LagRule()
@@ -105,10 +105,10 @@ class GroupRules(Part):
     steals: CountRule = STEALS
     """Queues were taken over because the owner's lease ran out."""
     subscription_conflict: ConflictRule = ConflictRule(severity="critical")
-    silent_client: SilentRule = SilentRule()
+    silent_client: SilenceRule = SilenceRule()
 
 
-class Override(Part):
+class Override(RulesPart):
     """What is different for some groups and topics."""
 
     group: str = "*"
@@ -149,7 +149,7 @@ class RuleBook(GroupRules):
 _NAMES = tuple(GroupRules.model_fields)
 
 
-def load(path: Path | None) -> RuleBook:
+def load_rules(path: Path | None) -> RuleBook:
     """The rules of a file, or the defaults without one.
 
     Raises:

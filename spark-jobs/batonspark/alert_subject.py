@@ -11,25 +11,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batonspark.rules import Rule, RuleBook
-from batonspark.signals import Alarm, Change, Signal, Telling
-from batonspark.watches import (
-    ConflictWatch,
-    CountWatch,
-    LagWatch,
-    LatencyWatch,
-    SilentWatch,
-    Watch,
+from batonspark.alert_changes import AlertChange, AlertText, FiringAlerts, Signal
+from batonspark.alert_rules import Rule, RuleBook
+from batonspark.rule_evaluators import (
+    ConflictEvaluator,
+    CountEvaluator,
+    LagEvaluator,
+    LatencyEvaluator,
+    RuleEvaluator,
+    SilenceEvaluator,
 )
 
 _STATE_VERSION = 1
-_WATCHES: Mapping[str, type[Watch[Any]]] = {
-    "lag": LagWatch,
-    "rebalance_storm": CountWatch,
-    "steals": CountWatch,
-    "subscription_conflict": ConflictWatch,
-    "silent_client": SilentWatch,
-    "latency": LatencyWatch,
+_WATCHES: Mapping[str, type[RuleEvaluator[Any]]] = {
+    "lag": LagEvaluator,
+    "rebalance_storm": CountEvaluator,
+    "steals": CountEvaluator,
+    "subscription_conflict": ConflictEvaluator,
+    "silent_client": SilenceEvaluator,
+    "latency": LatencyEvaluator,
 }
 KINDS: Mapping[str, tuple[str, ...]] = {
     "lag": ("queue_lag", "stuck_changed", "progress_reset"),
@@ -49,10 +49,10 @@ class Alert:
 
     rule: str
     severity: str
-    change: Change
+    change: AlertChange
 
 
-class Subject:
+class AlertSubject:
     """The watches of one key, as far as rules are on.
 
     Args:
@@ -65,11 +65,11 @@ class Subject:
             raise ValueError(f"state of version {told['version']}, {_STATE_VERSION} is known")
         self._rules = dict(_rules(key, book))
         known = told.get("watches", {})
-        self._watches: dict[str, Watch[Any]] = {
+        self._watches: dict[str, RuleEvaluator[Any]] = {
             name: _WATCHES[_kind(name)].model_validate(known.get(name, {})) for name in self._rules
         }
         self._orphans = {
-            name: Alarm.model_validate(known[name]["alarm"])
+            name: FiringAlerts.model_validate(known[name]["alarm"])
             for name in sorted(known.keys() - self._rules.keys())
         }
 
@@ -105,10 +105,10 @@ class Subject:
         """Resolve what rules have raised that are off by now."""
         orphans, self._orphans = self._orphans, {}
         for name, alarm in orphans.items():
-            changes = alarm.resolve_all(unix_ms, Telling("the rule is off", "RULE_OFF"))
+            changes = alarm.resolve_all(unix_ms, AlertText("the rule is off", "RULE_OFF"))
             yield from (Alert(name, "info", change) for change in changes)
 
-    def _alerts(self, name: str, changes: Iterator[Change]) -> Iterator[Alert]:
+    def _alerts(self, name: str, changes: Iterator[AlertChange]) -> Iterator[Alert]:
         severity = self._rules[name].severity
         return (Alert(name, severity, change) for change in changes)
 

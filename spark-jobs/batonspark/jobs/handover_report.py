@@ -1,4 +1,7 @@
-"""How queues changed hands, as a page with plots; see docs/reference/spark.md."""
+"""Report the hand-overs of queues, with a page of plots.
+
+See docs/reference/spark.md.
+"""
 
 from __future__ import annotations
 

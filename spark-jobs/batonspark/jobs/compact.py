@@ -1,4 +1,7 @@
-"""Goes over all tables once and keeps them small; see docs/reference/spark.md."""
+"""Compact all tables once: delete old rows, join small files, remove unused files.
+
+See docs/reference/spark.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which messages a group was delivered more than once, and why; see docs/reference/spark.md."""
+"""Report which messages a group was delivered more than once, and why.
+
+See docs/reference/spark.md.
+"""
 
 from __future__ import annotations
 

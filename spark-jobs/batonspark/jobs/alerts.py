@@ -1,8 +1,11 @@
-"""The query `bronze` alone; see docs/reference/spark.md."""
+"""Run the query `alerts` by itself.
+
+See docs/reference/spark.md.
+"""
 
 from __future__ import annotations
 
 from batonspark.app import run
 
 if __name__ == "__main__":
-    run("bronze")
+    run("alerts")

@@ -38,7 +38,7 @@ class Signal:
     buckets: Sequence[int] = ()
 
 
-class State(StrEnum):
+class AlertState(StrEnum):
     """What became of an alert."""
 
     FIRING = "FIRING"
@@ -46,7 +46,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AlertChange:
     """An alert began or ended.
 
     Attributes:
@@ -55,7 +55,7 @@ class Change:
         reason: Name of a StuckReason, or why the alert ended; may be empty.
     """
 
-    state: State
+    state: AlertState
     detail: str
     since_unix_ms: int
     unix_ms: int
@@ -66,7 +66,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class AlertText:
     """What a change says besides its name and its times."""
 
     summary: str
@@ -75,33 +75,33 @@ class Telling:
     limit: float = 0.0
 
 
-class Alarm(BaseModel):
+class FiringAlerts(BaseModel):
     """The alerts of one rule and subject that are firing: by detail, since when."""
 
     since: dict[str, int] = {}
 
-    def fire(self, detail: str, unix_ms: int, telling: Telling) -> Iterator[Change]:
+    def fire(self, detail: str, unix_ms: int, telling: AlertText) -> Iterator[AlertChange]:
         """Begin the alert, unless it is firing."""
         if detail not in self.since:
             self.since[detail] = unix_ms
-            yield _change(State.FIRING, detail, unix_ms, unix_ms, telling)
+            yield _change(AlertState.FIRING, detail, unix_ms, unix_ms, telling)
 
-    def resolve(self, detail: str, unix_ms: int, telling: Telling) -> Iterator[Change]:
+    def resolve(self, detail: str, unix_ms: int, telling: AlertText) -> Iterator[AlertChange]:
         """End the alert, if it is firing."""
         since = self.since.pop(detail, None)
         if since is not None:
-            yield _change(State.RESOLVED, detail, since, unix_ms, telling)
+            yield _change(AlertState.RESOLVED, detail, since, unix_ms, telling)
 
-    def resolve_all(self, unix_ms: int, telling: Telling) -> Iterator[Change]:
+    def resolve_all(self, unix_ms: int, telling: AlertText) -> Iterator[AlertChange]:
         """End every alert."""
         for detail in sorted(self.since):
             yield from self.resolve(detail, unix_ms, telling)
 
 
 def _change(
-    state: State, detail: str, since_unix_ms: int, unix_ms: int, telling: Telling
-) -> Change:
-    return Change(
+    state: AlertState, detail: str, since_unix_ms: int, unix_ms: int, telling: AlertText
+) -> AlertChange:
+    return AlertChange(
         state,
         detail,
         since_unix_ms,

@@ -19,17 +19,17 @@ from pyspark.sql.datasource import (
 )
 
 from batonmq._core.queues import QueueRef
-from batonspark.cluster import Cluster, Extent
-from batonspark.decode import Slice
+from batonspark.cluster import ClusterClient, StoredExtent
+from batonspark.decode import QueueSlice
 from batonspark.offsets import Offsets, key_of, queue_of
-from batonspark.options import AtTime, BadOption, Places, ReadOptions
+from batonspark.options import BadOption, FromTime, OffsetsOption, ReadOptions
 
 T = TypeVar("T")
 OFFSET_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadFilter:
     """Which rows the filters of a query leave, as far as that spares reading.
 
     Attributes:
@@ -52,7 +52,7 @@ class Wanted:
         )
 
 
-def narrowed(wanted: Wanted, filters: Iterable[Filter], prefix: str) -> Wanted:
+def narrow(wanted: ReadFilter, filters: Iterable[Filter], prefix: str) -> ReadFilter:
     """What is wanted once all filters hold, too; those that mean nothing here change nothing.
 
     Args:
@@ -72,7 +72,7 @@ def narrowed(wanted: Wanted, filters: Iterable[Filter], prefix: str) -> Wanted:
     return wanted
 
 
-def held(cluster: Cluster, options: ReadOptions) -> dict[str, Extent]:
+def stored_extents(cluster: ClusterClient, options: ReadOptions) -> dict[str, StoredExtent]:
     """What the queues of the topic hold that are to be read, by name.
 
     Raises:
@@ -87,15 +87,18 @@ def held(cluster: Cluster, options: ReadOptions) -> dict[str, Extent]:
     return {key: found[key] for key in options.queues}
 
 
-def resolved(
-    cluster: Cluster, options: ReadOptions, extents: Mapping[str, Extent], where: Places
+def resolve_offsets(
+    cluster: ClusterClient,
+    options: ReadOptions,
+    extents: Mapping[str, StoredExtent],
+    where: OffsetsOption,
 ) -> Offsets:
     """The offset that is meant in each queue.
 
     Raises:
         BadOption: a queue is named that is not there.
     """
-    if isinstance(where, AtTime):
+    if isinstance(where, FromTime):
         queues = {key: queue_of(options.topic, key) for key in extents}
         found = cluster.offsets_at(queues.values(), where.unix_ms)
         return {key: found[queue] for key, queue in queues.items()}
@@ -111,7 +114,9 @@ def resolved(
     return offsets
 
 
-def batch_slices(cluster: Cluster, options: ReadOptions, wanted: Wanted) -> list[Slice]:
+def batch_slices(
+    cluster: ClusterClient, options: ReadOptions, wanted: ReadFilter
+) -> list[QueueSlice]:
     """The slices of a batch read, one of each queue.
 
     Raises:
@@ -119,36 +124,36 @@ def batch_slices(cluster: Cluster, options: ReadOptions, wanted: Wanted) -> list
     """
     extents = {
         key: extent
-        for key, extent in held(cluster, options).items()
+        for key, extent in stored_extents(cluster, options).items()
         if wanted.takes(queue_of(options.topic, key))
     }
-    begin = resolved(cluster, options, extents, _of(options.starting, extents))
-    end = resolved(cluster, options, extents, _of(options.ending, extents))
+    begin = resolve_offsets(cluster, options, extents, _of(options.starting, extents))
+    end = resolve_offsets(cluster, options, extents, _of(options.ending, extents))
     for key, offset in end.items():
         if offset > extents[key].next_offset:
             raise BadOption(f"queue {key} ends at {extents[key].next_offset}, before {offset}")
     if wanted.from_unix_ms is not None:
-        since = resolved(cluster, options, extents, AtTime(wanted.from_unix_ms))
+        since = resolve_offsets(cluster, options, extents, FromTime(wanted.from_unix_ms))
         begin = {key: max(offset, since[key]) for key, offset in begin.items()}
     if wanted.to_unix_ms is not None:
-        until = resolved(cluster, options, extents, AtTime(wanted.to_unix_ms + 1))
+        until = resolve_offsets(cluster, options, extents, FromTime(wanted.to_unix_ms + 1))
         end = {key: min(offset, until[key]) for key, offset in end.items()}
     return [
-        Slice(queue_of(options.topic, key), first, after, extents[key].topic_id)
+        QueueSlice(queue_of(options.topic, key), first, after, extents[key].topic_id)
         for key in sorted(extents)
         if (first := max(begin[key], wanted.first_offset))
         < (after := min(end[key], wanted.next_offset))
     ]
 
 
-def _of(where: Places, extents: Mapping[str, Extent]) -> Places:
+def _of(where: OffsetsOption, extents: Mapping[str, StoredExtent]) -> OffsetsOption:
     """The places of the queues that are left."""
-    if isinstance(where, str | AtTime):
+    if isinstance(where, str | FromTime):
         return where
     return {key: place for key, place in where.items() if key in extents}
 
 
-def _by_queue(wanted: Wanted, one: Filter, name: str) -> Wanted:
+def _by_queue(wanted: ReadFilter, one: Filter, name: str) -> ReadFilter:
     if isinstance(one, In):
         values: frozenset[Any] = frozenset(one.value)
     elif isinstance(one, EqualTo | EqualNullSafe):
@@ -164,7 +169,7 @@ def _both(before: frozenset[T] | None, values: frozenset[T]) -> frozenset[T]:
     return values if before is None else before & values
 
 
-def _by_offset(wanted: Wanted, one: Filter) -> Wanted:
+def _by_offset(wanted: ReadFilter, one: Filter) -> ReadFilter:
     value = getattr(one, "value", None)
     if not isinstance(value, int):
         return wanted
@@ -184,7 +189,7 @@ def _by_offset(wanted: Wanted, one: Filter) -> Wanted:
     )
 
 
-def _by_time(wanted: Wanted, one: Filter) -> Wanted:
+def _by_time(wanted: ReadFilter, one: Filter) -> ReadFilter:
     value = getattr(one, "value", None)
     if not isinstance(value, datetime):
         return wanted

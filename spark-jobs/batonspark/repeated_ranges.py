@@ -19,7 +19,7 @@ CLOCKS_APART_MS = 2_000
 tells about once a second."""
 
 
-class Cause(StrEnum):
+class RepeatCause(StrEnum):
     """Why messages were delivered again."""
 
     CRASH = "crash"
@@ -50,20 +50,20 @@ class Cause(StrEnum):
     """How the time of the owner before ended is not in the stream."""
 
 
-HARMLESS = frozenset({Cause.RETURNED, Cause.REPEATED})
+HARMLESS = frozenset({RepeatCause.RETURNED, RepeatCause.REPEATED})
 """The bytes went out twice; no handler began twice."""
-BUGS = frozenset({Cause.GRACEFUL, Cause.ACKED})
+BUGS = frozenset({RepeatCause.GRACEFUL, RepeatCause.ACKED})
 
 _OF_MANNER = {
-    "UNFINISHED": Cause.UNFINISHED,
-    "LEASE_EXPIRED": Cause.CRASH,
-    "DRAIN_TIMED_OUT": Cause.TIMEOUT,
-    "FORCED": Cause.FORCED,
+    "UNFINISHED": RepeatCause.UNFINISHED,
+    "LEASE_EXPIRED": RepeatCause.CRASH,
+    "DRAIN_TIMED_OUT": RepeatCause.TIMEOUT,
+    "FORCED": RepeatCause.FORCED,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class DeliveryEvent:
     """A range [first_offset, next_offset) was scanned for an owner.
 
     Attributes:
@@ -94,7 +94,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
+class OwnerChange:
     """A queue passed from one owner to another, or to nobody.
 
     Attributes:
@@ -113,7 +113,7 @@ class Passing:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitEvent:
     """Progress under a token."""
 
     unix_ms: int
@@ -123,7 +123,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
+class ResetEvent:
     """An operator moved progress."""
 
     unix_ms: int
@@ -141,16 +141,16 @@ class QueueHistory:
         settled_unix_ms: What was committed later may have been delivered by what is not told yet.
     """
 
-    deliveries: Sequence[Delivery] = ()
-    passings: Sequence[Passing] = ()
-    commits: Sequence[Commit] = ()
-    resets: Sequence[Reset] = ()
+    deliveries: Sequence[DeliveryEvent] = ()
+    passings: Sequence[OwnerChange] = ()
+    commits: Sequence[CommitEvent] = ()
+    resets: Sequence[ResetEvent] = ()
     is_retry: bool = False
     settled_unix_ms: int = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
+class RepeatedRange:
     """Messages [first_offset, next_offset) were delivered to one owner and then to another.
 
     Attributes:
@@ -161,7 +161,7 @@ class Repeat:
 
     first_offset: int
     next_offset: int
-    cause: Cause
+    cause: RepeatCause
     previous_client_id: str
     previous_token: int
     previous_unix_ms: int
@@ -178,7 +178,7 @@ class Repeat:
 
 
 @dataclass(slots=True)
-class Tenure:
+class OwnershipSpan:
     """What was delivered to one owner under one token, as far as it is known."""
 
     token: int
@@ -192,9 +192,11 @@ class LastDelivered:
 
     _begins: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)
-    _tenures: list[Tenure] = field(default_factory=list)
+    _tenures: list[OwnershipSpan] = field(default_factory=list)
 
-    def put(self, first: int, next_: int, tenure: Tenure) -> list[tuple[int, int, Tenure]]:
+    def put(
+        self, first: int, next_: int, tenure: OwnershipSpan
+    ) -> list[tuple[int, int, OwnershipSpan]]:
         """Note a delivery of [first, next_); the parts of it that were delivered before."""
         low, high = bisect_right(self._ends, first), bisect_left(self._begins, next_)
         there = list(
@@ -215,17 +217,17 @@ class LastDelivered:
         return [(max(begin, first), min(end, next_), who) for begin, end, who in there]
 
 
-def repeats(history: QueueHistory) -> Iterator[Repeat]:
+def repeated_ranges(history: QueueHistory) -> Iterator[RepeatedRange]:
     """Every message that was delivered once more, each time that it was, with the reason.
 
     Each delivery is held against the one before it of the same message.
     """
-    ends, last = Ends(history), LastDelivered()
-    tenures: dict[tuple[int, str], Tenure] = {}
+    ends, last = OwnershipEnds(history), LastDelivered()
+    tenures: dict[tuple[int, str], OwnershipSpan] = {}
     order = sorted(history.deliveries, key=lambda one: (one.token, one.unix_ms, one.first_offset))
     for delivery in order:
         key = (delivery.token, delivery.client_id)
-        tenure, alone = tenures.setdefault(key, Tenure(*key, delivery.unix_ms)), True
+        tenure, alone = tenures.setdefault(key, OwnershipSpan(*key, delivery.unix_ms)), True
         for first, next_ in delivery.islands():
             seen = last.put(first, next_, tenure)
             alone = alone and not seen
@@ -241,13 +243,13 @@ def repeats(history: QueueHistory) -> Iterator[Repeat]:
         tenure.last_unix_ms = max(tenure.last_unix_ms, delivery.unix_ms)
 
 
-def unseen(history: QueueHistory) -> list[Range]:
+def undelivered_commits(history: QueueHistory) -> list[Range]:
     """Offsets that were committed though nobody is known to have been delivered them.
 
     None of them is a repeat, or all are: the stream lacks something.
     """
     settled = [one for one in history.commits if one.unix_ms < history.settled_unix_ms]
-    parts: dict[int, list[Commit]] = {}
+    parts: dict[int, list[CommitEvent]] = {}
     for commit in sorted(settled, key=lambda one: (one.token, one.unix_ms)):
         parts.setdefault(commit.token if history.resets else 0, []).append(commit)
     needed = [
@@ -258,7 +260,7 @@ def unseen(history: QueueHistory) -> list[Range]:
     return subtract(normalize([run for run in needed if run[0] < run[1]]), scanned)
 
 
-class Ends:
+class OwnershipEnds:
     """How the time of each owner of a queue ended."""
 
     def __init__(self, history: QueueHistory) -> None:
@@ -269,7 +271,7 @@ class Ends:
         self._resets = history.resets
         self._commits = sorted((one.token, one.committed_offset) for one in history.commits)
 
-    def of(self, token: int) -> Passing | None:
+    def of(self, token: int) -> OwnerChange | None:
         """What ended the time of the owner with this token."""
         if token in self._told:
             return self._told[token]
@@ -291,7 +293,7 @@ class Ends:
         moved = min((reset.to_offset for reset in self._resets), default=1 << 62)
         return min(self.acked_below(0, token), moved)
 
-    def reset_between(self, begin_unix_ms: int, end_unix_ms: int) -> Reset | None:
+    def reset_between(self, begin_unix_ms: int, end_unix_ms: int) -> ResetEvent | None:
         """The reset between two times that went back furthest."""
         found = [
             one
@@ -302,61 +304,65 @@ class Ends:
 
 
 def _explained(
-    begin: int, end: int, before: Tenure, delivery: Delivery, ends: Ends
-) -> Iterator[Repeat]:
+    begin: int, end: int, before: OwnershipSpan, delivery: DeliveryEvent, ends: OwnershipEnds
+) -> Iterator[RepeatedRange]:
     """The parts of [begin, end), each with what explains it."""
     if before.token in (0, delivery.token):
-        cause = Cause.REPEATED if before.token else Cause.UNOWNED
+        cause = RepeatCause.REPEATED if before.token else RepeatCause.UNOWNED
         yield _repeat((begin, end), cause, before, delivery, _SENTENCES[cause])
         return
     reset = ends.reset_between(before.last_unix_ms, delivery.unix_ms)
     if reset is not None and reset.to_offset < end:
         cut = max(begin, reset.to_offset)
         who = f"{reset.by} moved progress to {reset.to_offset}: {reset.reason}"
-        yield _repeat((cut, end), Cause.RESET, before, delivery, who)
+        yield _repeat((cut, end), RepeatCause.RESET, before, delivery, who)
         end = cut
     acked = min(ends.acked_below(before.token, delivery.token), end)
     if begin < acked:
-        why = f"{_SENTENCES[Cause.ACKED]} under a token from {before.token} on"
-        yield _repeat((begin, acked), Cause.ACKED, before, delivery, why)
+        why = f"{_SENTENCES[RepeatCause.ACKED]} under a token from {before.token} on"
+        yield _repeat((begin, acked), RepeatCause.ACKED, before, delivery, why)
         begin = acked
     if begin < end:
         cause = _cause(ends.of(before.token), delivery, ends)
         yield _repeat((begin, end), cause, before, delivery, _SENTENCES[cause])
 
 
-def _cause(passing: Passing | None, delivery: Delivery, ends: Ends) -> Cause:
+def _cause(
+    passing: OwnerChange | None, delivery: DeliveryEvent, ends: OwnershipEnds
+) -> RepeatCause:
     """Why what was in the hands of an owner came again, by how its time ended."""
     if passing is None:
-        return Cause.UNKNOWN
+        return RepeatCause.UNKNOWN
     if passing.manner in _OF_MANNER or passing.stolen:
-        return _OF_MANNER.get(passing.manner, Cause.CRASH)
+        return _OF_MANNER.get(passing.manner, RepeatCause.CRASH)
     if passing.previous_client_id and passing.previous_client_id == passing.client_id:
-        return Cause.REACQUIRED
+        return RepeatCause.REACQUIRED
     if delivery.redelivered_count and ends.was_graceful(delivery.token):
-        return Cause.GRACEFUL
+        return RepeatCause.GRACEFUL
     if passing.manner == "GRACEFUL" or not delivery.redelivered_count:
-        return Cause.RETURNED
-    return Cause.UNFINISHED
+        return RepeatCause.RETURNED
+    return RepeatCause.UNFINISHED
 
 
 _SENTENCES = {
-    Cause.CRASH: "the owner was silent until its lease was over, or its process ended",
-    Cause.TIMEOUT: "the owner did not give the queue back in time",
-    Cause.UNFINISHED: "the owner gave the queue back and had not handled these",
-    Cause.FORCED: "an operator took the queue away",
-    Cause.REACQUIRED: "the owner asked for the queue anew",
-    Cause.UNOWNED: "nobody owns the queues of the group",
-    Cause.RETURNED: "the owner gave the queue back and had not started these",
-    Cause.REPEATED: "the owner pulled again, since an answer was lost",
-    Cause.GRACEFUL: "a bug: marked as started, though the owner had left nothing to do",
-    Cause.ACKED: "a bug: these had been acked",
-    Cause.UNKNOWN: "how the owner's time ended is not in the stream",
+    RepeatCause.CRASH: "the owner was silent until its lease was over, or its process ended",
+    RepeatCause.TIMEOUT: "the owner did not give the queue back in time",
+    RepeatCause.UNFINISHED: "the owner gave the queue back and had not handled these",
+    RepeatCause.FORCED: "an operator took the queue away",
+    RepeatCause.REACQUIRED: "the owner asked for the queue anew",
+    RepeatCause.UNOWNED: "nobody owns the queues of the group",
+    RepeatCause.RETURNED: "the owner gave the queue back and had not started these",
+    RepeatCause.REPEATED: "the owner pulled again, since an answer was lost",
+    RepeatCause.GRACEFUL: "a bug: marked as started, though the owner had left nothing to do",
+    RepeatCause.ACKED: "a bug: these had been acked",
+    RepeatCause.UNKNOWN: "how the owner's time ended is not in the stream",
 }
 
 
-def _repeat(run: Range, cause: Cause, before: Tenure, delivery: Delivery, why: str) -> Repeat:
-    return Repeat(
+def _repeat(
+    run: Range, cause: RepeatCause, before: OwnershipSpan, delivery: DeliveryEvent, why: str
+) -> RepeatedRange:
+    return RepeatedRange(
         *run,
         cause,
         before.client_id,
@@ -370,32 +376,36 @@ def _repeat(run: Range, cause: Cause, before: Tenure, delivery: Delivery, why: s
     )
 
 
-def _sent_back(begin: int, end: int, delivery: Delivery) -> Repeat:
+def _sent_back(begin: int, end: int, delivery: DeliveryEvent) -> RepeatedRange:
     """Messages of a retry topic: each was delivered in its own topic before."""
-    nobody = Tenure(0, "", delivery.unix_ms)
+    nobody = OwnershipSpan(0, "", delivery.unix_ms)
     why = "a handler had failed, and the message was sent back"
-    return _repeat((begin, end), Cause.RETRY, nobody, delivery, why)
+    return _repeat((begin, end), RepeatCause.RETRY, nobody, delivery, why)
 
 
-def _acked_unseen(begin: int, end: int, delivery: Delivery, ends: Ends) -> Iterator[Repeat]:
+def _acked_unseen(
+    begin: int, end: int, delivery: DeliveryEvent, ends: OwnershipEnds
+) -> Iterator[RepeatedRange]:
     """What had been acked before, though nobody is known to have been delivered it."""
     end = min(end, ends.unmoved_below(delivery.token))
     if begin < end:
-        nobody = Tenure(0, "", delivery.unix_ms)
-        why = f"{_SENTENCES[Cause.ACKED]} under an earlier token"
-        yield _repeat((begin, end), Cause.ACKED, nobody, delivery, why)
+        nobody = OwnershipSpan(0, "", delivery.unix_ms)
+        why = f"{_SENTENCES[RepeatCause.ACKED]} under an earlier token"
+        yield _repeat((begin, end), RepeatCause.ACKED, nobody, delivery, why)
 
 
-def _flagged(delivery: Delivery) -> Repeat:
+def _flagged(delivery: DeliveryEvent) -> RepeatedRange:
     """Some of a delivery is marked as started, and nobody is known to have been delivered it."""
-    nobody = Tenure(0, "", delivery.unix_ms)
+    nobody = OwnershipSpan(0, "", delivery.unix_ms)
     run = (delivery.first_offset, delivery.next_offset)
-    return _repeat(run, Cause.GRACEFUL, nobody, delivery, _SENTENCES[Cause.GRACEFUL])
+    return _repeat(run, RepeatCause.GRACEFUL, nobody, delivery, _SENTENCES[RepeatCause.GRACEFUL])
 
 
-def _joined(pieces: Iterable[tuple[int, int, Tenure]]) -> list[tuple[int, int, Tenure]]:
+def _joined(
+    pieces: Iterable[tuple[int, int, OwnershipSpan]],
+) -> list[tuple[int, int, OwnershipSpan]]:
     """Neighbours of the same tenure as one."""
-    joined: list[tuple[int, int, Tenure]] = []
+    joined: list[tuple[int, int, OwnershipSpan]] = []
     for begin, end, tenure in pieces:
         if joined and joined[-1][1] == begin and joined[-1][2] is tenure:
             joined[-1] = (joined[-1][0], end, tenure)

@@ -1,8 +1,11 @@
-"""The query `rollup` alone; see docs/reference/spark.md."""
+"""Run the query `bronze` by itself.
+
+See docs/reference/spark.md.
+"""
 
 from __future__ import annotations
 
 from batonspark.app import run
 
 if __name__ == "__main__":
-    run("rollup")
+    run("bronze")
