@@ -19,7 +19,7 @@ from tests.support.cluster import fork_server
 
 
 @dataclass(frozen=True, slots=True)
-class Handling:
+class WorkerHandling:
     """A handler that was started.
 
     Attributes:
@@ -37,7 +37,7 @@ class Handling:
 
 
 @dataclass(frozen=True, slots=True)
-class Owning:
+class WorkerOwnership:
     """A queue that came or went; the kinds of `OwnershipEvent`, and `joined`."""
 
     client_id: str
@@ -60,7 +60,7 @@ class Worker:
     _read_bytes: int = 0
     _lines: list[list[str]] = field(default_factory=list)
     _done: set[int] = field(default_factory=set)
-    _ownerships: list[Owning] = field(default_factory=list)
+    _ownerships: list[WorkerOwnership] = field(default_factory=list)
 
     @property
     def lines(self) -> list[list[str]]:
@@ -74,7 +74,9 @@ class Worker:
             self._lines += new
             self._done.update(int(words[5]) for words in new if words[0] == "done")
             self._ownerships += [
-                Owning(self.client_id, words[1], int(words[2]), int(words[3]), int(words[4]))
+                WorkerOwnership(
+                    self.client_id, words[1], int(words[2]), int(words[3]), int(words[4])
+                )
                 for words in new
                 if words[0] == "own"
             ]
@@ -84,7 +86,7 @@ class Worker:
         """Numbers whose handler has ended."""
         return self._done if self.lines else set()
 
-    def handlings(self) -> list[Handling]:
+    def handlings(self) -> list[WorkerHandling]:
         """Its handlers, as they were started."""
         done: dict[tuple[str, ...], int] = {}
         started = []
@@ -94,14 +96,14 @@ class Worker:
             elif kind == "done":
                 done[tuple(words[:5])] = int(words[5])
         return [
-            Handling(
+            WorkerHandling(
                 self.client_id, int(queue), int(offset), int(token), redelivered == "1",
                 int(number), int(start_us), done.get((queue, offset, token, redelivered, number)),
             )
             for queue, offset, token, redelivered, number, start_us in started
         ]  # fmt: skip
 
-    def ownerships(self) -> list[Owning]:
+    def ownerships(self) -> list[WorkerOwnership]:
         """What it has owned."""
         return self._ownerships if self.lines else []
 
@@ -140,14 +142,14 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Crew:
+class WorkerGroup:
     """Members of one group."""
 
     nameserver: str
     topic: str
     folder: Path
     group: str = "workers"
-    workers: list[Worker] = field(default_factory=list)
+    members: list[Worker] = field(default_factory=list)
 
     async def join(
         self, client_id: str, *, expression: str = "*", life: str = "", **options: int
@@ -179,26 +181,26 @@ class Crew:
         )
         process.spawn()
         worker = Worker(client_id, journal, process)
-        self.workers.append(worker)
+        self.members.append(worker)
         return worker
 
-    def handlings(self) -> list[Handling]:
+    def handlings(self) -> list[WorkerHandling]:
         """All handlers, as they were started."""
-        return sorted((h for w in self.workers for h in w.handlings()), key=lambda h: h.start_us)
+        return sorted((h for w in self.members for h in w.handlings()), key=lambda h: h.start_us)
 
     def done(self) -> set[int]:
         """Numbers whose handler has ended."""
-        return set().union(*(worker.done() for worker in self.workers))
+        return set().union(*(worker.done() for worker in self.members))
 
 
 @asynccontextmanager
-async def crew_of(nameserver: str, topic: str, folder: Path) -> AsyncIterator[Crew]:
-    """A crew whose processes are gone when the block ends."""
-    crew = Crew(nameserver, topic, folder)
+async def worker_group(nameserver: str, topic: str, folder: Path) -> AsyncIterator[WorkerGroup]:
+    """Workers whose processes are gone when the block ends."""
+    members = WorkerGroup(nameserver, topic, folder)
     try:
-        yield crew
+        yield members
     finally:
-        for worker in crew.workers:
+        for worker in members.members:
             if worker.process.returncode is None:
                 worker.kill()
                 await worker.process.ended()
@@ -224,9 +226,11 @@ async def _at_once() -> bool:
     return True
 
 
-def started_again(handlings: Iterable[Handling]) -> list[tuple[Handling, Handling]]:
+def started_again(
+    handlings: Iterable[WorkerHandling],
+) -> list[tuple[WorkerHandling, WorkerHandling]]:
     """Pairs of handlers that were started for one message, one after the other."""
-    by_message: dict[tuple[int, int], list[Handling]] = defaultdict(list)
+    by_message: dict[tuple[int, int], list[WorkerHandling]] = defaultdict(list)
     for handling in handlings:
         by_message[handling.queue_id, handling.offset].append(handling)
     return [pair for group in by_message.values() for pair in pairwise(group)]

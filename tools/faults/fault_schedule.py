@@ -34,7 +34,7 @@ _HOUR_MS = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class Fault:
     """What is done to one process, or to the network.
 
     Attributes:
@@ -55,15 +55,15 @@ class Strike:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class FaultGroup:
     """Strikes that are made at once, and the rest after the cluster has healed."""
 
-    strikes: tuple[Strike, ...]
+    faults: tuple[Fault, ...]
     rest_ms: int
 
 
 @dataclass(slots=True)
-class Director:
+class FaultSchedule:
     """Draws faults.
 
     Attributes:
@@ -75,7 +75,7 @@ class Director:
     sets: Sequence[str]
     cuts: bool
 
-    def draw(self) -> Fault:
+    def draw(self) -> FaultGroup:
         """The next fault."""
         weights = {
             self._one: 6,
@@ -90,63 +90,63 @@ class Director:
         if self.cuts:
             weights |= {self._cut: 6, self._split: 3, self._cut_member: 2}
         pick = self.random.choices(list(weights), weights=list(weights.values()))[0]
-        return Fault(pick(), self.random.randrange(500, 3_000))
+        return FaultGroup(pick(), self.random.randrange(500, 3_000))
 
-    def _one(self) -> tuple[Strike, ...]:
-        return (self._strike(self.random.choice(self.sets)),)
+    def _one(self) -> tuple[Fault, ...]:
+        return (self._process_fault(self.random.choice(self.sets)),)
 
-    def _several(self) -> tuple[Strike, ...]:
+    def _several(self) -> tuple[Fault, ...]:
         parts = self.random.sample([*self.sets, ETCD], self.random.randint(2, 3))
-        return tuple(map(self._strike, parts))
+        return tuple(map(self._process_fault, parts))
 
-    def _etcd(self) -> tuple[Strike, ...]:
-        return (self._strike(ETCD),)
+    def _etcd(self) -> tuple[Fault, ...]:
+        return (self._process_fault(ETCD),)
 
-    def _quorum(self) -> tuple[Strike, ...]:
+    def _quorum(self) -> tuple[Fault, ...]:
         hold_ms = self.random.randrange(3_000, 9_000)
         return tuple(
-            Strike("pause", ETCD, rank, hold_ms) for rank in self.random.sample(range(3), 2)
+            Fault("pause", ETCD, rank, hold_ms) for rank in self.random.sample(range(3), 2)
         )
 
-    def _member(self) -> tuple[Strike, ...]:
+    def _member(self) -> tuple[Fault, ...]:
         """A consumer is killed, stumbles, or stands still until its queues are others'."""
-        long_pause = Strike("pause", MEMBER, self._any(), PAST_LEASE_MS)
-        stumble = Strike("pause", MEMBER, self._any(), self.random.randrange(500, 8_000))
-        death = Strike("kill", MEMBER, self._any(), self.random.randrange(500, 5_000))
+        long_pause = Fault("pause", MEMBER, self._any(), PAST_LEASE_MS)
+        stumble = Fault("pause", MEMBER, self._any(), self.random.randrange(500, 8_000))
+        death = Fault("kill", MEMBER, self._any(), self.random.randrange(500, 5_000))
         return tuple(self.random.choices((death, stumble, long_pause), weights=(3, 2, 1)))
 
-    def _cut(self) -> tuple[Strike, ...]:
+    def _cut(self) -> tuple[Fault, ...]:
         part = self.random.choice([*self.sets, ETCD])
         kinds = CUTS[:-1] if part == ETCD else CUTS
-        return (Strike(self.random.choice(kinds), part, self._rank(), self._while()),)
+        return (Fault(self.random.choice(kinds), part, self._rank(), self._while()),)
 
-    def _split(self) -> tuple[Strike, ...]:
-        return (Strike(self.random.choice(SPLITS), NETWORK, self._any(), self._while()),)
+    def _split(self) -> tuple[Fault, ...]:
+        return (Fault(self.random.choice(SPLITS), NETWORK, self._any(), self._while()),)
 
-    def _cut_member(self) -> tuple[Strike, ...]:
+    def _cut_member(self) -> tuple[Fault, ...]:
         hold_ms = self.random.choice((self._while(), PAST_LEASE_MS))
-        return (Strike(self.random.choice(CUTS_OF_MEMBER), MEMBER, self._any(), hold_ms),)
+        return (Fault(self.random.choice(CUTS_OF_MEMBER), MEMBER, self._any(), hold_ms),)
 
-    def _disk(self) -> tuple[Strike, ...]:
+    def _disk(self) -> tuple[Fault, ...]:
         slow_ms = self.random.choice((100, 500, 2_000, 5_000))
         part = self.random.choice(self._with_disk())
         kind = self.random.choices(DISK, weights=(3, 2, 2))[0]
-        return (Strike(kind, part, self._rank(), self._while(), slow_ms),)
+        return (Fault(kind, part, self._rank(), self._while(), slow_ms),)
 
-    def _clock(self) -> tuple[Strike, ...]:
+    def _clock(self) -> tuple[Fault, ...]:
         kind = self.random.choice(CLOCK)
         amounts = {"clock jump": (-_HOUR_MS, _HOUR_MS), "clock strobe": (100,)}
         part = self.random.choice(self.sets)
-        return (Strike(kind, part, self._rank(), self._while(), self.random.choice(amounts[kind])),)
+        return (Fault(kind, part, self._rank(), self._while(), self.random.choice(amounts[kind])),)
 
-    def _bytes(self) -> tuple[Strike, ...]:
+    def _bytes(self) -> tuple[Fault, ...]:
         part = self.random.choice(self._with_disk())
         hold_ms = self.random.randrange(_AWAY_MS, 12_000)
         draw = self.random.randrange(1 << 30)
-        return (Strike(self.random.choice(BYTES), part, self._rank(), hold_ms, draw),)
+        return (Fault(self.random.choice(BYTES), part, self._rank(), hold_ms, draw),)
 
-    def _strike(self, part: str) -> Strike:
-        return Strike(self.random.choice(PROCESS), part, self._rank(), self._while())
+    def _process_fault(self, part: str) -> Fault:
+        return Fault(self.random.choice(PROCESS), part, self._rank(), self._while())
 
     def _with_disk(self) -> list[str]:
         return [part for part in self.sets if part.split()[0] in ("storage", "offsets")]
@@ -161,6 +161,6 @@ class Director:
         return self.random.randrange(500, 12_000)
 
 
-def is_cut(strike: Strike) -> bool:
+def is_cut(fault: Fault) -> bool:
     """Whether it is done to the network."""
-    return strike.kind in (*CUTS, *SPLITS, *CUTS_OF_MEMBER)
+    return fault.kind in (*CUTS, *SPLITS, *CUTS_OF_MEMBER)

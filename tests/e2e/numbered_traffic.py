@@ -20,7 +20,7 @@ PACE_S = 0.005
 """Between ten messages. What they go through is the subject, and the machine has other tests."""
 
 
-class Run:
+class NumberedTraffic:
     """What was sent and what was handled, as it happens."""
 
     def __init__(self, nameserver: str, security: Security | None = None) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from bench.bench_cluster import bench_cluster
 from bench.figures import Figure, Goal, figure, seconds
 from bench.pulls import fill, forget_pages
 from bench.setup import Setup
-from bench.site import site
 
 QUEUES = 8
 
@@ -15,22 +15,22 @@ QUEUES = 8
 async def starts(setup: Setup) -> list[Figure]:
     """From the start of the process until it serves, the log not in the page cache."""
     batches_per_queue = setup.sized(5 * 2_048 // QUEUES, 16)
-    async with site(setup.folder, queue_count=QUEUES) as here:
-        cluster = here.cluster
+    async with bench_cluster(setup.folder, queue_count=QUEUES) as cluster:
+        local = cluster.local
         setup.say("empty")
-        await cluster.stop("storage")
-        empty_s = await seconds(cluster.start("storage"))
+        await local.stop("storage")
+        empty_s = await seconds(local.start("storage"))
         setup.say("filling 5 GiB")
-        await fill(here, QUEUES, batches_per_queue)
-        await cluster.stop("storage")
+        await fill(cluster, QUEUES, batches_per_queue)
+        await local.stop("storage")
         setup.say("after a clean stop")
-        await asyncio.to_thread(forget_pages, here.log_folder)
-        clean_s = await seconds(cluster.start("storage"))
-        await fill(here, QUEUES, 1)
-        await cluster.kill("storage")
+        await asyncio.to_thread(forget_pages, cluster.log_folder)
+        clean_s = await seconds(local.start("storage"))
+        await fill(cluster, QUEUES, 1)
+        await local.kill("storage")
         setup.say("after a crash")
-        await asyncio.to_thread(forget_pages, here.log_folder)
-        crash_s = await seconds(cluster.start("storage"))
+        await asyncio.to_thread(forget_pages, cluster.log_folder)
+        crash_s = await seconds(local.start("storage"))
     return [
         figure(
             "start with a 5 GiB log after a clean stop",

@@ -1,4 +1,4 @@
-"""`python -m tools.faults.playing`: the run itself; `tools.faults` makes the surroundings."""
+"""`python -m tools.faults.runner`: the run itself; `tools.faults` makes the surroundings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.faults.member import SPAN_MAX
 from tools.faults.network import Network
 from tools.faults.plot import draw
 from tools.faults.report import describe
-from tools.faults.run import Plan, play
+from tools.faults.run import RunPlan, play
 from tools.faults.selection import selection
 
 LONGEST_S = 600
@@ -35,7 +35,7 @@ def write_report(history: History, name: str, folder: Path) -> bool:
 
 def main() -> None:
     """Play and judge."""
-    parser = argparse.ArgumentParser(prog="tools.faults.playing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tools.faults.runner", description=__doc__)
     parser.add_argument("name")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--network", action="store_true", help="this network namespace is ours")
@@ -44,10 +44,10 @@ def main() -> None:
     options = parser.parse_args()
     network = Network() if options.network else None
     if options.seed is None:
-        faults = selection(cuts=network is not None)
-        plan = Plan(seed=1, duration_s=LONGEST_S, faults=faults, churns=False)
+        groups = selection(cuts=network is not None)
+        plan = RunPlan(seed=1, duration_s=LONGEST_S, groups=groups, churns=False)
     else:
-        plan = Plan(seed=options.seed, duration_s=60 * options.minutes)
+        plan = RunPlan(seed=options.seed, duration_s=60 * options.minutes)
     folder = options.folder / options.name
     history = asyncio.run(play(plan, folder, to_stderr, network))
     if network is None:

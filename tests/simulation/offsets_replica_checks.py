@@ -20,14 +20,14 @@ from batonmq_server.runtime.etcd.session import KeyValue
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
 from batonmq_server.testing.memory_network import MemoryCall
-from tests.simulation.books import Books
+from tests.simulation.expected_state import ExpectedState
 
 SET_KEY, LEADER_KEY = "replicas/offsets/offsets", "elections/offsets/offsets"
 _SERVICE = "/baton.offsets.v1.OffsetsService/"
 
 
 @dataclass(frozen=True, slots=True)
-class Standpoint:
+class CopyPosition:
     """Where a copy says it stands.
 
     Attributes:
@@ -38,15 +38,15 @@ class Standpoint:
     history: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(entries: Mapping[bytes, bytes]) -> Standpoint:
+    def of(entries: Mapping[bytes, bytes]) -> CopyPosition:
         """By what is on a disk."""
         if META + POSITION not in entries:
-            return Standpoint(0, ())
+            return CopyPosition(0, ())
         version, history = (
             unseal(META + name, entries[META + name]) for name in (POSITION, HISTORY)
         )
         parts = [part.partition(b":") for part in history.split()]
-        return Standpoint(int(version), tuple((int(part[0]), int(part[2])) for part in parts))
+        return CopyPosition(int(version), tuple((int(part[0]), int(part[2])) for part in parts))
 
     @property
     def position(self) -> ReplicaPosition:
@@ -61,17 +61,17 @@ class Standpoint:
         return max(wrote, default=0) == change.epoch
 
 
-class ReplicaChecks:
+class OffsetsReplicaChecks:
     """Sees the disks of all nodes of the set, its keys in etcd, and its answers.
 
     Args:
         leader: Who is leader, as etcd has it now; empty for nobody.
     """
 
-    def __init__(self, books: Books, leader: Callable[[], str]) -> None:
-        self._books, self._leader = books, leader
+    def __init__(self, expected: ExpectedState, leader: Callable[[], str]) -> None:
+        self._expected, self._leader = expected, leader
         self._disks: dict[str, MemoryOffsetsDisk] = {}
-        self._stands: dict[str, Standpoint] = {}
+        self._stands: dict[str, CopyPosition] = {}
         self._states: dict[ReplicaPosition, int] = {}
         self._standing = replicas_pb2.ReplicaSet()
         self._confirmed = NO_POSITION
@@ -81,13 +81,13 @@ class ReplicaChecks:
 
     def watch_disk(self, node: str, disk: MemoryOffsetsDisk) -> None:
         """See what a node writes from now on; its disk is empty."""
-        self._disks[node], self._stands[node] = disk, Standpoint(0, ())
+        self._disks[node], self._stands[node] = disk, CopyPosition(0, ())
         disk.on_write.append(partial(self._written, node, disk))
 
     def _written(self, node: str, disk: MemoryOffsetsDisk, _: Sequence[Entry]) -> None:
         if self._disks[node] is not disk:
             return  # it is lost
-        before, now = self._stands[node], Standpoint.of(disk.entries)
+        before, now = self._stands[node], CopyPosition.of(disk.entries)
         self._stands[node] = now
         if now.position < before.position:
             self._fail(f"the copy of {node} goes back from {before.position} to {now.position}")
@@ -123,8 +123,8 @@ class ReplicaChecks:
         node = self._node_of(offsets)
         if not node:
             return False
-        self._books.trace.note(node, f"serves epoch {offsets.table.epoch}")
-        self._books.counts["leaderships"] += 1
+        self._expected.trace.note(node, f"serves epoch {offsets.table.epoch}")
+        self._expected.counts["leaderships"] += 1
         self._confirm(node)
         return True
 
@@ -148,9 +148,9 @@ class ReplicaChecks:
         self._standing = now
         names = ",".join(now.in_sync)
         text = f"epoch {now.epoch} of {now.leader}, in sync {names}, served {now.served_epoch}"
-        self._books.trace.note("etcd", text)
-        self._books.counts["shrinks"] += len(now.in_sync) < len(before.in_sync)
-        self._books.counts["elections"] += now.epoch > before.epoch
+        self._expected.trace.note("etcd", text)
+        self._expected.counts["shrinks"] += len(now.in_sync) < len(before.in_sync)
+        self._expected.counts["elections"] += now.epoch > before.epoch
         if now.epoch < before.epoch or now.served_epoch < before.served_epoch:
             self._fail(f"{text} after epoch {before.epoch}, served {before.served_epoch}")
         if now.epoch == before.epoch and now.leader != before.leader:
@@ -168,7 +168,7 @@ class ReplicaChecks:
         leader = self._leader()
         if leader != call.target:
             text = f"{call.target} answers {call.method}, and the leader is {leader or 'nobody'}"
-            self._books.fail("section 8", text)
+            self._expected.fail("section 8", text)
 
     def _check_electable(self, after: str) -> None:
         for node in self._standing.in_sync:
@@ -188,7 +188,7 @@ class ReplicaChecks:
         return next((node for node, disk in self._disks.items() if disk is offsets.disk), "")
 
     def _fail(self, text: str) -> None:
-        self._books.fail("section 12", text)
+        self._expected.fail("section 12", text)
 
 
 def says_nothing(refusal: BatonError) -> bool:

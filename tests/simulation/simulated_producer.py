@@ -16,12 +16,12 @@ from batonmq._producer.settings import ProducerSettings
 from batonmq.errors import BatonError
 from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.cluster import NAMESERVERS, TOPIC
-from tests.simulation.stage import Stage
+from tests.simulation.run_context import RunContext
 
 TAGS = ("a", "b", "c")
 
 
-class Producing:
+class SimulatedProducer:
     """Sends bursts.
 
     Attributes:
@@ -29,9 +29,9 @@ class Producing:
         unsettled: Bodies of messages of which nothing is known yet.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self._process = SimulatedProcess(stage.world, "producer", 0)
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._process = SimulatedProcess(context.cluster, "producer", 0)
         self._producer: Producer | None = None
         self._bursts = 0
         self._sending: list[asyncio.Task[None]] = []
@@ -49,7 +49,7 @@ class Producing:
 
     def burst(self) -> None:
         """Some messages more."""
-        random = self._stage.random
+        random = self._context.random
         count = random.randint(1, 12)
         self._bursts += 1
         bodies = [f"m{self._bursts}.{index}" for index in range(count)]
@@ -61,7 +61,7 @@ class Producing:
     async def _live(self) -> None:
         surroundings = self._process.surroundings()
         directory = Directory(NAMESERVERS, surroundings.random, surroundings.connect)
-        request = pb.CreateTopicRequest(topic=TOPIC, queue_count=self._stage.options.queues)
+        request = pb.CreateTopicRequest(topic=TOPIC, queue_count=self._context.options.queues)
         while True:
             try:
                 await directory.nameserver().CreateTopic(request, timeout=CALL_TIMEOUT_S)
@@ -84,5 +84,5 @@ class Producing:
                 await pending
                 self.acked[body] = True
             except BatonError as error:
-                self._stage.world.trace.note("producer", f"{body} may be lost", error)
+                self._context.cluster.trace.note("producer", f"{body} may be lost", error)
             del self.unsettled[body]

@@ -15,14 +15,14 @@ from random import Random
 from batonmq_server.local.process_host import ProcessHost
 from tests.support.cluster import REPO
 from tests.support.member import now_us
-from tools.faults.history import Crash, Handling, Owning, Queue
+from tools.faults.history import HandlerCall, MemberOutage, OwnershipChange, Queue
 
 MEMBERS = 3
 _LEAVE_S = 90.0
 
 
 @dataclass(slots=True)
-class Member:
+class PoolMember:
     """One process; `busy` while something is done to it, `killed` once it was."""
 
     client_id: str
@@ -45,7 +45,7 @@ class Member:
         whole, _, _ = self.journal.read_text().rpartition("\n")
         return [line.split() for line in whole.splitlines()]
 
-    def handlings(self) -> Iterator[Handling]:
+    def handler_calls(self) -> Iterator[HandlerCall]:
         """Its handlers, as they were started."""
         started: list[tuple[list[str], int]] = []
         done: dict[tuple[str, ...], int] = {}
@@ -57,21 +57,23 @@ class Member:
         for words, start_us in started:
             broker, queue_id, offset, token, redelivered, number = words
             queue: Queue = (broker, int(queue_id))
-            yield Handling(
+            yield HandlerCall(
                 self.client_id, queue, int(offset), int(token), redelivered == "1", int(number),
                 start_us, done.get(tuple(words)),
             )  # fmt: skip
 
-    def ownings(self) -> Iterator[Owning]:
+    def ownership_changes(self) -> Iterator[OwnershipChange]:
         """Queues that came to it and went."""
         for kind, *words in self.lines:
             if kind == "own":
                 what, broker, queue_id, token, at_us = words
-                yield Owning(self.client_id, what, (broker, int(queue_id)), int(token), int(at_us))
+                yield OwnershipChange(
+                    self.client_id, what, (broker, int(queue_id)), int(token), int(at_us)
+                )
 
 
 @dataclass(slots=True)
-class Crowd:
+class MemberPool:
     """All members there ever were, and what was done to them.
 
     Attributes:
@@ -81,11 +83,11 @@ class Crowd:
     nameserver: str
     folder: Path
     place: Callable[[str], ProcessHost]
-    members: list[Member] = field(default_factory=list)
-    crashes: list[Crash] = field(default_factory=list)
+    members: list[PoolMember] = field(default_factory=list)
+    outages: list[MemberOutage] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    async def join(self) -> Member:
+    async def join(self) -> PoolMember:
         """Start a member with a name that nobody had."""
         client_id = f"member-{len(self.members) + 1}"
         journal = self.folder / f"{client_id}.lines"
@@ -96,35 +98,35 @@ class Crowd:
                 self.nameserver, client_id, str(journal),
                 cwd=REPO, stdin=DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
-        member = Member(client_id, journal, process)
+        member = PoolMember(client_id, journal, process)
         self.members.append(member)
         return member
 
-    def pick(self, rank: int) -> Member | None:
+    def pick(self, rank: int) -> PoolMember | None:
         """One to whom nothing is done at the moment; None if too few are left."""
         there = [one for one in self.members if one.is_up and not one.busy]
         return there[rank % len(there)] if len(there) > 1 else None
 
-    async def kill(self, member: Member, hold_ms: int) -> None:
+    async def kill(self, member: PoolMember, hold_ms: int) -> None:
         """As `kill -9`; another one joins later."""
         member.busy = member.killed = True
         member.process.kill()
         await member.process.wait()
-        self.crashes.append(Crash(member.client_id, now_us(), None))
+        self.outages.append(MemberOutage(member.client_id, now_us(), None))
         await asyncio.sleep(hold_ms / 1000)
         await self.join()
 
-    async def pause(self, member: Member, hold_ms: int) -> None:
+    async def pause(self, member: PoolMember, hold_ms: int) -> None:
         """Let it stand still for so long."""
         member.busy = True
         begin_us = now_us()
         member.process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(hold_ms / 1000)
-        self.crashes.append(Crash(member.client_id, begin_us, now_us()))
+        self.outages.append(MemberOutage(member.client_id, begin_us, now_us()))
         member.process.send_signal(signal.SIGCONT)
         member.busy = False
 
-    async def leave(self, member: Member) -> None:
+    async def leave(self, member: PoolMember) -> None:
         """Let it go in good order."""
         member.busy = True
         member.process.terminate()
@@ -136,7 +138,7 @@ class Crowd:
             member.killed = True
             member.process.kill()
             await member.process.wait()
-            self.crashes.append(Crash(member.client_id, now_us(), None))
+            self.outages.append(MemberOutage(member.client_id, now_us(), None))
 
     async def churn(self, random: Random) -> None:
         """Let one come or go every few seconds, for ever."""
@@ -149,7 +151,7 @@ class Crowd:
             else:
                 await self.join()
 
-    async def disperse(self) -> None:
+    async def leave_all(self) -> None:
         """Let all go in good order."""
         async with asyncio.TaskGroup() as tasks:
             for member in self.members:
@@ -162,27 +164,27 @@ class Crowd:
                     f"{member.client_id} ended with {member.process.returncode}: {last}"
                 )
 
-    def handlings(self) -> list[Handling]:
+    def handler_calls(self) -> list[HandlerCall]:
         """Of all."""
-        return [one for member in self.members for one in member.handlings()]
+        return [one for member in self.members for one in member.handler_calls()]
 
-    def ownings(self) -> list[Owning]:
+    def ownership_changes(self) -> list[OwnershipChange]:
         """Of all."""
-        return [one for member in self.members for one in member.ownings()]
+        return [one for member in self.members for one in member.ownership_changes()]
 
 
 @asynccontextmanager
-async def crowd_at(
+async def member_pool(
     nameserver: str, folder: Path, place: Callable[[str], ProcessHost]
-) -> AsyncIterator[Crowd]:
+) -> AsyncIterator[MemberPool]:
     """Members whose processes are gone when the block ends."""
-    crowd = Crowd(nameserver, folder, place)
+    pool = MemberPool(nameserver, folder, place)
     try:
         for _ in range(MEMBERS):
-            await crowd.join()
-        yield crowd
+            await pool.join()
+        yield pool
     finally:
-        for member in crowd.members:
+        for member in pool.members:
             if member.process.returncode is None:
                 member.process.kill()
                 await member.process.wait()

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Second:
+class TrafficCount:
     """How far it was at a moment of the loop's clock."""
 
     at_s: float
@@ -19,11 +19,11 @@ class Second:
 
 
 @dataclass(slots=True)
-class Flow:
+class TrafficReport:
     """What was said so far."""
 
     process: Process
-    seconds: list[Second] = field(default_factory=list)
+    seconds: list[TrafficCount] = field(default_factory=list)
     verdict: dict[str, Any] = field(default_factory=dict)
 
     async def follow(self) -> None:
@@ -31,17 +31,17 @@ class Flow:
         assert self.process.stdout is not None
         loop = asyncio.get_running_loop()
         async for line in self.process.stdout:
-            said = json.loads(line)
-            if "ok" in said:
-                self.verdict = said
+            result = json.loads(line)
+            if "ok" in result:
+                self.verdict = result
             else:
-                self.seconds.append(Second(loop.time(), said["sent"], said["handled"]))
+                self.seconds.append(TrafficCount(loop.time(), result["sent"], result["handled"]))
         await self.process.wait()
 
     @property
-    def last(self) -> Second:
+    def last(self) -> TrafficCount:
         """The latest."""
-        return self.seconds[-1] if self.seconds else Second(0, 0, 0)
+        return self.seconds[-1] if self.seconds else TrafficCount(0, 0, 0)
 
     async def flows(self, sent_more: int, timeout_s: float) -> None:
         """Until so many more were sent, and everything sent is handled but for a second's worth.

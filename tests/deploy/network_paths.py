@@ -19,7 +19,7 @@ _OUTSIDE = "203.0.113.9"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NetworkPeer:
     """Whence or whither somebody calls.
 
     Attributes:
@@ -33,7 +33,7 @@ class Place:
     ports: tuple[Port, ...] = ()
 
 
-def workloads(resources: Iterable[Resource]) -> Iterator[Place]:
+def workloads(resources: Iterable[Resource]) -> Iterator[NetworkPeer]:
     """A pod of each workload; replicas of one are alike."""
     for one in resources:
         if one["kind"] not in ("StatefulSet", "Deployment", "Job"):
@@ -45,13 +45,13 @@ def workloads(resources: Iterable[Resource]) -> Iterator[Place]:
             for container in template["spec"]["containers"]
             for port in container.get("ports", ())
         ]
-        yield Place(
+        yield NetworkPeer(
             labels["app.kubernetes.io/name"], one["metadata"]["namespace"], labels, tuple(ports)
         )
 
 
 def ways(
-    resources: Iterable[Resource], callers: Iterable[Place], callees: Iterable[Place]
+    resources: Iterable[Resource], callers: Iterable[NetworkPeer], callees: Iterable[NetworkPeer]
 ) -> set[Way]:
     """Every way that is open."""
     policies = [one for one in resources if one["kind"] == "NetworkPolicy"]
@@ -67,7 +67,7 @@ def ways(
 
 
 def _lets(
-    policies: Iterable[Resource], direction: str, at: Place, other: Place, port: Port
+    policies: Iterable[Resource], direction: str, at: NetworkPeer, other: NetworkPeer, port: Port
 ) -> bool:
     specs = [
         policy["spec"]
@@ -89,12 +89,12 @@ def _has_port(rule: Resource, port: Port) -> bool:
     return not ports or port in ports
 
 
-def _has_peer(peers: Iterable[Resource], other: Place, at: Place) -> bool:
+def _has_peer(peers: Iterable[Resource], other: NetworkPeer, at: NetworkPeer) -> bool:
     allowed = list(peers)
     return not allowed or any(_is(peer, other, at) for peer in allowed)
 
 
-def _is(peer: Resource, other: Place, at: Place) -> bool:
+def _is(peer: Resource, other: NetworkPeer, at: NetworkPeer) -> bool:
     if other.namespace is None or "ipBlock" in peer:
         # A block is of addresses outside; pods' addresses come and go.
         inside = other.namespace is not None or "ipBlock" not in peer

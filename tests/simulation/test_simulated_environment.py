@@ -32,7 +32,7 @@ from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector
 from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.processes import LoopClock
 from batonmq_server.testing.virtual_time import Deadlock, Livelock, VirtualHost, run_virtual
-from tests.simulation.cluster import World
+from tests.simulation.cluster import SimulatedCluster
 
 
 class Offsets(pb_grpc.OffsetsServiceServicer):
@@ -78,18 +78,18 @@ class Pair:
     """A client and a server on a network of their own."""
 
     def __init__(self, faults: Faults | None = None) -> None:
-        self.world = World("pair")
+        self.cluster = SimulatedCluster("pair")
         self.offsets = Offsets()  # type: ignore[abstract]
         self.client, self.host = VirtualHost("client"), VirtualHost("server")
         edge = EdgeInterceptor(LoopClock(), CollectorRegistry())
-        self.server = MemoryServer(self.world.network, self.host, "server:1", edge)
+        self.server = MemoryServer(self.cluster.network, self.host, "server:1", edge)
         pb_grpc.add_OffsetsServiceServicer_to_server(self.offsets, self.server)  # type: ignore[arg-type]
         self.server.start()
-        self.world.network.faults = faults or Faults()
+        self.cluster.network.faults = faults or Faults()
 
     async def announce(self, term: int, timeout_s: float = 5) -> pb.AnnounceResponse:
         stub = pb_grpc.OffsetsServiceStub(
-            memory_connector(self.world.network, self.client)("server:1")
+            memory_connector(self.cluster.network, self.client)("server:1")
         )
         return await stub.Announce(pb.AnnounceRequest(term=term), timeout=timeout_s)
 
@@ -99,12 +99,12 @@ class Pair:
         return from_rpc_error(raised.value)  # type: ignore[arg-type]
 
 
-def test_a_stuck_program_is_a_deadlock_not_a_hang() -> None:
+def test_blocked_program_is_reported_as_a_deadlock() -> None:
     with pytest.raises(Deadlock):
         run_virtual(asyncio.Event().wait())
 
 
-def test_a_program_that_spins_is_a_livelock_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spinning_program_is_reported_as_a_livelock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batonmq_server.testing.virtual_time.SPINS_MAX", 1_000)
 
     async def spin() -> None:
@@ -120,7 +120,7 @@ def test_a_program_that_spins_is_a_livelock_not_a_hang(monkeypatch: pytest.Monke
         run_virtual(spin())
 
 
-def test_an_hour_takes_no_time() -> None:
+def test_virtual_hour_takes_no_real_time() -> None:
     async def sleep() -> float:
         await asyncio.sleep(3_600)
         return asyncio.get_running_loop().time()
@@ -128,7 +128,7 @@ def test_an_hour_takes_no_time() -> None:
     assert run_virtual(sleep()) == pytest.approx(3_600)
 
 
-def test_a_frozen_host_stands_still_and_goes_on_with_what_has_happened() -> None:
+def test_frozen_host_handles_missed_events_after_it_is_thawed() -> None:
     async def main() -> list[float]:
         host, ticks = VirtualHost("a"), list[float]()
 
@@ -148,7 +148,7 @@ def test_a_frozen_host_stands_still_and_goes_on_with_what_has_happened() -> None
     assert run_virtual(main()) == pytest.approx([1, 11.5, 12.5, 13.5])
 
 
-def test_an_answer_that_came_before_the_timeout_of_a_frozen_host_counts() -> None:
+def test_response_before_the_timeout_of_a_frozen_host_counts() -> None:
     async def main() -> str:
         host = VirtualHost("a")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -169,12 +169,12 @@ def test_an_answer_that_came_before_the_timeout_of_a_frozen_host_counts() -> Non
     assert run_virtual(main()) == "came"
 
 
-def test_a_thread_is_refused() -> None:
+def test_thread_is_rejected() -> None:
     with pytest.raises(RuntimeError, match="thread"):
         run_virtual(asyncio.to_thread(print))
 
 
-def test_a_call_is_answered_and_a_refusal_is_raised_as_itself() -> None:
+def test_call_returns_its_response_or_raises_its_error() -> None:
     async def main() -> None:
         pair = Pair()
         assert (await pair.announce(7)).offsets_epoch == 7
@@ -186,12 +186,12 @@ def test_a_call_is_answered_and_a_refusal_is_raised_as_itself() -> None:
     run_virtual(main())
 
 
-def test_a_lost_call_ends_at_its_deadline_and_a_closed_port_at_once() -> None:
+def test_lost_call_ends_at_its_deadline_and_a_closed_port_fails_at_once() -> None:
     async def main() -> None:
         pair, now = Pair(Faults(loss=1)), asyncio.get_running_loop().time
         assert isinstance(await pair.refusal(7), Unreachable)
         assert now() == pytest.approx(5)
-        pair.world.network.faults = Faults()
+        pair.cluster.network.faults = Faults()
         await pair.server.stop(0)
         assert isinstance(await pair.refusal(7), Unreachable)
         assert now() < 5.1
@@ -200,7 +200,7 @@ def test_a_lost_call_ends_at_its_deadline_and_a_closed_port_at_once() -> None:
     run_virtual(main())
 
 
-def test_a_duplicated_call_is_carried_out_twice_and_answered_once() -> None:
+def test_duplicated_call_is_executed_twice_and_answered_once() -> None:
     async def main() -> None:
         pair = Pair(Faults(duplicate=1))
         assert (await pair.announce(7)).offsets_epoch == 7
@@ -210,7 +210,7 @@ def test_a_duplicated_call_is_carried_out_twice_and_answered_once() -> None:
     run_virtual(main())
 
 
-def test_a_call_that_is_given_up_is_cancelled_at_the_server() -> None:
+def test_abandoned_call_is_cancelled_at_the_server() -> None:
     async def main() -> None:
         pair = Pair()
         assert isinstance(await pair.refusal(99, timeout_s=1), Unreachable)
@@ -220,7 +220,7 @@ def test_a_call_that_is_given_up_is_cancelled_at_the_server() -> None:
     run_virtual(main())
 
 
-def test_the_clients_of_a_killed_server_notice_or_wait_for_their_deadline() -> None:
+def test_call_to_a_killed_server_fails_at_once_or_at_its_deadline() -> None:
     async def main(noticed: bool) -> float:
         pair = Pair()
         asyncio.get_running_loop().call_later(1, pair.server.crash, noticed)
@@ -231,16 +231,18 @@ def test_the_clients_of_a_killed_server_notice_or_wait_for_their_deadline() -> N
     assert run_virtual(main(noticed=False)) == pytest.approx(5)
 
 
-def test_streams_that_break_end_at_both_sides_and_calls_go_on() -> None:
+def test_broken_stream_ends_on_both_sides_and_calls_continue() -> None:
     async def main() -> None:
-        world, loop = World("streams"), asyncio.get_running_loop()
+        cluster, loop = SimulatedCluster("streams"), asyncio.get_running_loop()
         client, host = VirtualHost("client"), VirtualHost("server")
         locks = Locks()  # type: ignore[abstract]
         edge = EdgeInterceptor(LoopClock(), CollectorRegistry())
-        server = MemoryServer(world.network, host, "server:1", edge)
+        server = MemoryServer(cluster.network, host, "server:1", edge)
         lockmgr_grpc.add_LockmgrServiceServicer_to_server(locks, server)  # type: ignore[arg-type]
         server.start()
-        stub = lockmgr_grpc.LockmgrServiceStub(memory_connector(world.network, client)("server:1"))
+        stub = lockmgr_grpc.LockmgrServiceStub(
+            memory_connector(cluster.network, client)("server:1")
+        )
 
         async def read() -> BaseException:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -254,7 +256,7 @@ def test_streams_that_break_end_at_both_sides_and_calls_go_on() -> None:
 
         reading, asking = client.spawn(read()), client.spawn(ask())
         await asyncio.sleep(1)
-        assert world.network.break_streams(client) == 1
+        assert cluster.network.break_streams(client) == 1
         assert isinstance(await reading, Unreachable)
         assert loop.time() == pytest.approx(1, abs=0.1)
         assert (locks.heard, locks.ended) == (1, 1)
@@ -263,13 +265,13 @@ def test_streams_that_break_end_at_both_sides_and_calls_go_on() -> None:
     run_virtual(main())
 
 
-def session(world: World, name: str) -> MemoryEtcdSession:
-    return MemoryEtcdSession(world.etcd, VirtualHost(name), LoopClock(), world.random(name))
+def session(cluster: SimulatedCluster, name: str) -> MemoryEtcdSession:
+    return MemoryEtcdSession(cluster.etcd, VirtualHost(name), LoopClock(), cluster.random(name))
 
 
-def test_etcd_compares_and_swaps_and_counts_revisions() -> None:
+def test_memory_etcd_compares_and_swaps_and_counts_revisions() -> None:
     async def main() -> None:
-        etcd = session(World("etcd"), "a")
+        etcd = session(SimulatedCluster("etcd"), "a")
         first = await etcd.txn(compare=[Compare("k", mod_revision=0)], put=[Put("k", b"1")])
         assert first is not None
         assert await etcd.txn(compare=[Compare("k", mod_revision=0)], put=[Put("k", b"2")]) is None
@@ -281,9 +283,9 @@ def test_etcd_compares_and_swaps_and_counts_revisions() -> None:
     run_virtual(main())
 
 
-def test_a_key_ends_with_its_lease_and_not_before() -> None:
+def test_key_is_deleted_when_its_lease_expires() -> None:
     async def main() -> None:
-        etcd = session(World("etcd"), "a")
+        etcd = session(SimulatedCluster("etcd"), "a")
         lease = await etcd.lease(5_000)
         await etcd.put("k", b"1", lease)
         for _ in range(3):
@@ -298,27 +300,27 @@ def test_a_key_ends_with_its_lease_and_not_before() -> None:
     run_virtual(main())
 
 
-def test_an_etcd_call_without_answer_is_not_known_and_may_have_been_carried_out() -> None:
+def test_etcd_call_without_a_response_may_have_been_executed() -> None:
     async def main() -> None:
-        world = World("etcd")
-        etcd = session(world, "a")
-        world.network.cut.add(("etcd", "a"))
+        cluster = SimulatedCluster("etcd")
+        etcd = session(cluster, "a")
+        cluster.network.cut.add(("etcd", "a"))
         with pytest.raises(NoQuorum):
             await etcd.put("k", b"1")
-        world.network.cut.clear()
+        cluster.network.cut.clear()
         assert await etcd.get("k") is not None
 
     run_virtual(main())
 
 
-def test_the_real_mirror_follows_the_twin_through_lost_events() -> None:
+def test_mirror_follows_memory_etcd_through_lost_events() -> None:
     async def main() -> None:
-        world = World("etcd")
-        etcd = session(world, "a")
+        cluster = SimulatedCluster("etcd")
+        etcd = session(cluster, "a")
         mirror = EtcdMirror(etcd, "topics/")
         following = asyncio.get_running_loop().create_task(mirror.run())
         await mirror.ready()
-        world.network.faults = Faults(loss=0.2, slow=0.2)
+        cluster.network.faults = Faults(loss=0.2, slow=0.2)
         written = 0
         while written < 20:
             try:
@@ -326,7 +328,7 @@ def test_the_real_mirror_follows_the_twin_through_lost_events() -> None:
             except NoQuorum:
                 continue
             written += 1
-        world.network.faults = Faults()
+        cluster.network.faults = Faults()
         await asyncio.sleep(30)
         assert sorted(mirror.values) == sorted(f"t{n}" for n in range(20))
         following.cancel()
@@ -334,13 +336,13 @@ def test_the_real_mirror_follows_the_twin_through_lost_events() -> None:
     run_virtual(main())
 
 
-def test_the_real_election_has_one_winner_at_a_time_on_the_twin() -> None:
+def test_election_has_one_winner_at_a_time_on_memory_etcd() -> None:
     async def main() -> list[tuple[str, int]]:
-        world, led = World("etcd"), list[tuple[str, int]]()
+        cluster, led = SimulatedCluster("etcd"), list[tuple[str, int]]()
         hosts = {name: VirtualHost(name) for name in ("a", "b")}
         tasks = []
         for name, host in hosts.items():
-            etcd = MemoryEtcdSession(world.etcd, host, LoopClock(), world.random(name))
+            etcd = MemoryEtcdSession(cluster.etcd, host, LoopClock(), cluster.random(name))
             election = Election(etcd, "boss", name)
 
             async def lead(term: int, name: str = name) -> None:
@@ -365,15 +367,15 @@ def test_the_real_election_has_one_winner_at_a_time_on_the_twin() -> None:
     assert led[0][1] < led[1][1]
 
 
-def test_a_late_write_of_a_node_under_a_dead_lease_does_not_unlist_the_node_for_good() -> None:
+def test_late_write_under_an_expired_lease_does_not_unlist_the_node_permanently() -> None:
     """A try that was given up landed after the one that succeeded, and ended with its lease.
 
     The node went on refreshing the other lease, and nobody could find it any more.
     """
 
     async def main() -> None:
-        world = World("etcd")
-        etcd = session(world, "a")
+        cluster = SimulatedCluster("etcd")
+        etcd = session(cluster, "a")
         settings = load(ServiceSettings, "NODE", {"NODE_NODE_ID": "lock-a"})
         runtime = Runtime("lockmgr", settings, etcd)
         runtime.node_entry.set_addresses("lock-a:1", "")

@@ -18,19 +18,19 @@ from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Retry
 from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.cluster import FAR, GROUP, NAMESERVERS, OFFSETS
-from tests.simulation.stage import Later, Stage
+from tests.simulation.run_context import Later, RunContext
 
 T = TypeVar("T")
 ASK_TIMEOUT_S = 20
 """Nameservers look twice, and wait for services that do not answer."""
 
 
-class Operator:
+class SimulatedOperator:
     """Repeats each operation until it is answered; what came of it is the checker's to judge."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self._process = SimulatedProcess(stage.world, "operator", 0)
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._process = SimulatedProcess(context.cluster, "operator", 0)
         surroundings = self._process.surroundings()
         self._directory = Directory(NAMESERVERS, surroundings.random, surroundings.connect)
         self._number = 0
@@ -43,16 +43,16 @@ class Operator:
 
     async def prepare(self) -> None:
         """The group gets its policy before anybody joins."""
-        policy = pb.SubscriptionPolicy.Value(f"SUBSCRIPTION_POLICY_{self._stage.options.policy}")
+        policy = pb.SubscriptionPolicy.Value(f"SUBSCRIPTION_POLICY_{self._context.options.policy}")
         await self._update(pb.UpdateGroupRequest(group=GROUP, policy=policy))
 
     def reset(self) -> None:
         """Some queues are moved, back or forth, while they are owned; sometimes that is undone."""
-        queues = self._stage.world.checker.books.queues
+        queues = self._context.cluster.checker.expected.queues
         known = sorted(key for key, queue in queues.items() if queue.durable is not None)
         if not known:
             return
-        random = self._stage.random
+        random = self._context.random
         chosen = random.sample(known, random.randint(1, len(known)))
         items = []
         for key in chosen:
@@ -61,40 +61,42 @@ class Operator:
             to_offset = random.randint(0, max(seen, queue.committed_offset))
             items.append(offsets_pb.ResetItem(queue=_queue(key), to_offset=to_offset))
         op_id = self._op_id("reset")
-        self._stage.note(f"{op_id}: {[(str(i.queue.queue.queue_id), i.to_offset) for i in items]}")
+        self._context.note(
+            f"{op_id}: {[(str(i.queue.queue.queue_id), i.to_offset) for i in items]}"
+        )
         self._begin(self._reset(op_id, items, undone=random.random() < 0.3))
 
     def force(self) -> None:
         """A queue is taken from its owner."""
-        queues = self._stage.world.checker.books.queues
+        queues = self._context.cluster.checker.expected.queues
         owned = sorted(key for key, queue in queues.items() if queue.owner is not None)
         if owned:
-            key = self._stage.random.choice(owned)
+            key = self._context.random.choice(owned)
             op_id = self._op_id("force")
-            self._stage.note(f"{op_id}: {key}", "forces")
+            self._context.note(f"{op_id}: {key}", "forces")
             self._begin(self._force(key, op_id))
 
     def pause(self) -> Later:
         """The group is stopped for a while."""
         reason = self._op_id("pause")
-        self._stage.note(f"the group is to stop: {reason}", "group pauses")
-        return self._pause(reason, self._stage.time_s())
+        self._context.note(f"the group is to stop: {reason}", "group pauses")
+        return self._pause(reason, self._context.time_s())
 
     def move(self) -> None:
         """The group is to be kept by the other set of offsets."""
-        to_set = self._stage.random.choice([OFFSETS, FAR])
-        self._stage.note(f"the group is to move to {to_set}")
+        to_set = self._context.random.choice([OFFSETS, FAR])
+        self._context.note(f"the group is to move to {to_set}")
         self._begin(self._move(to_set))
 
     def ask(self) -> None:
         """Why do queues not move?"""
-        self._stage.counts["questions"] += 1
+        self._context.counts["questions"] += 1
         self._begin(self._ask())
 
     async def settle(self) -> None:
         """The group goes on; for ever, as a late copy of an old call may stop it again."""
         while True:
-            if self._stage.world.checker.books.group.paused:
+            if self._context.cluster.checker.expected.group.paused:
                 await self._update(_paused(False, "faults have ceased"))
             await asyncio.sleep(5)
 
@@ -102,9 +104,9 @@ class Operator:
         request = offsets_pb.ResetRequest(op_id=op_id, by="operator", reason="a test", items=items)
         await self._carry_out_reset(request)
         if undone:
-            await asyncio.sleep(8 * self._stage.random.random())
+            await asyncio.sleep(8 * self._context.random.random())
             op_id, undo_op_id = self._op_id("undo"), op_id
-            self._stage.note(f"{op_id} of {undo_op_id}", "undos")
+            self._context.note(f"{op_id} of {undo_op_id}", "undos")
             await self._carry_out_reset(
                 offsets_pb.ResetRequest(
                     op_id=op_id,
@@ -140,7 +142,7 @@ class Operator:
 
         answer = await self._until_answered(call)
         if isinstance(answer, pb.MoveGroupResponse) and answer.before != answer.placement:
-            self._stage.note(f"move {answer.placement.move} to {to_set}", "moves")
+            self._context.note(f"move {answer.placement.move} to {to_set}", "moves")
 
     async def _pause(self, reason: str, time_s: float) -> None:
         self._begin(self._update(_paused(True, reason)))
@@ -154,15 +156,15 @@ class Operator:
         await self._until_answered(call)
 
     async def _ask(self) -> None:
-        checker = self._stage.world.checker
-        before, asked_ms = checker.backlogs(), self._stage.world.now_ms()
+        checker = self._context.cluster.checker
+        before, asked_ms = checker.backlogs(), self._context.cluster.now_ms()
         self._directory.next_nameserver()
         request = pb.WhyStuckRequest(group=GROUP)
         try:
             answer = await self._directory.nameserver().WhyStuck(request, timeout=ASK_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return
-        clocks_agree = not self._stage.options.jumps
+        clocks_agree = not self._context.options.jumps
         checker.explained(before, asked_ms, answer.queues, clocks_agree=clocks_agree)
 
     async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T | None:
@@ -177,7 +179,7 @@ class Operator:
             except BatonError as refusal:
                 error = refusal
             if error.retry is Retry.NEVER:
-                self._stage.world.trace.note("operator", "is refused", error)
+                self._context.cluster.trace.note("operator", "is refused", error)
                 return None
             await self._directory.pause(error, failures)
             failures += 1
@@ -194,7 +196,9 @@ class Operator:
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._begun[task]
         if not task.cancelled() and task.exception() is not None:
-            self._stage.world.checker.books.fail("unexpected", f"operator: {task.exception()!r}")
+            self._context.cluster.checker.expected.fail(
+                "unexpected", f"operator: {task.exception()!r}"
+            )
 
 
 def _paused(paused: bool, reason: str) -> pb.UpdateGroupRequest:

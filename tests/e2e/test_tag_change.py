@@ -20,9 +20,9 @@ from batonmq._connection.channels import connect
 from batonmq._core.queues import QueueRef
 from batonmq._producer.receipts import Receipt
 from batonmq.admin.admin import Admin
-from tests.e2e.crew import crew_of, send, started_again
+from tests.e2e.worker_group import send, started_again, worker_group
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -31,14 +31,14 @@ QUEUES, MEMBERS, ROUND = 8, 5, 500
 TAGS = ("even", "odd")
 
 
-async def test_a_rolling_change_of_tags_loses_no_message_and_shows_none_that_is_not_wanted(
+async def test_rolling_change_of_tags_loses_no_message_and_delivers_no_unmatched_message(
     tmp_path: Path,
 ) -> None:
     async with local_cluster(tmp_path / "cluster") as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
-        async with crew_of(cluster.nameserver, TOPIC, tmp_path) as crew:
-            await _set_policy(cluster.nameserver, crew.group)
+        async with worker_group(cluster.nameserver, TOPIC, tmp_path) as workers:
+            await _set_policy(cluster.nameserver, workers.group)
             sent: dict[int, Receipt] = {}
             stop = asyncio.Event()
 
@@ -47,15 +47,15 @@ async def test_a_rolling_change_of_tags_loses_no_message_and_shows_none_that_is_
                     numbers = range(len(sent), len(sent) + ROUND)
                     sent.update(await send(cluster.nameserver, TOPIC, numbers, *TAGS))
 
-            old = [await crew.join(f"old{n}", expression="even") for n in range(MEMBERS)]
+            old = [await workers.join(f"old{n}", expression="even") for n in range(MEMBERS)]
             await until(lambda: all(worker.owned for worker in old), timeout_s=60)
             async with asyncio.TaskGroup() as tasks:
                 sending = tasks.create_task(keep_sending())
-                await until(lambda: len(crew.done()) > ROUND, timeout_s=60)
+                await until(lambda: len(workers.done()) > ROUND, timeout_s=60)
                 new = []
                 for number, worker in enumerate(old):
                     assert await worker.leave() == 0
-                    new.append(await crew.join(f"new{number}", expression="even || odd"))
+                    new.append(await workers.join(f"new{number}", expression="even || odd"))
                     await until(lambda: new[-1].lines, timeout_s=60)
                     if number < MEMBERS - 1:
                         assert not any(one.owned for one in new), "two filters at one time"
@@ -68,12 +68,12 @@ async def test_a_rolling_change_of_tags_loses_no_message_and_shows_none_that_is_
             numbers = range(before, before + ROUND)
             sent.update(await send(cluster.nameserver, TOPIC, numbers, *TAGS))
             even = {number for number in sent if number % 2 == 0}
-            await until(lambda: crew.done() >= even | set(numbers), timeout_s=60)
+            await until(lambda: workers.done() >= even | set(numbers), timeout_s=60)
 
             for worker in old:
                 assert all(handling.number % 2 == 0 for handling in worker.handlings())
-            assert started_again(crew.handlings()) == []
-            _check_that_odd_ones_are_handled_from_some_offset_on(sent, crew.done())
+            assert started_again(workers.handlings()) == []
+            _check_that_odd_ones_are_handled_from_some_offset_on(sent, workers.done())
 
 
 def _check_that_odd_ones_are_handled_from_some_offset_on(

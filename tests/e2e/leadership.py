@@ -7,7 +7,7 @@ from batonmq.admin.replication import replicas_of
 from batonmq.errors import BatonError
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.cluster_state import leader_process
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 async def leader(

@@ -8,24 +8,24 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from batonmq_server.testing.processes import SimulatedProcess
-from tests.simulation.cluster import World
-from tests.simulation.options import Options
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.options import RunOptions
 
 Later = Coroutine[Any, Any, None] | None
 """What goes on for a while after an action; None if nothing does."""
 
 
-class Stage:
+class RunContext:
     """The world of a run, its options, its chance, and a count of what was done to it."""
 
-    def __init__(self, world: World, options: Options) -> None:
-        self.world, self.options = world, options
-        self.random = world.random("scenario")
+    def __init__(self, cluster: SimulatedCluster, options: RunOptions) -> None:
+        self.cluster, self.options = cluster, options
+        self.random = cluster.random("scenario")
         self.counts: Counter[str] = Counter()
 
     def note(self, what: str, kind: str = "") -> None:
         """The director does something; `kind` is counted."""
-        self.world.trace.note("director", what)
+        self.cluster.trace.note("director", what)
         if kind:
             self.counts[kind] += 1
 
@@ -36,8 +36,8 @@ class Stage:
 
     async def until(self, condition: Callable[[], object], timeout_s: float) -> None:
         """Wait, but not for ever."""
-        end_s = self.world.loop.time() + timeout_s
-        while not condition() and self.world.loop.time() < end_s:  # noqa: ASYNC110  time costs nothing
+        end_s = self.cluster.loop.time() + timeout_s
+        while not condition() and self.cluster.loop.time() < end_s:  # noqa: ASYNC110  time costs nothing
             await asyncio.sleep(0.1)
 
     async def freeze(self, process: SimulatedProcess, kind: str) -> None:

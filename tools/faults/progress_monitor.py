@@ -12,7 +12,7 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import QueueProgress
 from batonmq.errors import BatonError
 from tests.support.member import now_us
-from tools.faults.history import Queue, Sample, Stored, Watch
+from tools.faults.history import LoggedMessage, ProgressSample, Queue, StuckReport
 from tools.faults.member import GROUP, TOPIC
 
 UNMOVED_MS = 15_000
@@ -21,15 +21,15 @@ _SAMPLE_S, _LOOK_S = 0.25, 2.0
 
 
 @dataclass(slots=True)
-class Watching:
+class ProgressMonitor:
     """What was seen."""
 
     nameserver: str
-    samples: list[Sample] = field(default_factory=list)
-    watches: list[Watch] = field(default_factory=list)
+    samples: list[ProgressSample] = field(default_factory=list)
+    stuck_reports: list[StuckReport] = field(default_factory=list)
     _moved: dict[Queue, tuple[int, int]] = field(default_factory=dict)
 
-    async def sample(self) -> None:
+    async def sample_progress(self) -> None:
         """Ask for committed offsets for ever; no answer is no sample."""
         async with Admin(self.nameserver, timeout_s=1.0) as admin:
             while True:
@@ -44,10 +44,10 @@ class Watching:
                     if one.queue.queue.topic == TOPIC
                 }
                 if committed:
-                    self.samples.append(Sample(begin_us, now_us(), committed))
+                    self.samples.append(ProgressSample(begin_us, now_us(), committed))
                 await asyncio.sleep(_SAMPLE_S)
 
-    async def watch(self) -> None:
+    async def find_stuck_queues(self) -> None:
         """Look for queues that don't move, for ever, and ask why."""
         async with Admin(self.nameserver, timeout_s=2.0) as admin:
             while True:
@@ -92,12 +92,12 @@ class Watching:
 
     def _note(self, queue: Queue, committed: int, reason: str) -> None:
         unmoved_ms = (now_us() - self._moved[queue][1]) // 1000
-        self.watches.append(Watch(queue, committed, now_us(), unmoved_ms, reason))
+        self.stuck_reports.append(StuckReport(queue, committed, now_us(), unmoved_ms, reason))
 
 
-async def read_all(nameserver: str) -> list[Stored]:
+async def read_all(nameserver: str) -> list[LoggedMessage]:
     """Every message of the topic, from the first to the last."""
-    found: list[Stored] = []
+    found: list[LoggedMessage] = []
     async with Puller(nameserver) as puller:
         queues = await puller.queues(TOPIC)
         await puller.assign(queues)
@@ -107,7 +107,7 @@ async def read_all(nameserver: str) -> list[Stored]:
         while missing > 0:
             for messages in (await puller.poll(5_000)).values():
                 found += (
-                    Stored((one.broker, one.queue_id), one.offset, int(one.body))
+                    LoggedMessage((one.broker, one.queue_id), one.offset, int(one.body))
                     for one in messages
                 )
                 missing -= len(messages)

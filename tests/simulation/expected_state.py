@@ -22,7 +22,7 @@ class Violation(AssertionError):
 
 
 @dataclass(slots=True)
-class Start:
+class HandlerStart:
     """A message that a handler began."""
 
     client: str
@@ -31,7 +31,7 @@ class Start:
 
 
 @dataclass(eq=False, slots=True)
-class Epoch:
+class ResetEpoch:
     """What counts as handled between two resets of a queue.
 
     Attributes:
@@ -44,7 +44,7 @@ class Epoch:
 
 
 @dataclass(slots=True)
-class Queue:
+class ExpectedQueue:
     """What the checker knows of one queue.
 
     Attributes:
@@ -71,9 +71,9 @@ class Queue:
     persisted: dict[int, Incarnation] = field(default_factory=dict)
     stored: dict[int, tuple[str, str]] = field(default_factory=dict)
     stored_ms: dict[int, int] = field(default_factory=dict)
-    starts: dict[int, list[Start]] = field(default_factory=lambda: defaultdict(list))
-    epochs: dict[int, Epoch] = field(default_factory=lambda: defaultdict(Epoch))
-    epoch_of: dict[int, Epoch] = field(default_factory=dict)
+    starts: dict[int, list[HandlerStart]] = field(default_factory=lambda: defaultdict(list))
+    epochs: dict[int, ResetEpoch] = field(default_factory=lambda: defaultdict(ResetEpoch))
+    epoch_of: dict[int, ResetEpoch] = field(default_factory=dict)
     judged: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     generation_of: dict[int, int] = field(default_factory=dict)
     revoked: dict[int, str] = field(default_factory=dict)
@@ -90,13 +90,13 @@ class Queue:
         """C as the disk has it."""
         return self.durable.committed_offset if self.durable else 0
 
-    def epoch(self) -> Epoch:
+    def epoch(self) -> ResetEpoch:
         """The epoch of what is durable."""
         return self.epochs[self.durable.reset_epoch if self.durable else 0]
 
 
 @dataclass(slots=True)
-class Group:
+class ExpectedGroup:
     """What etcd says of the group.
 
     Attributes:
@@ -129,7 +129,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class OffsetsCopy:
     """A message that was sent back, and waits for its time at storage or has come again.
 
     Attributes:
@@ -141,7 +141,7 @@ class Copy:
     place: tuple[int, int, int]
 
 
-class Books:
+class ExpectedState:
     """What all checks of one run share.
 
     Args:
@@ -158,11 +158,11 @@ class Books:
     def __init__(self, group: str, lease_ms: int, trace: Trace, now_ms: Callable[[], int]) -> None:
         self.name, self.lease_ms, self.trace, self.now_ms = group, lease_ms, trace, now_ms
         self.counts: Counter[str] = Counter()
-        self.queues: dict[GroupQueue, Queue] = defaultdict(Queue)
-        self.group = Group()
+        self.queues: dict[GroupQueue, ExpectedQueue] = defaultdict(ExpectedQueue)
+        self.group = ExpectedGroup()
         self.retries = retry_topic(group)
         self.topic_ids: dict[str, int] = {}
-        self.copies: dict[int, Copy] = {}
+        self.copies: dict[int, OffsetsCopy] = {}
         self.tables: dict[str, ProgressTable] = {}
         self.watching = True
         self.violation: Violation | None = None

@@ -92,11 +92,13 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.partition("could not install them: ")[2].partition("\n")[0]
 
 
-def test_what_is_missing_and_not_to_be_had_is_named_and_nothing_runs(machine: Machine) -> None:
+def test_program_that_is_missing_and_not_available_is_named_and_nothing_runs(
+    machine: Machine,
+) -> None:
     assert refused(machine.run()) == " ".join(sorted(set(PACKAGES.values())))
 
 
-def test_what_is_missing_is_installed_first(machine: Machine) -> None:
+def test_missing_program_is_installed_first(machine: Machine) -> None:
     machine.has_all_but("openssl", "shellcheck")
     machine.can_install(
         openssl=machine.programs / "openssl", shellcheck=machine.programs / "shellcheck"
@@ -109,19 +111,19 @@ def test_what_is_missing_is_installed_first(machine: Machine) -> None:
     assert done.stdout.splitlines() == ["update", *installed, *RUN]
 
 
-def test_a_package_that_is_not_to_be_had_keeps_no_other_one_away(machine: Machine) -> None:
+def test_unavailable_package_does_not_prevent_installing_the_others(machine: Machine) -> None:
     machine.has_all_but("kubectl", "openssl")
     machine.can_install(openssl=machine.programs / "openssl")
     assert refused(machine.run()) == "kubectl"
 
 
-def test_an_old_kubectl_is_none(machine: Machine) -> None:
+def test_old_kubectl_counts_as_missing(machine: Machine) -> None:
     machine.has_all_but()
     machine.has("kubectl", f"echo '{OLD}'")
     assert refused(machine.run()) == "kubectl"
 
 
-def test_servers_of_postgresql_are_found_where_debian_puts_them(machine: Machine) -> None:
+def test_postgresql_server_is_found_in_the_folder_of_debian(machine: Machine) -> None:
     machine.has_all_but("postgres", "initdb")
     (machine.servers / "initdb").symlink_to(machine.programs / "openssl")
     machine.can_install(postgres=machine.servers / "postgres")
@@ -131,12 +133,12 @@ def test_servers_of_postgresql_are_found_where_debian_puts_them(machine: Machine
     assert done.stdout.splitlines()[-1] == str(machine.servers / "postgres")
 
 
-def test_with_all_of_it_there_nothing_is_installed(machine: Machine) -> None:
+def test_nothing_is_installed_if_every_program_exists(machine: Machine) -> None:
     machine.has_all_but()
     assert machine.run().stdout.splitlines() == RUN
 
 
-def test_a_verb_that_fails_fails_it(machine: Machine) -> None:
+def test_failing_verb_fails_the_script(machine: Machine) -> None:
     machine.has_all_but()
     machine.has("make", '[ "$1" != k8s ] && echo "$1"')
     done = machine.run()
@@ -144,7 +146,7 @@ def test_a_verb_that_fails_fails_it(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("ci", "required"), [("CI=true", True), ("CI=", False)])
-def test_where_ci_is_set_skips_are_failures(ci: str, required: bool) -> None:
+def test_skips_are_failures_if_ci_is_set(ci: str, required: bool) -> None:
     for verb in ("test", "k8s"):
         told = subprocess.run(
             ["make", "--dry-run", verb, ci],
@@ -153,7 +155,7 @@ def test_where_ci_is_set_skips_are_failures(ci: str, required: bool) -> None:
         assert (" --required" in told) is required
 
 
-def test_the_page_names_the_packages() -> None:
+def test_documentation_names_the_packages() -> None:
     page = (ROOT / "docs" / "explanation" / "testing.md").read_text()
     told = page.partition("packages of Debian that are missing (")[2].partition(")")[0]
     assert {name.strip("`") for name in told.split(", ")} == set(PACKAGES.values())

@@ -26,10 +26,10 @@ _READY_S = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class BenchCluster:
     """A cluster and its storage node; `echo` is a storage service that does nothing."""
 
-    cluster: LocalCluster
+    local: LocalCluster
     storage: storage_grpc.StorageServiceAsyncStub
     offsets: offsets_grpc.OffsetsServiceAsyncStub
     echo: storage_grpc.StorageServiceAsyncStub
@@ -37,7 +37,7 @@ class Site:
     @property
     def log_folder(self) -> Path:
         """The segments of the storage node."""
-        return self.cluster.data_dir / "storage" / "log"
+        return self.local.data_dir / "storage" / "log"
 
     async def own(self, group: str, queue_count: int) -> int:
         """Own every queue for `group`, from offset 0; the token.
@@ -68,10 +68,10 @@ def group_queue(group: str, queue_id: int) -> queue_pb2.GroupQueue:
 
 
 @asynccontextmanager
-async def site(
+async def bench_cluster(
     folder: Path, *, queue_count: int, **settings: Mapping[str, object]
-) -> AsyncIterator[Site]:
-    """A site with a topic of `queue_count` queues; storage flushes asynchronously.
+) -> AsyncIterator[BenchCluster]:
+    """A bench_cluster with a topic of `queue_count` queues; storage flushes asynchronously.
 
     Args:
         settings: By service, over the defaults.
@@ -96,7 +96,7 @@ async def site(
                 f"127.0.0.1:{port}",
             )
         ]
-        yield Site(
+        yield BenchCluster(
             cluster,
             storage_grpc.StorageServiceStub(channels[0]),
             offsets_grpc.OffsetsServiceStub(channels[1]),

@@ -24,8 +24,8 @@ from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, VisibleR
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk
 from batonmq_server.testing.memory_network import MemoryCall
-from tests.simulation.books import Books
-from tests.simulation.replica_checks import ReplicaChecks, Standpoint, says_nothing
+from tests.simulation.expected_state import ExpectedState
+from tests.simulation.offsets_replica_checks import CopyPosition, OffsetsReplicaChecks, says_nothing
 
 SET_KEY, LEADER_KEY = "replicas/storage/broker-a", "elections/storage/broker-a"
 _SERVICES = "/baton.storage.v1."
@@ -34,7 +34,7 @@ _SAFE = (pb.DURABILITY_FSYNCED, pb.DURABILITY_REPLICATED)
 
 
 @dataclass(frozen=True, slots=True)
-class LogStand(Standpoint):
+class LogPosition(CopyPosition):
     """Where a copy of the log stands, durably; its version is where it ends, in bytes.
 
     Attributes:
@@ -58,7 +58,7 @@ class LogStand(Standpoint):
         """Whether it has everything up to there, by that epoch."""
         return change.version <= self.version and self.epoch_before(change.version) == change.epoch
 
-    def same_until(self, other: LogStand) -> int:
+    def same_until(self, other: LogPosition) -> int:
         """Up to where the same epochs wrote both."""
         end = min(self.version, other.version)
         starts = {first for _, first in (*self.history, *other.history) if first < end}
@@ -69,7 +69,7 @@ class LogStand(Standpoint):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenBatch:
     """A batch that a leader has written, in its epoch."""
 
     epoch: int
@@ -83,7 +83,7 @@ class Written:
         return ReplicaPosition(self.epoch, self.receipt.next_position)
 
 
-class StoreChecks(ReplicaChecks):
+class StorageReplicaChecks(OffsetsReplicaChecks):
     """Sees the copies of all nodes of the set, its keys in etcd, and its answers.
 
     Args:
@@ -92,15 +92,18 @@ class StoreChecks(ReplicaChecks):
     """
 
     def __init__(
-        self, books: Books, leader: Callable[[], str], kept: Callable[[Written], None]
+        self,
+        expected: ExpectedState,
+        leader: Callable[[], str],
+        kept: Callable[[WrittenBatch], None],
     ) -> None:
-        super().__init__(books, leader)
+        super().__init__(expected, leader)
         self._kept = kept
         self._nodes: dict[str, StorageNode] = {}
         self._rotten: dict[str, int] = {}
         self._bytes: dict[int, tuple[int, bytearray]] = {}
-        self._waiting: list[Written] = []
-        self._seen = LogStand(0, ())
+        self._waiting: list[WrittenBatch] = []
+        self._seen = LogPosition(0, ())
         self._batches: list[StoreReceipt] = []
 
     # ---- copies
@@ -112,14 +115,14 @@ class StoreChecks(ReplicaChecks):
         end = node.store.log.next_position
         if end < before.version and not node.history.damaged:
             self._fail(f"the copy of {name} has come back with {end} of {before.version} bytes")
-        self._stands[name] = LogStand(min(end, before.version), before.history, before.damaged)
+        self._stands[name] = LogPosition(min(end, before.version), before.history, before.damaged)
         self._stood(name, node)
         self._shown(name, node)
         self._watch(name, node)
 
     def lost(self, name: str) -> None:
         """The disk of a node is empty."""
-        self._stands[name] = LogStand(0, ())
+        self._stands[name] = LogPosition(0, ())
         self._rotten.pop(name, None)
 
     def rot(self, name: str, disk: MemoryDisk, random: Random) -> bool:
@@ -155,16 +158,16 @@ class StoreChecks(ReplicaChecks):
         """Whether no node has anything that nobody can see."""
         return all(stand.version == self._seen.version for stand in self._stands.values())
 
-    def _stand(self, name: str) -> LogStand:
-        stand = self._stands.get(name, LogStand(0, ()))
-        assert isinstance(stand, LogStand)
+    def _stand(self, name: str) -> LogPosition:
+        stand = self._stands.get(name, LogPosition(0, ()))
+        assert isinstance(stand, LogPosition)
         return stand
 
     def _stood(self, name: str, node: StorageNode) -> None:
         """Look at what a node has made durable, or given up."""
         log, before, history = node.store.log, self._stand(name), node.history
         end = min(log.synced_position, log.next_position)
-        now = LogStand(end, history.starts, history.damaged)
+        now = LogPosition(end, history.starts, history.damaged)
         if self._nodes[name] is not node:
             return
         if self._rotten.get(name, end) >= end:
@@ -175,7 +178,7 @@ class StoreChecks(ReplicaChecks):
         self._compare(name, node, now, now.same_until(before))
         self._check_electable(f"{name} stands at {now.position}")
 
-    def _compare(self, name: str, node: StorageNode, stand: LogStand, at: int) -> None:
+    def _compare(self, name: str, node: StorageNode, stand: LogPosition, at: int) -> None:
         """What is new from `at` on has to be what the same epoch has written elsewhere."""
         while at < stand.version:
             epoch = stand.epoch_before(at + 1)
@@ -206,7 +209,7 @@ class StoreChecks(ReplicaChecks):
             return
         if not stand.has(place) or not stand.has(self._confirmed):
             self._fail(f"{name} shows {place}, stands at {stand.position}, had {self._confirmed}")
-        self._seen, self._confirmed = LogStand(end, stand.history), place
+        self._seen, self._confirmed = LogPosition(end, stand.history), place
         self._check_electable(f"{name} shows {place}")
         waiting, self._waiting = self._waiting, []
         for one in waiting:
@@ -216,7 +219,7 @@ class StoreChecks(ReplicaChecks):
                 self._batches.append(one.receipt)
                 self._kept(one)
             else:
-                self._books.counts["given up"] += 1
+                self._expected.counts["given up"] += 1
 
     def _watch(self, name: str, node: StorageNode) -> None:
         """See everything that a node does to its copy from now on."""
@@ -248,13 +251,13 @@ class StoreChecks(ReplicaChecks):
 
         def was_cut(position: int, *, damaged: bool = False) -> None:
             cut(position, damaged=damaged)
-            self._books.counts["copies cut"] += 1
+            self._expected.counts["copies cut"] += 1
             self._stood(name, node)
 
         def began(epoch: int) -> None:
             begin_epoch(epoch)
-            self._books.trace.note(name, f"begins epoch {epoch}")
-            self._books.counts["leaderships of storage"] += 1
+            self._expected.trace.note(name, f"begins epoch {epoch}")
+            self._expected.counts["leaderships of storage"] += 1
             if not self._stand(name).has(self._confirmed):
                 self._fail(f"{name} is leader, and lacks {self._confirmed}, which was confirmed")
 
@@ -271,13 +274,15 @@ class StoreChecks(ReplicaChecks):
     ) -> None:
         """Only the acting leader writes; what it has written counts once somebody can see it."""
         fresh = [
-            Written(node.store.epoch, checked, outcome, topics[checked.header.topic].topic_id)
+            WrittenBatch(node.store.epoch, checked, outcome, topics[checked.header.topic].topic_id)
             for checked, outcome in zip(batches, outcomes, strict=True)
             if isinstance(outcome, StoreReceipt) and not outcome.duplicate
         ]
         self._waiting += fresh
         if fresh and (leader := self._leader()) != name:
-            self._books.fail("section 8", f"{name} writes, and the leader is {leader or 'nobody'}")
+            self._expected.fail(
+                "section 8", f"{name} writes, and the leader is {leader or 'nobody'}"
+            )
 
     # ---- answers
 
@@ -290,14 +295,14 @@ class StoreChecks(ReplicaChecks):
         leader = self._leader()
         if call.method not in _ANYWHERE and leader != call.target:
             text = f"{call.target} answers {call.method}, and the leader is {leader or 'nobody'}"
-            self._books.fail("section 8", text)
+            self._expected.fail("section 8", text)
         if isinstance(answer, pb.AppendResponse):
             for batch, outcome in zip(request.batches, answer.outcomes, strict=True):
                 if outcome.HasField("receipt"):
                     self._check_receipt(call.target, outcome.receipt, len(batch))
         elif isinstance(answer, pb.PullResponse):
             if answer.batches and leader != call.target:
-                self._books.counts["pulls from followers"] += 1
+                self._expected.counts["pulls from followers"] += 1
             for batch in answer.batches:
                 self._check_delivered(call.target, batch)
 
@@ -305,12 +310,12 @@ class StoreChecks(ReplicaChecks):
         end = receipt.position + length
         text = f"{name} says {pb.Durability.Name(receipt.durability)} of what ends at {end}"
         if receipt.durability in _SAFE and end > self._seen.version:
-            self._books.fail("receipts", f"{text}; confirmed is {self._confirmed}")
+            self._expected.fail("receipts", f"{text}; confirmed is {self._confirmed}")
         elif receipt.durability == pb.DURABILITY_REPLICATED:
             place = ReplicaPosition(self._seen.epoch_before(end), end)
-            self._books.counts["replicated receipts"] += 1
+            self._expected.counts["replicated receipts"] += 1
             if sum(stand.has(place) for stand in self._stands.values()) < 2:
-                self._books.fail("receipts", f"{text}; nobody else has it")
+                self._expected.fail("receipts", f"{text}; nobody else has it")
 
     def _check_delivered(self, name: str, batch: bytes) -> None:
         header = read_header(batch)

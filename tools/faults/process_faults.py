@@ -22,7 +22,7 @@ _STROBE_EVERY_MS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Upset:
+class ProcessFault:
     """What is wrong.
 
     Attributes:
@@ -55,33 +55,33 @@ class Upset:
         return True
 
 
-FINE = Upset()
+NO_FAULT = ProcessFault()
 
 
-class Upsets:
+class ProcessFaults:
     """What is wrong with this process, as it is now. Any thread may ask."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen_ns, self._upset = 0, FINE
+        self._seen_ns, self._fault = 0, NO_FAULT
         self._may_fail = True
 
     @classmethod
-    def of(cls, node_id: str) -> Upsets:
+    def of(cls, node_id: str) -> ProcessFaults:
         """Of the process with this node id."""
         folder = os.environ[FOLDER]  # noqa: TID251  where the run keeps what it does
         return cls(Path(folder) / f"{node_id}.json")
 
-    def now(self) -> Upset:
+    def now(self) -> ProcessFault:
         """What is wrong."""
         try:
             changed_ns = self._path.stat().st_mtime_ns
         except FileNotFoundError:
-            return FINE
+            return NO_FAULT
         if changed_ns != self._seen_ns:
-            self._upset = Upset(**json.loads(self._path.read_text()))
+            self._fault = ProcessFault(**json.loads(self._path.read_text()))
             self._seen_ns = changed_ns
-        return self._upset
+        return self._fault
 
     def sync(self) -> None:
         """To be called before a sync.
@@ -89,10 +89,10 @@ class Upsets:
         Raises:
             OSError: EIO, once.
         """
-        upset = self.now()
-        if upset.sync_ms:
-            threading.Event().wait(upset.sync_ms / 1000)
-        if not upset.sync_fails:
+        fault = self.now()
+        if fault.sync_ms:
+            threading.Event().wait(fault.sync_ms / 1000)
+        if not fault.sync_fails:
             self._may_fail = True
         elif self._may_fail:
             self._may_fail = False
@@ -109,14 +109,14 @@ class Upsets:
             raise OSError(errno.ENOSPC, "the disk is full")
 
 
-class UpsetClock(Clock):
+class FaultyClock(Clock):
     """A wall clock that is wrong, and a monotonic one that isn't."""
 
-    def __init__(self, upsets: Upsets) -> None:
-        self._upsets = upsets
+    def __init__(self, faults: ProcessFaults) -> None:
+        self._faults = faults
 
     def unix_ms(self) -> int:
         """See Clock."""
-        upset, right_ms = self._upsets.now(), super().unix_ms()
-        strobe_ms = upset.strobe_ms * (1 if right_ms // _STROBE_EVERY_MS % 2 else -1)
-        return right_ms + upset.clock_ms + strobe_ms
+        fault, right_ms = self._faults.now(), super().unix_ms()
+        strobe_ms = fault.strobe_ms * (1 if right_ms // _STROBE_EVERY_MS % 2 else -1)
+        return right_ms + fault.clock_ms + strobe_ms

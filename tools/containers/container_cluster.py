@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from batonmq._common.health import SERVING
-from tests.support.waiting import until
-from tools.containers.docker import DockerFailed, Network, Said, docker, run
+from tests.support.conditions import until
+from tools.containers.docker import DockerFailed, DockerResult, Network, docker, run
 from tools.containers.pods import Pod
 
 PAUSE_S = 40.0
@@ -40,7 +40,7 @@ with socket.create_connection((host, int(port)), timeout=10) as raw:
 """
 
 
-class Scene:
+class ContainerCluster:
     """A cluster of containers.
 
     Args:
@@ -64,23 +64,23 @@ class Scene:
             await self.answers(pod, "readiness", START_S)
         return round(loop.time() - began_s, 1)
 
-    async def ask(self, *words: str, env: Mapping[str, str] | None = None) -> Said:
+    async def ask(self, *words: str, env: Mapping[str, str] | None = None) -> DockerResult:
         """Run a command beside the cluster, with some other variables than the operator's."""
         more = [word for key, value in (env or {}).items() for word in ("--env", f"{key}={value}")]
         return await run("exec", *more, self.net.container("prober"), *words)
 
     async def baton(self, *words: str) -> str:
         """What the command prints, for the operator."""
-        said = await self.ask("baton", *words)
-        if said.status:
-            raise DockerFailed(f"baton {' '.join(words)}: {said.error}")
-        return said.out
+        result = await self.ask("baton", *words)
+        if result.status:
+            raise DockerFailed(f"baton {' '.join(words)}: {result.error}")
+        return result.out
 
     async def health(self, pod: Pod, kind: str) -> str:
         """What a probe of the manifest says now."""
         port, service = pod.probes[kind]
-        said = await self.ask("python", "-c", _PROBE, f"{pod.names[0]}:{port}", service)
-        return said.out
+        result = await self.ask("python", "-c", _PROBE, f"{pod.names[0]}:{port}", service)
+        return result.out
 
     async def answers(self, pod: Pod, kind: str, timeout_s: float) -> None:
         """Until a probe succeeds; at once for a pod without one.
@@ -96,14 +96,14 @@ class Scene:
 
         await until(serves, timeout_s)
 
-    async def shake_hands(self, address: str, papers: str, trusting: str = "") -> Said:
+    async def shake_hands(self, address: str, secret: str, trusting: str = "") -> DockerResult:
         """Connect over TLS; it prints the digest of the certificate that is shown.
 
         Args:
             papers: Folder with `tls.crt` and `tls.key`, which are shown.
             trusting: Folder with `ca.crt`; the same by default.
         """
-        files = [f"{trusting or papers}/ca.crt", f"{papers}/tls.crt", f"{papers}/tls.key"]
+        files = [f"{trusting or secret}/ca.crt", f"{secret}/tls.crt", f"{secret}/tls.key"]
         return await self.ask("python", "-c", _SHAKE_HANDS, *address.rsplit(":", 1), *files)
 
     async def play(self, job: str) -> dict[str, Any]:

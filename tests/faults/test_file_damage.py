@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from tools.faults.damage import flip, tear
+from tools.faults.file_damage import flip, tear
 
 SEGMENT_BYTES = 65_536
 
@@ -46,7 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_one_bit_of_one_file_is_turned_over(broker: Path) -> None:
+def test_flip_changes_one_bit_of_one_file(broker: Path) -> None:
     hit, random = set(), Random(1)
     for _ in range(200):
         before = contents(broker)
@@ -58,7 +58,7 @@ def test_one_bit_of_one_file_is_turned_over(broker: Path) -> None:
     assert hit == contents(broker).keys() - {"lock", "log/00000000000000065536"}
 
 
-def test_the_end_of_one_file_is_torn_off(broker: Path) -> None:
+def test_tear_removes_the_end_of_one_file(broker: Path) -> None:
     hit, random, before = set(), Random(2), contents(broker)
     for _ in range(200):
         tear(broker, random)
@@ -72,7 +72,7 @@ def test_the_end_of_one_file_is_torn_off(broker: Path) -> None:
     assert hit == before.keys() - {"lock", "log/00000000000000065536"}
 
 
-def test_of_offsets_it_is_the_one_file_there_is(tmp_path: Path) -> None:
+def test_damage_to_offsets_affects_its_only_file(tmp_path: Path) -> None:
     made(tmp_path, {"progress/data.mdb": b"m" * 9_000, "progress/lock.mdb": b"l", "x": b"x"})
     assert "progress/data.mdb" in flip(tmp_path, Random(1))
     assert "progress/data.mdb" in tear(tmp_path, Random(1))

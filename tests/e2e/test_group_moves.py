@@ -18,9 +18,9 @@ import pytest
 from batonmq.admin.admin import Admin
 from batonmq.admin.placement import locate_group, move_group
 from tests.cli.baton import BATON, CommandResult
-from tests.e2e.counting import QUEUES, TOPIC, Run
+from tests.e2e.numbered_traffic import QUEUES, TOPIC, NumberedTraffic
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -30,11 +30,11 @@ SETS = {"offsets": "offsets-b", "offsets-b": "offsets"}
 PROCESS = {"offsets": "offsets", "offsets-b": "offsets-b-0"}
 
 
-async def goes_on(run: Run) -> None:
+async def goes_on(traffic: NumberedTraffic) -> None:
     """Wait until much more is sent, and handled."""
-    sent, handled = len(run.receipts), len(run.handled)
+    sent, handled = len(traffic.receipts), len(traffic.handled)
     await until(
-        lambda: len(run.receipts) >= sent + STEP and len(run.handled) >= handled + STEP,
+        lambda: len(traffic.receipts) >= sent + STEP and len(traffic.handled) >= handled + STEP,
         timeout_s=60,
     )
 
@@ -64,15 +64,15 @@ async def tokens(admin: Admin) -> dict[tuple[str, int], int]:
     }
 
 
-async def test_a_group_is_moved_under_load_whoever_dies_meanwhile(tmp_path: Path) -> None:
+async def test_group_is_moved_under_load_while_services_are_killed(tmp_path: Path) -> None:
     async with local_cluster(tmp_path, offsets_sets=2) as cluster:
-        run, stop = Run(cluster.nameserver), asyncio.Event()
+        traffic, stop = NumberedTraffic(cluster.nameserver), asyncio.Event()
         async with Admin(cluster.nameserver) as admin, asyncio.TaskGroup() as tasks:
             await admin.create_topic(TOPIC, QUEUES)
-            sending = tasks.create_task(run.send(0))
-            tasks.create_task(run.consume("first", stop))
-            tasks.create_task(run.consume("second", stop))
-            await goes_on(run)
+            sending = tasks.create_task(traffic.send(0))
+            tasks.create_task(traffic.consume("first", stop))
+            tasks.create_task(traffic.consume("second", stop))
+            await goes_on(traffic)
             await until(lambda: shared_out(admin), timeout_s=60)
             before = await tokens(admin)
             for victim in ("nobody", "old", "new", "lockmgr"):
@@ -83,17 +83,17 @@ async def test_a_group_is_moved_under_load_whoever_dies_meanwhile(tmp_path: Path
                     dying = {"old": PROCESS[old], "new": PROCESS[new]}.get(victim, victim)
                     await cluster.kill(dying)
                 await arrived(admin, new)
-                await goes_on(run)
+                await goes_on(traffic)
                 assert all(
                     offset >= committed[queue]
                     for queue, offset in (await _committed(admin)).items()
                 ), "a committed offset has fallen"
             assert await tokens(admin) == before, "a queue has changed hands"
-            run.stop_sending.set()
+            traffic.stop_sending.set()
             await sending
-            await until(lambda: len(run.handled) >= len(run.receipts), timeout_s=60)
+            await until(lambda: len(traffic.handled) >= len(traffic.receipts), timeout_s=60)
             stop.set()
-    run.check()
+    traffic.check()
 
 
 async def _committed(admin: Admin) -> dict[tuple[str, int], int]:
@@ -103,7 +103,7 @@ async def _committed(admin: Admin) -> dict[tuple[str, int], int]:
     }
 
 
-async def test_operators_move_groups_by_command(tmp_path: Path) -> None:
+async def test_command_moves_groups(tmp_path: Path) -> None:
     async with local_cluster(tmp_path, offsets_sets=2) as cluster:
 
         async def command(*words: str) -> CommandResult:
