@@ -1,5 +1,5 @@
-# The Spark jobs: docker run batonmq/spark python jobs/stream.py
-# Spark and its JVM come as wheels; for executors in pods of their own the entrypoint knows Spark's words.
+# The Spark jobs: docker run batonmq/spark python -m batonspark.jobs.stream
+# Spark and its JVM come as wheels; the entrypoint also starts the driver or an executor when Spark runs them in pods.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS builder
@@ -14,9 +14,8 @@ ENV PATH=/opt/baton/bin:/usr/local/bin:/usr/bin:/bin PYTHONDONTWRITEBYTECODE=1 P
 RUN echo 'baton:x:10001:10001::/tmp:/usr/sbin/nologin' >> /etc/passwd && echo 'baton:x:10001:' >> /etc/group \
  && install -d -o 10001 -g 10001 /var/lib/baton
 COPY --from=builder /opt/baton /opt/baton
-COPY jobs /opt/jobs
 COPY spark-entrypoint.sh /opt/entrypoint.sh
 USER 10001:10001
 WORKDIR /opt
 ENTRYPOINT ["/opt/entrypoint.sh"]
-CMD ["python", "jobs/stream.py"]
+CMD ["python", "-m", "batonspark.jobs.stream"]

@@ -91,7 +91,7 @@ class Stage:
     async def job(self, name: str, log: Path) -> Process:
         """Start a job: what it tells goes into a file beside its log."""
         given = [f"{key}={value}" for key, value in self.settings.items()]
-        program = ["env", *given, sys.executable, str(HERE / "jobs" / f"{name}.py")]
+        program = ["env", *given, sys.executable, "-m", f"batonspark.jobs.{name}"]
         with log.open("wb") as said, log.with_suffix(".txt").open("wb") as told:
             return await asyncio.create_subprocess_exec(*program, stdout=told, stderr=said)
 

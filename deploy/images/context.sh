@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fills build/images, the context of the images, for the Python that runs it: the base image has to have the
-# same one. Every package's hash is checked against the lock files here. `--spark` adds those of the jobs.
+# same one. Every package's hash is checked against the lock files here. `--spark` adds the wheels of the Spark jobs.
 set -euo pipefail
 
 cd "$(dirname "$0")/../.."
@@ -10,7 +10,7 @@ wheel=("$python" -m pip wheel --quiet --disable-pip-version-check --no-deps)
 
 fetch() { "${wheel[@]}" --require-hashes -r "deploy/images/$1.lock" -w "$context/$1"; }
 
-rm -rf "$context/jobs" "$context"/{services,spark}/batonmq*.whl
+rm -rf "$context"/{services,spark}/batonmq*.whl
 fetch services
 for project in . services; do
   "$python" -m build --wheel --no-isolation --outdir "$context/services" "$project" >/dev/null
@@ -21,5 +21,5 @@ if [ "${1:-}" = --spark ]; then
   for project in . spark-jobs; do
     "$python" -m build --wheel --no-isolation --outdir "$context/spark" "$project" >/dev/null
   done
-  cp -r spark-jobs/jobs deploy/images/spark-entrypoint.sh "$context"
+  cp deploy/images/spark-entrypoint.sh "$context"
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What Spark asks of the image when it starts executors in pods: `executor` and `driver`, else a command.
+# Start a Spark executor (`executor`) or driver (`driver`), as Spark on Kubernetes asks; run any other command as it is.
 set -euo pipefail
 
 java() {

@@ -12,10 +12,10 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
-from batonspark.events import alert_time, attribute, has_attribute, struct
-from batonspark.rules import RuleBook
-from batonspark.signals import Signal
-from batonspark.subjects import KINDS, Alert, Subject
+from batonspark.alert_changes import Signal
+from batonspark.alert_rules import RuleBook
+from batonspark.alert_subject import KINDS, Alert, AlertSubject
+from batonspark.event_columns import alert_time, attribute, has_attribute, struct
 
 STATE_VERSION = 1
 """Of what the query keeps in Spark's state: another one begins a new checkpoint."""
@@ -98,10 +98,10 @@ def alerts(seen: DataFrame, book: RuleBook, watermark_s: int) -> DataFrame:
             timeMode="EventTime",
         )
     )
-    return told(changes)
+    return alert_rows(changes)
 
 
-def told(changes: DataFrame) -> DataFrame:
+def alert_rows(changes: DataFrame) -> DataFrame:
     """Rows of ALERTS from those of CHANGES."""
     parts = F.split("subject", r"\|")
     of_kind = parts[0]
@@ -157,13 +157,13 @@ class SubjectProcessor(StatefulProcessor):
     def close(self) -> None:
         """Nothing is open."""
 
-    def _opened(self, name: str) -> tuple[Subject, int | None]:
+    def _opened(self, name: str) -> tuple[AlertSubject, int | None]:
         stored = self._state.get()
         if stored is None:
-            return Subject(name, self._book), None
-        return Subject(name, self._book, stored[0]), stored[1]
+            return AlertSubject(name, self._book), None
+        return AlertSubject(name, self._book, stored[0]), stored[1]
 
-    def _keep(self, subject: Subject, timer: int | None) -> None:
+    def _keep(self, subject: AlertSubject, timer: int | None) -> None:
         """Store the subject, or forget one that remembers nothing.
 
         Args:

@@ -23,7 +23,7 @@ from batonmq._process import logs
 from batonmq._process.config import ConfigError, load
 from batonspark.alert_writer import AlertGauges
 from batonspark.progress import ProgressListener
-from batonspark.queries import QUERIES, Surroundings
+from batonspark.queries import QUERIES, QueryContext
 from batonspark.session import build_session
 from batonspark.settings import PREFIX, JobSettings
 
@@ -46,8 +46,8 @@ def run_job(name: str, job: Callable[[JobSettings, threading.Event], bool]) -> N
     """Run a job in this process.
 
     Args:
-        job: Is given the settings and an event that is set when the process is to end; returns
-            whether all went well.
+        job: Takes the settings and an event that is set when the process has to stop; returns
+            whether it succeeded.
     """
     try:
         settings = load(JobSettings, PREFIX)
@@ -92,9 +92,9 @@ def _stream(names: Sequence[str], settings: JobSettings, ended: threading.Event)
     try:
         with session("-".join(names), settings) as spark:
             spark.streams.addListener(ProgressListener(registry))
-            given = Surroundings(spark, settings, AlertGauges(registry))
+            context = QueryContext(spark, settings, AlertGauges(registry))
             queries = [
-                _begun(start, given, ended)
+                _begun(start, context, ended)
                 for name, start in QUERIES.items()
                 if name in names and not ended.is_set()
             ]
@@ -106,7 +106,7 @@ def _stream(names: Sequence[str], settings: JobSettings, ended: threading.Event)
 
 
 def _begun(
-    start: Callable[[Surroundings], StreamingQuery], given: Surroundings, ended: threading.Event
+    start: Callable[[QueryContext], StreamingQuery], context: QueryContext, ended: threading.Event
 ) -> StreamingQuery:
     """Start a query, and wait for its first progress; start it again if it fails before that.
 
@@ -114,7 +114,7 @@ def _begun(
     So those of several queries had better not all start at once, either.
     """
     for attempt in range(1, START_ATTEMPTS_MAX + 1):
-        query = start(given)
+        query = start(context)
         while query.isActive and query.lastProgress is None and not ended.wait(_LOOK_S):
             pass
         if query.exception() is None or query.lastProgress is not None or ended.is_set():

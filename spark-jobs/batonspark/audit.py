@@ -14,21 +14,21 @@ from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from batonmq._core.retries import retry_topic
-from batonspark.audit_ranges import (
+from batonspark.event_columns import attribute, event_time, has_attribute
+from batonspark.repeated_ranges import (
     BUGS,
     HARMLESS,
-    Cause,
-    Commit,
-    Delivery,
-    Passing,
+    CommitEvent,
+    DeliveryEvent,
+    OwnerChange,
     QueueHistory,
-    Repeat,
-    Reset,
-    repeats,
-    unseen,
+    RepeatCause,
+    RepeatedRange,
+    ResetEvent,
+    repeated_ranges,
+    undelivered_commits,
 )
-from batonspark.events import attribute, event_time, has_attribute
-from batonspark.reports import Asked, Report
+from batonspark.reports import Report, ReportScope
 
 QUEUE = ("consumer_group", "topic", "broker", "queue_id")
 _QUEUE_DDL = "consumer_group STRING, topic STRING, broker STRING, queue_id INT"
@@ -62,28 +62,28 @@ _HISTORY = f"""
 _UNCOVERED = f"{_QUEUE_DDL}, first_offset BIGINT, next_offset BIGINT"
 
 
-def repeated(events: DataFrame, asked: Asked) -> DataFrame:
+def repeat_rows(events: DataFrame, scope: ReportScope) -> DataFrame:
     """Rows of REPEATS, of what was delivered in the time that is asked for."""
-    found = _history(events, asked).groupBy(*QUEUE).applyInPandas(_repeats_of, REPEATS)
+    found = _history(events, scope).groupBy(*QUEUE).applyInPandas(_repeats_of, REPEATS)
     for name, bound, clip in (
-        ("first_offset", asked.first_offset, F.greatest),
-        ("next_offset", asked.next_offset, F.least),
+        ("first_offset", scope.first_offset, F.greatest),
+        ("next_offset", scope.next_offset, F.least),
     ):
         if bound is not None:
             found = found.withColumn(name, clip(F.col(name), F.lit(bound)))
     found = found.where("first_offset < next_offset")
     found = found.withColumn("count", F.col("next_offset") - F.col("first_offset"))
-    return asked.in_time(found)
+    return scope.in_time(found)
 
 
-def gaps(events: DataFrame, asked: Asked) -> DataFrame:
+def gap_rows(events: DataFrame, scope: ReportScope) -> DataFrame:
     """Rows of GAPS: none if the events tell everything."""
     parts = [
         _of_batches(events),
-        _silent(events, asked),
+        _silent(events, scope),
         _lost(events),
         _unheard(events),
-        _uncovered(events, asked),
+        _uncovered(events, scope),
     ]
     found = parts[0]
     for part in parts[1:]:
@@ -91,16 +91,16 @@ def gaps(events: DataFrame, asked: Asked) -> DataFrame:
     return found
 
 
-def audit(events: DataFrame, asked: Asked) -> Report:
+def audit(events: DataFrame, scope: ReportScope) -> Report:
     """All of it."""
     events = events.cache()
-    rows, missing = repeated(events, asked).cache(), gaps(events, asked).cache()
+    rows, missing = repeat_rows(events, scope).cache(), gap_rows(events, scope).cache()
     by_group = rows.groupBy("consumer_group", "cause").agg(F.sum("count").alias("n")).collect()
     groups = sorted((row.consumer_group, row.cause, row.n) for row in by_group)
     counts: Counter[str] = Counter()
     for _, cause, count in groups:
         counts[cause] += count
-    delivered = asked.in_time(asked.of_subject(events.where("kind = 'delivered'")))
+    delivered = scope.in_time(scope.of_subject(events.where("kind = 'delivered'")))
     told = delivered.agg(F.sum("count").alias("n"), F.min("time"), F.max("time")).collect()[0]
     bugs = sum(counts[cause] for cause in BUGS)
     incomplete = [
@@ -108,8 +108,8 @@ def audit(events: DataFrame, asked: Asked) -> Report:
     ]
     shown = rows.where(~F.col("cause").isin(*HARMLESS)).orderBy("time", *QUEUE, "first_offset")
     summary = {
-        "verdict": _verdict(bugs, told["n"], bool(incomplete) or Cause.UNKNOWN in counts),
-        "asked": asked.described(),
+        "verdict": _verdict(bugs, told["n"], bool(incomplete) or RepeatCause.UNKNOWN in counts),
+        "asked": scope.described(),
         "delivered_count": told["n"] or 0,
         "from_time": told[1],
         "to_time": told[2],
@@ -135,7 +135,7 @@ def lines(summary: Mapping[str, Any]) -> Iterator[str]:
     )
     yield f"graceful duplicates (bugs): {summary['bug_count']:,}"
     yield f"explained duplicates: {summary['duplicate_count'] - summary['bug_count']:,}"
-    for cause in Cause:
+    for cause in RepeatCause:
         if count := summary["counts"].get(cause, 0):
             note = "  (never started twice)" if cause in HARMLESS else ""
             yield f"  {cause:<11} {count:>10,}{note}"
@@ -160,9 +160,9 @@ def _verdict(bugs: int, delivered: int | None, incomplete: bool) -> str:
     return "clean" if delivered else "empty"
 
 
-def _history(events: DataFrame, asked: Asked) -> DataFrame:
+def _history(events: DataFrame, scope: ReportScope) -> DataFrame:
     """Rows of _HISTORY."""
-    rows = asked.of_subject(events.where(F.col("kind").isin(*_KINDS)))
+    rows = scope.of_subject(events.where(F.col("kind").isin(*_KINDS)))
     newest = _needed(events).agg(F.max(F.unix_millis(event_time())).alias("newest"))
     settled = (newest.collect()[0].newest or 0) - SETTLING_MS
     operator = F.try_element_at("attrs", F.lit("by"))
@@ -193,18 +193,18 @@ def _of_pandas(rows: pd.DataFrame) -> QueueHistory:
     )
 
 
-def _delivery(row: Any) -> Delivery:
+def _delivery(row: Any) -> DeliveryEvent:
     runs = () if row.runs is None else [int(one) for one in row.runs]
     numbers = (int(row.first_offset), int(row.next_offset))
     flagged = int(row.redelivered_count or 0)
-    return Delivery(
+    return DeliveryEvent(
         int(row.unix_ms), int(row.token or 0), row.client_id or "", *numbers, runs, flagged
     )
 
 
-def _passing(row: Any) -> Passing:
+def _passing(row: Any) -> OwnerChange:
     manner = {"handed_over": row.reason or "", "lock_forced": "FORCED"}.get(row.kind, "")
-    return Passing(
+    return OwnerChange(
         int(row.unix_ms),
         int(row.token or 0),
         row.client_id or "",
@@ -215,14 +215,14 @@ def _passing(row: Any) -> Passing:
     )
 
 
-def _commit(row: Any) -> Commit:
+def _commit(row: Any) -> CommitEvent:
     offsets = (int(row.committed_offset or 0), int(row.delivered_offset or 0))
-    return Commit(int(row.unix_ms), int(row.token or 0), *offsets)
+    return CommitEvent(int(row.unix_ms), int(row.token or 0), *offsets)
 
 
-def _reset(row: Any) -> Reset:
+def _reset(row: Any) -> ResetEvent:
     to_offset = int(row.committed_offset or 0)
-    return Reset(int(row.unix_ms), to_offset, row.operator or "", row.reason or "")
+    return ResetEvent(int(row.unix_ms), to_offset, row.operator or "", row.reason or "")
 
 
 _EVENT_OF = {
@@ -237,11 +237,11 @@ _EVENT_OF = {
 
 def _repeats_of(rows: pd.DataFrame) -> pd.DataFrame:
     queue = [rows[name].iloc[0] for name in QUEUE]
-    found = [[*queue, *_row(one)] for one in repeats(_of_pandas(rows))]
+    found = [[*queue, *_row(one)] for one in repeated_ranges(_of_pandas(rows))]
     return pd.DataFrame(found, columns=_names(REPEATS))
 
 
-def _row(one: Repeat) -> list[Any]:
+def _row(one: RepeatedRange) -> list[Any]:
     previous = pd.Timestamp(one.previous_unix_ms, unit="ms")
     return [
         one.first_offset,
@@ -298,14 +298,14 @@ def _of_batches(events: DataFrame) -> DataFrame:
     )
 
 
-def _silent(events: DataFrame, asked: Asked) -> DataFrame:
+def _silent(events: DataFrame, scope: ReportScope) -> DataFrame:
     """Storage nodes that tell nothing of the end of the time that is asked for."""
     each = events.where(F.col("source").startswith("storage/")).groupBy("source")
     last = each.agg(F.max(event_time()).alias("begin"))
     newest = last.withColumn("newest", F.max("begin").over(Window.partitionBy()))
     end = F.expr(f"newest - INTERVAL {SILENT_S} SECONDS")
-    if asked.until is not None:
-        until = F.lit(asked.until)
+    if scope.until is not None:
+        until = F.lit(scope.until)
         end = F.greatest(F.least(end, until), until - F.expr(f"INTERVAL {2 * SILENT_S} SECONDS"))
     return newest.where(F.col("begin") < end).select(
         F.lit("silent").alias("what"),
@@ -342,9 +342,9 @@ def _unheard(events: DataFrame) -> DataFrame:
     )
 
 
-def _uncovered(events: DataFrame, asked: Asked) -> DataFrame:
+def _uncovered(events: DataFrame, scope: ReportScope) -> DataFrame:
     """Offsets that were committed, though no delivery of them was told."""
-    history = _history(events, asked)
+    history = _history(events, scope)
     found = history.groupBy(*QUEUE).applyInPandas(
         _unseen_of, f"{_UNCOVERED}, begin TIMESTAMP, end TIMESTAMP"
     )
@@ -368,7 +368,7 @@ def _unseen_of(rows: pd.DataFrame) -> pd.DataFrame:
         pd.Timestamp(rows["unix_ms"].min(), unit="ms"),
         pd.Timestamp(rows["unix_ms"].max(), unit="ms"),
     ]
-    found = [[*queue, *run, *times] for run in unseen(_of_pandas(rows))]
+    found = [[*queue, *run, *times] for run in undelivered_commits(_of_pandas(rows))]
     return pd.DataFrame(found, columns=[*_names(_UNCOVERED), "begin", "end"])
 
 

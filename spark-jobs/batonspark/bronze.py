@@ -20,9 +20,9 @@ from batonmq._columns.metric_arrow import signed
 from batonmq._columns.metric_wire import shallow_batch
 from batonmq._core.metric_columns import producer_id
 from batonmq._core.queues import QueueRef
-from batonspark.decode import LOST_COUNT, METRICS, Slice, lost_metrics
-from batonspark.events import without_repeats
-from batonspark.metric_rows import Bodies, metric_rows
+from batonspark.decode import LOST_COUNT, METRICS, QueueSlice, lost_metrics
+from batonspark.event_columns import without_repeats
+from batonspark.metric_rows import MetricMessages, metric_rows
 from batonspark.schemas import MESSAGES as MESSAGES_DDL
 
 STATE_VERSION = 1
@@ -99,11 +99,11 @@ def _of_queue(messages: pa.RecordBatch, queue: QueueRef) -> Iterator[pa.RecordBa
     ]
     for place in np.flatnonzero(lost):
         first = int(offsets[place])
-        gap = Slice(queue, first, first + lost[place])
+        gap = QueueSlice(queue, first, first + lost[place])
         yield lost_metrics(gap, int(stored[place]))
     kept = np.flatnonzero(np.array(lost) == 0)
     bodies = messages.column("body").take(pa.array(kept)).to_pylist()
-    found = Bodies(queue, [body or b"" for body in bodies], offsets[kept], stored[kept])
+    found = MetricMessages(queue, [body or b"" for body in bodies], offsets[kept], stored[kept])
     yield metric_rows(found, METRICS)
 
 

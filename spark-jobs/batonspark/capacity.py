@@ -8,8 +8,8 @@ from typing import Any
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from batonspark.events import attribute
-from batonspark.reports import Asked, Report
+from batonspark.event_columns import attribute
+from batonspark.reports import Report, ReportScope
 
 PEAK_S = 10
 """Rates of a queue are averaged over so long before the highest is taken."""
@@ -120,20 +120,20 @@ def topics(events: DataFrame) -> DataFrame:
     )
 
 
-def forecast(events: DataFrame, asked: Asked) -> Report:
+def forecast(events: DataFrame, scope: ReportScope) -> Report:
     """All of it."""
-    within = asked.in_time(events)
+    within = scope.in_time(events)
     within = within.where(F.col("topic").isNull() | ~F.col("topic").startswith("BATON_SYS_"))
     within = within.cache()
     subject = (
         within
-        if asked.topic is None
-        else within.where((F.col("topic") == asked.topic) | (F.col("kind") == "rebalanced"))
+        if scope.topic is None
+        else within.where((F.col("topic") == scope.topic) | (F.col("kind") == "rebalanced"))
     )
     rows = growth(subject).orderBy(*_QUEUE)
     found = [row.asDict() for row in topics(subject).orderBy(F.desc("byte_rate")).collect()]
     disks = [row.asDict() for row in volumes(within).orderBy("source").collect()]
-    summary = {"asked": asked.described(), "topics": found, "volumes": disks}
+    summary = {"asked": scope.described(), "topics": found, "volumes": disks}
     return Report(summary, list(lines(summary)), rows)
 
 

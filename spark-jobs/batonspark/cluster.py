@@ -25,7 +25,7 @@ from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import queue_to_pb
 from batonmq.errors import QueueNotFound, Unreachable
-from batonspark.options import FETCH_BYTES_MAX, FETCH_MESSAGES_MAX, Reach
+from batonspark.options import FETCH_BYTES_MAX, FETCH_MESSAGES_MAX, ConnectionOptions
 
 T = TypeVar("T")
 _CALL_S = 15.0
@@ -33,7 +33,7 @@ _CALL_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class StoredExtent:
     """What a queue holds: offsets [first_offset, next_offset) of the topic with this id."""
 
     first_offset: int
@@ -42,7 +42,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedRange:
     """Stored batches that hold the messages [offset, next_offset); the first may begin earlier."""
 
     offset: int
@@ -86,16 +86,16 @@ class LoopThread:
             runner.get_loop().run_forever()
 
 
-class Cluster:
+class ClusterClient:
     """Asks a cluster. A context manager; calls block.
 
-    Failures are raised as the classes of `batonmq.errors`, once `reach.timeout_ms` is over
+    Failures are raised as the classes of `batonmq.errors`, once `timeout_ms` is over
     if waiting might have helped.
     """
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, connection: ConnectionOptions) -> None:
         self._thread = LoopThread()
-        self._reach = reach
+        self._connection = connection
 
     def __enter__(self) -> Self:
         self._thread.__enter__()
@@ -121,7 +121,7 @@ class Cluster:
         """The result of `work`, which uses `admin`."""
         return self._thread.call(work)
 
-    def extents(self, topic: str) -> dict[QueueRef, Extent]:
+    def extents(self, topic: str) -> dict[QueueRef, StoredExtent]:
         """What the queues of a topic hold, as far as they are still there.
 
         Raises:
@@ -134,7 +134,7 @@ class Cluster:
         return self._thread.call(_offsets_at(self.admin, list(queues), unix_ms))
 
     async def _open(self) -> Admin:
-        return self._reach.admin()
+        return self._connection.admin()
 
 
 class QueueFetcher:
@@ -148,7 +148,7 @@ class QueueFetcher:
         self._admin, self._queue, self._followers = admin, queue, followers
         self._node_id: str | None = None
 
-    async def fetch(self, offset: int, next_offset: int) -> Fetched:
+    async def fetch(self, offset: int, next_offset: int) -> FetchedRange:
         """The messages from `offset` on that one answer takes, none from `next_offset` on.
 
         An answer without messages waits until there are some: the end was known to be there.
@@ -177,7 +177,7 @@ class QueueFetcher:
             return answer
 
         answer = await self._admin.ask(ask)
-        return Fetched(offset, min(answer.next_offset, next_offset), answer.batches)
+        return FetchedRange(offset, min(answer.next_offset, next_offset), answer.batches)
 
     def _turn(self) -> None:
         """Ask another node next time, if there is a choice."""
@@ -194,7 +194,7 @@ class QueueFetcher:
         return self._node_id
 
 
-async def _extents(admin: Admin, topic: str) -> dict[QueueRef, Extent]:
+async def _extents(admin: Admin, topic: str) -> dict[QueueRef, StoredExtent]:
     queues = queues_of(await admin.ask(lambda _: query_route(admin.directory, topic)))
     by_broker: defaultdict[str, list[QueueRef]] = defaultdict(list)
     for queue in queues:
@@ -206,17 +206,17 @@ async def _extents(admin: Admin, topic: str) -> dict[QueueRef, Extent]:
 
 async def _extents_at(
     admin: Admin, broker: str, queues: Sequence[QueueRef]
-) -> Mapping[QueueRef, Extent]:
+) -> Mapping[QueueRef, StoredExtent]:
     request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, queues))
 
-    async def ask(limit_s: float) -> dict[QueueRef, Extent]:
+    async def ask(limit_s: float) -> dict[QueueRef, StoredExtent]:
         stub = await admin.directory.storage(broker)
         answer = await stub.QueryOffsets(request, timeout=min(limit_s, _CALL_S))
-        found: dict[QueueRef, Extent] = {}
+        found: dict[QueueRef, StoredExtent] = {}
         for queue, outcome in zip(queues, answer.outcomes, strict=True):
             if outcome.HasField("offsets"):
                 held = outcome.offsets
-                found[queue] = Extent(held.first_offset, held.next_offset, held.topic_id)
+                found[queue] = StoredExtent(held.first_offset, held.next_offset, held.topic_id)
                 continue
             error = error_from_pb(outcome.error)
             if not isinstance(error, QueueNotFound):

@@ -11,7 +11,14 @@ from deltalake import DeltaTable
 
 from batonmq._common.clock import Clock
 from batonspark.settings import JobSettings
-from batonspark.tables import TABLES, Keeping, Table, Tidied, Warehouse, tidy
+from batonspark.tables import (
+    TABLES,
+    CompactionResult,
+    RetentionLimits,
+    Table,
+    Warehouse,
+    compact_table,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +33,7 @@ def compact(settings: JobSettings, ended: threading.Event) -> bool:
             break
         if DeltaTable.is_deltatable(path):
             first = today - timedelta(days=_days(settings, table))
-            _tell(tidy(path, table, Keeping(first, settings.vacuum_hours), today))
+            _tell(compact_table(path, table, RetentionLimits(first, settings.vacuum_hours), today))
     return True
 
 
@@ -37,7 +44,7 @@ def _days(settings: JobSettings, table: Table) -> int:
     }.get(table.name, settings.rollup_retention_days)
 
 
-def _tell(tidied: Tidied) -> None:
+def _tell(tidied: CompactionResult) -> None:
     log.info(
         "table tidied table=%s files_before=%d files_after=%d deleted_rows=%d removed_files=%d",
         tidied.table,

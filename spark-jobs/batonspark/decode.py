@@ -18,7 +18,7 @@ from batonmq._core.metric_columns import BATCH_COLUMNS, DROPPED_INDEX
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, decode_properties
 from batonmq.errors import OldTopic
-from batonspark.metric_rows import Bodies, metric_rows
+from batonspark.metric_rows import MetricMessages, metric_rows
 
 Int64Array = npt.NDArray[np.int64]
 Bounds = Mapping[str, Int64Array]
@@ -52,7 +52,7 @@ _NAME_END, _VALUE_END = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class QueueSlice:
     """Messages [first_offset, next_offset) of a queue.
 
     Attributes:
@@ -65,7 +65,7 @@ class Slice:
     topic_id: int = 0
 
 
-def messages(batches: Sequence[bytes], wanted: Slice) -> pa.RecordBatch:
+def messages(batches: Sequence[bytes], wanted: QueueSlice) -> pa.RecordBatch:
     """The wanted ones of the messages in stored batches.
 
     Raises:
@@ -75,7 +75,7 @@ def messages(batches: Sequence[bytes], wanted: Slice) -> pa.RecordBatch:
     return one_batch([_messages(part, wanted) for part in _parts(batches, wanted)], MESSAGES)
 
 
-def metrics(batches: Sequence[bytes], wanted: Slice) -> pa.RecordBatch:
+def metrics(batches: Sequence[bytes], wanted: QueueSlice) -> pa.RecordBatch:
     """The events in the wanted ones of the messages in stored batches.
 
     Raises:
@@ -92,11 +92,12 @@ def metrics(batches: Sequence[bytes], wanted: Slice) -> pa.RecordBatch:
     if not bodies:
         return pa.RecordBatch.from_pylist([], METRICS)
     return metric_rows(
-        Bodies(wanted.queue, bodies, np.concatenate(offsets), np.concatenate(times)), METRICS
+        MetricMessages(wanted.queue, bodies, np.concatenate(offsets), np.concatenate(times)),
+        METRICS,
     )
 
 
-def lost_messages(lost: Slice, unix_ms: int) -> pa.RecordBatch:
+def lost_messages(lost: QueueSlice, unix_ms: int) -> pa.RecordBatch:
     """The row that stands for messages that are no longer kept."""
     row = {
         "topic": lost.queue.topic,
@@ -109,7 +110,7 @@ def lost_messages(lost: Slice, unix_ms: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([row], MESSAGES)
 
 
-def lost_metrics(lost: Slice, unix_ms: int) -> pa.RecordBatch:
+def lost_metrics(lost: QueueSlice, unix_ms: int) -> pa.RecordBatch:
     """As `lost_messages`, of the metrics topic."""
     queue = lost.queue
     row = {
@@ -142,7 +143,7 @@ class _Part:
     offsets: Int64Array
 
 
-def _parts(batches: Sequence[bytes], wanted: Slice) -> Iterator[_Part]:
+def _parts(batches: Sequence[bytes], wanted: QueueSlice) -> Iterator[_Part]:
     for batch in batches:
         header = check_batch(batch, stamped=True)
         if wanted.topic_id not in (0, header.topic_id):
@@ -159,7 +160,7 @@ def _parts(batches: Sequence[bytes], wanted: Slice) -> Iterator[_Part]:
         yield _Part(header, RecordColumns(columns.section, columns.bounds[begin:end]), offsets)
 
 
-def _messages(part: _Part, wanted: Slice) -> pa.RecordBatch:
+def _messages(part: _Part, wanted: QueueSlice) -> pa.RecordBatch:
     count, queue = len(part.offsets), wanted.queue
     bounds, section = part.columns.bounds, part.columns.section
     first, after = int(bounds[0, 0]), int(bounds[-1, 5])

@@ -24,7 +24,7 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True)
-class Target:
+class DeltaTarget:
     """Where rows go.
 
     Attributes:
@@ -56,7 +56,7 @@ class WrittenFile:
     stats: str
 
 
-def write_files(target: Target, batches: Iterator[pa.RecordBatch]) -> list[WrittenFile]:
+def write_files(target: DeltaTarget, batches: Iterator[pa.RecordBatch]) -> list[WrittenFile]:
     """One Parquet file for each partition of the table that has rows."""
     files: dict[tuple[str | None, ...], _File] = {}
     try:
@@ -80,7 +80,7 @@ def has_transaction(table: deltalake.DeltaTable, transaction: tuple[str, int]) -
     return done is not None and done >= version
 
 
-def stands(
+def is_committed(
     table: deltalake.DeltaTable,
     files: Sequence[WrittenFile],
     transaction: tuple[str, int] | None,
@@ -95,7 +95,7 @@ def stands(
     return any(one.path.rpartition("/")[2] in named for one in files)
 
 
-def remove(target: Target, files: Sequence[WrittenFile]) -> None:
+def remove_files(target: DeltaTarget, files: Sequence[WrittenFile]) -> None:
     """Throw files away."""
     for one in files:
         (Path(target.path) / one.path).unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def remove(target: Target, files: Sequence[WrittenFile]) -> None:
 class _File:
     """A Parquet file that is being written."""
 
-    def __init__(self, target: Target, values: tuple[str | None, ...]) -> None:
+    def __init__(self, target: DeltaTarget, values: tuple[str | None, ...]) -> None:
         self._target = target
         self._partition = dict(zip(target.partition_by, values, strict=True))
         folder = "/".join(

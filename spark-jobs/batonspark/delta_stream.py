@@ -62,7 +62,7 @@ class AddedFiles(InputPartition):
 
 
 @dataclass(frozen=True)
-class DeltaReading:
+class DeltaReadOptions:
     """What to read.
 
     Attributes:
@@ -77,7 +77,7 @@ class DeltaReading:
     first_version: int
 
 
-def delta_reading(options: Mapping[str, str]) -> DeltaReading:
+def delta_read_options(options: Mapping[str, str]) -> DeltaReadOptions:
     """What the options of a read mean.
 
     Raises:
@@ -95,10 +95,12 @@ def delta_reading(options: Mapping[str, str]) -> DeltaReading:
             raise BadOption(f"option {name} can't be {text!r}")
         numbers[name] = int(text)
     names = (name.strip() for name in given.get("columns", "").split(","))
-    return DeltaReading(path.removeprefix("file://"), tuple(filter(None, names)), *numbers.values())
+    return DeltaReadOptions(
+        path.removeprefix("file://"), tuple(filter(None, names)), *numbers.values()
+    )
 
 
-def delta_schema(reading: DeltaReading) -> StructType:
+def delta_schema(reading: DeltaReadOptions) -> StructType:
     """The columns that are read, of the table as it is now.
 
     Raises:
@@ -116,7 +118,7 @@ def delta_schema(reading: DeltaReading) -> StructType:
 class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """See the module."""
 
-    def __init__(self, reading: DeltaReading, schema: StructType) -> None:
+    def __init__(self, reading: DeltaReadOptions, schema: StructType) -> None:
         self._reading, self._schema = reading, schema
         self._table: deltalake.DeltaTable | None = None
         self._ceiling: int | None = None

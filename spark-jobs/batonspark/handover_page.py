@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from batonspark import handover_plots as plots
-from batonspark.handover_plots import MANNERS, OTHER, PHASES, words
+from batonspark.handover_plots import MANNERS, OTHER, PHASES, manner_label
 
 OUTLIERS_MAX = 50
 _CSS = """
@@ -34,7 +34,7 @@ i.dot{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right
 """
 
 
-class Plot(NamedTuple):
+class PlotSection(NamedTuple):
     """A plot and what is said of it."""
 
     title: str
@@ -43,22 +43,24 @@ class Plot(NamedTuple):
 
     def section(self, rows: pd.DataFrame) -> str:
         """As HTML."""
-        return _section(self.title, self.text, plots.drawn(self.draw, rows))
+        return _section(self.title, self.text, plots.svg_of(self.draw, rows))
 
 
-_OWNERS = Plot(
+_OWNERS = PlotSection(
     "Who owned what",
     "Each line is a queue, each colour an owner; gaps are times without one. Of many queues, the "
     f"{plots.QUEUES_MAX} that changed hands most often.",
     plots.timeline,
 )
-_TIMES = Plot("When, and how long", "Until the new owner stood. Rings are outliers.", plots.scatter)
-_PHASES = Plot(
+_TIMES = PlotSection(
+    "When, and how long", "Until the new owner stood. Rings are outliers.", plots.scatter
+)
+_PHASES = PlotSection(
     "What the time went into",
     f"The {plots.BARS_MAX} slowest that are no outliers, with the first pull behind them.",
     plots.phases,
 )
-_SHARES = Plot(
+_SHARES = PlotSection(
     "How many were how fast",
     "Share of hand-overs that took at most so long, by manner.",
     plots.shares,
@@ -155,7 +157,7 @@ def _outliers(rows: pd.DataFrame) -> str:
             escape(f"{one['topic']}/{one['broker']}/{one['queue_id']}"),
             escape(str(one["previous_client_id"] or "-")),
             escape(str(one["client_id"] or "-")),
-            f'<i class="dot" style="background:{colour}"></i>{escape(words(one["manner"]))}',
+            f'<i class="dot" style="background:{colour}"></i>{escape(manner_label(one["manner"]))}',
             *(_number(one[name]) for name in names),
         ])  # fmt: skip
     return _table(head, body, text=len(texts))

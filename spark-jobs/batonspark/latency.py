@@ -13,7 +13,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from batonmq._core.log_buckets import PER_DOUBLING
-from batonspark.events import event_time, struct, window_start
+from batonspark.event_columns import event_time, struct, window_start
 
 KEYS = ("window_start", "source", "operation", "consumer_group", "topic")
 WINDOWS_S = (10, 60)

@@ -1,4 +1,4 @@
-"""Bodies of BATON_SYS_METRICS to rows with the columns METRICS. Pure."""
+"""MetricMessages of BATON_SYS_METRICS to rows with the columns METRICS. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Batches = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Bodies:
+class MetricMessages:
     """Messages of one queue: shape (count,) each, by message."""
 
     queue: QueueRef
@@ -53,7 +53,7 @@ class _Rows:
     index: Int64Array
 
 
-def metric_rows(found: Bodies, schema: pa.Schema) -> pa.RecordBatch:
+def metric_rows(found: MetricMessages, schema: pa.Schema) -> pa.RecordBatch:
     """All events of the messages, and the rows that tell what a source has dropped.
 
     Those of one message need not lie together.
@@ -129,7 +129,7 @@ def _of_events(batches: Batches) -> list[_Rows]:
     return [_Rows(found.rows, message[found.places], index[found.places])]
 
 
-def _of_arrow(batches: Batches, found: Bodies) -> list[_Rows]:
+def _of_arrow(batches: Batches, found: MetricMessages) -> list[_Rows]:
     rows: list[_Rows] = []
     for number, batch in enumerate(batches):
         if batch is None or not batch.arrow:
@@ -157,11 +157,11 @@ def _dropped(batches: Batches) -> list[_Rows]:
     return _special([{"kind": DROPPED, "count": count} for count in found.values()], list(found))
 
 
-def _unreadable(batches: Batches, found: Bodies) -> list[_Rows]:
+def _unreadable(batches: Batches, found: MetricMessages) -> list[_Rows]:
     return _not_read([number for number, batch in enumerate(batches) if batch is None], found)
 
 
-def _not_read(numbers: Sequence[int], found: Bodies) -> list[_Rows]:
+def _not_read(numbers: Sequence[int], found: MetricMessages) -> list[_Rows]:
     return _special(
         [{"kind": UNREADABLE, "payload": found.bodies[number]} for number in numbers], numbers
     )

@@ -29,17 +29,17 @@ def queue_of(topic: str, key: str) -> QueueRef:
     return QueueRef(topic, broker, int(queue_id))
 
 
-def ordered(offsets: Mapping[str, int]) -> Offsets:
+def sorted_offsets(offsets: Mapping[str, int]) -> Offsets:
     """The same, in the order that Spark is told."""
     return dict(sorted(offsets.items()))
 
 
-def places(offsets: Mapping[str, int]) -> Offsets:
+def queue_offsets(offsets: Mapping[str, int]) -> Offsets:
     """The queues alone."""
     return {key: offset for key, offset in offsets.items() if key != TOPIC_ID}
 
 
-def admitted(begin: Mapping[str, int], end: Mapping[str, int], rows_max: int) -> Offsets:
+def batch_end(begin: Mapping[str, int], end: Mapping[str, int], rows_max: int) -> Offsets:
     """How far a micro-batch goes: in each queue a share of what waits there, at least one message.
 
     Queues that are in one of the two only stay as they are; none goes back.

@@ -38,7 +38,7 @@ class BadOption(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class ConnectionOptions:
     """What it takes to talk to a cluster.
 
     Attributes:
@@ -56,14 +56,14 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class AtTime:
+class FromTime:
     """The first message that was stored at or after a time."""
 
     unix_ms: int
 
 
-Place = Literal["earliest", "latest"] | int
-Places = Literal["earliest", "latest"] | AtTime | Mapping[str, Place]
+OffsetOption = Literal["earliest", "latest"] | int
+OffsetsOption = Literal["earliest", "latest"] | FromTime | Mapping[str, OffsetOption]
 """Where to begin or to end: of all queues, or by `broker/queue_id`."""
 
 
@@ -77,14 +77,14 @@ class ReadOptions:
         followers: Whether followers are asked before the leader.
     """
 
-    reach: Reach
+    connection: ConnectionOptions
     topic: str
     view: View
-    starting: Places
-    ending: Places
+    starting: OffsetsOption
+    ending: OffsetsOption
     queues: frozenset[str] | None
     rows_max: int
-    fail_on_loss: bool
+    fail_on_data_loss: bool
     followers: bool
     push_down: bool
     rows_per_batch: int
@@ -99,7 +99,7 @@ class WriteOptions:
         sorted: Whether a task sorts its rows, for plans that do not repeat their order.
     """
 
-    reach: Reach
+    connection: ConnectionOptions
     topic: str
     write_id: str
     sorted: bool
@@ -113,21 +113,21 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
     Raises:
         BadOption: see there.
     """
-    given = _Given(options, _REACHING | _READING)
+    given = _OptionReader(options, _REACHING | _READING)
     view: View = given.one_of("view", "messages", ("messages", "metrics"))
     topic = given.text("topic", METRICS_TOPIC if view == "metrics" else "")
     if not topic:
         raise BadOption("option topic is missing")
     queues = given.text("queues")
     return ReadOptions(
-        reach=_reach(given),
+        connection=_connection(given),
         topic=topic,
         view=view,
         starting=_places(given, "starting", "earliest"),
         ending=_places(given, "ending", "latest"),
         queues=frozenset(part.strip() for part in queues.split(",")) if queues else None,
         rows_max=given.number("maxRowsPerTrigger", 0),
-        fail_on_loss=given.flag("failOnDataLoss", True),
+        fail_on_data_loss=given.flag("failOnDataLoss", True),
         followers=given.one_of("readFrom", "leader", ("leader", "followers")) == "followers",
         push_down=given.flag("pushDown", False),
         rows_per_batch=given.number("rowsPerBatch", 8_192, least=1),
@@ -140,12 +140,12 @@ def write_options(options: Mapping[str, str]) -> WriteOptions:
     Raises:
         BadOption: see there.
     """
-    given = _Given(options, _REACHING | _WRITING)
+    given = _OptionReader(options, _REACHING | _WRITING)
     topic = given.text("topic")
     if not topic:
         raise BadOption("option topic is missing")
     return WriteOptions(
-        reach=_reach(given),
+        connection=_connection(given),
         topic=topic,
         write_id=given.text("writeId"),
         sorted=given.one_of("order", "rows", ("rows", "content")) == "content",
@@ -154,7 +154,7 @@ def write_options(options: Mapping[str, str]) -> WriteOptions:
     )
 
 
-class _Given:
+class _OptionReader:
     """Options as they were given, names in any case."""
 
     def __init__(self, options: Mapping[str, str], known: set[str]) -> None:
@@ -191,7 +191,7 @@ def _at_least(value: int, least: int) -> int:
     return value
 
 
-def _reach(given: _Given) -> Reach:
+def _connection(given: _OptionReader) -> ConnectionOptions:
     nameserver = given.text("nameserver")
     if not nameserver:
         raise BadOption("option nameserver is missing: host:port, several separated by commas")
@@ -209,16 +209,18 @@ def _reach(given: _Given) -> Reach:
     if security != Security() and not wanted:
         raise BadOption("option tls is false, and files for it are named")
     timeout_ms = given.number("timeoutMs", 120_000, least=1)
-    return Reach(nameserver, timeout_ms, security if wanted else None)
+    return ConnectionOptions(nameserver, timeout_ms, security if wanted else None)
 
 
-def _places(given: _Given, side: str, default: Literal["earliest", "latest"]) -> Places:
+def _places(
+    given: _OptionReader, side: str, default: Literal["earliest", "latest"]
+) -> OffsetsOption:
     at, name = given.text(f"{side}Timestamp"), f"{side}Offsets"
     text = given.text(name)
     if at and text.lower() not in ("", "timestamp"):
         raise BadOption(f"{name} and {side}Timestamp contradict each other")
     if at:
-        return AtTime(_unix_ms(at))
+        return FromTime(_unix_ms(at))
     if text.startswith("{"):
         return _by_queue(name, text)
     if text.lower() == "earliest":
@@ -230,7 +232,7 @@ def _places(given: _Given, side: str, default: Literal["earliest", "latest"]) ->
     return default
 
 
-def _by_queue(name: str, text: str) -> Mapping[str, Place]:
+def _by_queue(name: str, text: str) -> Mapping[str, OffsetOption]:
     try:
         found = json.loads(text)
         places = {key: _place(value) for key, value in found.items() if key != "topic_id"}
@@ -239,7 +241,7 @@ def _by_queue(name: str, text: str) -> Mapping[str, Place]:
     return places
 
 
-def _place(value: object) -> Place:
+def _place(value: object) -> OffsetOption:
     if value == "earliest":
         return "earliest"
     if value == "latest":

@@ -46,7 +46,7 @@ class ProgressListener(StreamingQueryListener):
     def onQueryProgress(self, event: Any) -> None:
         """See StreamingQueryListener."""
         told = json.loads(event.progress.json)
-        name, values = told["name"] or told["id"], measured(told)
+        name, values = told["name"] or told["id"], gauge_values(told)
         for gauge, value in values.items():
             self._gauges[gauge].labels(name).set(value)
         self._gauges["progress_time_seconds"].labels(name).set_to_current_time()
@@ -73,7 +73,7 @@ class ProgressListener(StreamingQueryListener):
             log.info("query ended query=%s", name)
 
 
-def measured(progress: Mapping[str, Any]) -> dict[str, float]:
+def gauge_values(progress: Mapping[str, Any]) -> dict[str, float]:
     """Values of the gauges, from the JSON of a StreamingQueryProgress."""
     operators = progress.get("stateOperators", ())
     return {

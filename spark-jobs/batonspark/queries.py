@@ -14,9 +14,9 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from batonspark import alerts, bronze, rollup_writer
+from batonspark.alert_rules import load_rules
 from batonspark.alert_writer import AlertGauges, AlertWriter
 from batonspark.options import METRICS_TOPIC
-from batonspark.rules import load
 from batonspark.settings import JobSettings
 from batonspark.sink_delta import read_delta
 from batonspark.tables import ALERTS, BRONZE, LATENCY, ROLLUP, Warehouse
@@ -26,8 +26,8 @@ ROLLUP_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a query is given."""
+class QueryContext:
+    """Session, settings and gauges that a query uses."""
 
     session: SparkSession
     settings: JobSettings
@@ -39,72 +39,76 @@ class Surroundings:
         return Warehouse(str(Path(self.settings.data_dir).absolute()))
 
 
-def start_bronze(given: Surroundings) -> StreamingQuery:
+def start_bronze(context: QueryContext) -> StreamingQuery:
     """Events from the cluster to the table `bronze`."""
-    settings, warehouse = given.settings, given.warehouse
+    settings, warehouse = context.settings, context.warehouse
     checkpoint = warehouse.checkpoint("bronze", bronze.STATE_VERSION)
     warehouse.ensure(BRONZE)
     beginning = _decided(
-        checkpoint, lambda: _after(read_delta(given.session, warehouse.table(BRONZE)))
+        checkpoint, lambda: _after(read_delta(context.session, warehouse.table(BRONZE)))
     )
     options = {
-        **settings.reach(),
+        **settings.connection_options(),
         **beginning,
         "topic": METRICS_TOPIC,
         "readFrom": settings.read_from,
         "failOnDataLoss": str(settings.fail_on_data_loss).lower(),
         "maxRowsPerTrigger": str(settings.messages_per_trigger),
     }
-    messages = given.session.readStream.format("baton").options(**options).load()
+    messages = context.session.readStream.format("baton").options(**options).load()
     writer = bronze.bronze(messages).writeStream.format("batondelta")
     writer = writer.options(view="metrics", partitionBy="date", path=warehouse.table(BRONZE))
     return _started(writer, "bronze", checkpoint, settings)
 
 
-def start_rollup(given: Surroundings) -> StreamingQuery:
+def start_rollup(context: QueryContext) -> StreamingQuery:
     """Events from the table `bronze` to the tables `rollup` and `latency`."""
-    settings, warehouse = given.settings, given.warehouse
+    settings, warehouse = context.settings, context.warehouse
     checkpoint = warehouse.checkpoint("rollup", ROLLUP_VERSION)
     warehouse.ensure(BRONZE, ROLLUP, LATENCY)
-    beginning = _decided(checkpoint, lambda: rollup_writer.forget(warehouse))
-    events = _events(given, rollup_writer.COLUMNS, beginning)
+    beginning = _decided(checkpoint, lambda: rollup_writer.delete_windows(warehouse))
+    events = _events(context, rollup_writer.COLUMNS, beginning)
     windows = rollup_writer.WindowWriter(warehouse, lambda: _query_id(checkpoint))
     writer = events.writeStream.foreachBatch(windows.write)
     return _started(writer, "rollup", checkpoint, settings)
 
 
-def start_alerts(given: Surroundings) -> StreamingQuery:
+def start_alerts(context: QueryContext) -> StreamingQuery:
     """Events from the table `bronze` to the table `alerts`, the topic and the gauges.
 
     Raises:
         ConfigError: the rules are not valid.
     """
-    settings, warehouse = given.settings, given.warehouse
+    settings, warehouse = context.settings, context.warehouse
     checkpoint = warehouse.checkpoint("alerts", alerts.STATE_VERSION)
     warehouse.ensure(BRONZE, ALERTS)
-    book = load(Path(settings.rules_file) if settings.rules_file else None)
-    topic = {**settings.reach(), "topic": settings.alerts_topic} if settings.alerts_topic else None
-    writes = AlertWriter(warehouse, lambda: _query_id(checkpoint), topic, given.gauges)
-    beginning = _decided(checkpoint, lambda: _after_alerts(warehouse, writes, given.session))
+    book = load_rules(Path(settings.rules_file) if settings.rules_file else None)
+    topic = (
+        {**settings.connection_options(), "topic": settings.alerts_topic}
+        if settings.alerts_topic
+        else None
+    )
+    writes = AlertWriter(warehouse, lambda: _query_id(checkpoint), topic, context.gauges)
+    beginning = _decided(checkpoint, lambda: _after_alerts(warehouse, writes, context.session))
     writes.restore()
-    events = _events(given, alerts.COLUMNS, beginning)
+    events = _events(context, alerts.COLUMNS, beginning)
     found = alerts.alerts(alerts.signals(events, book), book, settings.watermark_s)
     writer = found.writeStream.foreachBatch(writes.write)
     return _started(writer, "alerts", checkpoint, settings)
 
 
-QUERIES: Mapping[str, Callable[[Surroundings], StreamingQuery]] = {
+QUERIES: Mapping[str, Callable[[QueryContext], StreamingQuery]] = {
     "bronze": start_bronze,
     "rollup": start_rollup,
     "alerts": start_alerts,
 }
 
 
-def _events(given: Surroundings, columns: str, options: Mapping[str, str]) -> DataFrame:
-    reader = given.session.readStream.format("batondelta").options(**options)
+def _events(context: QueryContext, columns: str, options: Mapping[str, str]) -> DataFrame:
+    reader = context.session.readStream.format("batondelta").options(**options)
     reader = reader.option("columns", columns)
-    reader = reader.option("maxRowsPerTrigger", str(given.settings.rows_per_trigger))
-    return reader.load(given.warehouse.table(BRONZE))
+    reader = reader.option("maxRowsPerTrigger", str(context.settings.rows_per_trigger))
+    return reader.load(context.warehouse.table(BRONZE))
 
 
 def _started(

@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from batonspark.app import run_job, session
-from batonspark.events import event_time
+from batonspark.event_columns import event_time
 from batonspark.settings import JobSettings
 from batonspark.sink_delta import read_delta
 from batonspark.tables import BRONZE, Warehouse
@@ -31,7 +31,7 @@ LOOKAHEAD = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReportScope:
     """What a report is about; None is no bound. Times are UTC, without a zone.
 
     Attributes:
@@ -88,22 +88,22 @@ class Report:
     ok: bool = True
 
 
-def run_report(name: str, make: Callable[[DataFrame, Asked], Report]) -> None:
+def run_report(name: str, make: Callable[[DataFrame, ReportScope], Report]) -> None:
     """Run a report in this process, as the command line asks; see docs/reference/spark.md.
 
     Exit status as of any job; 1 also if the report says that something is wrong.
     """
-    asked = arguments(name)
+    scope = parse_arguments(name)
 
     def job(settings: JobSettings, ended: threading.Event) -> bool:
         with session(name, settings) as spark:
             folder = Path(settings.data_dir).absolute() / "reports" / name
-            return _written(make(events(spark, settings, asked), asked), folder)
+            return _written(make(events(spark, settings, scope), scope), folder)
 
     run_job(name, job)
 
 
-def arguments(name: str, given: Sequence[str] | None = None) -> Asked:
+def parse_arguments(name: str, given: Sequence[str] | None = None) -> ReportScope:
     """The command line; ends the process if it makes no sense."""
     parser = argparse.ArgumentParser(prog=name, description="See docs/reference/spark.md.")
     parser.add_argument("--since", type=_time, metavar="TIME", help="ISO 8601, UTC without a zone")
@@ -112,10 +112,10 @@ def arguments(name: str, given: Sequence[str] | None = None) -> Asked:
     parser.add_argument("--topic", help="only this topic")
     parser.add_argument("--first-offset", type=int, help="only offsets from here on")
     parser.add_argument("--next-offset", type=int, help="only offsets before this one")
-    return Asked(**vars(parser.parse_args(given)))
+    return ReportScope(**vars(parser.parse_args(given)))
 
 
-def events(spark: SparkSession, settings: JobSettings, asked: Asked) -> DataFrame:
+def events(spark: SparkSession, settings: JobSettings, scope: ReportScope) -> DataFrame:
     """Rows of bronze of the time that is asked for, and of some before and after.
 
     Raises:
@@ -123,18 +123,18 @@ def events(spark: SparkSession, settings: JobSettings, asked: Asked) -> DataFram
     """
     path = Warehouse(str(Path(settings.data_dir).absolute())).table(BRONZE)
     if not DeltaTable.is_deltatable(path):
-        raise FileNotFoundError(f"{path} is no table: run bronze.py first")
-    day = None if asked.since is None else (asked.since - LOOKBACK).date()
+        raise FileNotFoundError(f"{path} does not exist: run batonspark.jobs.bronze first")
+    day = None if scope.since is None else (scope.since - LOOKBACK).date()
     rows = read_delta(spark, path, prune=f"date >= '{day}'" if day else None)
-    return near(rows, asked)
+    return events_around(rows, scope)
 
 
-def near(rows: DataFrame, asked: Asked) -> DataFrame:
+def events_around(rows: DataFrame, scope: ReportScope) -> DataFrame:
     """Rows of the time that is asked for, and of some before and after; each event once."""
-    if asked.since is not None:
-        rows = rows.where(event_time() >= F.lit(asked.since - LOOKBACK))
-    if asked.until is not None:
-        rows = rows.where(event_time() < F.lit(asked.until + LOOKAHEAD))
+    if scope.since is not None:
+        rows = rows.where(event_time() >= F.lit(scope.since - LOOKBACK))
+    if scope.until is not None:
+        rows = rows.where(event_time() < F.lit(scope.until + LOOKAHEAD))
     return rows.dropDuplicates(["producer_id", "seq", "event_index", "kind"])
 
 

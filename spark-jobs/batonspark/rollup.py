@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from batonspark.events import attribute, event_time, has_attribute, struct, window_start
+from batonspark.event_columns import attribute, event_time, has_attribute, struct, window_start
 
 WINDOWS_S = (10, 60)
 KEYS = ("window_start", "consumer_group", "topic", "broker", "queue_id")

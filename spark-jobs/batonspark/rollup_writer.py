@@ -1,4 +1,4 @@
-"""Windows into their tables: what a micro-batch adds, together with what is there of its minutes.
+"""WindowTable into their tables: what a micro-batch adds, together with what is there of its minutes.
 
 Each of the two tables remembers the micro-batch it had last, in the same commit as its rows, so one
 that comes again after a crash changes nothing; and late events find their window, however old.
@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from batonspark import latency, rollup
-from batonspark.events import struct
+from batonspark.event_columns import struct
 from batonspark.tables import BRONZE, LATENCY, ROLLUP, Table, Upsert, Warehouse
 
 COLUMNS = (
@@ -29,7 +29,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class WindowTable:
     """A table of windows and the functions that fill it.
 
     Attributes:
@@ -47,14 +47,14 @@ class Windows:
 
 
 WINDOWS = (
-    Windows(
+    WindowTable(
         ROLLUP,
         rollup.BASE,
         "window_s = 10 AND level = 'queue'",
         lambda events: rollup.fold(rollup.measures(events)),
         rollup.windows,
     ),
-    Windows(
+    WindowTable(
         LATENCY,
         latency.BASE,
         "window_s = 10",
@@ -84,7 +84,7 @@ class WindowWriter:
         finally:
             events.unpersist()
 
-    def _add(self, windows: Windows, events: DataFrame, batch_id: int) -> None:
+    def _add(self, windows: WindowTable, events: DataFrame, batch_id: int) -> None:
         path, transaction = self.warehouse.table(windows.table), (self.query_id(), batch_id)
         if Upsert(path, (), transaction).done():
             return
@@ -103,7 +103,7 @@ class WindowWriter:
         Upsert(path, _minutes(fresh), transaction).apply(schema.names, windows.standing, made)
 
 
-def forget(warehouse: Warehouse) -> dict[str, str]:
+def delete_windows(warehouse: Warehouse) -> dict[str, str]:
     """Delete the windows of all days that bronze still has: a query that begins anew makes them."""
     table = deltalake.DeltaTable(warehouse.table(BRONZE))
     days = [value["date"] for value in table.partitions() if value["date"]]

@@ -75,7 +75,7 @@ class JobSettings(Settings):
         """Spark's own settings."""
         return _TEXTS.validate_json(self.spark)
 
-    def reach(self) -> dict[str, str]:
+    def connection_options(self) -> dict[str, str]:
         """Options of `format("baton")` that say how to talk to the cluster."""
         files = {
             "tlsCaFile": self.tls_ca_file,

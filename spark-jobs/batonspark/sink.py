@@ -34,7 +34,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message, encode_record
 from batonmq.admin.admin import Admin
 from batonmq.errors import DuplicateSequence, NotWritable
-from batonspark.cluster import Cluster
+from batonspark.cluster import ClusterClient
 from batonspark.options import BadOption, WriteOptions
 
 BATCH_BYTES_MAX = 512 * 1024
@@ -46,7 +46,7 @@ _CALL_S = 15.0
 
 
 @dataclass(frozen=True)
-class Stored(WriterCommitMessage):
+class StoredMessages(WriterCommitMessage):
     """What one task has stored; `repeated_count` of it was stored by an earlier try."""
 
     message_count: int
@@ -64,7 +64,7 @@ class MessageWriter(DataSourceArrowWriter):
         self._options = options
         self._name = f"write/{options.write_id or token_hex(16)}"
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Stored:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StoredMessages:
         """Store the rows of a task."""
         return write_rows(self._options, f"{self._name}/{_task().partitionId()}", iterator)
 
@@ -76,7 +76,7 @@ class MessageStreamWriter(DataSourceStreamArrowWriter):
         _check(schema)
         self._options = options
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Stored:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StoredMessages:
         """Store the rows of a task."""
         task = _task()
         query_id, batch_id = task.getLocalProperty(_QUERY_ID), task.getLocalProperty(_BATCH_ID)
@@ -87,7 +87,7 @@ class MessageStreamWriter(DataSourceStreamArrowWriter):
 
 
 @dataclass(slots=True)
-class _Opened:
+class _OpenBatch:
     """A batch that still takes messages, and a hash of what it has."""
 
     builder: BatchBuilder
@@ -100,7 +100,7 @@ class _Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _EncodedBatch:
     """An encoded batch of messages."""
 
     queue: QueueRef
@@ -124,13 +124,13 @@ def _task() -> TaskContext:
     return task
 
 
-def write_rows(options: WriteOptions, name: str, rows: Iterator[pa.RecordBatch]) -> Stored:
+def write_rows(options: WriteOptions, name: str, rows: Iterator[pa.RecordBatch]) -> StoredMessages:
     """Store rows as messages.
 
     Args:
         name: Of the task: what is written again under the same name is stored once.
     """
-    with Cluster(options.reach) as cluster:
+    with ClusterClient(options.connection) as cluster:
         route = cluster.call(
             cluster.admin.ask(lambda _: query_route(cluster.admin.directory, options.topic))
         )
@@ -142,7 +142,7 @@ def write_rows(options: WriteOptions, name: str, rows: Iterator[pa.RecordBatch])
         for request in _requests(batches):
             repeated += cluster.call(_append(cluster.admin, request))
             count += sum(batch.count for batch in request)
-        return Stored(count, repeated)
+        return StoredMessages(count, repeated)
 
 
 def _messages(options: WriteOptions, rows: Iterator[pa.RecordBatch]) -> Iterable[Message]:
@@ -167,10 +167,10 @@ def _of_batch(batch: pa.RecordBatch) -> Iterator[Message]:
 
 def _batches(
     options: WriteOptions, name: str, queues: tuple[QueueRef, ...], messages: Iterable[Message]
-) -> Iterator[_Batch]:
+) -> Iterator[_EncodedBatch]:
     """Batches of messages; those with the same first key come into the same queue, in order."""
     packing = RecordCompressor(Compression[options.compression.upper()])
-    keyed, opened = KeyedQueues(queues), dict[QueueRef | None, _Opened]()
+    keyed, opened = KeyedQueues(queues), dict[QueueRef | None, _OpenBatch]()
     count = 0
     for message in messages:
         record = encode_record(message)
@@ -181,7 +181,7 @@ def _batches(
             batch = None
         if batch is None:
             digest = blake2b(f"spark/{name}/{count}".encode(), digest_size=8)
-            batch = opened[queue] = _Opened(BatchBuilder(packing), digest)
+            batch = opened[queue] = _OpenBatch(BatchBuilder(packing), digest)
             count += 1
         batch.builder.add(message, record)
         batch.digest.update(record)
@@ -189,7 +189,9 @@ def _batches(
         yield _encoded(batch, queue, queues)
 
 
-def _encoded(batch: _Opened, queue: QueueRef | None, queues: tuple[QueueRef, ...]) -> _Batch:
+def _encoded(
+    batch: _OpenBatch, queue: QueueRef | None, queues: tuple[QueueRef, ...]
+) -> _EncodedBatch:
     once = int.from_bytes(batch.digest.digest()) >> 1 or 1
     chosen = queues[once % len(queues)] if queue is None else queue
     encoded = batch.builder.encode(
@@ -198,12 +200,12 @@ def _encoded(batch: _Opened, queue: QueueRef | None, queues: tuple[QueueRef, ...
         producer=(once, ONE_BATCH_EPOCH),
         born_unix_ms=Clock().unix_ms(),
     )
-    return _Batch(chosen, batch.builder.count, encoded)
+    return _EncodedBatch(chosen, batch.builder.count, encoded)
 
 
-def _requests(batches: Iterable[_Batch]) -> Iterator[list[_Batch]]:
+def _requests(batches: Iterable[_EncodedBatch]) -> Iterator[list[_EncodedBatch]]:
     """Batches for one round of requests."""
-    waiting: list[_Batch] = []
+    waiting: list[_EncodedBatch] = []
     size = 0
     for batch in batches:
         waiting.append(batch)
@@ -215,9 +217,9 @@ def _requests(batches: Iterable[_Batch]) -> Iterator[list[_Batch]]:
         yield waiting
 
 
-async def _append(admin: Admin, batches: Sequence[_Batch]) -> int:
+async def _append(admin: Admin, batches: Sequence[_EncodedBatch]) -> int:
     """Store batches, in order in each queue; how many messages were stored before."""
-    by_broker: defaultdict[str, list[_Batch]] = defaultdict(list)
+    by_broker: defaultdict[str, list[_EncodedBatch]] = defaultdict(list)
     for batch in batches:
         by_broker[batch.queue.broker].append(batch)
     async with asyncio.TaskGroup() as tasks:
@@ -225,7 +227,7 @@ async def _append(admin: Admin, batches: Sequence[_Batch]) -> int:
     return sum(task.result() for task in asked)
 
 
-async def _append_at(admin: Admin, broker: str, batches: Sequence[_Batch]) -> int:
+async def _append_at(admin: Admin, broker: str, batches: Sequence[_EncodedBatch]) -> int:
     request = pb.AppendRequest(
         batches=[batch.encoded for batch in batches], durability=pb.DURABILITY_FSYNCED
     )

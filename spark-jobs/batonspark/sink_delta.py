@@ -40,14 +40,14 @@ from batonmq._common.clock import Clock
 from batonspark.bronze import DATED
 from batonspark.decode import MESSAGES
 from batonspark.delta_files import (
-    Target,
+    DeltaTarget,
     WrittenFile,
     has_transaction,
-    remove,
-    stands,
+    is_committed,
+    remove_files,
     write_files,
 )
-from batonspark.delta_stream import DeltaStreamReader, delta_reading, delta_schema
+from batonspark.delta_stream import DeltaStreamReader, delta_read_options, delta_schema
 from batonspark.options import BadOption
 
 log = logging.getLogger(__name__)
@@ -67,11 +67,11 @@ class DeltaDataSource(DataSource):
 
     def schema(self) -> StructType:
         """The columns of the table, or those that are asked for."""
-        return delta_schema(delta_reading(self.options))
+        return delta_schema(delta_read_options(self.options))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Of a stream of what is added."""
-        return DeltaStreamReader(delta_reading(self.options), schema)
+        return DeltaStreamReader(delta_read_options(self.options), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Of a batch write, which appends or replaces the whole table."""
@@ -85,7 +85,7 @@ class DeltaDataSource(DataSource):
 
 
 @dataclass(frozen=True)
-class Written(WriterCommitMessage):
+class WrittenFiles(WriterCommitMessage):
     """What one task has written."""
 
     query_id: str = ""
@@ -96,13 +96,13 @@ class DeltaWriter(DataSourceArrowWriter):
     """Writes once what a job has; with a transaction its repetition writes nothing."""
 
     def __init__(
-        self, target: Target, transaction: tuple[str, int] | None, overwrite: bool
+        self, target: DeltaTarget, transaction: tuple[str, int] | None, overwrite: bool
     ) -> None:
         self._target, self._transaction, self._overwrite = target, transaction, overwrite
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WrittenFiles:
         """Write the files of a task."""
-        return Written(files=write_files(self._target, iterator))
+        return WrittenFiles(files=write_files(self._target, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Make all files part of the table."""
@@ -117,16 +117,16 @@ class DeltaWriter(DataSourceArrowWriter):
 class DeltaStreamWriter(DataSourceStreamArrowWriter):
     """Writes micro-batches, each in one commit."""
 
-    def __init__(self, target: Target, app_id: str) -> None:
+    def __init__(self, target: DeltaTarget, app_id: str) -> None:
         self._target, self._app_id = target, app_id
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WrittenFiles:
         """Write the files of a task."""
         task = TaskContext.get()
         assert task is not None
         query_id = task.getLocalProperty(_QUERY_ID)
         assert query_id is not None
-        return Written(query_id, write_files(self._target, iterator))
+        return WrittenFiles(query_id, write_files(self._target, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """Make all files part of the table, unless an earlier try of the micro-batch did."""
@@ -140,7 +140,7 @@ class DeltaStreamWriter(DataSourceStreamArrowWriter):
 
     def _app_of(self, messages: list[WriterCommitMessage | None]) -> str | None:
         """Who writes; None if no task has written."""
-        ids = {one.query_id for one in messages if isinstance(one, Written)}
+        ids = {one.query_id for one in messages if isinstance(one, WrittenFiles)}
         return (self._app_id or ids.pop()) if ids else None
 
 
@@ -168,7 +168,7 @@ def read_delta(
 
 
 def commit_files(
-    target: Target,
+    target: DeltaTarget,
     files: Sequence[WrittenFile],
     transaction: tuple[str, int] | None,
     *,
@@ -186,7 +186,7 @@ def commit_files(
     properties = None
     if transaction is not None:
         if has_transaction(table, transaction):
-            remove(target, files)
+            remove_files(target, files)
             return False
         properties = CommitProperties(app_transactions=[Transaction(*transaction)])
     unix_ms = Clock().unix_ms()
@@ -204,28 +204,28 @@ def commit_files(
         )
     except Exception as error:
         # Behind the commit a checkpoint is made now and then, which may fail by itself.
-        if not stands(deltalake.DeltaTable(target.path), files, transaction):
+        if not is_committed(deltalake.DeltaTable(target.path), files, transaction):
             raise
         log.warning("commit stands although it failed path=%s error=%s", target.path, error)
     return True
 
 
 def discard_files(
-    target: Target, files: Sequence[WrittenFile], transaction: tuple[str, int] | None
+    target: DeltaTarget, files: Sequence[WrittenFile], transaction: tuple[str, int] | None
 ) -> None:
     """Remove files, or none if any may be part of the table: what stays is left to a vacuum."""
     try:
-        standing = stands(deltalake.DeltaTable(target.path), files, transaction)
+        standing = is_committed(deltalake.DeltaTable(target.path), files, transaction)
     except TableNotFoundError:
         standing = False
     except Exception as error:  # noqa: BLE001  whatever it is: nobody knows what is committed
         log.warning("files are left to a vacuum path=%s error=%s", target.path, error)
         return
     if not standing:
-        remove(target, files)
+        remove_files(target, files)
 
 
-def _table(target: Target) -> deltalake.DeltaTable:
+def _table(target: DeltaTarget) -> deltalake.DeltaTable:
     """The table, with all columns of the rows: those that are new are added."""
     schema = deltalake.Schema.from_arrow(target.schema)
     if not deltalake.DeltaTable.is_deltatable(target.path):
@@ -246,7 +246,7 @@ def _table(target: Target) -> deltalake.DeltaTable:
     return table
 
 
-def _target(options: Mapping[str, str], schema: StructType) -> Target:
+def _target(options: Mapping[str, str], schema: StructType) -> DeltaTarget:
     given = {name.lower(): value for name, value in options.items()}
     if unknown := sorted(given.keys() - _OPTIONS - _SPARKS_OWN):
         raise BadOption(f"unknown option {unknown[0]}; known are {', '.join(sorted(_OPTIONS))}")
@@ -264,7 +264,7 @@ def _target(options: Mapping[str, str], schema: StructType) -> Target:
     if missing := sorted(set(names) - set(table.names)):
         raise BadOption(f"there is no column {missing[0]} to partition by")
     folder = path.removeprefix("file://")
-    return Target(folder, table, names, given.get("compression", "zstd"), view == "metrics")
+    return DeltaTarget(folder, table, names, given.get("compression", "zstd"), view == "metrics")
 
 
 def _transaction(options: Mapping[str, str]) -> tuple[str, int] | None:
@@ -276,4 +276,4 @@ def _transaction(options: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _files(messages: Sequence[WriterCommitMessage | None]) -> list[WrittenFile]:
-    return [file for one in messages if isinstance(one, Written) for file in one.files]
+    return [file for one in messages if isinstance(one, WrittenFiles) for file in one.files]

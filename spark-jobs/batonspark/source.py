@@ -29,15 +29,15 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from batonspark.cluster import Cluster, Extent
-from batonspark.decode import MESSAGES, METRICS, Slice
-from batonspark.offsets import TOPIC_ID, Offsets, admitted, ordered, places, queue_of
+from batonspark.cluster import ClusterClient, StoredExtent
+from batonspark.decode import MESSAGES, METRICS, QueueSlice
+from batonspark.offsets import TOPIC_ID, Offsets, batch_end, queue_of, queue_offsets, sorted_offsets
 from batonspark.options import BadOption, ReadOptions, read_options, write_options
-from batonspark.planning import Wanted, batch_slices, held, narrowed, resolved
+from batonspark.read_plan import ReadFilter, batch_slices, narrow, resolve_offsets, stored_extents
 from batonspark.schemas import MESSAGES as MESSAGES_DDL
 from batonspark.schemas import METRICS as METRICS_DDL
 from batonspark.sink import MessageStreamWriter, MessageWriter
-from batonspark.slices import MessagesLost, read_slice
+from batonspark.slice_reader import MessagesLost, read_slice
 
 
 class BatonDataSource(DataSource):
@@ -76,10 +76,10 @@ class BatonDataSource(DataSource):
 
 
 @dataclass(frozen=True)
-class QueueSlice(InputPartition):
+class SlicePartition(InputPartition):
     """One partition: a slice of one queue."""
 
-    slice: Slice
+    slice: QueueSlice
 
 
 class QueueReader(DataSourceReader):
@@ -87,12 +87,12 @@ class QueueReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._wanted = Wanted()
+        self._wanted = ReadFilter()
 
-    def partitions(self) -> Sequence[QueueSlice]:
+    def partitions(self) -> Sequence[SlicePartition]:
         """One slice of each queue."""
-        with Cluster(self._options.reach) as cluster:
-            return list(map(QueueSlice, batch_slices(cluster, self._options, self._wanted)))
+        with ClusterClient(self._options.connection) as cluster:
+            return list(map(SlicePartition, batch_slices(cluster, self._options, self._wanted)))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of a slice."""
@@ -105,7 +105,7 @@ class PushedQueueReader(QueueReader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take notice of filters; Spark applies all of them to the rows that come."""
         prefix = "sys_" if self._options.view == "metrics" else ""
-        self._wanted = narrowed(self._wanted, filters, prefix)
+        self._wanted = narrow(self._wanted, filters, prefix)
         return filters
 
 
@@ -114,7 +114,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._cluster: Cluster | None = None
+        self._cluster: ClusterClient | None = None
         self._initial: Offsets | None = None
         self._ceiling: Offsets | None = None
         self._seen: Offsets | None = None
@@ -126,8 +126,8 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Where a query without checkpoint begins. Spark asks twice and has to be told the same."""
         if self._initial is None:
             options, cluster = self._options, self._opened()
-            extents = held(cluster, options)
-            found = resolved(cluster, options, extents, options.starting)
+            extents = stored_extents(cluster, options)
+            found = resolve_offsets(cluster, options, extents, options.starting)
             self._initial = _as_offsets(found, extents)
         return self._initial
 
@@ -152,27 +152,27 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if start.get(TOPIC_ID, ends[TOPIC_ID]) != ends[TOPIC_ID]:
             self._lost(f"topic {self._options.topic} was deleted and made again")
             begin = {TOPIC_ID: ends[TOPIC_ID]}
-        for key in places(begin).keys() & places(ends).keys():
+        for key in queue_offsets(begin).keys() & queue_offsets(ends).keys():
             if ends[key] < begin[key]:
                 self._lost(f"queue {key} ends at {ends[key]}, before {begin[key]}")
                 begin = {**begin, key: ends[key]}
         rows_max = limit.max_rows if isinstance(limit, ReadMaxRows) else 0
-        found = admitted(places(begin), places(ends), rows_max)
-        return ordered({**found, TOPIC_ID: ends[TOPIC_ID]})
+        found = batch_end(queue_offsets(begin), queue_offsets(ends), rows_max)
+        return sorted_offsets({**found, TOPIC_ID: ends[TOPIC_ID]})
 
     def reportLatestOffset(self) -> Offsets | None:
         """What there is: with the end of a batch it tells how far the query is behind."""
         return self._seen
 
-    def partitions(self, start: Offsets, end: Offsets) -> Sequence[QueueSlice]:
+    def partitions(self, start: Offsets, end: Offsets) -> Sequence[SlicePartition]:
         """One slice of each queue that has grown."""
         topic_id = end.get(TOPIC_ID, 0)
-        begin = places(start) if start.get(TOPIC_ID, topic_id) == topic_id else {}
+        begin = queue_offsets(start) if start.get(TOPIC_ID, topic_id) == topic_id else {}
         return [
-            QueueSlice(
-                Slice(queue_of(self._options.topic, key), begin.get(key, 0), after, topic_id)
+            SlicePartition(
+                QueueSlice(queue_of(self._options.topic, key), begin.get(key, 0), after, topic_id)
             )
-            for key, after in places(end).items()
+            for key, after in queue_offsets(end).items()
             if after > begin.get(key, 0)
         ]
 
@@ -186,17 +186,17 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._cluster.__exit__(None, None, None)
             self._cluster = None
 
-    def _opened(self) -> Cluster:
+    def _opened(self) -> ClusterClient:
         if self._cluster is None:
-            self._cluster = Cluster(self._options.reach).__enter__()
+            self._cluster = ClusterClient(self._options.connection).__enter__()
         return self._cluster
 
     def _ends(self) -> Offsets:
-        extents = held(self._opened(), self._options)
+        extents = stored_extents(self._opened(), self._options)
         return _as_offsets({key: each.next_offset for key, each in extents.items()}, extents)
 
     def _lost(self, what: str) -> None:
-        if self._options.fail_on_loss:
+        if self._options.fail_on_data_loss:
             raise MessagesLost(
                 f"{what}. Begin anew with another checkpoint, or set failOnDataLoss "
                 "to false to go on with what is there."
@@ -211,20 +211,22 @@ def starting_offsets(options: Mapping[str, str]) -> str:
     find out once and keep the answer is safe.
     """
     read = read_options(options)
-    with Cluster(read.reach) as cluster:
-        extents = held(cluster, read)
-        found = resolved(cluster, read, extents, read.starting)
-    return json.dumps(ordered(found))
+    with ClusterClient(read.connection) as cluster:
+        extents = stored_extents(cluster, read)
+        found = resolve_offsets(cluster, read, extents, read.starting)
+    return json.dumps(sorted_offsets(found))
 
 
 def _read(options: ReadOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    if not isinstance(partition, QueueSlice):  # Spark makes one of its own where there is none
+    if not isinstance(partition, SlicePartition):  # Spark makes one of its own where there is none
         return iter(())
     return read_slice(options, partition.slice)
 
 
-def _as_offsets(found: Offsets, extents: Mapping[str, Extent]) -> Offsets:
-    return ordered({**found, TOPIC_ID: max((e.topic_id for e in extents.values()), default=0)})
+def _as_offsets(found: Offsets, extents: Mapping[str, StoredExtent]) -> Offsets:
+    return sorted_offsets(
+        {**found, TOPIC_ID: max((e.topic_id for e in extents.values()), default=0)}
+    )
 
 
 def _checked(options: ReadOptions, schema: StructType) -> ReadOptions:

@@ -18,7 +18,7 @@ from pyspark.sql.types import StructType
 
 from batonspark import alerts, latency, rollup, schemas
 from batonspark.delta_files import has_transaction
-from batonspark.events import struct
+from batonspark.event_columns import struct
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Upsert:
 
 
 @dataclass(frozen=True, slots=True)
-class Tidied:
+class CompactionResult:
     """What keeping one table small has done."""
 
     table: str
@@ -150,7 +150,7 @@ class Tidied:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class RetentionLimits:
     """How long rows and files are kept.
 
     Attributes:
@@ -162,7 +162,9 @@ class Keeping:
     vacuum_hours: int
 
 
-def tidy(path: str, table: Table, keeping: Keeping, today: date) -> Tidied:
+def compact_table(
+    path: str, table: Table, keeping: RetentionLimits, today: date
+) -> CompactionResult:
     """Delete what is too old, join small files, and remove files that nobody reads any more."""
     delta = deltalake.DeltaTable(path)
     before = len(delta.file_uris())
@@ -172,7 +174,7 @@ def tidy(path: str, table: Table, keeping: Keeping, today: date) -> Tidied:
     removed = delta.vacuum(keeping.vacuum_hours, dry_run=False, enforce_retention_duration=False)
     delta.create_checkpoint()
     delta.cleanup_metadata()
-    return Tidied(
+    return CompactionResult(
         table.name,
         before,
         len(delta.file_uris()),

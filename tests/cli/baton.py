@@ -1,4 +1,4 @@
-"""The `baton` command, in this process and as one of its own."""
+"""Run the `baton` command, in this process or in one of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATON = (sys.executable, "-m", "batonmq.cli")
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a command ended."""
+    """The exit status and the output of a command."""
 
     code: int
     out: str
@@ -30,17 +30,17 @@ class CommandResult:
 
     @property
     def json(self) -> Any:
-        """Its output as one JSON document."""
+        """Standard output as one JSON document."""
         return json.loads(self.out)
 
     @property
     def json_lines(self) -> list[Any]:
-        """Its output as one JSON document per line."""
+        """Standard output as one JSON document per line."""
         return [json.loads(line) for line in self.out.splitlines()]
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """Its output as a table; what follows an empty line is beside it."""
+        """Standard output as a table, up to the first empty line."""
         table = self.out.partition("\n\n")[0]
         heading, *lines = [line.split() for line in table.splitlines()]
         return [dict(zip(heading, line, strict=True)) for line in lines]
@@ -56,7 +56,7 @@ def baton(*arguments: str) -> CommandResult:
 
 @dataclass(frozen=True)
 class RunningCluster:
-    """A `baton up` that has announced itself."""
+    """A `baton up` that has printed its addresses."""
 
     process: subprocess.Popen[bytes]
     announced: dict[str, Any]
@@ -73,23 +73,23 @@ class RunningCluster:
         return {e["name"]: int(e["pid"]) for e in self.announced["endpoints"]}
 
     def running(self, name: str) -> int:
-        """Process id of the only child of this name; it may have been restarted."""
+        """Return the process id of the child of this name, which may have been restarted."""
         (pid,) = (
             pid for pid in _descendants(self.process.pid) if _about(pid, "comm").strip() == name
         )
         return pid
 
     def told(self) -> str:
-        """What it has said on standard error."""
+        """Return what the process has printed on standard error."""
         return self.stderr.read_text()
 
     def __call__(self, *arguments: str) -> CommandResult:
-        """Run a command against it."""
+        """Run a command against the cluster."""
         return baton("--nameserver", self.nameserver, *arguments)
 
     @contextmanager
     def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A command against it, in a process of its own."""
+        """Run a command against the cluster in a process of its own."""
         with subprocess.Popen(
             [*BATON, "--nameserver", self.nameserver, *arguments],
             stdin=subprocess.PIPE,
@@ -102,17 +102,17 @@ class RunningCluster:
                 process.kill()
 
     def interrupt(self) -> int:
-        """Ctrl-C; the exit status."""
+        """Press Ctrl-C; return the exit status."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(60)
 
 
 @contextmanager
 def up(data_dir: Path, *options: str, command: Sequence[str] = BATON) -> Iterator[RunningCluster]:
-    """`baton up` on `data_dir`, with more options; killed in the end if it still runs.
+    """Run `baton up` on `data_dir`; it is killed at the end if it is still running.
 
-    Its nameserver has a port of its own from the first time on, not the one that every cluster
-    would like to have: another one may have that when the cluster comes back.
+    The port of its nameserver is chosen in advance, because the preferred port may be used by
+    another cluster when this one is started again.
     """
     ports = data_dir / "ports.json"
     if not ports.exists():

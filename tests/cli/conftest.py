@@ -1,4 +1,4 @@
-"""A cluster that the tests of a file share, and something to send."""
+"""A cluster that the tests of a file share, and lines to send."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 @pytest.fixture(autouse=True)
 def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """File of the contexts, which no other program has; there is none yet."""
+    """Path of a context file that does not exist yet."""
     path = tmp_path / "contexts.toml"
     monkeypatch.setenv("BATON_CONFIG", str(path))
     return path

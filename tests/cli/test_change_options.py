@@ -1,6 +1,6 @@
-"""Goal: what can't be taken back is done when a person agrees, or a program has said so before.
+"""Goal: a change that can't be undone needs a confirmation, or an option.
 
-Method: the question in a child that has a terminal of its own; the sums it tells as functions.
+Method: the question in a child process with a terminal of its own; the summaries as functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
-from batonmq.admin.resets import ResetResult, ResetStep
+from batonmq.admin.resets import ResetResult
 from batonmq.cli.change_options import operation
 from batonmq.cli.group_resets import TargetOptions, parse_offsets, plan_summary
 from batonmq.errors import InvalidArgument
@@ -29,7 +29,7 @@ COMMAND = [sys.executable, "-m", "batonmq.cli", "--nameserver", "127.0.0.1:1", "
 
 @contextmanager
 def _asking() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A command that has asked its question, and the terminal to answer at."""
+    """A command that has printed its question, and its terminal."""
     ours, theirs = pty.openpty()
     try:
         with subprocess.Popen(
@@ -51,7 +51,7 @@ def _asking() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 
 def _answered(keys: bytes) -> tuple[int, str]:
-    """Exit status and standard error of a command whose question is answered with `keys`."""
+    """Answer the question of a command; return its exit status and standard error."""
     with _asking() as (process, terminal):
         os.write(terminal, keys)
         out, err = process.communicate(timeout=25)
@@ -59,32 +59,32 @@ def _answered(keys: bytes) -> tuple[int, str]:
     return process.returncode, err.decode()
 
 
-def test_no_leaves_everything_as_it_is() -> None:
+def test_answer_no_changes_nothing() -> None:
     status, told = _answered(b"n\n")
     assert status == 1
     assert "NOT_CONFIRMED: nothing was changed" in told
 
 
-def test_end_of_input_is_no_agreement() -> None:
+def test_end_of_input_counts_as_no() -> None:
     status, told = _answered(b"\x04")
     assert status == 1
     assert "NOT_CONFIRMED" in told
 
 
-def test_ctrl_c_at_the_question_is_130() -> None:
+def test_ctrl_c_at_the_question_exits_with_130() -> None:
     with _asking() as (process, _):
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=25) == (b"", b"")
     assert process.returncode == 130
 
 
-def test_yes_goes_on() -> None:
+def test_answer_yes_continues() -> None:
     status, told = _answered(b"y\n")
     assert status == 1
     assert "UNREACHABLE" in told
 
 
-def test_plan_tells_what_comes_again_and_what_is_skipped() -> None:
+def test_plan_summary_counts_replayed_and_skipped_messages() -> None:
     step = ResetStep("g", "t", "b", 0, 10, 4, 6, 0, 1, 2)
     other = replace(step, queue_id=1, replayed_count=0, skipped_count=3)
     assert plan_summary(ResetResult((step, other))).startswith(
@@ -92,7 +92,7 @@ def test_plan_tells_what_comes_again_and_what_is_skipped() -> None:
     )
 
 
-def test_exported_offsets_are_read_and_a_bad_line_is_named() -> None:
+def test_exported_offsets_are_parsed_and_a_bad_line_is_named() -> None:
     lines = ["t,b,0,5\n", "\n", "t,b,1,0\n"]
     assert parse_offsets(lines) == {QueueRef("t", "b", 0): 5, QueueRef("t", "b", 1): 0}
     for bad in ("t,b,0", "t,b,x,1", "t,b,0,-1", "t,b,0,6"):
@@ -120,11 +120,11 @@ def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:
         (TargetOptions(to_latest=True), ToLatest()),
     ],
 )
-def test_what_is_typed_is_one_target(wanted: TargetOptions, target: ResetTarget) -> None:
+def test_target_options_become_one_target(wanted: TargetOptions, target: ResetTarget) -> None:
     assert wanted.count == 1
     assert wanted.target(NOW) == target
 
 
-def test_nothing_typed_counts_as_nothing() -> None:
+def test_target_options_are_counted() -> None:
     assert TargetOptions().count == 0
     assert TargetOptions(to_offset=0, to_latest=True).count == 2

@@ -1,6 +1,6 @@
-"""Goal: the settings of the services are told with their source, and a wrong one is named.
+"""Goal: settings of the services are printed with their source, and a wrong setting is named.
 
-Method: the command in this process, which asks the services as programs; no cluster is up.
+Method: the command in this process, which starts the programs of the services; no cluster is up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from batonmq.errors import InvalidArgument
 from tests.cli.baton import baton
 
 
-def test_values_are_told_with_where_they_come_from(
+def test_values_are_printed_with_their_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "storage.toml"
@@ -57,7 +57,7 @@ def test_missing_setting_has_no_source(tmp_path: Path) -> None:
     assert "BATON_OFFSETS_DATA_DIR: Field required" in missing.out
 
 
-def test_a_setting_of_nobody_is_1() -> None:
+def test_unknown_setting_exits_with_1() -> None:
     refused = baton("config", "explain", "colour")
     assert (refused.code, refused.out) == (1, "")
     assert "UNKNOWN_SETTING" in refused.err
@@ -71,7 +71,7 @@ def test_bad_env_file_is_named(tmp_path: Path) -> None:
     assert f"BAD_ENV_FILE: {env_file}: line 2" in refused.err
 
 
-def test_env_files_are_read_as_others_read_them() -> None:
+def test_env_files_are_read_like_those_of_docker() -> None:
     lines = ["# note", "", "A=1", "export B='x y'", 'C="=="', "D="]
     assert parse_env(lines) == {"A": "1", "B": "x y", "C": "==", "D": ""}
     with pytest.raises(InvalidArgument, match="line 1"):

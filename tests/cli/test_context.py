@@ -1,4 +1,4 @@
-"""Goal: a context stands for options, loses to options and variables, and survives its file.
+"""Goal: a context replaces options, options and variables win over it, and its file is safe.
 
 Method: commands in this process on a file of the test; no cluster is up.
 """
@@ -15,12 +15,13 @@ from tests.cli.baton import CommandResult, baton
 
 
 def _address(finished: CommandResult) -> str:
-    """The commas that a command was to take for a nameserver: refused without being asked."""
+    """Return the nameserver that a command used: commas, which are rejected before a request."""
     assert finished.code == 1, finished
-    return finished.err.partition("INVALID_ARGUMENT: '")[2].partition("' names no nameserver")[0]
+    _, _, rest = finished.err.partition("INVALID_ARGUMENT: '")
+    return rest.partition("' is not an address of a nameserver")[0]
 
 
-def test_the_first_context_is_in_use_and_another_when_asked(contexts: Path) -> None:
+def test_first_context_is_in_use_until_another_is_chosen(contexts: Path) -> None:
     assert baton("context", "set", "dev", "--nameserver", ",").code == 0
     assert baton("context", "set", "prod", "--nameserver", ",,", "--by", "me").code == 0
     rows = baton("context", "list").rows
@@ -88,7 +89,7 @@ def test_context_on_the_command_line_wins_over_variables(
         ("[", "key part"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_field(contexts: Path, text: str, problem: str) -> None:
+def test_invalid_file_is_rejected_with_the_field(contexts: Path, text: str, problem: str) -> None:
     contexts.write_text(text)
     for arguments in (("topic", "list"), ("context", "list"), ("context", "set", "b", "--by", "x")):
         refused = baton(*arguments)
@@ -98,7 +99,7 @@ def test_a_bad_file_is_refused_with_the_field(contexts: Path, text: str, problem
     assert contexts.read_text() == text
 
 
-def test_a_current_context_that_is_missing_can_be_mended(contexts: Path) -> None:
+def test_missing_current_context_can_be_repaired(contexts: Path) -> None:
     contexts.write_text("current = 'gone'\n")
     assert baton("topic", "list").code == 1
     assert baton("context", "set", "new", "--nameserver", ",").code == 0
@@ -116,16 +117,16 @@ def test_a_current_context_that_is_missing_can_be_mended(contexts: Path) -> None
         ("show", "nobody"),
     ],
 )
-def test_what_is_not_allowed_changes_nothing(contexts: Path, arguments: tuple[str, ...]) -> None:
+def test_invalid_change_leaves_the_file_alone(contexts: Path, arguments: tuple[str, ...]) -> None:
     assert baton("context", *arguments).code == 1
     assert not contexts.exists()
 
 
-def test_setting_nothing_is_a_wrong_command_line(contexts: Path) -> None:
+def test_set_without_options_exits_with_2(contexts: Path) -> None:
     assert baton("context", "set", "a").code == 2
 
 
-def test_file_says_what_was_written_whatever_the_characters(tmp_path: Path) -> None:
+def test_written_contexts_are_read_back_with_any_characters(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "config.toml"
     known = Contexts(
         "a-b_1",
@@ -138,11 +139,11 @@ def test_file_says_what_was_written_whatever_the_characters(tmp_path: Path) -> N
     assert [file.name for file in path.parent.iterdir()] == ["config.toml"]
 
 
-def test_empty_value_takes_a_key_away() -> None:
+def test_empty_value_removes_a_key() -> None:
     known = Contexts().with_changes("a", {"nameserver": "h:1", "by": "me"})
     assert known.with_changes("a", {"by": ""}).get("a") == Context(nameserver="h:1")
 
 
-def test_unreadable_file_is_told(tmp_path: Path) -> None:
+def test_unreadable_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ContextError):
         context_file.read(tmp_path)

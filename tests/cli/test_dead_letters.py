@@ -1,7 +1,7 @@
-"""Goal: an operator sees why messages died, what became of each, and sends them again, once.
+"""Goal: an operator sees why messages died, traces them, and redrives each once.
 
 Method: `baton up` is a process; a consumer of the library fails on purpose until messages are dead
-letters, then takes them; what happened is looked at through the command.
+letters, and then handles them; the command shows what happened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.producer import Producer
 from tests.cli.baton import RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 JSON = ("--format", "json")
@@ -61,7 +61,7 @@ async def handle_all(
 
 
 def die(cluster: RunningCluster, name: str, bodies: list[bytes]) -> list[str]:
-    """Messages that end as dead letters after two attempts; their ids."""
+    """Send messages that become dead letters after two attempts; return their ids."""
 
     async def run() -> list[str]:
         async with Producer(cluster.nameserver) as producer:
@@ -97,13 +97,13 @@ def dead(cluster: RunningCluster, name: str, *arguments: str) -> list[dict[str, 
 
 
 def handled(cluster: RunningCluster, name: str, count: int) -> list[ReceivedMessage]:
-    """What a member gets next."""
+    """Return what a member gets next."""
     seen: list[ReceivedMessage] = []
     asyncio.run(handle_all(cluster, name, seen.append, lambda: len(seen) == count, "b"))
     return seen
 
 
-def test_message_dies_is_traced_redriven_once_and_handled(
+def test_dead_letter_is_traced_redriven_once_and_handled(
     cluster: RunningCluster, name: str
 ) -> None:
     (message_id,) = die(cluster, name, [b"order"])
@@ -123,7 +123,7 @@ def test_message_dies_is_traced_redriven_once_and_handled(
     assert (story["state"], story["passes"], story["recorded"]) == ("dead", True, True)
     first, retry, _ = story["copies"]
     for copy in (first, retry):
-        steps = [(step["what"], step["client_id"]) for step in copy["trace"]["steps"]]
+        steps = [(step["what"], step["client_id"]) for step in copy["trace"]["events"]]
         assert steps == [("delivered", "a"), ("acked", "a")]
     assert (retry["attempts"], retry["reason"]) == (1, "asked")
 
@@ -159,14 +159,16 @@ def test_message_dies_is_traced_redriven_once_and_handled(
     assert kinds == ["original", "retry", "dead", "redriven"], "one copy of two runs of the replay"
     last = story["copies"][-1]
     assert (last["replay_id"], last["redriven_by"]) == ("again-1", "tester")
-    assert [(s["what"], s["client_id"]) for s in last["trace"]["steps"]][-1] == ("acked", "b")
+    assert [(s["what"], s["client_id"]) for s in last["trace"]["events"]][-1] == ("acked", "b")
     told = cluster("message", "trace", "--topic", name, "--key", "k0")
     assert told.code == 0, told.err
     for word in ("stored", "delivered", "retry", "dead", "redriven", "acked", "now"):
         assert word in told.out
 
 
-def test_redrive_takes_those_that_are_meant_at_the_rate(cluster: RunningCluster, name: str) -> None:
+def test_redrive_sends_matching_dead_letters_at_the_rate(
+    cluster: RunningCluster, name: str
+) -> None:
     die(cluster, name, [b"0", b"1", b"2"])
     assert [one["body"] for one in dead(cluster, name, "--key", "k1")] == ["1"]
     assert [one["body"] for one in dead(cluster, name, "--sql", "region <> 'r1'")] == ["0", "2"]
@@ -199,7 +201,7 @@ def test_redrive_to_the_topic_reaches_other_groups(cluster: RunningCluster, name
     assert all(one["copies"][-1]["kind"] == "redriven" for one in groups)
 
 
-def test_group_that_reads_no_retries_is_redriven_only_to_its_topic(
+def test_group_without_a_retry_topic_is_redriven_to_its_topic_only(
     cluster: RunningCluster, name: str
 ) -> None:
     die(cluster, name, [b"order"])
@@ -212,7 +214,9 @@ def test_group_that_reads_no_retries_is_redriven_only_to_its_topic(
     assert cluster("dlq", "redrive", name, "--to-topic", "--execute", *WHY).code == 0
 
 
-def test_export_writes_a_line_for_each(cluster: RunningCluster, name: str, tmp_path: Path) -> None:
+def test_export_writes_a_line_per_dead_letter(
+    cluster: RunningCluster, name: str, tmp_path: Path
+) -> None:
     die(cluster, name, [b"text", b"\xff\x00"])
     out = tmp_path / "dead.jsonl"
     assert cluster("dlq", "export", name, "--out", str(out)).code == 0
@@ -221,7 +225,7 @@ def test_export_writes_a_line_for_each(cluster: RunningCluster, name: str, tmp_p
     assert text["group"] == name
 
 
-def test_message_that_a_filter_keeps_back_is_told_so(
+def test_trace_shows_a_message_that_a_filter_skipped(
     cluster: RunningCluster, name: str, lines: Path
 ) -> None:
     assert cluster("produce", name, "--file", str(lines), "--tag", "new").code == 0
@@ -239,7 +243,7 @@ def test_dead_letters_of_a_group_without_any_are_not_found(cluster: RunningClust
         assert (done.code, "TOPIC_NOT_FOUND" in done.err) == (1, True)
 
 
-def test_redrive_that_is_carried_out_needs_a_reason(cluster: RunningCluster) -> None:
+def test_executed_redrive_needs_a_reason(cluster: RunningCluster) -> None:
     assert cluster("dlq", "redrive", "g", "--execute").code == 2
     assert cluster("dlq", "show", "g", "--sql", "a >").code == 2
     assert cluster("dlq", "show", "g", "--cause", "other").code == 2

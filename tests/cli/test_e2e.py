@@ -1,7 +1,7 @@
-"""Goal: the commands do on a real cluster what they say, and `up` keeps its promises.
+"""Goal: the commands work on a real cluster, and `up` keeps its promises.
 
-Method: `baton up` is a process, as a person would start it; what one command did is looked at
-through another.
+Method: `baton up` is a process, as a user starts it; the effect of one command is checked by
+another one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from tests.cli.baton import BATON, CommandResult, RunningCluster, baton, up
-from tests.support.waiting import lives, until_now
+from tests.support.conditions import lives, until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
-def test_what_was_sent_outlasts_ctrl_c(tmp_path: Path) -> None:
+def test_messages_and_progress_survive_ctrl_c(tmp_path: Path) -> None:
     with up(tmp_path / "data") as first:
         assert first("topic", "create", "t", "--queues", "3").code == 0
         with first.started("produce", "t") as producing:
@@ -61,14 +61,14 @@ def test_modules_in_the_users_folder_do_not_break_the_cluster(
     assert (tmp_path / "data" / "logs" / "storage.log").exists()
 
 
-def test_supervisor_that_is_killed_leaves_no_orphans(tmp_path: Path) -> None:
+def test_killed_supervisor_leaves_no_orphans(tmp_path: Path) -> None:
     with up(tmp_path / "data") as running:
         running.process.kill()
         running.process.wait()
         until_now(lambda: not any(map(lives, running.pids.values())))
 
 
-def test_killed_service_is_told_and_restarted(cluster: RunningCluster) -> None:
+def test_killed_service_is_reported_and_restarted(cluster: RunningCluster) -> None:
     os.kill(cluster.pids["offsets"], signal.SIGKILL)
     until_now(lambda: "offsets is ready again: pid " in cluster.told(), timeout_s=60)
     assert "offsets ended: SIGKILL; the end of " in cluster.told()
@@ -78,7 +78,7 @@ def test_killed_service_is_told_and_restarted(cluster: RunningCluster) -> None:
     assert pid != cluster.pids["offsets"]
 
 
-def test_second_up_on_the_directory_is_refused(cluster: RunningCluster) -> None:
+def test_second_up_on_a_directory_is_rejected(cluster: RunningCluster) -> None:
     refused = baton("up", "--data-dir", str(cluster.stderr.with_name("data")))
     assert refused.code == 1
     assert "DATA_DIR_IN_USE: " in refused.err
@@ -86,7 +86,7 @@ def test_second_up_on_the_directory_is_refused(cluster: RunningCluster) -> None:
     assert lives(cluster.pids["etcd"])
 
 
-def test_topic_comes_and_goes(cluster: RunningCluster) -> None:
+def test_topic_is_created_described_and_deleted(cluster: RunningCluster) -> None:
     created = cluster("topic", "create", "come", "--queues", "2", "--format", "json")
     assert (created.code, created.json["created"], created.json["queue_count"]) == (0, True, 2)
     again = cluster("topic", "create", "come", "--queues", "2", "--format", "json")
@@ -101,7 +101,7 @@ def test_topic_comes_and_goes(cluster: RunningCluster) -> None:
     assert json.loads(gone.err)["error"]["reason"] == "TOPIC_NOT_FOUND"
 
 
-def test_topics_of_the_system_are_listed_if_asked_for(cluster: RunningCluster) -> None:
+def test_system_topics_are_listed_with_all_only(cluster: RunningCluster) -> None:
     def listed(*more: str) -> set[str]:
         rows = cluster("topic", "list", *more).rows
         return {row["TOPIC"] for row in rows if row["TOPIC"].startswith("BATON_SYS_")}
@@ -110,7 +110,7 @@ def test_topics_of_the_system_are_listed_if_asked_for(cluster: RunningCluster) -
     assert listed() == set()
 
 
-def test_top_prints_one_frame_if_nobody_looks(cluster: RunningCluster, lines: Path) -> None:
+def test_top_without_a_terminal_prints_one_screen(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "shown", "--queues", "2")
     cluster("produce", "shown", "--file", str(lines))
     cluster("consume", "shown", "--group", "looked-at", "--from", "first")
@@ -122,9 +122,7 @@ def test_top_prints_one_frame_if_nobody_looks(cluster: RunningCluster, lines: Pa
     assert {row["group"]: row["lag"] for row in shown["groups"]}["looked-at"] == 0
 
 
-def test_topic_changes_its_size_and_what_may_be_done_with_it(
-    cluster: RunningCluster, lines: Path
-) -> None:
+def test_topic_update_changes_queues_and_permission(cluster: RunningCluster, lines: Path) -> None:
     lines.write_bytes(b"a\n")
     cluster("topic", "create", "change", "--queues", "2")
     grown = cluster("topic", "update", "change", "--queues", "4", "--format", "json")
@@ -144,9 +142,7 @@ def test_topic_changes_its_size_and_what_may_be_done_with_it(
     assert cluster("topic", "update", "change", "--permission", "x").code == 2
 
 
-def test_messages_are_looked_up_by_id_key_place_and_time(
-    cluster: RunningCluster, lines: Path
-) -> None:
+def test_messages_are_found_by_id_key_offset_and_time(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "look-up", "--queues", "1")
     sent = cluster(
         "produce", "look-up", "--file", str(lines), "--key", "k", "--key", "other",
@@ -178,7 +174,7 @@ def test_messages_are_looked_up_by_id_key_place_and_time(
         assert reason in refused.err
 
 
-def test_the_files_of_a_stopped_node_are_examined(tmp_path: Path) -> None:
+def test_fsck_checks_the_files_of_a_stopped_node(tmp_path: Path) -> None:
     with up(tmp_path / "data") as running:
         running("topic", "create", "t")
         with running.started("produce", "t") as producing:
@@ -194,7 +190,7 @@ def test_the_files_of_a_stopped_node_are_examined(tmp_path: Path) -> None:
     assert in_use.code == 1
 
 
-def test_receipts_say_where_the_lines_are(cluster: RunningCluster, lines: Path) -> None:
+def test_receipts_have_queue_and_offset_of_each_line(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "receipts", "--queues", "2")
     lines.write_bytes(b"a\n\xff\n")
     receipts = cluster(
@@ -216,13 +212,13 @@ def test_receipts_say_where_the_lines_are(cluster: RunningCluster, lines: Path) 
     assert [m["store_unix_ms"] for m in messages] == [r["store_unix_ms"] for r in receipts]
 
 
-def test_produce_to_a_missing_topic_is_refused(cluster: RunningCluster, lines: Path) -> None:
+def test_produce_to_a_missing_topic_is_rejected(cluster: RunningCluster, lines: Path) -> None:
     refused = cluster("produce", "nowhere", "--file", str(lines))
     assert (refused.code, refused.out) == (1, "0 messages stored\n")
     assert refused.err.startswith("error: TOPIC_NOT_FOUND: ")
 
 
-def test_line_that_is_too_long_is_refused_and_those_before_it_are_stored(
+def test_too_long_line_is_rejected_and_earlier_lines_are_stored(
     cluster: RunningCluster, lines: Path
 ) -> None:
     cluster("topic", "create", "long", "--queues", "1")
@@ -233,7 +229,7 @@ def test_line_that_is_too_long_is_refused_and_those_before_it_are_stored(
     assert refused.err.startswith("error: LIMIT_EXCEEDED: ")
 
 
-def test_reader_that_goes_away_ends_the_command_quietly(
+def test_closed_standard_output_ends_the_command_quietly(
     cluster: RunningCluster, lines: Path
 ) -> None:
     cluster("topic", "create", "pipe", "--queues", "1")
@@ -253,7 +249,9 @@ def test_reader_that_goes_away_ends_the_command_quietly(
         assert b"error" not in reading.stderr.read()
 
 
-def test_filter_leaves_out_other_tags_and_still_ends(cluster: RunningCluster, lines: Path) -> None:
+def test_consume_with_a_tag_filter_prints_matching_messages_and_ends(
+    cluster: RunningCluster, lines: Path
+) -> None:
     cluster("topic", "create", "tags", "--queues", "2")
     for tag in ("A", "B", "C"):
         lines.write_text(f"{tag}1\n{tag}2\n")
@@ -265,7 +263,9 @@ def test_filter_leaves_out_other_tags_and_still_ends(cluster: RunningCluster, li
     assert sum(int(row["CURRENT-OFFSET"]) for row in rows) == 6
 
 
-def test_condition_leaves_out_what_it_is_not_true_of(cluster: RunningCluster, lines: Path) -> None:
+def test_consume_with_a_condition_prints_matching_messages(
+    cluster: RunningCluster, lines: Path
+) -> None:
     cluster("topic", "create", "priced", "--queues", "2")
     for price in ("5", "20", "x"):
         lines.write_text(f"{price}\n")
@@ -277,7 +277,7 @@ def test_condition_leaves_out_what_it_is_not_true_of(cluster: RunningCluster, li
     assert "column 12: '!' is not part of the grammar" in refused.err
 
 
-def test_new_group_starts_first_and_a_known_one_where_its_members_do(
+def test_new_group_starts_first_and_an_existing_one_as_its_members(
     cluster: RunningCluster, lines: Path
 ) -> None:
     cluster("topic", "create", "start", "--queues", "1")
@@ -291,14 +291,14 @@ def test_new_group_starts_first_and_a_known_one_where_its_members_do(
         assert cluster(*late, "--from", "first").code == 1
 
 
-def test_bad_expression_is_refused(cluster: RunningCluster) -> None:
+def test_bad_expression_is_rejected(cluster: RunningCluster) -> None:
     cluster("topic", "create", "expression", "--queues", "1")
     refused = cluster("consume", "expression", "--group", "expression", "--filter", "A||")
     assert refused.code == 1
     assert "BAD_EXPRESSION" in refused.err
 
 
-def test_another_subscription_is_refused_with_both_clients(cluster: RunningCluster) -> None:
+def test_other_subscription_is_rejected_with_both_clients(cluster: RunningCluster) -> None:
     cluster("topic", "create", "conflict", "--queues", "1")
     arguments = ("consume", "conflict", "--group", "conflict")
     with cluster.started(*arguments, "--filter", "A", "--follow"):
@@ -320,9 +320,7 @@ def _locks(cluster: RunningCluster, group: str) -> list[tuple[str, str | None]]:
     return [(lock["state"], lock["client_id"]) for lock in locks]
 
 
-def test_group_and_locks_tell_the_truth_while_a_member_reads(
-    cluster: RunningCluster, lines: Path
-) -> None:
+def test_group_and_locks_show_a_running_member(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "truth", "--queues", "2")
     arguments = ("consume", "truth", "--group", "truth", "--from", "first", "--follow")
     with cluster.started(*arguments) as reading:
@@ -344,7 +342,7 @@ def test_group_and_locks_tell_the_truth_while_a_member_reads(
 
 
 def _settled(cluster: RunningCluster, group: str, total: int) -> dict[str, list[dict[str, Any]]]:
-    """The group once its committed offsets add up to `total`."""
+    """Return the group when its committed offsets add up to `total`."""
     seen: list[CommandResult] = []
 
     def committed() -> bool:
@@ -375,7 +373,7 @@ def test_status_lists_every_service(cluster: RunningCluster) -> None:
         assert node["metrics_address"] == announced[name]["metrics_address"]
 
 
-def test_status_is_1_while_a_service_does_not_answer(cluster: RunningCluster) -> None:
+def test_status_exits_with_1_while_a_service_does_not_answer(cluster: RunningCluster) -> None:
     pid = cluster.running("lockmgr")
     os.kill(pid, signal.SIGSTOP)
     try:

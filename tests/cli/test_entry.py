@@ -1,4 +1,4 @@
-"""Goal: `baton` that is interrupted while it still loads ends with status 130 and says nothing.
+"""Goal: `baton` that is interrupted during its imports exits with 130 and prints nothing.
 
 Method: the entry point in a process of its own, which interrupts itself at a chosen import.
 """
@@ -39,13 +39,13 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "module", ["batonmq.cli.app", "click", "grpc.aio", "batonmq.cli.message_trace"]
 )
-def test_interrupt_while_it_loads_is_status_130_and_no_traceback(module: str) -> None:
+def test_interrupt_during_the_imports_exits_with_130_without_a_traceback(module: str) -> None:
     done = _run("-c", _INTERRUPTED, module, "message", "trace", "id")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 class _Plain(socketserver.BaseRequestHandler):
-    """Somebody who speaks no TLS."""
+    """A server without TLS."""
 
     request: socket.socket
 
@@ -53,7 +53,7 @@ class _Plain(socketserver.BaseRequestHandler):
         self.request.sendall(b"220 at your service\r\n")
 
 
-def test_a_failed_handshake_is_told_once() -> None:
+def test_failed_handshake_is_reported_once() -> None:
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Plain) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{server.server_address[1]}"

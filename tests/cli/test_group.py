@@ -1,6 +1,6 @@
-"""Goal: people read of a group what is unusual about it, in words.
+"""Goal: unusual states of groups and locks are described in words.
 
-Method: reports made by hand, and the lines about them.
+Method: hand-made reports, and their descriptions.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ STAGED = StagedSubscriptions((Subscription("t", "A"),), draining=False, since_un
         ({"members": (MEMBER,), "staged": STAGED, "pause": PAUSE}, "Paused"),
     ],
 )
-def test_state_is_the_first_that_is_true(changes: dict[str, object], word: str) -> None:
+def test_state_is_the_first_one_that_applies(changes: dict[str, object], word: str) -> None:
     assert state(asdict(replace(GROUP, **changes))) == word  # type: ignore[arg-type]
 
 
-def test_quiet_group_is_told_in_three_lines() -> None:
+def test_stable_group_is_described_in_three_lines() -> None:
     assert list(
         describe_settings(GroupProgress(GROUP, (), (), ()), OffsetsPlacement("offsets", 2, ""))
     ) == [
@@ -71,7 +71,7 @@ def test_quiet_group_is_told_in_three_lines() -> None:
     ]
 
 
-def test_a_group_on_its_way_is_told_from_where_to_where() -> None:
+def test_moving_group_is_described_with_both_sets() -> None:
     lines = list(
         describe_settings(
             GroupProgress(GROUP, (), (), ()), OffsetsPlacement("offsets-b", 1, "offsets")
@@ -80,7 +80,7 @@ def test_a_group_on_its_way_is_told_from_where_to_where() -> None:
     assert lines[2:] == ["moving from offsets set offsets to offsets-b"]
 
 
-def test_what_is_unusual_is_told_with_who_and_when() -> None:
+def test_unusual_states_are_described_with_name_and_time() -> None:
     difference = Difference("t", "expression", "c9", "C", "c1", "A||B")
     error = SubscriptionConflict("no", differences=(difference,))
     group = replace(
@@ -102,7 +102,7 @@ def test_what_is_unusual_is_told_with_who_and_when() -> None:
 DIAGNOSIS = QueueDiagnosis("g", "t", "b", 0, "MOVING", "m", "", {}, 3, 1_500, 5, 8, "c1", 0)
 
 
-def test_lag_in_all_is_of_the_queues_where_it_is_known() -> None:
+def test_total_lag_counts_queues_with_a_known_lag() -> None:
     away = replace(DIAGNOSIS, queue_id=1, lag=None, lag_ms=None)
     late = replace(DIAGNOSIS, queue_id=2, lag=4, lag_ms=90_001)
     assert group_lag.total([DIAGNOSIS, away, late]) == {
@@ -122,7 +122,7 @@ def test_lag_in_seconds_is_exact_to_the_millisecond() -> None:
     ]
 
 
-def test_lock_tells_what_its_row_does_not_show() -> None:
+def test_lock_description_has_what_the_table_leaves_out() -> None:
     held = Lock("g", "t", "b", 0, "pending", "c1", 1, 5, 0, 0, (), 1, 1)
     denial = Denial("c2", Held("held by c1"), 3_000)
     detail = LockDetail(held, 9, 12_000, "persist", "a1", 6, owner_evicted=True, denials=(denial,))

@@ -46,7 +46,7 @@ async def test_missing_file_is_an_error(tmp_path: Path) -> None:
         await _read(tmp_path / "none")
 
 
-async def test_endless_line_is_given_up(tmp_path: Path) -> None:
+async def test_endless_line_ends_the_input(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"a\n" + b"x" * 5_000_000)
     first, rest = await _read(tmp_path / "f")
     assert first == b"a"
@@ -66,7 +66,7 @@ def stdin() -> Iterator[int]:
     os.close(writing)
 
 
-async def test_line_of_standard_input_is_there_before_the_next(stdin: int) -> None:
+async def test_line_of_standard_input_is_read_before_the_next_one_is_written(stdin: int) -> None:
     lines = read_lines(None, 100)
     os.write(stdin, b"one\ntw")
     assert await anext(lines) == b"one"

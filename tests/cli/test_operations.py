@@ -1,7 +1,7 @@
-"""Goal: an operator can see why a group is stuck, move it, pause it and take queues from owners.
+"""Goal: an operator can diagnose, reset and pause a group, and release its queues by force.
 
-Method: `baton up` is a process; what one command did is looked at through another, and through
-what members print.
+Method: `baton up` is a process; the effect of one command is checked by another one, and by the
+output of members.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cli.baton import RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 JSON = ("--format", "json")
@@ -38,7 +38,7 @@ def read(cluster: RunningCluster, lines: Path, request: pytest.FixtureRequest) -
 def member(
     cluster: RunningCluster, name: str, *arguments: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A member that owns the queue, and leaves in good order."""
+    """A member that owns the queue, and leaves gracefully."""
     with cluster.started("consume", name, "--group", name, "--follow", *arguments) as process:
 
         def owns() -> bool:
@@ -67,7 +67,7 @@ def _reason(err: str) -> str:
     return err.split()[1].rstrip(":")
 
 
-def test_reset_tells_moves_records_and_is_undone(cluster: RunningCluster, read: str) -> None:
+def test_reset_is_planned_executed_recorded_and_undone(cluster: RunningCluster, read: str) -> None:
     why = ("--reason", "a bug", "--by", "tester")
     told = cluster("group", "reset-offsets", read, "--to-earliest")
     assert told.code == 0
@@ -91,7 +91,7 @@ def test_reset_tells_moves_records_and_is_undone(cluster: RunningCluster, read: 
     assert rows[0]["reason"] == f"undo of {moved['op_id']}"
 
 
-def test_exported_plan_is_what_a_file_brings_back(
+def test_exported_plan_can_be_executed_from_a_file(
     cluster: RunningCluster, read: str, tmp_path: Path
 ) -> None:
     exported = cluster("group", "reset-offsets", read, "--to-current", "--export")
@@ -107,7 +107,7 @@ def test_exported_plan_is_what_a_file_brings_back(
     assert _reason(cluster(*arguments[:-2]).err) == "QUEUE_NOT_FOUND"
 
 
-def test_reset_beyond_the_queue_ends_at_its_end_with_a_note(
+def test_reset_beyond_the_queue_stops_at_its_end_with_a_note(
     cluster: RunningCluster, read: str
 ) -> None:
     moved = cluster(
@@ -124,7 +124,7 @@ def test_reset_goes_to_times(cluster: RunningCluster, read: str) -> None:
     assert [done["steps"][0]["to_offset"] for done in (far, near)] == [0, 3]
 
 
-def test_reset_of_what_does_not_exist_is_1(cluster: RunningCluster, read: str) -> None:
+def test_reset_of_a_missing_group_or_topic_exits_with_1(cluster: RunningCluster, read: str) -> None:
     for arguments, reason in (
         (("nobody", "--to-latest"), "GROUP_NOT_FOUND"),
         ((read, "--to-latest", "--topic", "nothing"), "TOPIC_NOT_FOUND"),
@@ -135,7 +135,7 @@ def test_reset_of_what_does_not_exist_is_1(cluster: RunningCluster, read: str) -
         assert (refused.code, refused.out, _reason(refused.err)) == (1, "", reason)
 
 
-def test_clone_starts_another_group_where_this_one_is(cluster: RunningCluster, read: str) -> None:
+def test_clone_copies_the_progress_of_a_group(cluster: RunningCluster, read: str) -> None:
     other = f"{read}-2"
     done = cluster("group", "clone", read, other, "--reason", "r", "--execute", *JSON).json
     assert [(s["group"], s["to_offset"]) for s in done["steps"]] == [(other, 3)]
@@ -143,7 +143,7 @@ def test_clone_starts_another_group_where_this_one_is(cluster: RunningCluster, r
     assert cluster("group", "resets", other, *JSON).json[0]["kind"] == "clone"
 
 
-def test_paused_group_says_who_and_why_and_goes_on_when_resumed(
+def test_paused_group_shows_name_and_reason_until_it_is_resumed(
     cluster: RunningCluster, lines: Path, read: str
 ) -> None:
     paused = cluster("group", "pause", read, "--reason", "flood", "--by", "me", *JSON).json
@@ -168,7 +168,7 @@ def test_paused_group_says_who_and_why_and_goes_on_when_resumed(
         assert (refused.code, _reason(refused.err)) == (1, "GROUP_NOT_FOUND")
 
 
-def test_group_without_members_tells_its_lag_in_messages_and_seconds(
+def test_group_without_members_has_a_lag_in_messages_and_seconds(
     cluster: RunningCluster, lines: Path, read: str
 ) -> None:
     (idle,) = cluster("group", "why-stuck", read, *JSON).json
@@ -187,9 +187,7 @@ def test_group_without_members_tells_its_lag_in_messages_and_seconds(
     )
 
 
-def test_settings_change_and_ownership_only_without_members(
-    cluster: RunningCluster, read: str
-) -> None:
+def test_ownership_can_be_changed_without_members_only(cluster: RunningCluster, read: str) -> None:
     changed = cluster(
         "group", "update", read, "--policy", "staged-latest", "--strategy", "average-by-circle",
         *JSON,
@@ -205,7 +203,7 @@ def test_settings_change_and_ownership_only_without_members(
     assert f"group {read}-new is created" in new.out
 
 
-def test_refused_client_is_shown_with_what_it_wants(cluster: RunningCluster, read: str) -> None:
+def test_rejected_client_is_shown_with_its_subscription(cluster: RunningCluster, read: str) -> None:
     with member(cluster, read):
         assert cluster("consume", read, "--group", read, "--filter", "A").code == 1
         until_now(lambda: cluster("group", "describe", read, *JSON).json["refused"])
@@ -225,9 +223,7 @@ def test_assignments_name_the_member(cluster: RunningCluster, read: str) -> None
         assert described["queues"][0]["assigned"] == joined["client_id"]
 
 
-def test_group_with_members_is_not_deleted_and_one_without_is(
-    cluster: RunningCluster, read: str
-) -> None:
+def test_group_is_deleted_without_members_only(cluster: RunningCluster, read: str) -> None:
     with member(cluster, read):
         refused = cluster("group", "delete", read, "--yes")
         assert (refused.code, _reason(refused.err)) == (1, "GROUP_IN_USE")
@@ -238,7 +234,7 @@ def test_group_with_members_is_not_deleted_and_one_without_is(
     assert len(cluster("consume", read, "--group", read).out.splitlines()) == 3
 
 
-def test_queue_taken_by_force_has_an_owner_again(
+def test_queue_released_by_force_is_acquired_again(
     cluster: RunningCluster, lines: Path, read: str
 ) -> None:
     queue = (read, read, "broker-0", "0")
@@ -270,7 +266,7 @@ def test_queue_taken_by_force_has_an_owner_again(
     assert (never.code, _reason(never.err)) == (1, "UNKNOWN_QUEUE")
 
 
-def test_group_is_explained_while_a_service_is_away(cluster: RunningCluster, read: str) -> None:
+def test_group_is_diagnosed_while_a_service_is_down(cluster: RunningCluster, read: str) -> None:
     pid = cluster.running("offsets")
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -1,6 +1,6 @@
-"""Goal: a line of input is the message it says, or a refusal that names the line.
+"""Goal: a line of input becomes its message, or an error with the number of the line.
 
-Method: lines as bytes, and what becomes of them.
+Method: lines as bytes, and the parsed messages.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ def _read(**line: object) -> OutgoingMessage:
     return from_json("t", TEMPLATE)(7, json.dumps(line).encode())
 
 
-def test_a_text_line_is_a_body_and_the_rest_is_as_asked() -> None:
+def test_text_line_is_a_body_and_the_template_has_the_rest() -> None:
     parcel = from_text(TEMPLATE)(1, b"\xff{}")
     assert parcel.message.body == b"\xff{}"
     assert (parcel.message.tag, parcel.ordering_key, parcel.when) == ("T", "o", {"delay_level": 3})
 
 
-def test_an_object_leaves_to_the_options_what_it_does_not_say() -> None:
+def test_object_takes_missing_fields_from_the_options() -> None:
     parcel = _read(body="ü")
     assert parcel.message == Message("ü".encode(), "T", ("k",), {"a": "1", "b": "2"})
     assert (parcel.ordering_key, parcel.queue) == ("o", QueueRef("t", "b", 0))
     assert parcel.when == {"delay_level": 3}
 
 
-def test_an_object_wins_over_the_options() -> None:
+def test_object_wins_over_the_options() -> None:
     parcel = _read(
         body_base64="/w==", tag="", keys=["x", "y"], properties={"b": "3"}, ordering_key="p",
         queue="c/2", delay="2s",
@@ -47,11 +47,11 @@ def test_an_object_wins_over_the_options() -> None:
 
 
 @pytest.mark.parametrize("time", [5, "5", "1970-01-01T00:00:00.005Z"])
-def test_a_time_is_a_number_or_a_date(time: object) -> None:
+def test_delivery_time_is_a_number_or_a_date(time: object) -> None:
     assert _read(body="", deliver_at=time).when == {"deliver_at_unix_ms": 5}
 
 
-def test_what_consume_prints_can_be_sent_again() -> None:
+def test_output_of_consume_can_be_sent_again() -> None:
     printed = {
         "topic": "s", "broker": "b", "queue_id": 1, "offset": 5, "store_unix_ms": 1, "tag": "A",
         "keys": [], "properties": {"p": "q"}, "redelivered": False, "body": "x",
@@ -77,14 +77,14 @@ def test_what_consume_prints_can_be_sent_again() -> None:
         (b'{"body": "", "deliver_at": "tomorrow"}', "'tomorrow' is not a time"),
     ],
 )
-def test_a_bad_line_is_named_with_what_is_wrong(line: bytes, problem: str) -> None:
+def test_invalid_line_is_named_with_the_problem(line: bytes, problem: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         from_json("t", TEMPLATE)(7, line)
     assert refused.value.message.startswith("line 7: ")
     assert problem in refused.value.message
 
 
-def test_properties_are_names_and_values() -> None:
+def test_properties_are_parsed_from_name_and_value() -> None:
     assert parse_properties(["a=1", "b=", "c=d=e"]) == {"a": "1", "b": "", "c": "d=e"}
     for bad in ("a", "=1", ""):
         with pytest.raises(InvalidArgument):

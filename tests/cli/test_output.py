@@ -1,6 +1,6 @@
-"""Goal: output can be read by people and parsed by programs, and a terminal obeys none of it.
+"""Goal: output is readable for people, parsable for programs, and harmless for terminals.
 
-Method: print known items in both forms and look at the text.
+Method: print known items in all formats, and check the text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ITEMS: list[Item] = [
 COLUMNS: Columns = {"TOPIC": "topic", "BROKER": "broker", "TWICE": lambda item: 2 * item["lag"]}
 
 
-def test_table_has_one_row_per_item_and_dashes_for_nothing(
+def test_table_has_one_row_per_item_and_dashes_for_missing_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Output(OutputFormat.TABLE).items(ITEMS, COLUMNS)
@@ -69,14 +69,14 @@ def test_line_is_text_or_one_line_of_json(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(second) == {"a": "x\ny"}
 
 
-def test_note_is_for_people_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_note_is_not_printed_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     Output(OutputFormat.JSON).note("3 messages")
     assert capsys.readouterr().out == ""
     Output(OutputFormat.TABLE).note("3 messages")
     assert capsys.readouterr().out == "3 messages\n"
 
 
-def test_error_tells_reason_sentence_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_prints_reason_message_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     Output(OutputFormat.TABLE).error(TopicNotFound("topic a does not exist"))
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -86,7 +86,7 @@ def test_error_tells_reason_sentence_and_remedy(capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_error_as_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_in_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     difference = Difference("t", "expression", "new", "a", "old", "b")
     error = SubscriptionConflict("no", facts={"group": "g"}, differences=(difference,))
     Output(OutputFormat.JSON).error(error)
@@ -116,7 +116,7 @@ def test_conflict_names_both_clients(capsys: pytest.CaptureFixture[str]) -> None
     assert "t expression: new has 'a', old has 'b'" in capsys.readouterr().err
 
 
-def test_control_characters_are_shown_not_obeyed() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[31mb\x00\n\tü€") == "a\\x1b[31mb\\x00\\n\tü€"
 
 

@@ -1,4 +1,4 @@
-"""Goal: `baton produce` sends for later and `baton message cancel` takes back.
+"""Goal: `baton produce` schedules messages, and `baton message cancel` cancels them.
 
 Method: wrong command lines without a cluster; the rest against a real `baton up`.
 """
@@ -24,7 +24,7 @@ from tests.cli.baton import baton, up
         ["--delay", "10s", "--delay-level", "3"],
     ],
 )
-def test_a_time_that_is_none_is_a_wrong_command_line(options: list[str]) -> None:
+def test_invalid_since_exits_with_2(options: list[str]) -> None:
     result = baton("produce", "t", "--file", "/dev/null", *options)
     assert result.code == 2
     assert "Usage:" in result.err
@@ -32,7 +32,7 @@ def test_a_time_that_is_none_is_a_wrong_command_line(options: list[str]) -> None
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-def test_messages_for_later_are_sent_cancelled_and_delivered(tmp_path: Path) -> None:
+def test_scheduled_messages_are_sent_cancelled_and_delivered(tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     lines.write_bytes(b"one\ntwo\n")
     with up(tmp_path / "data") as cluster:

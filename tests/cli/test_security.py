@@ -19,7 +19,7 @@ from batonmq_server.cli.up import cluster_variables
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.local.layout import SERVICES
 from tests.cli.baton import RunningCluster, baton, up
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 SECRET = "a-token-that-nobody-shows"
 NOTHING: TlsOptions = dict.fromkeys(
@@ -28,12 +28,12 @@ NOTHING: TlsOptions = dict.fromkeys(
 PAIR = {"cert_file": "c.pem", "key_file": "c.key"}
 
 
-def test_nothing_given_is_no_tls() -> None:
+def test_tls_is_off_by_default() -> None:
     assert choose_security(NOTHING, "", Context()) is None
     assert choose_security({**NOTHING, "tls": True}, "", Context()) == Security()
 
 
-def test_options_win_over_the_context_a_pair_as_a_pair() -> None:
+def test_certificate_options_win_over_the_context_as_a_pair() -> None:
     said = Context(ca_file="ca.pem", cert_file="old.pem", key_file="old.key")
     assert choose_security(NOTHING, "", said) == Security(
         ca_file="ca.pem", cert_file="old.pem", key_file="old.key"
@@ -44,7 +44,7 @@ def test_options_win_over_the_context_a_pair_as_a_pair() -> None:
     assert choose_security({**NOTHING, "tls": False}, "", said) is None
 
 
-def test_token_of_the_environment_wins_over_the_file_of_the_context() -> None:
+def test_token_in_the_environment_wins_over_the_token_file_of_the_context() -> None:
     said = Context(ca_file="ca.pem", token_file="token")
     found = choose_security(NOTHING, SECRET, said)
     assert found is not None
@@ -53,7 +53,7 @@ def test_token_of_the_environment_wins_over_the_file_of_the_context() -> None:
     assert SECRET not in repr(found)
 
 
-def test_context_keeps_paths_and_gives_them_back(contexts: Path, tmp_path: Path) -> None:
+def test_context_stores_absolute_paths(contexts: Path, tmp_path: Path) -> None:
     done = baton("context", "set", "prod", "--nameserver", ",", "--ca-file", "ca.pem", "--tls")
     assert done.code == 0
     shown = baton("context", "show", "--format", "json").json
@@ -64,7 +64,7 @@ def test_context_keeps_paths_and_gives_them_back(contexts: Path, tmp_path: Path)
     assert (shown["tls"], shown["ca_file"]) == (None, None)
 
 
-def test_a_file_that_is_missing_is_named(contexts: Path) -> None:
+def test_missing_file_is_named(contexts: Path) -> None:
     baton("context", "set", "prod", "--nameserver", "127.0.0.1:1", "--ca-file", "/nowhere/ca.pem")
     refused = baton("topic", "list")
     assert refused.code == 1
@@ -87,13 +87,13 @@ def test_named_context_is_not_mixed_with_variables(
     assert "UNREACHABLE" in named.err
 
 
-def test_a_cluster_without_tls_is_reached_past_a_context_with_it() -> None:
+def test_cluster_variables_turn_tls_off_if_a_context_has_it() -> None:
     assert cluster_variables("a:1", "", uses_tls=False) == "BATON_NAMESERVER=a:1"
     assert cluster_variables("a:1", "", uses_tls=True) == "BATON_NAMESERVER=a:1 BATON_TLS=false"
     assert cluster_variables("a:1", "baton", uses_tls=True) == "BATON_CONTEXT=baton"
 
 
-def test_variables_reach_past_a_context_with_tls(
+def test_variables_reach_a_cluster_without_tls_despite_a_context_with_tls(
     contexts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     baton("context", "set", "prod", "--nameserver", "127.0.0.1:1", "--ca-file", "/nowhere/ca.pem")
@@ -102,7 +102,7 @@ def test_variables_reach_past_a_context_with_tls(
     assert "127.0.0.1:1" in baton("topic", "list").err
 
 
-def test_a_token_that_could_not_be_made_leaves_no_file(tmp_path: Path) -> None:
+def test_failed_token_creation_leaves_no_file(tmp_path: Path) -> None:
     file = tmp_path / "billing.token"
     asked = ("--nameserver", "127.0.0.1:1", "access", "token", "create", "b", "--file", str(file))
     refused = baton(*asked)
@@ -165,7 +165,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningCl
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-def test_after_up_secure_commands_just_work(
+def test_commands_reach_a_secure_cluster_by_its_context(
     secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, contexts = secure
@@ -190,7 +190,7 @@ def test_after_up_secure_commands_just_work(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-def test_messages_flow_over_tls_and_the_verdict_is_the_last_line(
+def test_traffic_over_tls_prints_its_result_last(
     secure: tuple[RunningCluster, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_CONFIG", str(secure[1]))
@@ -204,7 +204,7 @@ def test_messages_flow_over_tls_and_the_verdict_is_the_last_line(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-def test_after_up_secure_others_may_do_what_is_granted_to_them(
+def test_other_clients_of_a_secure_cluster_need_grants(
     secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, contexts = secure
@@ -226,7 +226,7 @@ def test_after_up_secure_others_may_do_what_is_granted_to_them(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-def test_who_is_not_let_in_is_told_what_is_missing(
+def test_rejected_client_is_told_what_is_missing(
     secure: tuple[RunningCluster, Path], tmp_path: Path
 ) -> None:
     running, _ = secure

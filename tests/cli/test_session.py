@@ -1,6 +1,6 @@
-"""Goal: options behind the command win, and a command's end becomes the right exit status.
+"""Goal: options after the command win, and each end of a command has the right exit status.
 
-Method: sessions made by hand, run in this process.
+Method: hand-made sessions, run in this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batonmq.errors import TopicNotFound
 SESSION = CommandSession("127.0.0.1:1", Output(OutputFormat.TABLE))
 
 
-def test_options_behind_the_command_win() -> None:
+def test_options_after_the_command_win() -> None:
     context = click.Context(baton, obj=GlobalOptions("front:1", OutputFormat.TABLE))
     session = open_session(context, None, None)
     assert (session.nameserver, session.output.form) == ("front:1", OutputFormat.TABLE)
@@ -40,7 +40,9 @@ def _status(error: BaseException) -> int:
     return ended.value.exit_code
 
 
-def test_refusal_is_1_also_inside_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejection_exits_with_1_also_inside_exception_groups(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     refusal = TopicNotFound("no t")
     for error in (
         refusal,
@@ -51,19 +53,19 @@ def test_refusal_is_1_also_inside_groups(capsys: pytest.CaptureFixture[str]) -> 
         assert capsys.readouterr().err.startswith("error: TOPIC_NOT_FOUND: no t\n")
 
 
-def test_failing_system_call_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_system_call_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert _status(FileNotFoundError(2, "No such file", "lines")) == 1
     assert "SYSTEM_ERROR: [Errno 2] No such file: 'lines'" in capsys.readouterr().err
 
 
-def test_bug_is_not_dressed_up() -> None:
+def test_unexpected_exception_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         SESSION.run(_fail(ZeroDivisionError()))
 
 
 @pytest.mark.parametrize(("endless", "status"), [(True, 0), (False, 130)])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_ends_a_command_in_good_order(
+def test_signal_ends_a_command_gracefully(
     endless: bool, status: int, number: signal.Signals
 ) -> None:
     ended: list[str] = []

@@ -1,4 +1,4 @@
-"""Goal: times and rates are read as a person means them, or refused.
+"""Goal: times and rates are parsed as users mean them, or rejected.
 
 Method: tables.
 """
@@ -25,17 +25,17 @@ from batonmq.errors import InvalidArgument
         ("20131201", 1_385_856_000_000),
     ],
 )
-def test_times_are_utc_unless_they_say_otherwise(text: str, unix_ms: int) -> None:
+def test_times_without_a_zone_are_utc(text: str, unix_ms: int) -> None:
     assert parse_unix_ms(text) == unix_ms
 
 
 @pytest.mark.parametrize("text", ["", "tomorrow", "12:00", "-5", "2026", "202601", "9" * 16])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_invalid_time_is_rejected(text: str) -> None:
     with pytest.raises(InvalidArgument, match="not a time"):
         parse_unix_ms(text)
 
 
-def test_rates_are_a_second() -> None:
+def test_rates_are_per_second() -> None:
     assert [parse_rate(text) for text in ("100", "100/s", "0.5/s")] == [100, 100, 0.5]
     for text in ("", "0", "0/s", "-1", "5/m", "fast"):
         with pytest.raises(InvalidArgument, match="not a rate"):
@@ -53,10 +53,10 @@ def test_rates_are_a_second() -> None:
         ("2013-12-01T04:59:59.007Z", StartPosition("timestamp", 1_385_873_999_007)),
     ],
 )
-def test_a_start_is_a_name_a_span_or_a_time(text: str, start: StartPosition) -> None:
+def test_start_is_a_name_a_duration_or_a_time(text: str, start: StartPosition) -> None:
     assert parse_start(text, 10_000_000_000) == start
 
 
-def test_times_of_rocketmq_are_read() -> None:
+def test_times_in_the_form_of_rocketmq_are_converted() -> None:
     assert iso_time("2026-01-31#08:00:00:007") == "2026-01-31T08:00:00.007"
     assert iso_time("1385873999007") == "1385873999007"

@@ -1,6 +1,6 @@
-"""Goal: an operator measures, watches and bundles a running cluster; a consumer ends in good order.
+"""Goal: an operator measures, watches and bundles a running cluster; a consumer ends gracefully.
 
-Method: `baton up` is a process; what a command did is looked at through another.
+Method: `baton up` is a process; the effect of one command is checked by another one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import pytest
 from batonmq.cli.app import baton as baton_command
 from batonmq.cli.completion import complete_groups, complete_topics
 from tests.cli.baton import BATON, RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 JSON = ("--format", "json")
 
 
-def test_consumer_that_is_terminated_gives_its_queues_back_and_nothing_comes_again(
+def test_terminated_consumer_releases_its_queues_and_nothing_is_redelivered(
     cluster: RunningCluster, lines: Path
 ) -> None:
     cluster("topic", "create", "term", "--queues", "2")
@@ -42,7 +42,7 @@ def test_consumer_that_is_terminated_gives_its_queues_back_and_nothing_comes_aga
     assert cluster("group", "lag", "term", *JSON).json["lag"] == 0
 
 
-def test_objects_become_messages_and_a_bad_line_ends_it(
+def test_objects_become_messages_until_an_invalid_line(
     cluster: RunningCluster, lines: Path
 ) -> None:
     cluster("topic", "create", "objects", "--queues", "2")
@@ -59,9 +59,7 @@ def test_objects_become_messages_and_a_bad_line_ends_it(
     assert found == {1: ("a", {"all": "x", "n": "1"}, ["k"]), 0: (None, {"all": "x"}, [])}
 
 
-def test_progress_is_for_a_terminal_and_leaves_the_output_alone(
-    cluster: RunningCluster, lines: Path
-) -> None:
+def test_progress_is_shown_on_a_terminal_only(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "progress", "--queues", "1")
     arguments = ("produce", "progress", "--file", str(lines), *JSON)
     assert cluster(*arguments).err == ""
@@ -77,7 +75,7 @@ def test_progress_is_for_a_terminal_and_leaves_the_output_alone(
     assert b"messages stored" in shown
 
 
-def test_bench_that_is_interrupted_deletes_its_topic(cluster: RunningCluster) -> None:
+def test_interrupted_bench_deletes_its_topic(cluster: RunningCluster) -> None:
     def there() -> bool:
         return "bench-" in cluster("topic", "list").out
 
@@ -88,7 +86,7 @@ def test_bench_that_is_interrupted_deletes_its_topic(cluster: RunningCluster) ->
     assert not there()
 
 
-def test_start_by_time_leaves_out_what_is_older(cluster: RunningCluster, lines: Path) -> None:
+def test_start_by_time_skips_older_messages(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "begin", "--queues", "1")
     cluster("produce", "begin", "--file", str(lines))
     assert cluster("consume", "begin", "--group", "b1", "--from", "2999-01-01").out == ""
@@ -106,7 +104,7 @@ def test_start_by_time_leaves_out_what_is_older(cluster: RunningCluster, lines: 
         ("consume", ("--count", "5000", "--handler", "single")),
     ],
 )
-def test_bench_measures_and_leaves_nothing(
+def test_bench_deletes_its_topic_and_group(
     cluster: RunningCluster, what: str, options: tuple[str, ...]
 ) -> None:
     measured = cluster("bench", what, "--queues", "2", *options, *JSON)
@@ -124,7 +122,7 @@ def test_bench_measures_and_leaves_nothing(
         assert [name for name in names if "bench" in name] == []
 
 
-def test_bench_of_a_topic_leaves_it(cluster: RunningCluster, lines: Path) -> None:
+def test_bench_of_an_existing_topic_keeps_it(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "mine", "--queues", "1")
     cluster("produce", "mine", "--file", str(lines))
     assert cluster("bench", "consume", "--topic", "mine", "--handler", "single").code == 0
@@ -133,7 +131,7 @@ def test_bench_of_a_topic_leaves_it(cluster: RunningCluster, lines: Path) -> Non
     assert cluster("bench", "consume", "--topic", "empty").code == 1
 
 
-def test_stats_tell_what_queues_hold_and_since_when(cluster: RunningCluster, lines: Path) -> None:
+def test_stats_show_offsets_and_store_times_of_queues(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "stats", "--queues", "2")
     cluster("produce", "stats", "--queue", "broker-0/1", "--file", str(lines))
     empty, full = cluster("topic", "stats", "stats", *JSON).json
@@ -168,7 +166,7 @@ def test_members_are_listed_with_their_queues(cluster: RunningCluster) -> None:
         assert reading.wait(60) == 0
 
 
-def test_brokers_and_replication_are_told(cluster: RunningCluster) -> None:
+def test_brokers_and_replication_are_shown(cluster: RunningCluster) -> None:
     (broker,) = cluster("cluster", "brokers", "--seconds", "0.2", *JSON).json
     assert (broker["broker"], broker["disk_state"]) == ("broker-0", "ok")
     assert broker["first_position"] <= broker["synced_position"] <= broker["next_position"]
@@ -177,10 +175,10 @@ def test_brokers_and_replication_are_told(cluster: RunningCluster) -> None:
     assert rows.keys() == {"storage", "offsets", "lockmgr", "nameserver"}
     assert {row["ROLE"] for row in rows.values()} == {"leader"}
     assert (rows["storage"]["SET"], rows["storage"]["LAG"]) == ("broker-0", "0")
-    assert {row["IN-SYNC"] for row in rows.values()} == {"-"}, "nobody has a follower"
+    assert {row["IN-SYNC"] for row in rows.values()} == {"-"}, "no leader has a follower"
 
 
-def test_bundle_has_everything_and_is_not_written_over(
+def test_bundle_has_all_files_and_is_not_overwritten(
     cluster: RunningCluster, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batonmq.admin.diagnostics._TIMEOUT_S", 30)
@@ -215,7 +213,7 @@ def test_bundle_has_everything_and_is_not_written_over(
     assert "FILE_EXISTS" in again.err
 
 
-def test_mqadmin_names_do_what_their_twins_do(cluster: RunningCluster) -> None:
+def test_mqadmin_commands_equal_those_of_baton(cluster: RunningCluster) -> None:
     def mqadmin(*arguments: str) -> str:
         done = cluster("mqadmin", *arguments)
         assert done.code == 0, done.err
@@ -250,7 +248,7 @@ def test_mqadmin_names_do_what_their_twins_do(cluster: RunningCluster) -> None:
     assert cluster("mqadmin", "topicList", "-n", several).code == 0
 
 
-def test_names_are_completed_and_nothing_is_said_when_nobody_answers(
+def test_names_are_completed_and_an_unreachable_cluster_is_silent(
     cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster("topic", "create", "complete-me", "--queues", "1")

@@ -1,4 +1,4 @@
-"""Goal: `baton top` draws on a terminal, follows its size, and gives it back on `q`.
+"""Goal: `baton top` draws on a terminal, follows its size, and restores it at the end.
 
 Method: a real cluster, and the command in a process of its own on a pseudo terminal.
 """
@@ -23,7 +23,7 @@ from tests.cli.baton import BATON, RunningCluster
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 LEAVES = b"\x1b[?1049l"
-"""Back from the screen of its own to the lines that were there."""
+"""The sequence that leaves the alternate screen."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ class Screen:
     """The terminal of a command.
 
     Attributes:
-        shown: What it has drawn since `clear`.
+        shown: What the command has drawn since the last `resize`.
     """
 
     fd: int
@@ -54,7 +54,7 @@ class Screen:
         os.write(self.fd, key)
 
     def until(self, wanted: bytes) -> None:
-        """Until it has drawn this."""
+        """Wait until the command has drawn this."""
         while wanted not in self.shown:
             assert select.select([self.fd], [], [], 30)[0], self.shown
             try:
@@ -79,7 +79,7 @@ def screen(cluster: RunningCluster, *arguments: str) -> Iterator[Screen]:
             os.close(main)
 
 
-def test_top_draws_follows_the_size_and_ends_with_q(cluster: RunningCluster) -> None:
+def test_top_follows_the_terminal_size_and_quits_on_q(cluster: RunningCluster) -> None:
     cluster("topic", "create", "drawn", "--queues", "1")
     with screen(cluster, "top") as terminal:
         terminal.until(b"CONFLICTS")
@@ -96,7 +96,7 @@ def test_top_draws_follows_the_size_and_ends_with_q(cluster: RunningCluster) -> 
         assert termios.tcgetattr(terminal.fd)[3] & termios.ECHO
 
 
-def test_top_that_is_interrupted_gives_the_terminal_back(cluster: RunningCluster) -> None:
+def test_interrupted_top_restores_the_terminal(cluster: RunningCluster) -> None:
     with screen(cluster, "top") as terminal:
         terminal.until(b"TOPIC")
         terminal.process.terminate()
@@ -104,7 +104,7 @@ def test_top_that_is_interrupted_gives_the_terminal_back(cluster: RunningCluster
         assert terminal.process.wait(20) == 0
 
 
-def test_top_without_a_nameserver_says_so_and_leaves_the_terminal_alone(
+def test_top_without_a_nameserver_fails_before_it_changes_the_terminal(
     cluster: RunningCluster,
 ) -> None:
     with screen(cluster, "--nameserver", "127.0.0.1:1", "top") as terminal:

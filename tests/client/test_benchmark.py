@@ -26,21 +26,21 @@ class _Watch:
         return self._now_s
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentiles_are_measured_values() -> None:
     found = percentiles_ms([number / 1000 for number in range(1, 1001)])
     assert found == {"p50": 501, "p95": 951, "p99": 991, "p99.9": 1000, "max": 1000}
     assert percentiles_ms([0.002]) == dict.fromkeys(("p50", "p95", "p99", "p99.9", "max"), 2)
     assert percentiles_ms([]) is None
 
 
-def test_with_a_rate_every_departure_is_set_whatever_the_time_is() -> None:
+def test_with_a_rate_due_times_do_not_depend_on_the_clock() -> None:
     for step_s in (0.0, 100.0):  # nothing delays, or everything does
         times = list(due_times(BenchLoad(per_s=4, count=5), _Watch(step_s)))
         assert [time - times[0] for time in times if time and times[0]] == [0, 0.25, 0.5, 0.75, 1]
     assert len(list(due_times(BenchLoad(per_s=4, seconds=3), _Watch(0)))) == 12
 
 
-def test_without_a_rate_they_leave_at_once_until_the_count_or_the_time() -> None:
+def test_without_a_rate_messages_are_due_at_once_until_the_count_or_the_time() -> None:
     assert list(due_times(BenchLoad(count=3), _Watch(100))) == [None] * 3
     assert list(due_times(BenchLoad(seconds=2), _Watch(0.5))) == [None] * 3
 
@@ -52,7 +52,7 @@ def test_rates_follow_from_count_and_time() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_no_message_is_no_rate(seconds: float) -> None:
+def test_rate_of_no_messages_is_zero(seconds: float) -> None:
     assert BenchResult(0, seconds, 1).bytes_per_s == 0
 
 
@@ -64,7 +64,7 @@ class _Interrupted(Admin):
         raise asyncio.CancelledError
 
 
-async def test_an_interrupted_creation_leaves_no_topic(nameserver: str) -> None:
+async def test_interrupted_topic_creation_leaves_no_topic(nameserver: str) -> None:
     async with _Interrupted(nameserver) as admin:
         with pytest.raises(asyncio.CancelledError):
             async with temporary_topic(admin, "interrupted", 1, keep=False):

@@ -1,6 +1,6 @@
-"""Goal: the demo itself is honest, on real processes with a part of the real data set.
+"""Goal: the demo succeeds on real processes with a part of the real data set.
 
-Method: a local cluster; the first flights of the year; the group grows and shrinks as in the
+Method: a local cluster; the first flights of the year; members join and leave as in the
 whole demo.
 """
 
@@ -15,7 +15,7 @@ from batonmq_server.demo.flights import load_flights
 from tests.support.cluster import local_cluster
 
 
-def test_the_data_set_is_complete_and_its_ids_are_unique() -> None:
+def test_data_set_is_complete_and_its_ids_are_unique() -> None:
     flights = load_flights()
     assert len(flights) == 336_776
     assert len({flight.flight_id for flight in flights}) == 336_776
@@ -25,7 +25,7 @@ def test_the_data_set_is_complete_and_its_ids_are_unique() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
-async def test_the_demo_finds_nothing_lost_and_nothing_twice(tmp_path: Path) -> None:
+async def test_demo_finds_no_lost_and_no_duplicated_message(tmp_path: Path) -> None:
     flights = load_flights()[:20_000]
     told: list[str] = []
     async with local_cluster(tmp_path / "cluster") as cluster:

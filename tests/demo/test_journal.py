@@ -1,6 +1,6 @@
-"""Goal: the demo's verdict is right, above all when something is wrong.
+"""Goal: the delivery report is right, above all if deliveries are wrong.
 
-Method: journals made by hand, each with one thing amiss; and real files for what is read back.
+Method: hand-made journals, each with one fault; real files for reading them back.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ SENT = {f"k{place}": place for place in range(6)}
 CLEAN = [HandledMessage(f"a/{place % 2}", place // 2, 1, False, f"k{place}") for place in range(6)]
 
 
-def test_a_clean_run_has_nothing_to_report() -> None:
+def test_clean_run_has_no_problems() -> None:
     assert compare_deliveries(CLEAN, SENT) == DeliveryReport(6, 0, 0, 0, 0, 0)
 
 
-def test_a_message_nobody_handled_is_lost() -> None:
+def test_unhandled_message_is_lost() -> None:
     verdict = compare_deliveries(CLEAN[:-1], SENT)
     assert (verdict.consumed, verdict.lost) == (5, 1)
 
 
-def test_a_second_handling_is_a_duplicate_and_unflagged_unless_it_says_so() -> None:
+def test_second_delivery_is_a_duplicate_and_unflagged_unless_redelivered() -> None:
     again = replace(CLEAN[0], token=2)
     assert compare_deliveries([*CLEAN, again], SENT).duplicated == 1
     assert compare_deliveries([*CLEAN, again], SENT).unflagged == 1
     assert compare_deliveries([*CLEAN, replace(again, redelivered=True)], SENT).unflagged == 0
 
 
-def test_three_handlings_of_one_message_are_two_duplicates() -> None:
+def test_three_deliveries_of_a_message_are_two_duplicates() -> None:
     assert compare_deliveries([*CLEAN, CLEAN[1], CLEAN[1]], SENT).duplicated == 2
 
 
-def test_a_message_behind_a_later_one_of_its_queue_is_misordered() -> None:
+def test_message_after_a_later_one_of_its_queue_is_misordered() -> None:
     swapped = [CLEAN[2], CLEAN[0], CLEAN[4], CLEAN[1], CLEAN[3], CLEAN[5]]
     assert compare_deliveries(swapped, SENT).misordered == 1
 
 
-def test_queues_of_two_brokers_with_the_same_number_are_two() -> None:
+def test_queues_of_two_brokers_with_the_same_id_are_distinct() -> None:
     places = {handled.key: place for place, handled in enumerate(CLEAN)}
     spread = [replace(h, queue=f"{'ab'[places[h.key] % 2]}/0") for h in CLEAN]
     assert compare_deliveries([*spread[1::2], *spread[::2]], SENT).misordered == 0
@@ -54,26 +54,26 @@ def test_queues_of_two_brokers_with_the_same_number_are_two() -> None:
     assert compare_deliveries([*one[1::2], *one[::2]], SENT).misordered == 3
 
 
-def test_owners_are_put_in_the_order_of_their_tokens() -> None:
+def test_owners_are_ordered_by_token() -> None:
     second_owner = [replace(h, token=2) for h in CLEAN[4:]]
     assert compare_deliveries([*second_owner, *CLEAN[:4]], SENT).misordered == 0
     first_owner_last = [replace(h, token=3) for h in CLEAN[:4]]
     assert compare_deliveries([*second_owner, *first_owner_last], SENT).misordered == 4
 
 
-def test_a_redelivery_is_no_disorder() -> None:
+def test_redelivery_is_not_misordered() -> None:
     assert (
         compare_deliveries([*CLEAN, replace(CLEAN[0], token=2, redelivered=True)], SENT).misordered
         == 0
     )
 
 
-def test_a_message_that_was_not_meant_for_the_group_is_foreign() -> None:
+def test_message_of_another_group_is_foreign() -> None:
     verdict = compare_deliveries([*CLEAN, HandledMessage("a/0", 9, 1, False, "other")], SENT)
     assert (verdict.foreign, verdict.consumed, verdict.duplicated) == (1, 6, 0)
 
 
-def test_a_handover_lasts_from_the_last_start_to_the_next_grant() -> None:
+def test_handover_lasts_from_draining_to_the_next_grant() -> None:
     events = [
         OwnershipRecord("a", "granted", "a/0", 1, 0),
         OwnershipRecord("a", "draining", "a/0", 1, 100),
@@ -86,7 +86,7 @@ def test_a_handover_lasts_from_the_last_start_to_the_next_grant() -> None:
     assert handovers_ms(events) == [50]
 
 
-def test_what_is_written_is_read_back_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+def test_journal_is_read_back_without_an_incomplete_line(tmp_path: Path) -> None:
     builder = BatchBuilder()
     message = Message(b"body", "AA", ("k0",))
     builder.add(message, encode_record(message))
@@ -106,7 +106,7 @@ def test_what_is_written_is_read_back_and_a_torn_line_is_left_out(tmp_path: Path
 
 
 @pytest.mark.parametrize("line", ["H a/1 2 3\n", "E granted a/1\n"])
-def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path, line: str) -> None:
+def test_damaged_line_in_the_middle_is_an_error(tmp_path: Path, line: str) -> None:
     path = tmp_path / "member.journal"
     path.write_text(line)
     with pytest.raises((ValueError, IndexError)):

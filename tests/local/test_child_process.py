@@ -1,4 +1,4 @@
-"""Goal: a child process is started, watched and ended as promised, and nothing outlives its parent.
+"""Goal: child processes are started, watched and stopped, and end with their parent.
 
 Method: real processes that run a few lines of Python; conditions are waited for, never times.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from batonmq_server.local.child_process import ChildProcess, NotReady, Program
-from tests.support.waiting import lives, until
+from tests.support.conditions import lives, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"
@@ -38,7 +38,7 @@ def _child(tmp_path: Path, code: str, **env: str) -> ChildProcess:
     )
 
 
-async def test_stop_ends_it_with_sigterm(tmp_path: Path) -> None:
+async def test_stop_sends_sigterm(tmp_path: Path) -> None:
     child = _child(tmp_path, SLEEPER)
     child.spawn()
     await child.ready(20)
@@ -47,7 +47,7 @@ async def test_stop_ends_it_with_sigterm(tmp_path: Path) -> None:
     assert (child.returncode, child.pid, child.should_run) == (-signal.SIGTERM, None, False)
 
 
-async def test_stop_ends_a_paused_one(tmp_path: Path) -> None:
+async def test_stop_ends_a_suspended_process(tmp_path: Path) -> None:
     child = _child(tmp_path, SLEEPER)
     child.spawn()
     await child.ready(20)
@@ -55,7 +55,7 @@ async def test_stop_ends_a_paused_one(tmp_path: Path) -> None:
     assert await child.stop(20)
 
 
-async def test_stop_kills_what_ignores_sigterm(tmp_path: Path) -> None:
+async def test_stop_kills_a_process_that_ignores_sigterm(tmp_path: Path) -> None:
     child = _child(tmp_path, STUBBORN)
     child.spawn()
     await child.ready(20)
@@ -79,7 +79,9 @@ inner.wait()
     await until(lambda: not lives(inner))
 
 
-async def test_one_that_ends_before_it_serves_is_reported_with_its_exit(tmp_path: Path) -> None:
+async def test_process_that_ends_before_it_is_ready_is_reported_with_its_exit_status(
+    tmp_path: Path,
+) -> None:
     child = _child(tmp_path, "import sys; print('no such disk'); sys.exit(7)")
     child.spawn()
     with pytest.raises(NotReady, match=r"child ended \(exit code 7\) before it was ready"):
@@ -87,7 +89,7 @@ async def test_one_that_ends_before_it_serves_is_reported_with_its_exit(tmp_path
     assert child.last_lines(3) == ["no such disk"]
 
 
-async def test_one_that_never_serves_is_given_up(tmp_path: Path) -> None:
+async def test_process_that_is_never_ready_times_out(tmp_path: Path) -> None:
     child = _child(tmp_path, "import time; time.sleep(600)")
     child.spawn()
     with pytest.raises(NotReady, match="was not ready after"):
@@ -95,7 +97,7 @@ async def test_one_that_never_serves_is_given_up(tmp_path: Path) -> None:
     child.kill_now()
 
 
-async def test_unasked_end_leaves_it_wanted(tmp_path: Path) -> None:
+async def test_unexpected_end_keeps_should_run(tmp_path: Path) -> None:
     child = _child(tmp_path, SLEEPER)
     child.spawn()
     child.send(signal.SIGKILL)
@@ -103,7 +105,7 @@ async def test_unasked_end_leaves_it_wanted(tmp_path: Path) -> None:
     assert child.should_run
 
 
-async def test_environment_is_inherited_but_for_what_is_dropped(
+async def test_environment_is_inherited_without_dropped_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIVATE_KEY", "inherited")
@@ -117,7 +119,9 @@ async def test_environment_is_inherited_but_for_what_is_dropped(
     assert child.last_lines(1) == ["[None, 'inherited', 'added']"]
 
 
-async def test_log_goes_on_after_a_restart_and_its_end_is_of_the_last_run(tmp_path: Path) -> None:
+async def test_log_is_appended_after_a_restart_and_last_lines_are_of_the_last_run(
+    tmp_path: Path,
+) -> None:
     child = _child(tmp_path, "import os; print(os.getpid())")
     for _ in range(2):
         child.spawn()
@@ -127,7 +131,7 @@ async def test_log_goes_on_after_a_restart_and_its_end_is_of_the_last_run(tmp_pa
     assert child.last_lines(10) == lines[1:]
 
 
-async def test_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+async def test_child_is_killed_with_its_parent(tmp_path: Path) -> None:
     parent_code = f"""
 import pathlib, sys, time
 from batonmq_server.local.child_process import ChildProcess, Program

@@ -1,6 +1,6 @@
-"""Goal: a local etcd is the same one after a restart, whatever ended it, and outlives nobody.
+"""Goal: a local etcd keeps data and ports over any restart, and ends with its parent.
 
-Method: real etcd processes on a directory of the test's own, looked at over HTTP.
+Method: real etcd processes on a directory of the test's own, checked over HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from batonmq_server.local.child_process import NotReady, describe_exit
 from batonmq_server.local.etcd import EtcdProcess, is_healthy
-from tests.support.waiting import lives, until
+from tests.support.conditions import lives, until
 
 pytestmark = pytest.mark.e2e
 
@@ -33,7 +33,7 @@ def _call(endpoint: str, method: str, **fields: str) -> dict[str, object]:
     return answer
 
 
-async def test_data_and_port_outlast_a_kill(tmp_path: Path) -> None:
+async def test_data_and_port_of_etcd_survive_a_kill(tmp_path: Path) -> None:
     async with EtcdProcess(tmp_path) as etcd:
         first = etcd.endpoint
         _call(first, "put", key="k", value="v")
@@ -48,13 +48,13 @@ async def test_shared_etcd_is_healthy(etcd_endpoint: str) -> None:
     await until(lambda: is_healthy(etcd_endpoint))
 
 
-async def test_start_on_spoilt_data_fails_and_names_the_exit(tmp_path: Path) -> None:
+async def test_start_on_damaged_data_fails_with_the_exit_status(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("not a directory")
     with pytest.raises(NotReady, match="exit code"):
         await EtcdProcess(tmp_path).start()
 
 
-async def test_dies_with_its_parent(tmp_path: Path) -> None:
+async def test_etcd_is_killed_with_its_parent(tmp_path: Path) -> None:
     program = """
 import asyncio, pathlib, sys
 from batonmq_server.local.etcd import EtcdProcess
@@ -75,6 +75,6 @@ asyncio.run(main())
     await until(lambda: not lives(pid))
 
 
-def test_exit_is_described_for_people() -> None:
+def test_exit_status_is_described() -> None:
     assert describe_exit(-9) == "SIGKILL"
     assert describe_exit(3) == "exit code 3"

@@ -1,6 +1,6 @@
-"""Goal: a forked process is like an executed one, to itself and to whoever started it.
+"""Goal: a forked process equals an executed one, for itself and for its parent.
 
-Method: a real fork_server, and a program of a few lines that it has imported before.
+Method: a real fork server, and a small program that it has imported in advance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.fork_server import ForkServer
-from tests.support.waiting import lives, until
+from tests.support.conditions import lives, until
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -97,7 +97,7 @@ def parent_of(pid: int) -> int:
     return int(parent)
 
 
-async def test_it_has_a_session_an_output_and_an_environment_of_its_own(
+async def test_forked_process_has_its_own_session_output_and_environment(
     fork_server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -117,7 +117,7 @@ async def test_it_has_a_session_an_output_and_an_environment_of_its_own(
     assert (told["input"], told["name"], told["interrupt"]) == ("", "__main__", True)
 
 
-async def test_an_error_is_in_its_log_and_in_its_exit_status(
+async def test_error_of_a_forked_process_is_in_its_log_and_exit_status(
     fork_server: ForkServer, folder: Path
 ) -> None:
     child = forked(fork_server, folder, "fail")
@@ -126,7 +126,7 @@ async def test_an_error_is_in_its_log_and_in_its_exit_status(
     assert child.last_lines(1) == ["ValueError: as it was told"]
 
 
-async def test_many_are_told_apart_and_each_can_be_stopped_paused_and_killed(
+async def test_each_forked_process_can_be_stopped_suspended_and_killed(
     fork_server: ForkServer, folder: Path
 ) -> None:
     children = []
@@ -152,13 +152,15 @@ async def test_many_are_told_apart_and_each_can_be_stopped_paused_and_killed(
         child.kill_now()
 
 
-async def test_program_that_is_no_module_is_executed(fork_server: ForkServer, folder: Path) -> None:
+async def test_program_that_is_not_a_module_is_executed(
+    fork_server: ForkServer, folder: Path
+) -> None:
     child = child_of(fork_server, folder, sys.executable, "-c", "raise SystemExit(4)")
     child.spawn()
     assert await child.ended() == 4
 
 
-async def test_options_of_the_interpreter_are_not_overlooked(
+async def test_program_with_interpreter_options_is_executed(
     fork_server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -168,7 +170,9 @@ async def test_options_of_the_interpreter_are_not_overlooked(
     assert json.loads((folder / "log").read_text())["parent"] == os.getpid()
 
 
-async def test_a_large_environment_arrives_whole(fork_server: ForkServer, folder: Path) -> None:
+async def test_large_environment_is_passed_completely(
+    fork_server: ForkServer, folder: Path
+) -> None:
     child = forked(fork_server, folder)
     child.program = replace(child.program, env={"LARGE": "\u00e9" * 500_000})
     child.spawn()
@@ -178,7 +182,7 @@ async def test_a_large_environment_arrives_whole(fork_server: ForkServer, folder
     assert told["parent"] != os.getpid()
 
 
-async def test_a_program_that_can_not_be_imported_fails_by_itself(folder: Path) -> None:
+async def test_program_that_fails_to_import_fails_alone(folder: Path) -> None:
     (folder / "broken_program.py").write_text("import nothing_of_this_name\n")
     with ForkServer(["broken_program", "forked_program"], folder) as fork_server:
         broken = child_of(fork_server, folder / "broken", sys.executable, "-m", "broken_program")
@@ -190,7 +194,7 @@ async def test_a_program_that_can_not_be_imported_fails_by_itself(folder: Path) 
         assert await sound.ended() == 3
 
 
-async def test_a_fork_that_fails_is_an_error_and_the_others_live_on(
+async def test_failed_fork_is_an_error_and_other_processes_keep_running(
     fork_server: ForkServer, folder: Path
 ) -> None:
     child = forked(fork_server, folder / "first", "sleep")
@@ -211,7 +215,7 @@ async def test_a_fork_that_fails_is_an_error_and_the_others_live_on(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_a_signal_for_everybody_ends_who_was_forked_and_not_who_forks(
+async def test_signal_to_all_ends_forked_processes_but_not_the_fork_server(
     fork_server: ForkServer, folder: Path, number: signal.Signals
 ) -> None:
     child = forked(fork_server, folder, "sleep")
@@ -246,7 +250,7 @@ async def test_closed_fork_server_ends_its_children_and_can_start_again(
     again.kill_now()
 
 
-async def test_all_of_them_end_with_the_block(folder: Path) -> None:
+async def test_forked_processes_end_with_the_block(folder: Path) -> None:
     with ForkServer(["forked_program"], folder) as fork_server:
         child = forked(fork_server, folder, "sleep")
         child.spawn()
@@ -254,7 +258,7 @@ async def test_all_of_them_end_with_the_block(folder: Path) -> None:
     assert await child.ended() == -signal.SIGKILL
 
 
-async def test_nothing_outlives_a_parent_that_is_killed(folder: Path) -> None:
+async def test_forked_processes_end_with_a_killed_parent(folder: Path) -> None:
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PARENT, str(folder), stdout=PIPE
     )

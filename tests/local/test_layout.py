@@ -1,4 +1,4 @@
-"""Goal: processes run where and as their cluster's options say, by default on loopback.
+"""Goal: processes run as the options of their cluster say, by default on loopback.
 
 Method: the programs of a layout, and of the members of an etcd, without starting them.
 """
@@ -19,7 +19,7 @@ from batonmq_server.local.process_host import ProcessHost
 AWAY = ProcessHost(address="127.0.0.9", launcher=("/usr/bin/env", "ROOM=2"))
 
 
-def test_a_process_runs_on_loopback_unless_it_has_a_place(tmp_path: Path) -> None:
+def test_process_runs_on_loopback_unless_it_has_a_host(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(hosts={"storage": AWAY}))
     programs = {one.name: layout.program(one, "127.0.0.1:1") for one in options.instances}
     plain = [sys.executable, "-m", "batonmq_server.lockmgr"]
@@ -32,7 +32,7 @@ def test_a_process_runs_on_loopback_unless_it_has_a_place(tmp_path: Path) -> Non
     assert layout.metrics_address("storage").startswith(f"{AWAY.address}:")
 
 
-def test_services_may_be_started_by_other_programs(tmp_path: Path) -> None:
+def test_services_can_be_started_by_other_programs(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(programs="other.programs"))
     modules = {layout.program(one, "127.0.0.1:1").command[-1] for one in options.instances}
     assert modules == {
@@ -40,7 +40,7 @@ def test_services_may_be_started_by_other_programs(tmp_path: Path) -> None:
     }
 
 
-def test_members_of_etcd_know_where_the_others_are(tmp_path: Path) -> None:
+def test_etcd_members_know_the_addresses_of_the_others(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b")]
     first, second = etcd_members(folders, [tmp_path / "log"] * 2, {"etcd-1": AWAY})
     assert first.endpoint.startswith("127.0.0.1:")
@@ -50,7 +50,7 @@ def test_members_of_etcd_know_where_the_others_are(tmp_path: Path) -> None:
         assert f",etcd-1=http://{AWAY.address}:" in " ".join(one.child.program.command)
 
 
-def test_a_secure_cluster_shows_certificates_everywhere(tmp_path: Path) -> None:
+def test_secure_cluster_uses_certificates_everywhere(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(secure=True))
     (storage,) = [one for one in options.instances if one.service == "storage"]
     env, tls = layout.program(storage, "127.0.0.1:1").env, tmp_path / "tls"
@@ -71,7 +71,7 @@ def test_a_secure_cluster_shows_certificates_everywhere(tmp_path: Path) -> None:
     assert "--peer-client-cert-auth" in command
 
 
-def test_with_access_on_the_administrator_may_do_everything_and_etcd_trusts_nobody_else(
+def test_administrator_has_all_permissions_and_etcd_trusts_its_own_authority_only(
     tmp_path: Path,
 ) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(secure=True, access=True))
@@ -88,12 +88,12 @@ def test_with_access_on_the_administrator_may_do_everything_and_etcd_trusts_nobo
             other.verify_directly_issued_by(trusted)
 
 
-def test_access_without_tls_is_refused(tmp_path: Path) -> None:
+def test_access_control_without_tls_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TlsSetupFailed, match="identity of callers is unknown"):
         Layout(tmp_path, ClusterOptions(access=True))
 
 
-def test_the_authority_outlasts_the_cluster_and_certificates_are_made_anew(tmp_path: Path) -> None:
+def test_authority_is_kept_and_certificates_are_issued_at_each_start(tmp_path: Path) -> None:
     files = [tmp_path / "tls" / name for name in ("ca.pem", "storage.pem")]
     kept = []
     for _ in range(2):
@@ -103,14 +103,14 @@ def test_the_authority_outlasts_the_cluster_and_certificates_are_made_anew(tmp_p
     assert kept[0][1] != kept[1][1]
 
 
-def test_an_etcd_that_is_not_the_clusters_own_is_talked_to_without_tls(tmp_path: Path) -> None:
+def test_running_etcd_is_used_without_tls(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(secure=True, etcd="127.0.0.1:1"))
     env = layout.program(options.instances[0], "127.0.0.1:1").env
     assert "BATON_OFFSETS_TLS_CERT_FILE" in env
     assert "BATON_OFFSETS_ETCD_CA_FILE" not in env
 
 
-def test_members_of_etcd_stay_as_they_were_begun(tmp_path: Path) -> None:
+def test_several_etcd_members_can_not_change_to_or_from_tls(tmp_path: Path) -> None:
     (tmp_path / "etcd").mkdir()
     with pytest.raises(TlsSetupFailed, match="created without --secure"):
         Layout(tmp_path, ClusterOptions(etcds=3, secure=True))

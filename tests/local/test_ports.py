@@ -1,4 +1,4 @@
-"""Goal: ports stay the same where they can, never collide, and a directory has one user.
+"""Goal: ports are kept if possible and never collide, and a directory has one user at a time.
 
 Method: real sockets on loopback and real files; a second process for the lock.
 """
@@ -38,7 +38,7 @@ def test_ports_are_distinct_free_and_kept(tmp_path: Path) -> None:
 
 
 def test_clusters_that_start_at_one_time_get_different_ports(tmp_path: Path) -> None:
-    """Nobody listens yet, so all of the ports look free to everybody."""
+    """No server listens yet, so all ports look free to both clusters."""
     names = [str(number) for number in range(10)]
     chosen = [
         port
@@ -48,7 +48,7 @@ def test_clusters_that_start_at_one_time_get_different_ports(tmp_path: Path) -> 
     assert len(set(chosen)) == 600
 
 
-def test_port_taken_meanwhile_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
+def test_port_in_use_is_replaced_and_other_ports_are_kept(tmp_path: Path) -> None:
     first = keep_ports(tmp_path / "ports.json", NAMES)
     with _occupied(first["b"]):
         second = keep_ports(tmp_path / "ports.json", NAMES)
@@ -56,7 +56,7 @@ def test_port_taken_meanwhile_is_replaced_and_the_rest_kept(tmp_path: Path) -> N
     assert (second["a"], second["c"]) == (first["a"], first["c"])
 
 
-def test_preferred_port_is_taken_only_when_free_and_none_is_kept(tmp_path: Path) -> None:
+def test_preferred_port_is_used_if_it_is_free_and_none_is_stored(tmp_path: Path) -> None:
     # One of the kernel's own choice might be given to an outgoing connection in between.
     with _occupied(keep_ports(tmp_path / "0.json", ["wanted"])["wanted"]) as wanted:
         assert keep_ports(tmp_path / "1.json", NAMES, {"a": wanted})["a"] != wanted
@@ -66,7 +66,7 @@ def test_preferred_port_is_taken_only_when_free_and_none_is_kept(tmp_path: Path)
 
 
 @pytest.mark.parametrize("spoilt", ["", "[1]", '{"a": "x", "b": 70000}', "{"])
-def test_spoilt_file_is_written_anew(tmp_path: Path, spoilt: str) -> None:
+def test_damaged_port_file_is_replaced(tmp_path: Path, spoilt: str) -> None:
     path = tmp_path / "ports.json"
     path.write_text(spoilt)
     chosen = keep_ports(path, NAMES)
@@ -74,7 +74,7 @@ def test_spoilt_file_is_written_anew(tmp_path: Path, spoilt: str) -> None:
     assert sorted(chosen) == NAMES
 
 
-def test_lock_is_refused_to_a_second_and_names_the_first(tmp_path: Path) -> None:
+def test_second_lock_is_rejected_and_names_the_first_process(tmp_path: Path) -> None:
     with (
         lock_data_dir(tmp_path / "d"),
         pytest.raises(ClusterDirInUse, match=rf"used by process {os.getpid()}"),
@@ -85,7 +85,7 @@ def test_lock_is_refused_to_a_second_and_names_the_first(tmp_path: Path) -> None
         pass
 
 
-def test_lock_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     code = f"""
 import pathlib, time
 from batonmq_server.local.ports import lock_data_dir

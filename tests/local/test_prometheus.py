@@ -1,7 +1,7 @@
-"""Goal: `baton up --observe` has a Prometheus that sees every service, with rules, and it goes with
-the cluster; where there is none that is said before anything starts.
+"""Goal: `baton up --observe` runs a Prometheus that scrapes services, with rules, until its end;
+without a Prometheus it fails before anything starts.
 
-Method: a real cluster and, where it is installed, a real Prometheus, asked over HTTP.
+Method: a real cluster and, where it is installed, a real Prometheus, queried over HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from batonmq_server.local.ports import keep_ports
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -37,7 +37,7 @@ def ask(address: str, path: str) -> Any:
 
 
 @needs_prometheus
-def test_it_sees_every_service_and_has_the_rules(tmp_path: Path) -> None:
+def test_prometheus_scrapes_every_service_and_has_the_rules(tmp_path: Path) -> None:
     keep_ports(tmp_path / "data" / "ports.json", ["nameserver"])
     keep_ports(tmp_path / "data" / "prometheus" / "ports.json", ["prometheus"])
     command = [*BATON, "up", "--observe", "--data-dir", str(tmp_path / "data")]
@@ -79,7 +79,9 @@ def test_it_sees_every_service_and_has_the_rules(tmp_path: Path) -> None:
         ask(address, "rules")
 
 
-def test_without_one_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_without_prometheus_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     command = [*BATON, "up", "--observe", "--data-dir", str(tmp_path / "data")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

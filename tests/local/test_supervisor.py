@@ -1,7 +1,7 @@
-"""Goal: an end nobody asked for is told and mended; one that goes on for ever is given up.
+"""Goal: a child that ends unexpectedly is reported and restarted, up to a limit.
 
-Method: real processes that run a few lines of Python, killed by the test; what is reported is
-collected and read.
+Method: real processes that run a few lines of Python, killed by the test; the reports are
+collected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batonmq._common.backoff import Backoff
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.cluster import to_stderr
 from batonmq_server.local.supervisor import DEATHS_MAX, RestartLimitExceeded, Supervisor
-from tests.support.waiting import lives, until
+from tests.support.conditions import lives, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -61,7 +61,7 @@ async def test_killed_child_is_reported_and_started_again(tmp_path: Path) -> Non
         assert reports[2] == f"child is ready again: pid {supervisor.pid('child')}"
 
 
-async def test_without_auto_restart_it_stays_away_until_started(tmp_path: Path) -> None:
+async def test_without_auto_restart_a_child_is_not_restarted(tmp_path: Path) -> None:
     reports: list[str] = []
     async with _watched(_child(tmp_path, SLEEPER), reports) as supervisor:
         supervisor.auto_restart = False
@@ -73,7 +73,7 @@ async def test_without_auto_restart_it_stays_away_until_started(tmp_path: Path) 
         assert len(reports) == 1
 
 
-async def test_stop_is_no_death(tmp_path: Path) -> None:
+async def test_stopped_child_is_not_reported(tmp_path: Path) -> None:
     reports: list[str] = []
     async with _watched(_child(tmp_path, SLEEPER), reports) as supervisor:
         await supervisor.stop("child")
@@ -85,7 +85,7 @@ async def test_stop_is_no_death(tmp_path: Path) -> None:
         ]
 
 
-async def test_paused_child_is_alive_and_goes_on(tmp_path: Path) -> None:
+async def test_suspended_child_is_alive_and_resumes(tmp_path: Path) -> None:
     counter = "import time\nwhile True: print('tick', flush=True); time.sleep(0.005)"
     reports: list[str] = []
     child = _child(tmp_path, counter)
@@ -100,7 +100,7 @@ async def test_paused_child_is_alive_and_goes_on(tmp_path: Path) -> None:
         assert reports == []
 
 
-async def test_child_that_keeps_ending_is_given_up(tmp_path: Path) -> None:
+async def test_child_that_keeps_ending_exceeds_the_restart_limit(tmp_path: Path) -> None:
     reports: list[str] = []
     backoff = Backoff(first_ms=2, delay_ms_max=2)
     supervisor = Supervisor(reports.append, auto_restart=True, backoff=backoff)
@@ -112,7 +112,7 @@ async def test_child_that_keeps_ending_is_given_up(tmp_path: Path) -> None:
     assert all("no disk" in end for end in ends)
 
 
-async def test_stop_all_goes_wave_by_wave(tmp_path: Path) -> None:
+async def test_stop_all_stops_wave_by_wave(tmp_path: Path) -> None:
     marker = tmp_path / "order"
     code = f"""
 import signal, sys, time
@@ -133,7 +133,7 @@ time.sleep(600)
     assert [supervisor.pid(name) for name in supervisor] == [None, None]
 
 
-async def test_cancelled_stop_all_leaves_nothing_running(tmp_path: Path) -> None:
+async def test_cancelled_stop_all_kills_the_rest(tmp_path: Path) -> None:
     code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"
     reports: list[str] = []
     supervisor = Supervisor(reports.append, auto_restart=True)

@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from batonspark.session import build_session
-from tests.spark.running import TEST_CONFIG, RunningCluster
+from tests.spark.running_cluster import TEST_CONFIG, RunningCluster
 
 TIMEOUT_S = 600
 """Long: a test that is interrupted leaves the session to the others as a wreck."""

@@ -14,7 +14,7 @@ from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.queues import QueueRef
 from batonspark.decode import METRICS
-from batonspark.metric_rows import Bodies, metric_rows
+from batonspark.metric_rows import MetricMessages, metric_rows
 from batonspark.schemas import METRICS as METRICS_DDL
 
 NOON = 1_767_268_800_000
@@ -53,7 +53,7 @@ def batch(
 def rows(spark: SparkSession, events: Sequence[pb.MetricEvent]) -> DataFrame:
     """Rows of METRICS; stored when they happened."""
     told = [batch([one], seq) for seq, one in enumerate(events, 1)]
-    found = Bodies(
+    found = MetricMessages(
         QueueRef("BATON_SYS_METRICS", "broker-0", 0),
         [one.SerializeToString() for one in told],
         np.arange(len(told)),

@@ -6,8 +6,8 @@ import json
 import sys
 
 from batonspark.session import build_session
-from tests.spark.queries import started
-from tests.spark.running import TEST_CONFIG
+from tests.spark.running_cluster import TEST_CONFIG
+from tests.spark.stream_queries import started
 
 
 def main() -> None:

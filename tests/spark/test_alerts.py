@@ -16,9 +16,9 @@ from pyspark.sql.streaming.tws_tester import TwsTester
 
 from baton.common.v1 import error_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonspark.alert_rules import ConflictRule, CountRule, LagRule, RuleBook
 from batonspark.alert_writer import AlertGauges, messages
-from batonspark.alerts import CHANGES, SubjectProcessor, signals, told
-from batonspark.rules import ConflictRule, CountRule, LagRule, RuleBook
+from batonspark.alerts import CHANGES, SubjectProcessor, alert_rows, signals
 from tests.spark.metric_events import NOON, event, rows
 
 BOOK = RuleBook(
@@ -134,7 +134,7 @@ def test_events_that_are_told_late_keep_their_order_and_are_not_late(spark: Spar
 @pytest.mark.spark
 def test_change_becomes_an_alert_and_a_message(spark: SparkSession) -> None:
     change = (SUBJECT, "lag", "warning", "FIRING", "stalled", NOON, NOON + 5, "text", "", 9.0, 0.0)
-    alerts = told(spark.createDataFrame([change], CHANGES))
+    alerts = alert_rows(spark.createDataFrame([change], CHANGES))
     (alert,) = alerts.collect()
     assert alert.alert_id == f"lag|{SUBJECT}|stalled|{NOON}"
     place = (alert.consumer_group, alert.topic, alert.broker, alert.queue_id)

@@ -26,13 +26,13 @@ from batonmq._process.config import ConfigError, load
 from batonmq_server.demo.demo_run import DemoResult, run_demo
 from batonmq_server.demo.flights import load_flights
 from batonmq_server.local.prometheus import Prometheus, scrape_targets
+from batonspark.alert_rules import RuleBook
 from batonspark.alerts import ALERTS
 from batonspark.latency import LATENCY
-from batonspark.progress import measured
+from batonspark.progress import gauge_values
 from batonspark.rollup import ROLLUP
-from batonspark.rules import RuleBook
 from batonspark.settings import PREFIX, JobSettings
-from tests.deploy.live import (
+from tests.deploy.live_prometheus import (
     differing,
     documented,
     exported,
@@ -41,8 +41,8 @@ from tests.deploy.live import (
     unanswered,
     values,
 )
-from tests.spark.running import TEST_CONFIG, RunningCluster
-from tests.support.waiting import until_now
+from tests.spark.running_cluster import TEST_CONFIG, RunningCluster
+from tests.support.conditions import until_now
 from tools.dashboards.internals import SPARK
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def started(nameserver: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         "BATON_SPARK_LOG_FORMAT": "json",
     }
     given = [f"{name}={value}" for name, value in env.items()]
-    program = ["env", *given, sys.executable, str(ROOT / "spark-jobs" / "jobs" / "stream.py")]
+    program = ["env", *given, sys.executable, "-m", "batonspark.jobs.stream"]
     with (folder / "log").open("w") as log:
         running = subprocess.Popen(program, stdout=log, stderr=log, text=True)
         try:
@@ -186,7 +186,7 @@ def test_backlog_is_what_is_there_and_not_read_yet() -> None:
             {"endOffset": None, "latestOffset": None},
         ],
     }
-    values = measured(progress)
+    values = gauge_values(progress)
     assert values["backlog"] == 4 + 3 + 2
     assert (values["batch_id"], values["input_rows"], values["late_rows"]) == (7, 10, 1)
     assert (values["input_rows_per_second"], values["batch_duration_seconds"]) == (0.0, 2.0)
@@ -200,7 +200,7 @@ def test_settings_come_from_the_environment_and_unknown_names_are_refused() -> N
     settings = load(JobSettings, PREFIX, env)
     assert settings.spark_config == {"spark.executor.memory": "2g"}
     reach = {"nameserver": "127.0.0.1:9876", "tls": "true", "tlsCaFile": "/ca.pem"}
-    assert settings.reach() == reach
+    assert settings.connection_options() == reach
     with pytest.raises(ConfigError, match="TRIGER_MS"):
         load(JobSettings, PREFIX, {"BATON_SPARK_TRIGER_MS": "5"})
     for text in ("{", "[]", '{"a": {}}'):

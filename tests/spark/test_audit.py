@@ -20,8 +20,8 @@ from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.queues import QueueRef
 from batonspark.audit import audit
 from batonspark.decode import METRICS
-from batonspark.metric_rows import Bodies, metric_rows
-from batonspark.reports import Asked, Report, arguments, near
+from batonspark.metric_rows import MetricMessages, metric_rows
+from batonspark.reports import Report, ReportScope, events_around, parse_arguments
 from batonspark.schemas import METRICS as METRICS_DDL
 from tests.spark.metric_events import NOON, batch, event
 
@@ -65,7 +65,7 @@ HISTORY = [
 
 
 def rows(spark: SparkSession, batches: Sequence[pb.MetricBatch]) -> DataFrame:
-    found = Bodies(
+    found = MetricMessages(
         QueueRef("BATON_SYS_METRICS", "broker-0", 0),
         [one.SerializeToString() for one in batches],
         np.arange(len(batches)),
@@ -74,8 +74,8 @@ def rows(spark: SparkSession, batches: Sequence[pb.MetricBatch]) -> DataFrame:
     return spark.createDataFrame(pa.Table.from_batches([metric_rows(found, METRICS)]), METRICS_DDL)
 
 
-def report(spark: SparkSession, batches: Sequence[pb.MetricBatch], asked: Asked) -> Report:
-    return audit(near(rows(spark, batches), asked), asked)
+def report(spark: SparkSession, batches: Sequence[pb.MetricBatch], scope: ReportScope) -> Report:
+    return audit(events_around(rows(spark, batches), scope), scope)
 
 
 def at(second: int) -> datetime:
@@ -85,7 +85,7 @@ def at(second: int) -> datetime:
 def test_crash_is_found_and_explained_and_repeated_batches_change_nothing(
     spark: SparkSession,
 ) -> None:
-    found = report(spark, [*HISTORY, HISTORY[3], HISTORY[0]], Asked())
+    found = report(spark, [*HISTORY, HISTORY[3], HISTORY[0]], ReportScope())
     assert (found.summary["verdict"], found.ok) == ("clean", True)
     assert found.summary["counts"] == {"crash": 10}
     assert found.summary["delivered_count"] == 210
@@ -101,7 +101,7 @@ def test_crash_is_found_and_explained_and_repeated_batches_change_nothing(
 def test_acked_messages_that_come_again_are_a_bug(spark: SparkSession) -> None:
     again = batch([delivered(42, 3, 50, 60)], 4, STORAGE)
     granted = event("lock_granted", 41_500, **QUEUE, client_id="c3", token=3)
-    found = report(spark, [*HISTORY, again, batch([granted], 2, LOCKMGR)], Asked())
+    found = report(spark, [*HISTORY, again, batch([granted], 2, LOCKMGR)], ReportScope())
     assert (found.summary["verdict"], found.ok) == ("duplicates", False)
     assert found.summary["counts"] == {"acked": 10, "crash": 10}
     assert "graceful duplicates (bugs): 10" in found.lines
@@ -119,7 +119,7 @@ def test_acked_messages_that_come_again_are_a_bug(spark: SparkSession) -> None:
 def test_missing_events_make_it_incomplete(
     spark: SparkSession, batches: list[pb.MetricBatch], gap: str
 ) -> None:
-    found = report(spark, batches, Asked())
+    found = report(spark, batches, ReportScope())
     assert (found.summary["verdict"], found.ok) == ("incomplete", False)
     assert gap in {one["what"] for one in found.summary["gaps"]}
 
@@ -131,7 +131,7 @@ def test_dropped_events_and_new_lives_of_a_source_are_told_with_their_place(
     dropping.dropped_count = 7
     anew = batch([committed(85, 2, 205, 210)], 2, OFFSETS)
     anew.incarnation_id = 9
-    found = report(spark, [*HISTORY, dropping, anew], Asked())
+    found = report(spark, [*HISTORY, dropping, anew], ReportScope())
     told = {(one["what"], one["place"], one["count"]) for one in found.summary["gaps"]}
     assert told == {("dropped", STORAGE, 7), ("restarted", OFFSETS, 1), ("missing", OFFSETS, 1)}
     begins = {one["what"]: (one["begin"], one["end"]) for one in found.summary["gaps"]}
@@ -143,27 +143,27 @@ def test_storage_that_does_not_tell_of_the_end_makes_it_incomplete(spark: SparkS
     later = batch([event("volume_state", 75_000, used_bytes=1)], 2, "storage/broker-1")
     place = {("silent", "storage/broker-1")}
 
-    def gaps(asked: Asked, *more: pb.MetricBatch) -> set[tuple[str, str]]:
-        found = report(spark, [*HISTORY, *more], asked).summary["gaps"]
+    def gaps(scope: ReportScope, *more: pb.MetricBatch) -> set[tuple[str, str]]:
+        found = report(spark, [*HISTORY, *more], scope).summary["gaps"]
         return {(one["what"], one["place"]) for one in found}
 
-    assert gaps(Asked(), other) == place
-    assert gaps(Asked(), other, later) == set()
-    assert gaps(Asked(until=at(44)), other) == set()
-    assert gaps(Asked(until=at(46)), other) == place
-    assert gaps(Asked(until=at(130)), later) == set()
-    assert gaps(Asked(until=at(140)), later) == place | {("silent", STORAGE)}
+    assert gaps(ReportScope(), other) == place
+    assert gaps(ReportScope(), other, later) == set()
+    assert gaps(ReportScope(until=at(44)), other) == set()
+    assert gaps(ReportScope(until=at(46)), other) == place
+    assert gaps(ReportScope(until=at(130)), later) == set()
+    assert gaps(ReportScope(until=at(140)), later) == place | {("silent", STORAGE)}
 
 
 def test_no_events_are_not_clean(spark: SparkSession) -> None:
-    found = report(spark, HISTORY, Asked(group="nobody"))
+    found = report(spark, HISTORY, ReportScope(group="nobody"))
     assert (found.summary["verdict"], found.ok) == ("empty", False)
 
 
 def test_range_that_is_asked_for_bounds_the_repeats_and_not_their_reasons(
     spark: SparkSession,
 ) -> None:
-    whole = Asked(since=at(30), until=at(45))
+    whole = ReportScope(since=at(30), until=at(45))
     assert report(spark, HISTORY, whole).summary["counts"] == {"crash": 10}
     assert report(spark, HISTORY, replace(whole, until=at(41))).summary["counts"] == {}
     some = replace(whole, first_offset=95, next_offset=98)
@@ -172,5 +172,5 @@ def test_range_that_is_asked_for_bounds_the_repeats_and_not_their_reasons(
 
 def test_command_line_takes_times_with_and_without_a_zone() -> None:
     given = ["--since", "2026-01-01T13:00:00+01:00", "--until", "2026-01-01T12:00:45"]
-    asked = arguments("duplicate_audit", [*given, "--group", "g", "--next-offset", "5"])
-    assert asked == Asked(at(0), at(45), "g", None, None, 5)
+    scope = parse_arguments("duplicate_audit", [*given, "--group", "g", "--next-offset", "5"])
+    assert scope == ReportScope(at(0), at(45), "g", None, None, 5)

@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonspark.capacity import forecast
-from batonspark.reports import Asked
+from batonspark.reports import ReportScope
 from tests.spark.metric_events import event, rows
 
 pytestmark = pytest.mark.spark
@@ -59,7 +59,7 @@ EVENTS = [
 def test_forecast_says_when_disks_are_full_and_which_topics_need_more_queues(
     spark: SparkSession,
 ) -> None:
-    found = forecast(rows(spark, EVENTS), Asked())
+    found = forecast(rows(spark, EVENTS), ReportScope())
     (disk,) = found.summary["volumes"]
     assert disk["growth_rate"] == pytest.approx(2 * GB / 100)
     assert disk["hours_until_full"] == pytest.approx(88 / 0.02 / 3600)
@@ -80,7 +80,7 @@ def test_forecast_says_when_disks_are_full_and_which_topics_need_more_queues(
 
 def test_disk_that_does_not_get_fuller_is_never_full(spark: SparkSession) -> None:
     events = [volume(0, 12 * GB, 88 * GB), volume(50, 11 * GB, 89 * GB)]
-    found = forecast(rows(spark, events), Asked())
+    found = forecast(rows(spark, events), ReportScope())
     assert found.summary["volumes"][0]["hours_until_full"] is None
     assert found.summary["topics"] == []
     assert found.lines[0].endswith("does not get fuller")

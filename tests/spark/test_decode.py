@@ -23,7 +23,7 @@ from batonmq._core.records import (
     stamped_head,
 )
 from batonmq.errors import BadChecksum, OldTopic
-from batonspark.decode import LOST_COUNT, Slice, lost_messages, messages
+from batonspark.decode import LOST_COUNT, QueueSlice, lost_messages, messages
 
 QUEUE = QueueRef("orders", "broker-0", 3)
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=10)
@@ -79,7 +79,7 @@ def expected(batches: Sequence[bytes], first: int, after: int) -> list[dict[str,
 
 
 def decoded(batches: Sequence[bytes], first: int, after: int) -> list[dict[str, object]]:
-    rows = messages(batches, Slice(QUEUE, first, after, 7))
+    rows = messages(batches, QueueSlice(QUEUE, first, after, 7))
     rows.validate(full=True)
     return rows.select(["offset", "key", "tag", "properties", "body"]).to_pylist()  # type: ignore[no-any-return]
 
@@ -119,7 +119,7 @@ def test_text_that_is_not_utf_8_stops_nobody() -> None:
 
 def test_every_row_knows_where_it_was_and_when() -> None:
     batches = [stored([Message(b"a"), Message(b"b")], 5), stored([Message(b"c")], 7)]
-    rows = messages(batches, Slice(QUEUE, 6, 8, 7)).to_pylist()
+    rows = messages(batches, QueueSlice(QUEUE, 6, 8, 7)).to_pylist()
     assert [(r["topic"], r["broker"], r["queue_id"], r["offset"]) for r in rows] == [
         ("orders", "broker-0", 3, 6),
         ("orders", "broker-0", 3, 7),
@@ -129,17 +129,17 @@ def test_every_row_knows_where_it_was_and_when() -> None:
 
 def test_messages_of_a_later_topic_are_not_taken_for_those_of_an_earlier() -> None:
     with pytest.raises(OldTopic):
-        messages([stored([Message(b"a")], 0)], Slice(QUEUE, 0, 1, 6))
+        messages([stored([Message(b"a")], 0)], QueueSlice(QUEUE, 0, 1, 6))
 
 
 def test_a_flipped_bit_is_noticed() -> None:
     batch = bytearray(stored([Message(b"abc")], 0))
     batch[-1] ^= 1
     with pytest.raises(BadChecksum):
-        messages([bytes(batch)], Slice(QUEUE, 0, 1, 7))
+        messages([bytes(batch)], QueueSlice(QUEUE, 0, 1, 7))
 
 
 def test_a_loss_is_one_row_with_its_size() -> None:
-    (row,) = lost_messages(Slice(QUEUE, 10, 35), 1_700_000_000_000).to_pylist()
+    (row,) = lost_messages(QueueSlice(QUEUE, 10, 35), 1_700_000_000_000).to_pylist()
     assert (row["offset"], row["body"]) == (10, None)
     assert row["properties"] == [(LOST_COUNT, "25")]

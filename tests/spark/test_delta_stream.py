@@ -16,7 +16,7 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.types import DateType, LongType, StringType, StructType
 
-from batonspark.delta_stream import CommitsLost, DeltaStreamReader, delta_reading, delta_schema
+from batonspark.delta_stream import CommitsLost, DeltaStreamReader, delta_read_options, delta_schema
 from batonspark.options import BadOption
 
 SCHEMA = StructType().add("n", LongType()).add("date", DateType())
@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def reader(path: Path, schema: StructType = SCHEMA, **options: str) -> Reader:
-    return Reader(delta_reading({"path": str(path), **options}), schema)
+    return Reader(delta_read_options({"path": str(path), **options}), schema)
 
 
 def numbers(of: Reader, begin: int, end: int) -> list[int]:
@@ -121,11 +121,11 @@ def test_column_is_null_in_files_that_are_older(path: Path) -> None:
 
 def test_columns_are_those_that_are_asked_for(path: Path) -> None:
     options = {"path": str(path), "columns": "date, n"}
-    assert delta_schema(delta_reading(options)).fieldNames() == ["date", "n"]
+    assert delta_schema(delta_read_options(options)).fieldNames() == ["date", "n"]
     with pytest.raises(BadOption, match="no column m"):
-        delta_schema(delta_reading({"path": str(path), "columns": "m"}))
+        delta_schema(delta_read_options({"path": str(path), "columns": "m"}))
     with pytest.raises(BadOption, match="no Delta table"):
-        delta_schema(delta_reading({"path": str(path / "nowhere")}))
+        delta_schema(delta_read_options({"path": str(path / "nowhere")}))
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_columns_are_those_that_are_asked_for(path: Path) -> None:
 )
 def test_option_that_can_not_be_is_refused(options: dict[str, str]) -> None:
     with pytest.raises(BadOption):
-        delta_reading(options)
+        delta_read_options(options)

@@ -16,7 +16,7 @@ import pytest
 
 from batonmq._core.records import Message
 from tests.spark import executors_child
-from tests.spark.running import RunningCluster
+from tests.spark.running_cluster import RunningCluster
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

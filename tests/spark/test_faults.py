@@ -24,15 +24,15 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
-from batonspark.cluster import Cluster
+from batonspark.cluster import ClusterClient
 from batonspark.decode import LOST_COUNT
-from batonspark.options import Reach
+from batonspark.options import ConnectionOptions
 from batonspark.sink_delta import read_delta
-from tests.e2e.leading import in_sync
+from tests.e2e.leadership import in_sync
 from tests.spark.metric_events import batch, event
-from tests.spark.queries import Query, committed, drain, is_between, started
-from tests.spark.running import RunningCluster
-from tests.support.waiting import until
+from tests.spark.running_cluster import RunningCluster
+from tests.spark.stream_queries import Query, committed, drain, is_between, started
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
@@ -238,7 +238,7 @@ def test_retention_that_was_faster_is_an_error_or_a_counted_loss(
         cluster.send(topic, bodies(0, 100), small, queue=queue)
         drain(spark, given)
         sent = 100
-        with Cluster(Reach(cluster.nameserver)) as asked:
+        with ClusterClient(ConnectionOptions(cluster.nameserver)) as asked:
             while (first := asked.extents(topic)[queue].first_offset) <= 100:
                 more = [Message(str(n).encode() + b" " * 500) for n in range(sent, sent + 500)]
                 cluster.send(topic, more, small, queue=queue)

@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonspark.handover_page import page
 from batonspark.handovers import PHASES, handovers, owners, report
-from batonspark.reports import Asked
+from batonspark.reports import ReportScope
 from tests.spark.metric_events import NOON, event, rows
 
 QUEUE: dict[str, Any] = {"group": "g", "topic": "orders"}
@@ -61,37 +61,37 @@ EVENTS = [
 
 @pytest.mark.spark
 def test_hand_over_has_its_phases_its_first_pull_and_its_outliers(spark: SparkSession) -> None:
-    found = handovers(rows(spark, EVENTS), Asked()).orderBy("token").collect()
+    found = handovers(rows(spark, EVENTS), ReportScope()).orderBy("token").collect()
     told = [(one.token, one.drain_ms, one.total_ms, one.first_pull_ms) for one in found]
     assert told == [(2, 20, 35, 700), (3, 30, 45, None), (5, 25_000, 25_015, None)]
     assert [(found[0].previous_client_id, found[0].manner)] == [("c1", "GRACEFUL")]
     many = [*EVENTS, *(handed(20_000 + token, token, 20) for token in range(6, 30))]
-    marked = handovers(rows(spark, many), Asked()).where("outlier").collect()
+    marked = handovers(rows(spark, many), ReportScope()).where("outlier").collect()
     assert [one.token for one in marked] == [5]
 
 
 @pytest.mark.spark
 def test_owner_has_a_queue_until_it_gives_it_back_or_loses_it(spark: SparkSession) -> None:
-    found = owners(rows(spark, EVENTS), Asked()).orderBy("token").collect()
+    found = owners(rows(spark, EVENTS), ReportScope()).orderBy("token").collect()
     assert [(one.client_id, one.begin, one.end) for one in found] == [
         ("c1", at(0.5), at(4.9)),
         ("c2", at(5), at(9)),
         ("c3", at(9), at(12)),
     ]
-    later = owners(rows(spark, EVENTS), Asked(since=at(6), until=at(8.9))).collect()
+    later = owners(rows(spark, EVENTS), ReportScope(since=at(6), until=at(8.9))).collect()
     assert [one.client_id for one in later] == ["c2"]
 
 
 @pytest.mark.spark
 def test_report_has_percentiles_of_each_phase_and_a_page(spark: SparkSession) -> None:
-    found = report(rows(spark, EVENTS), Asked())
+    found = report(rows(spark, EVENTS), ReportScope())
     assert (found.summary["count"], found.summary["manners"]) == (3, {"GRACEFUL": 3})
     phases = {one["phase"]: one for one in found.summary["phases"]}
     assert (phases["drain"]["p50"], phases["drain"]["max"]) == (30, 25_000)
     assert (phases["first_pull"]["count"], phases["first_pull"]["p99"]) == (1, 700)
     assert found.lines[0] == "hand-overs: 3, of them 0 outliers"
     assert "<svg" in found.page
-    empty = report(rows(spark, EVENTS[:2]), Asked())
+    empty = report(rows(spark, EVENTS[:2]), ReportScope())
     assert empty.summary["count"] == 0
     assert "no hand-over in this time" in empty.page
 

@@ -21,7 +21,7 @@ from batonmq._columns.metric_wire import FEW, encoded_rows
 from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS
 from batonmq._core.queues import QueueRef
 from batonspark.decode import METRICS
-from batonspark.metric_rows import Bodies, metric_rows
+from batonspark.metric_rows import MetricMessages, metric_rows
 
 QUEUE = QueueRef("BATON_SYS_METRICS", "broker-0", 1)
 
@@ -61,7 +61,8 @@ def event(kind: str, unix_ms: int = 1_700_000_000_123) -> MetricEvent:
 def rows_of(*batches: bytes) -> list[dict[str, object]]:
     count = len(batches)
     found = metric_rows(
-        Bodies(QUEUE, batches, np.arange(count) + 100, np.full(count, 1_700_000_001_000)), METRICS
+        MetricMessages(QUEUE, batches, np.arange(count) + 100, np.full(count, 1_700_000_001_000)),
+        METRICS,
     )
     found.validate(full=True)
     rows: list[dict[str, object]] = found.to_pylist()

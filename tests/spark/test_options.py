@@ -11,7 +11,7 @@ import re
 import pytest
 
 from batonmq._connection.security import Security
-from batonspark.options import AtTime, BadOption, read_options, write_options
+from batonspark.options import BadOption, FromTime, read_options, write_options
 
 LEAST = {"nameserver": "ns:9876", "topic": "orders"}
 
@@ -20,8 +20,8 @@ def test_defaults() -> None:
     found = read_options(LEAST)
     assert (found.topic, found.view) == ("orders", "messages")
     assert (found.starting, found.ending) == ("earliest", "latest")
-    assert (found.rows_max, found.fail_on_loss, found.followers) == (0, True, False)
-    assert found.reach.security is None
+    assert (found.rows_max, found.fail_on_data_loss, found.followers) == (0, True, False)
+    assert found.connection.security is None
     assert pickle.loads(pickle.dumps(found)) == found
 
 
@@ -37,9 +37,9 @@ def test_metrics_have_a_topic_of_their_own() -> None:
     ("given", "meant"),
     [
         ({"startingOffsets": "latest"}, "latest"),
-        ({"startingOffsets": "timestamp", "startingTimestamp": "5"}, AtTime(5)),
-        ({"startingTimestamp": "1970-01-01T00:00:01"}, AtTime(1_000)),
-        ({"startingTimestamp": "1970-01-01T01:00:01.5+01:00"}, AtTime(1_500)),
+        ({"startingOffsets": "timestamp", "startingTimestamp": "5"}, FromTime(5)),
+        ({"startingTimestamp": "1970-01-01T00:00:01"}, FromTime(1_000)),
+        ({"startingTimestamp": "1970-01-01T01:00:01.5+01:00"}, FromTime(1_500)),
         ({"startingOffsets": '{"a/0": 3, "b/1": "latest"}'}, {"a/0": 3, "b/1": "latest"}),
         ({"startingOffsets": '{"a/0": 3, "topic_id": 9}'}, {"a/0": 3}),
     ],
@@ -73,10 +73,10 @@ def test_mistakes_are_told(given: dict[str, str], text: str) -> None:
 
 
 def test_tls_is_on_where_a_file_for_it_is_named() -> None:
-    assert read_options(LEAST | {"tlsCaFile": "ca.pem"}).reach.security == Security(
+    assert read_options(LEAST | {"tlsCaFile": "ca.pem"}).connection.security == Security(
         ca_file="ca.pem"
     )
-    assert read_options(LEAST | {"tls": "true"}).reach.security == Security()
+    assert read_options(LEAST | {"tls": "true"}).connection.security == Security()
 
 
 def test_options_of_a_write() -> None:

@@ -27,13 +27,13 @@ from batonmq.admin.admin import Admin
 from batonspark import rollup
 from batonspark.alert_writer import AlertGauges, AlertWriter
 from batonspark.compaction import compact
-from batonspark.queries import Surroundings, start_alerts, start_bronze, start_rollup
+from batonspark.queries import QueryContext, start_alerts, start_bronze, start_rollup
 from batonspark.settings import PREFIX, JobSettings
 from batonspark.sink_delta import read_delta
 from batonspark.tables import ALERTS, BRONZE, ROLLUP, Table
 from tests.spark.metric_events import NOON, assert_same_rows, batch, event
-from tests.spark.running import RunningCluster
-from tests.support.waiting import until_now
+from tests.spark.running_cluster import RunningCluster
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -41,22 +41,22 @@ SOURCE, GROUP = "storage/of-the-test", "of-the-test"
 RULES = "lag: {samples: 3, clear_samples: 2}\n"
 
 
-def run(start: Callable[[Surroundings], StreamingQuery], given: Surroundings) -> None:
-    start(given).awaitTermination()
+def run(start: Callable[[QueryContext], StreamingQuery], context: QueryContext) -> None:
+    start(context).awaitTermination()
 
 
-def table(given: Surroundings, which: Table) -> DataFrame:
-    return read_delta(given.session, given.warehouse.table(which))
+def table(context: QueryContext, which: Table) -> DataFrame:
+    return read_delta(context.session, context.warehouse.table(which))
 
 
-def ours(given: Surroundings) -> DataFrame:
+def ours(context: QueryContext) -> DataFrame:
     """What bronze has of this test."""
-    return table(given, BRONZE).where(F.col("source") == SOURCE)
+    return table(context, BRONZE).where(F.col("source") == SOURCE)
 
 
-def ours_of(given: Surroundings, which: Table) -> DataFrame:
+def ours_of(context: QueryContext, which: Table) -> DataFrame:
     """What a table has of the group of this test."""
-    return table(given, which).where(F.col("consumer_group") == GROUP)
+    return table(context, which).where(F.col("consumer_group") == GROUP)
 
 
 def now(events: list[pb.MetricEvent]) -> list[pb.MetricEvent]:
@@ -94,7 +94,7 @@ async def _has_topics(nameserver: str) -> bool:
 @pytest.fixture(scope="module")
 def done(
     spark: SparkSession, cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Surroundings:
+) -> QueryContext:
     """A queue stood and moves again; the batches that tell of it were stored twice."""
     until_now(lambda: cluster.call(_has_topics(cluster.nameserver)), 60)
     folder = tmp_path_factory.mktemp("jobs")
@@ -107,28 +107,28 @@ def done(
         "BATON_SPARK_AVAILABLE_NOW": "true",
     }
     settings = load(JobSettings, PREFIX, env)
-    given = Surroundings(spark, settings, AlertGauges(CollectorRegistry()))
+    context = QueryContext(spark, settings, AlertGauges(CollectorRegistry()))
     stands = now([lag(at_ms, 5) for at_ms in (0, 1_000, 2_000, 3_000)])
     first, second = batch(stands[:2], 1, SOURCE), batch(stands[2:], 2, SOURCE)
     send(cluster, first, second, first)
-    run(start_bronze, given)
+    run(start_bronze, context)
     moves = batch(now([lag(at_ms, 100) for at_ms in (4_000, 5_000)]), 3, SOURCE)
     stands_again = batch(now([lag(at_ms, 101, 200) for at_ms in (6_000, 7_000, 8_000)]), 4, SOURCE)
     send(cluster, second, moves, stands_again)
     for start in (start_bronze, start_rollup, start_alerts):
-        run(start, given)
-    return given
+        run(start, context)
+    return context
 
 
 @pytest.fixture
-def copied(done: Surroundings, tmp_path: Path) -> Surroundings:
+def copied(done: QueryContext, tmp_path: Path) -> QueryContext:
     """The same tables and checkpoints in a folder of one's own."""
     shutil.copytree(done.settings.data_dir, tmp_path / "data")
     settings = done.settings.model_copy(update={"data_dir": str(tmp_path / "data")})
-    return Surroundings(done.session, settings, AlertGauges(CollectorRegistry()))
+    return QueryContext(done.session, settings, AlertGauges(CollectorRegistry()))
 
 
-def test_events_are_kept_once(done: Surroundings) -> None:
+def test_events_are_kept_once(done: QueryContext) -> None:
     rows = ours(done).orderBy("seq", "event_index").collect()
     sizes = {1: 2, 2: 2, 3: 2, 4: 3}
     expected = [(seq, index) for seq, size in sizes.items() for index in range(size)]
@@ -137,13 +137,13 @@ def test_events_are_kept_once(done: Surroundings) -> None:
     assert len(sources) > 1, "the cluster tells of itself, too"
 
 
-def test_windows_are_those_of_all_events(done: Surroundings) -> None:
+def test_windows_are_those_of_all_events(done: QueryContext) -> None:
     expected = rollup.rollup(table(done, BRONZE))
     assert_same_rows(table(done, ROLLUP), expected)
 
 
 def test_alerts_reach_the_table_and_the_topic_once(
-    done: Surroundings, cluster: RunningCluster
+    done: QueryContext, cluster: RunningCluster
 ) -> None:
     alerts = ours_of(done, ALERTS).orderBy("time", "state").collect()
     assert [(row.state, row.detail) for row in alerts] == [
@@ -158,7 +158,7 @@ def test_alerts_reach_the_table_and_the_topic_once(
 
 
 def test_alerts_of_a_micro_batch_that_comes_again_are_written_once(
-    copied: Surroundings, cluster: RunningCluster
+    copied: QueryContext, cluster: RunningCluster
 ) -> None:
     topic = cluster.create("alerts")
     copied.warehouse.ensure(ALERTS)
@@ -176,7 +176,7 @@ def test_alerts_of_a_micro_batch_that_comes_again_are_written_once(
     assert numbers == ["again"] * 2, "one for micro-batch 7, and one for 6"
 
 
-def test_gauges_are_restored_from_the_table(copied: Surroundings) -> None:
+def test_gauges_are_restored_from_the_table(copied: QueryContext) -> None:
     registry = CollectorRegistry()
     AlertWriter(copied.warehouse, str, None, AlertGauges(registry)).restore()
     (metric,) = registry.collect()
@@ -184,7 +184,7 @@ def test_gauges_are_restored_from_the_table(copied: Surroundings) -> None:
     assert [labels["detail"] for labels in ours] == ["stopped"]
 
 
-def test_query_without_its_checkpoint_writes_nothing_twice(copied: Surroundings) -> None:
+def test_query_without_its_checkpoint_writes_nothing_twice(copied: QueryContext) -> None:
     count = ours(copied).count()
     shutil.rmtree(Path(copied.settings.data_dir, "checkpoints"))
     for start in (start_bronze, start_rollup, start_alerts):
@@ -199,7 +199,7 @@ def test_query_without_its_checkpoint_writes_nothing_twice(copied: Surroundings)
 
 
 def test_compaction_joins_files_deletes_old_days_and_disturbs_no_stream(
-    copied: Surroundings, cluster: RunningCluster
+    copied: QueryContext, cluster: RunningCluster
 ) -> None:
     path = copied.warehouse.table(BRONZE)
     files, count = len(deltalake.DeltaTable(path).file_uris()), table(copied, BRONZE).count()

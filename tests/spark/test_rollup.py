@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.log_buckets import LogBuckets
 from batonspark import latency, rollup
-from batonspark.rollup_writer import WindowWriter, forget
+from batonspark.rollup_writer import WindowWriter, delete_windows
 from batonspark.sink_delta import read_delta
 from batonspark.tables import BRONZE, LATENCY, ROLLUP, Warehouse
 from tests.spark.metric_events import NOON, assert_same_rows, event, rows
@@ -207,7 +207,7 @@ def test_query_that_begins_anew_makes_the_windows_of_the_days_that_bronze_has(
     events = rows(spark, [new]).withColumn("date", F.to_date("store_time"))
     table = events.write.format("batondelta").option("partitionBy", "date").mode("append")
     table.save(warehouse.table(BRONZE))
-    assert forget(warehouse) == {}
+    assert delete_windows(warehouse) == {}
     WindowWriter(warehouse, lambda: "second").write(rows(spark, [new]), 0)
     expected = rollup.rollup(rows(spark, [old, new]))
     assert_same_rows(read_delta(spark, warehouse.table(ROLLUP)), expected)

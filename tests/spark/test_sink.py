@@ -15,8 +15,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from batonspark.options import write_options
-from batonspark.sink import Stored, write_rows
-from tests.spark.running import RunningCluster
+from batonspark.sink import StoredMessages, write_rows
+from tests.spark.running_cluster import RunningCluster
 
 pytestmark = pytest.mark.spark
 
@@ -32,7 +32,7 @@ def bodies(spark: SparkSession, cluster: RunningCluster, topic: str) -> list[str
 
 def write(
     cluster: RunningCluster, topic: str, name: str, texts: Sequence[str], **options: object
-) -> Stored:
+) -> StoredMessages:
     rows = pa.RecordBatch.from_pydict({"body": list(texts), "key": [t[:1] for t in texts]})
     parts = [rows.slice(0, 30), rows.slice(30)]
     return write_rows(write_options(cluster.options(topic, **options)), name, iter(parts))

@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 
 from batonspark.bronze import DATED
 from batonspark.decode import MESSAGES
-from batonspark.delta_files import Target, write_files
+from batonspark.delta_files import DeltaTarget, write_files
 from batonspark.options import BadOption
 from batonspark.sink_delta import commit_files, read_delta
 from tests.spark.metric_events import NOON, batch, event
@@ -34,8 +34,8 @@ SCHEMA = pa.schema(
 )
 
 
-def target(path: Path, *partition_by: str, schema: pa.Schema = SCHEMA) -> Target:
-    return Target(str(path / "table"), schema, partition_by, "zstd")
+def target(path: Path, *partition_by: str, schema: pa.Schema = SCHEMA) -> DeltaTarget:
+    return DeltaTarget(str(path / "table"), schema, partition_by, "zstd")
 
 
 def rows(begin: int, end: int, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
@@ -54,7 +54,7 @@ def rows(begin: int, end: int, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
     )
 
 
-def found(target: Target) -> list[int]:
+def found(target: DeltaTarget) -> list[int]:
     files = deltalake.DeltaTable(target.path).file_uris()
     return sorted(n for file in files for n in pq.read_table(file, columns=["n"])["n"].to_pylist())
 
@@ -73,7 +73,7 @@ def test_messages_that_come_are_events_in_the_table(tmp_path: Path) -> None:
         ],
         MESSAGES,
     )
-    where = Target(str(tmp_path / "table"), DATED, ("date",), "zstd", opened=True)
+    where = DeltaTarget(str(tmp_path / "table"), DATED, ("date",), "zstd", opened=True)
     (file,) = write_files(where, iter([messages]))
     commit_files(where, [file], None)
     table = deltalake.DeltaTable(where.path)

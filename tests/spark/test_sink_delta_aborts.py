@@ -19,11 +19,11 @@ from deltalake.exceptions import DeltaError
 from pyspark.sql import SparkSession
 from pyspark.sql.datasource import WriterCommitMessage
 
-from batonspark.delta_files import Target, write_files
+from batonspark.delta_files import DeltaTarget, write_files
 from batonspark.sink_delta import (
     DeltaStreamWriter,
     DeltaWriter,
-    Written,
+    WrittenFiles,
     commit_files,
     read_delta,
 )
@@ -33,9 +33,9 @@ TRANSACTIONS = [None, ("query", 1)]
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> Target:
+def where(tmp_path: Path) -> DeltaTarget:
     """A table with one row, of which each commit makes a checkpoint."""
-    made = Target(str(tmp_path / "table"), SCHEMA, (), "zstd")
+    made = DeltaTarget(str(tmp_path / "table"), SCHEMA, (), "zstd")
     configuration = {"delta.checkpointInterval": "1"}
     deltalake.DeltaTable.create(
         made.path, deltalake.Schema.from_arrow(SCHEMA), configuration=configuration
@@ -44,29 +44,29 @@ def where(tmp_path: Path) -> Target:
     return made
 
 
-def written(where: Target, *ids: int) -> Written:
+def written(where: DeltaTarget, *ids: int) -> WrittenFiles:
     """What a task has written."""
     batch = pa.RecordBatch.from_pylist([{"id": number} for number in ids], SCHEMA)
-    return Written("query", write_files(where, iter([batch])))
+    return WrittenFiles("query", write_files(where, iter([batch])))
 
 
-def told(where: Target, *ids: int) -> list[WriterCommitMessage | None]:
+def told(where: DeltaTarget, *ids: int) -> list[WriterCommitMessage | None]:
     """What the driver hears of its tasks; one of them had no rows, and was not asked."""
     return [written(where, *ids), None]
 
 
-def found(where: Target) -> list[int]:
+def found(where: DeltaTarget) -> list[int]:
     files = deltalake.DeltaTable(where.path).file_uris()
     return sorted(n for file in files for n in pq.read_table(file)["id"].to_pylist())
 
 
-def lying(where: Target) -> int:
+def lying(where: DeltaTarget) -> int:
     """How many files there are, of the table or not."""
     return len(list(Path(where.path).glob("*.parquet")))
 
 
 @contextmanager
-def no_checkpoints(where: Target) -> Iterator[None]:
+def no_checkpoints(where: DeltaTarget) -> Iterator[None]:
     """Something is in the place of the file that names the last checkpoint."""
     log = Path(where.path) / "_delta_log"
     place, aside = log / "_last_checkpoint", log / "aside"
@@ -79,7 +79,7 @@ def no_checkpoints(where: Target) -> Iterator[None]:
 
 @pytest.mark.parametrize("transaction", TRANSACTIONS)
 def test_a_commit_stands_whatever_fails_behind_it(
-    where: Target, transaction: tuple[str, int] | None, caplog: pytest.LogCaptureFixture
+    where: DeltaTarget, transaction: tuple[str, int] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with no_checkpoints(where):
         assert commit_files(where, written(where, 1, 2).files, transaction)
@@ -87,7 +87,7 @@ def test_a_commit_stands_whatever_fails_behind_it(
     assert found(where) == [0, 1, 2]
 
 
-def test_a_micro_batch_is_not_repeated_when_its_commit_stands(where: Target) -> None:
+def test_a_micro_batch_is_not_repeated_when_its_commit_stands(where: DeltaTarget) -> None:
     writer = DeltaStreamWriter(where, "")
     with no_checkpoints(where):
         writer.commit(told(where, 1, 2), 1)
@@ -101,7 +101,7 @@ def test_a_micro_batch_is_not_repeated_when_its_commit_stands(where: Target) -> 
 
 @pytest.mark.parametrize("transaction", TRANSACTIONS)
 def test_an_abort_leaves_what_is_committed(
-    where: Target, transaction: tuple[str, int] | None
+    where: DeltaTarget, transaction: tuple[str, int] | None
 ) -> None:
     """As when the process ended behind the commit, and could not say so."""
     writer, tasks = DeltaWriter(where, transaction, overwrite=False), told(where, 1)
@@ -111,7 +111,7 @@ def test_an_abort_leaves_what_is_committed(
 
 
 def test_an_abort_leaves_what_was_committed_and_merged_into_other_files_since(
-    where: Target,
+    where: DeltaTarget,
 ) -> None:
     writer, tasks = DeltaStreamWriter(where, ""), told(where, 1)
     writer.commit(tasks, 1)
@@ -122,7 +122,7 @@ def test_an_abort_leaves_what_was_committed_and_merged_into_other_files_since(
     assert all(Path(uri.removeprefix("file://")).exists() for uri in before.file_uris())
 
 
-def aborts(where: Target) -> None:
+def aborts(where: DeltaTarget) -> None:
     """Whatever may be aborted, has been."""
     DeltaWriter(where, None, overwrite=True).abort(told(where, 1))
     DeltaWriter(where, ("other", 0), overwrite=False).abort(told(where, 1))
@@ -130,19 +130,19 @@ def aborts(where: Target) -> None:
     DeltaStreamWriter(where, "other").abort([None], 0)
 
 
-def test_an_abort_removes_what_was_never_committed(where: Target) -> None:
+def test_an_abort_removes_what_was_never_committed(where: DeltaTarget) -> None:
     aborts(where)
     assert lying(where) == 1
     assert found(where) == [0]
 
 
 def test_an_abort_removes_what_was_written_for_a_table_that_was_not_made(tmp_path: Path) -> None:
-    nowhere = Target(str(tmp_path / "table"), SCHEMA, (), "zstd")
+    nowhere = DeltaTarget(str(tmp_path / "table"), SCHEMA, (), "zstd")
     aborts(nowhere)
     assert lying(nowhere) == 0
 
 
-def test_an_abort_that_can_not_read_the_table_removes_nothing(where: Target) -> None:
+def test_an_abort_that_can_not_read_the_table_removes_nothing(where: DeltaTarget) -> None:
     last = Path(where.path) / "_delta_log" / f"{2:020}.json"
     last.write_text("torn")
     aborts(where)
@@ -151,7 +151,7 @@ def test_an_abort_that_can_not_read_the_table_removes_nothing(where: Target) -> 
     assert found(where) == [0]
 
 
-def test_a_commit_that_does_not_stand_is_an_error_and_leaves_no_file(where: Target) -> None:
+def test_a_commit_that_does_not_stand_is_an_error_and_leaves_no_file(where: DeltaTarget) -> None:
     (Path(where.path) / "_delta_log" / f"{2:020}.json" / "in the way").mkdir(parents=True)
     writer, tasks = DeltaStreamWriter(where, ""), told(where, 1)
     with pytest.raises(DeltaError):
@@ -162,7 +162,7 @@ def test_a_commit_that_does_not_stand_is_an_error_and_leaves_no_file(where: Targ
 
 
 @pytest.mark.spark
-def test_spark_does_not_undo_a_commit_that_stands(spark: SparkSession, where: Target) -> None:
+def test_spark_does_not_undo_a_commit_that_stands(spark: SparkSession, where: DeltaTarget) -> None:
     ids = spark.range(1, 100, numPartitions=2)
     with no_checkpoints(where):
         ids.write.format("batondelta").options(path=where.path).mode("append").save()

@@ -21,7 +21,7 @@ from batonmq._core.records import Message
 from batonmq._producer.producer_settings import ProducerSettings
 from batonspark import decode
 from batonspark.source import starting_offsets
-from tests.spark.running import RunningCluster
+from tests.spark.running_cluster import RunningCluster
 
 pytestmark = pytest.mark.spark
 

@@ -71,7 +71,7 @@ async def serving(papers: Path) -> AsyncIterator[str]:
 
 def tls(papers: Path, **more: str) -> Security:
     options = {"nameserver": "ns:1", "topic": "t", "tlsCaFile": str(papers / "ca.pem")} | more
-    found = read_options(options).reach.security
+    found = read_options(options).connection.security
     assert found is not None
     return found
 

@@ -20,7 +20,7 @@ from batonmq._telemetry import metrics_publisher as publishing
 from batonmq._telemetry.event_hub import EventHub
 from batonmq._telemetry.metrics_publisher import MetricsPublisher
 from batonmq.errors import Unreachable
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 class Wire:

@@ -1,4 +1,4 @@
-"""Goal: what a program does on a cluster it does on the broker in memory, which leaves nothing.
+"""Goal: a program behaves on the in-memory broker as on a cluster, and the broker leaks nothing.
 
 Method: the programs of a user, against `MemoryBroker`, in real and in virtual time.
 """
@@ -38,11 +38,11 @@ BACK = ConsumerSettings(consume_from="first", send_back=True)
 
 
 class BadDisk(Exception):
-    """Of a broker that does not start."""
+    """The error of a broker that does not start."""
 
 
 class FailingBroker(MemoryBroker):
-    """One whose storage finds its disk damaged."""
+    """A broker whose storage finds its disk damaged."""
 
     def _start(self, service: ServiceSpec) -> None:
         def build(_: object, __: object) -> NoReturn:
@@ -52,7 +52,7 @@ class FailingBroker(MemoryBroker):
 
 
 async def two_members(broker: MemoryBroker) -> list[tuple[str, bytes, float]]:
-    """Who handled what, when, as a second member joins while messages come in."""
+    """Return which member handled which message when, while a second member joins."""
     handled: list[tuple[str, bytes, float]] = []
     now = asyncio.get_running_loop().time
 
@@ -82,13 +82,13 @@ async def two_members(broker: MemoryBroker) -> list[tuple[str, bytes, float]]:
     return handled
 
 
-async def test_nothing_is_lost_or_handled_twice_while_a_second_member_joins() -> None:
+async def test_no_message_is_lost_or_duplicated_while_a_member_joins() -> None:
     async with MemoryBroker() as broker:
         handled = await two_members(broker)
     assert Counter(body for _, body, _ in handled) == Counter(b"%d" % n for n in range(200))
 
 
-def test_the_same_in_virtual_time_with_a_bad_network() -> None:
+def test_no_message_is_lost_in_virtual_time_with_network_faults() -> None:
     async def run() -> list[tuple[str, bytes, float]]:
         faults = Faults(loss=0.02, duplicate=0.05, slow=0.02)
         async with MemoryBroker(seed=3, faults=faults) as broker:
@@ -99,7 +99,7 @@ def test_the_same_in_virtual_time_with_a_bad_network() -> None:
     assert Counter(body for _, body, _ in handled) == Counter(b"%d" % n for n in range(200))
 
 
-def test_two_runs_with_one_seed_are_alike_to_the_millisecond_and_others_are_not() -> None:
+def test_runs_with_one_seed_are_equal_to_the_millisecond() -> None:
     async def run(seed: int) -> list[tuple[str, bytes, float]]:
         async with MemoryBroker(seed=seed) as broker:
             return await two_members(broker)
@@ -109,7 +109,7 @@ def test_two_runs_with_one_seed_are_alike_to_the_millisecond_and_others_are_not(
     assert run_virtual(run(2)) != first
 
 
-def test_a_retry_ladder_passes_in_virtual_time_and_ends_with_the_dead_letters() -> None:
+def test_retries_end_in_a_dead_letter_in_virtual_time() -> None:
     async def run() -> tuple[list[float], list[ReceivedMessage]]:
         tries: list[float] = []
         now = asyncio.get_running_loop().time
@@ -139,7 +139,7 @@ def test_a_retry_ladder_passes_in_virtual_time_and_ends_with_the_dead_letters() 
     assert "order-1" in dead[0].keys
 
 
-def test_a_handler_that_asks_for_more_time_gets_the_message_again_then() -> None:
+def test_message_of_retry_later_is_redelivered_after_the_delay() -> None:
     async def run() -> list[float]:
         tries: list[float] = []
         now = asyncio.get_running_loop().time
@@ -165,7 +165,7 @@ def test_a_handler_that_asks_for_more_time_gets_the_message_again_then() -> None
     assert second - first == pytest.approx(60, abs=1)
 
 
-def test_a_delayed_message_comes_in_its_time_and_not_before() -> None:
+def test_scheduled_message_is_delivered_when_due() -> None:
     async def run() -> None:
         async with MemoryBroker() as broker, broker.producer() as producer:
             await broker.create_topic("reminders")
@@ -180,7 +180,7 @@ def test_a_delayed_message_comes_in_its_time_and_not_before() -> None:
     run_virtual(run())
 
 
-async def test_another_subscription_is_refused_with_both_clients_named() -> None:
+async def test_other_subscription_is_rejected_with_both_clients_named() -> None:
     async with MemoryBroker() as broker:
         await broker.create_topic("orders")
         async with broker.consumer("billing", {"orders": "paid"}, client_id="a"):
@@ -189,7 +189,7 @@ async def test_another_subscription_is_refused_with_both_clients_named() -> None
                     pass
 
 
-async def test_what_a_member_did_not_acknowledge_comes_again_flagged() -> None:
+async def test_unacknowledged_message_is_redelivered_and_flagged() -> None:
     async with MemoryBroker() as broker, broker.producer() as producer:
         await broker.create_topic("orders", queues=1)
         await producer.send("orders", b"1")
@@ -203,7 +203,7 @@ async def test_what_a_member_did_not_acknowledge_comes_again_flagged() -> None:
                 break
 
 
-def test_a_member_that_is_cut_off_loses_its_queues_and_what_it_had_in_hand() -> None:
+def test_disconnected_member_loses_its_queues_and_messages_in_flight() -> None:
     async def run() -> list[tuple[bytes, bool]]:
         got: list[tuple[bytes, bool]] = []
         held, taken = asyncio.Event(), asyncio.Event()
@@ -240,7 +240,7 @@ def test_a_member_that_is_cut_off_loses_its_queues_and_what_it_had_in_hand() -> 
 
 
 async def started_anew(way: str, name: str) -> None:
-    """A service ends, somehow, and is there again, while messages come and go."""
+    """Stop and restart a service while messages are sent and handled."""
     got: list[bytes] = []
 
     async def handle(message: ReceivedMessage) -> None:
@@ -267,22 +267,22 @@ async def started_anew(way: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["storage", "offsets", "lockmgr", "nameserver", "broker-1"])
 @pytest.mark.parametrize("way", ["restart", "kill"])
-def test_clients_go_on_after_a_service_was_started_anew(name: str, way: str) -> None:
+def test_clients_continue_after_a_service_restart(name: str, way: str) -> None:
     run_virtual(started_anew(way, name))
 
 
 @pytest.mark.parametrize("way", ["restart", "kill"])
-async def test_so_they_do_in_real_time(way: str) -> None:
+async def test_clients_continue_after_a_service_restart_in_real_time(way: str) -> None:
     await started_anew(way, "storage")
 
 
-async def test_a_service_that_is_not_there_is_not_started_anew() -> None:
+async def test_restart_of_an_unknown_service_is_rejected() -> None:
     async with MemoryBroker() as broker:
         with pytest.raises(InvalidArgument, match="broker-7"):
             await broker.restart("broker-7")
 
 
-async def test_clients_that_the_code_under_test_makes_find_the_broker() -> None:
+async def test_clients_of_the_code_under_test_reach_the_broker() -> None:
     async with MemoryBroker() as broker:
         await broker.create_topic("orders")
         async with Producer(broker.nameserver, environment=broker.environment) as producer:
@@ -294,7 +294,7 @@ async def test_clients_that_the_code_under_test_makes_find_the_broker() -> None:
             assert (await anext(consumer)).body == b"1"
 
 
-async def test_messages_shows_each_in_the_order_of_storing_and_knows_no_other_topic() -> None:
+async def test_messages_are_returned_in_the_order_of_their_store_time() -> None:
     async with MemoryBroker() as broker, broker.producer() as producer:
         await broker.create_topic("orders", queues=3)
         assert await broker.messages("orders") == []
@@ -307,7 +307,7 @@ async def test_messages_shows_each_in_the_order_of_storing_and_knows_no_other_to
             await broker.messages("bills")
 
 
-def test_settled_tells_what_is_left_when_its_time_is_over() -> None:
+def test_settled_times_out_with_what_is_left() -> None:
     async def run() -> None:
         async with MemoryBroker() as broker, broker.producer() as producer:
             await broker.create_topic("orders", queues=1)
@@ -319,13 +319,13 @@ def test_settled_tells_what_is_left_when_its_time_is_over() -> None:
     run_virtual(run())
 
 
-async def test_settled_that_has_seen_nothing_in_its_time_says_so() -> None:
+async def test_settled_that_could_not_read_the_state_says_so() -> None:
     async with MemoryBroker() as broker:
         with pytest.raises(TimeoutError, match="not known"):
             await broker.settled("billing", timeout_s=1e-9)
 
 
-async def test_an_admin_sees_a_cluster_of_four_services() -> None:
+async def test_admin_sees_a_cluster_of_four_services() -> None:
     async with MemoryBroker(broker_count=2) as broker, broker.admin() as admin:
         nodes = (await admin.cluster()).nodes
     assert sorted(node.node_id for node in nodes) == [
@@ -337,7 +337,7 @@ async def test_an_admin_sees_a_cluster_of_four_services() -> None:
     ]
 
 
-async def test_settings_of_a_service_hold_and_an_unknown_service_is_refused() -> None:
+async def test_settings_of_a_service_apply_and_an_unknown_service_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="brokers"):
         MemoryBroker(settings={"brokers": {}})
     asked = {"nameserver": {"auto_create_topics": True}}
@@ -346,7 +346,7 @@ async def test_settings_of_a_service_hold_and_an_unknown_service_is_refused() ->
         assert len(await broker.messages("orders")) == 1
 
 
-async def test_a_service_that_does_not_start_says_why() -> None:
+async def test_service_that_does_not_start_raises_its_error() -> None:
     with pytest.raises(BadDisk):
         async with FailingBroker():
             pass
@@ -360,12 +360,12 @@ async def test_real_time_is_that_of_the_machine() -> None:
 
 
 def used(folder: Path) -> tuple[int, list[threading.Thread], int, list[str]]:
-    """Descriptors, threads, tasks, and files in the folder where a program runs."""
+    """Return the open descriptors, threads, tasks, and files in the working directory."""
     descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  iterating opens one more
     return descriptors, threading.enumerate(), len(asyncio.all_tasks()), os.listdir(folder)  # noqa: PTH208
 
 
-async def test_no_descriptor_thread_task_or_file_is_left(
+async def test_closed_broker_leaves_no_descriptor_thread_task_or_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -382,7 +382,7 @@ async def test_no_descriptor_thread_task_or_file_is_left(
     assert used(tmp_path) == before
 
 
-async def test_the_broker_is_collected_after_use() -> None:
+async def test_broker_is_garbage_collected_after_use() -> None:
     async with MemoryBroker() as broker:
         await two_members(broker)
     del broker
@@ -390,8 +390,8 @@ async def test_the_broker_is_collected_after_use() -> None:
     assert not [one for one in gc.get_objects() if isinstance(one, MemoryBroker)]
 
 
-def test_a_broker_is_there_in_a_moment() -> None:
-    """It waits for little, and needs little of a processor, however busy that is with others."""
+def test_broker_starts_fast() -> None:
+    """The start needs little waiting and little CPU time, even on a busy machine."""
 
     async def run() -> tuple[float, float]:
         now, begin_s = asyncio.get_running_loop().time, asyncio.get_running_loop().time()

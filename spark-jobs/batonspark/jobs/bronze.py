@@ -1,0 +1,11 @@
+"""Run the query `bronze` by itself.
+
+See docs/reference/spark.md.
+"""
+
+from __future__ import annotations
+
+from batonspark.app import run
+
+if __name__ == "__main__":
+    run("bronze")

@@ -1,0 +1,414 @@
+"""Which messages of one queue a group was delivered more than once, and why. Pure.
+
+Everything is done with ranges of offsets: for each range the last owner that was delivered it is
+kept, and what a later delivery has in common with it is a repeat. How the earlier owner's time
+ended says why; protocol section 9 says which ends let a message be started twice.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from batonmq._core.ranges import Range, normalize, subtract
+
+CLOCKS_APART_MS = 2_000
+"""Events of two services that are no further apart may have happened in the other order: each
+tells about once a second."""
+
+
+class RepeatCause(StrEnum):
+    """Why messages were delivered again."""
+
+    CRASH = "crash"
+    """The owner before was silent until its lease was over, or its process ended."""
+    TIMEOUT = "timeout"
+    """The owner before lived, but did not give the queue back in time."""
+    UNFINISHED = "unfinished"
+    """The owner before gave the queue back and said that it had not handled these."""
+    FORCED = "forced"
+    """An operator took the queue away."""
+    REACQUIRED = "reacquired"
+    """The same owner asked for the queue anew."""
+    RESET = "reset"
+    """An operator moved progress back."""
+    RETRY = "retry"
+    """A handler failed, and the message was sent back to the group's retry topic."""
+    UNOWNED = "unowned"
+    """Nobody owns the queues of the group."""
+    RETURNED = "returned"
+    """The owner before gave the queue back and had not started these."""
+    REPEATED = "repeated"
+    """The same owner pulled once more, since the first answer was lost on its way."""
+    GRACEFUL = "graceful"
+    """A bug: the queue was handed over with nothing left to do, and still these were left."""
+    ACKED = "acked"
+    """A bug: these had been acked."""
+    UNKNOWN = "unknown"
+    """How the time of the owner before ended is not in the stream."""
+
+
+HARMLESS = frozenset({RepeatCause.RETURNED, RepeatCause.REPEATED})
+"""The bytes went out twice; no handler began twice."""
+BUGS = frozenset({RepeatCause.GRACEFUL, RepeatCause.ACKED})
+
+_OF_MANNER = {
+    "UNFINISHED": RepeatCause.UNFINISHED,
+    "LEASE_EXPIRED": RepeatCause.CRASH,
+    "DRAIN_TIMED_OUT": RepeatCause.TIMEOUT,
+    "FORCED": RepeatCause.FORCED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryEvent:
+    """A range [first_offset, next_offset) was scanned for an owner.
+
+    Attributes:
+        runs: By turns how many offsets follow that were not delivered, and that were; empty if
+            all were.
+        redelivered_count: Delivered ones that somebody may have started before.
+    """
+
+    unix_ms: int
+    token: int
+    client_id: str
+    first_offset: int
+    next_offset: int
+    runs: Sequence[int] = ()
+    redelivered_count: int = 0
+
+    def islands(self) -> Iterator[Range]:
+        """The delivered offsets."""
+        if not len(self.runs):
+            yield self.first_offset, self.next_offset
+            return
+        end = self.first_offset
+        for skipped, taken in zip(self.runs[::2], self.runs[1::2], strict=False):
+            begin = end + skipped
+            end = begin + taken
+            if taken:
+                yield begin, end
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerChange:
+    """A queue passed from one owner to another, or to nobody.
+
+    Attributes:
+        token: Of the next owner.
+        previous_token: Of the one before; 0 if that is not told.
+        manner: As in the contract; empty if it is not told.
+    """
+
+    unix_ms: int
+    token: int
+    client_id: str
+    previous_token: int = 0
+    previous_client_id: str = ""
+    manner: str = ""
+    stolen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CommitEvent:
+    """Progress under a token."""
+
+    unix_ms: int
+    token: int
+    committed_offset: int
+    delivered_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetEvent:
+    """An operator moved progress."""
+
+    unix_ms: int
+    to_offset: int
+    by: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueHistory:
+    """All that is known of one queue of one group, in any order.
+
+    Attributes:
+        is_retry: Whether it belongs to the retry topic of the group.
+        settled_unix_ms: What was committed later may have been delivered by what is not told yet.
+    """
+
+    deliveries: Sequence[DeliveryEvent] = ()
+    passings: Sequence[OwnerChange] = ()
+    commits: Sequence[CommitEvent] = ()
+    resets: Sequence[ResetEvent] = ()
+    is_retry: bool = False
+    settled_unix_ms: int = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedRange:
+    """Messages [first_offset, next_offset) were delivered to one owner and then to another.
+
+    Attributes:
+        flagged_count: Messages of the later delivery that were marked as redelivered; it may have
+            more messages than these.
+        why: A sentence.
+    """
+
+    first_offset: int
+    next_offset: int
+    cause: RepeatCause
+    previous_client_id: str
+    previous_token: int
+    previous_unix_ms: int
+    client_id: str
+    token: int
+    unix_ms: int
+    flagged_count: int
+    why: str
+
+    @property
+    def count(self) -> int:
+        """Messages."""
+        return self.next_offset - self.first_offset
+
+
+@dataclass(slots=True)
+class OwnershipSpan:
+    """What was delivered to one owner under one token, as far as it is known."""
+
+    token: int
+    client_id: str
+    last_unix_ms: int
+
+
+@dataclass(slots=True)
+class LastDelivered:
+    """Who was delivered each offset last: disjoint ranges in order, each with a tenure."""
+
+    _begins: list[int] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)
+    _tenures: list[OwnershipSpan] = field(default_factory=list)
+
+    def put(
+        self, first: int, next_: int, tenure: OwnershipSpan
+    ) -> list[tuple[int, int, OwnershipSpan]]:
+        """Note a delivery of [first, next_); the parts of it that were delivered before."""
+        low, high = bisect_right(self._ends, first), bisect_left(self._begins, next_)
+        there = list(
+            zip(self._begins[low:high], self._ends[low:high], self._tenures[low:high], strict=True)
+        )
+        pieces = [(first, next_, tenure)]
+        if there and there[0][0] < first:
+            pieces.insert(0, (there[0][0], first, there[0][2]))
+        if there and there[-1][1] > next_:
+            pieces.append((next_, there[-1][1], there[-1][2]))
+        if low and self._ends[low - 1] == first and self._tenures[low - 1] is tenure:
+            low -= 1
+            pieces.insert(0, (self._begins[low], first, tenure))
+        joined = _joined(pieces)
+        self._begins[low:high] = [begin for begin, _, _ in joined]
+        self._ends[low:high] = [end for _, end, _ in joined]
+        self._tenures[low:high] = [who for _, _, who in joined]
+        return [(max(begin, first), min(end, next_), who) for begin, end, who in there]
+
+
+def repeated_ranges(history: QueueHistory) -> Iterator[RepeatedRange]:
+    """Every message that was delivered once more, each time that it was, with the reason.
+
+    Each delivery is held against the one before it of the same message.
+    """
+    ends, last = OwnershipEnds(history), LastDelivered()
+    tenures: dict[tuple[int, str], OwnershipSpan] = {}
+    order = sorted(history.deliveries, key=lambda one: (one.token, one.unix_ms, one.first_offset))
+    for delivery in order:
+        key = (delivery.token, delivery.client_id)
+        tenure, alone = tenures.setdefault(key, OwnershipSpan(*key, delivery.unix_ms)), True
+        for first, next_ in delivery.islands():
+            seen = last.put(first, next_, tenure)
+            alone = alone and not seen
+            for begin, end, before in seen:
+                yield from _explained(begin, end, before, delivery, ends)
+            fresh = subtract([(first, next_)], normalize([(b, e) for b, e, _ in seen]))
+            for begin, end in fresh:
+                if history.is_retry:
+                    yield _sent_back(begin, end, delivery)
+                yield from _acked_unseen(begin, end, delivery, ends)
+        if alone and delivery.redelivered_count and ends.was_graceful(delivery.token):
+            yield _flagged(delivery)
+        tenure.last_unix_ms = max(tenure.last_unix_ms, delivery.unix_ms)
+
+
+def undelivered_commits(history: QueueHistory) -> list[Range]:
+    """Offsets that were committed though nobody is known to have been delivered them.
+
+    None of them is a repeat, or all are: the stream lacks something.
+    """
+    settled = [one for one in history.commits if one.unix_ms < history.settled_unix_ms]
+    parts: dict[int, list[CommitEvent]] = {}
+    for commit in sorted(settled, key=lambda one: (one.token, one.unix_ms)):
+        parts.setdefault(commit.token if history.resets else 0, []).append(commit)
+    needed = [
+        (max(part[0].committed_offset, part[0].delivered_offset), part[-1].committed_offset)
+        for part in parts.values()
+    ]
+    scanned = normalize([(one.first_offset, one.next_offset) for one in history.deliveries])
+    return subtract(normalize([run for run in needed if run[0] < run[1]]), scanned)
+
+
+class OwnershipEnds:
+    """How the time of each owner of a queue ended."""
+
+    def __init__(self, history: QueueHistory) -> None:
+        self._passings = sorted(history.passings, key=lambda one: (one.token, not one.manner))
+        self._tokens = [one.token for one in self._passings]
+        self._told = {one.previous_token: one for one in self._passings if one.previous_token}
+        self._manners = {one.token: one.manner for one in self._passings if one.manner}
+        self._resets = history.resets
+        self._commits = sorted((one.token, one.committed_offset) for one in history.commits)
+
+    def of(self, token: int) -> OwnerChange | None:
+        """What ended the time of the owner with this token."""
+        if token in self._told:
+            return self._told[token]
+        place = bisect_right(self._tokens, token)
+        return self._passings[place] if place < len(self._passings) else None
+
+    def was_graceful(self, token: int) -> bool:
+        """Whether the owner with this token took the queue over with nothing left to do."""
+        return self._manners.get(token) == "GRACEFUL"
+
+    def acked_below(self, from_token: int, to_token: int) -> int:
+        """Everything below was acked under the tokens from `from_token` until `to_token`."""
+        begin = bisect_left(self._commits, (from_token, -1))
+        end = bisect_left(self._commits, (to_token, -1))
+        return max((offset for _, offset in self._commits[begin:end]), default=0)
+
+    def unmoved_below(self, token: int) -> int:
+        """Everything below was acked before the token, and no operator ever moved it back."""
+        moved = min((reset.to_offset for reset in self._resets), default=1 << 62)
+        return min(self.acked_below(0, token), moved)
+
+    def reset_between(self, begin_unix_ms: int, end_unix_ms: int) -> ResetEvent | None:
+        """The reset between two times that went back furthest."""
+        found = [
+            one
+            for one in self._resets
+            if begin_unix_ms - CLOCKS_APART_MS <= one.unix_ms <= end_unix_ms + CLOCKS_APART_MS
+        ]
+        return min(found, key=lambda one: one.to_offset, default=None)
+
+
+def _explained(
+    begin: int, end: int, before: OwnershipSpan, delivery: DeliveryEvent, ends: OwnershipEnds
+) -> Iterator[RepeatedRange]:
+    """The parts of [begin, end), each with what explains it."""
+    if before.token in (0, delivery.token):
+        cause = RepeatCause.REPEATED if before.token else RepeatCause.UNOWNED
+        yield _repeat((begin, end), cause, before, delivery, _SENTENCES[cause])
+        return
+    reset = ends.reset_between(before.last_unix_ms, delivery.unix_ms)
+    if reset is not None and reset.to_offset < end:
+        cut = max(begin, reset.to_offset)
+        who = f"{reset.by} moved progress to {reset.to_offset}: {reset.reason}"
+        yield _repeat((cut, end), RepeatCause.RESET, before, delivery, who)
+        end = cut
+    acked = min(ends.acked_below(before.token, delivery.token), end)
+    if begin < acked:
+        why = f"{_SENTENCES[RepeatCause.ACKED]} under a token from {before.token} on"
+        yield _repeat((begin, acked), RepeatCause.ACKED, before, delivery, why)
+        begin = acked
+    if begin < end:
+        cause = _cause(ends.of(before.token), delivery, ends)
+        yield _repeat((begin, end), cause, before, delivery, _SENTENCES[cause])
+
+
+def _cause(
+    passing: OwnerChange | None, delivery: DeliveryEvent, ends: OwnershipEnds
+) -> RepeatCause:
+    """Why what was in the hands of an owner came again, by how its time ended."""
+    if passing is None:
+        return RepeatCause.UNKNOWN
+    if passing.manner in _OF_MANNER or passing.stolen:
+        return _OF_MANNER.get(passing.manner, RepeatCause.CRASH)
+    if passing.previous_client_id and passing.previous_client_id == passing.client_id:
+        return RepeatCause.REACQUIRED
+    if delivery.redelivered_count and ends.was_graceful(delivery.token):
+        return RepeatCause.GRACEFUL
+    if passing.manner == "GRACEFUL" or not delivery.redelivered_count:
+        return RepeatCause.RETURNED
+    return RepeatCause.UNFINISHED
+
+
+_SENTENCES = {
+    RepeatCause.CRASH: "the owner was silent until its lease was over, or its process ended",
+    RepeatCause.TIMEOUT: "the owner did not give the queue back in time",
+    RepeatCause.UNFINISHED: "the owner gave the queue back and had not handled these",
+    RepeatCause.FORCED: "an operator took the queue away",
+    RepeatCause.REACQUIRED: "the owner asked for the queue anew",
+    RepeatCause.UNOWNED: "nobody owns the queues of the group",
+    RepeatCause.RETURNED: "the owner gave the queue back and had not started these",
+    RepeatCause.REPEATED: "the owner pulled again, since an answer was lost",
+    RepeatCause.GRACEFUL: "a bug: marked as started, though the owner had left nothing to do",
+    RepeatCause.ACKED: "a bug: these had been acked",
+    RepeatCause.UNKNOWN: "how the owner's time ended is not in the stream",
+}
+
+
+def _repeat(
+    run: Range, cause: RepeatCause, before: OwnershipSpan, delivery: DeliveryEvent, why: str
+) -> RepeatedRange:
+    return RepeatedRange(
+        *run,
+        cause,
+        before.client_id,
+        before.token,
+        before.last_unix_ms,
+        delivery.client_id,
+        delivery.token,
+        delivery.unix_ms,
+        delivery.redelivered_count,
+        why,
+    )
+
+
+def _sent_back(begin: int, end: int, delivery: DeliveryEvent) -> RepeatedRange:
+    """Messages of a retry topic: each was delivered in its own topic before."""
+    nobody = OwnershipSpan(0, "", delivery.unix_ms)
+    why = "a handler had failed, and the message was sent back"
+    return _repeat((begin, end), RepeatCause.RETRY, nobody, delivery, why)
+
+
+def _acked_unseen(
+    begin: int, end: int, delivery: DeliveryEvent, ends: OwnershipEnds
+) -> Iterator[RepeatedRange]:
+    """What had been acked before, though nobody is known to have been delivered it."""
+    end = min(end, ends.unmoved_below(delivery.token))
+    if begin < end:
+        nobody = OwnershipSpan(0, "", delivery.unix_ms)
+        why = f"{_SENTENCES[RepeatCause.ACKED]} under an earlier token"
+        yield _repeat((begin, end), RepeatCause.ACKED, nobody, delivery, why)
+
+
+def _flagged(delivery: DeliveryEvent) -> RepeatedRange:
+    """Some of a delivery is marked as started, and nobody is known to have been delivered it."""
+    nobody = OwnershipSpan(0, "", delivery.unix_ms)
+    run = (delivery.first_offset, delivery.next_offset)
+    return _repeat(run, RepeatCause.GRACEFUL, nobody, delivery, _SENTENCES[RepeatCause.GRACEFUL])
+
+
+def _joined(
+    pieces: Iterable[tuple[int, int, OwnershipSpan]],
+) -> list[tuple[int, int, OwnershipSpan]]:
+    """Neighbours of the same tenure as one."""
+    joined: list[tuple[int, int, OwnershipSpan]] = []
+    for begin, end, tenure in pieces:
+        if joined and joined[-1][1] == begin and joined[-1][2] is tenure:
+            joined[-1] = (joined[-1][0], end, tenure)
+        else:
+            joined.append((begin, end, tenure))
+    return joined

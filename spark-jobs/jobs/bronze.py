@@ -1,8 +1,0 @@
-"""The query `bronze` alone; see docs/reference/spark.md."""
-
-from __future__ import annotations
-
-from batonspark.app import run
-
-if __name__ == "__main__":
-    run("bronze")

@@ -1,9 +1,0 @@
-"""Every streaming query in one session: bronze, rollup and alerts; see docs/reference/spark.md."""
-
-from __future__ import annotations
-
-from batonspark.app import run
-from batonspark.queries import QUERIES
-
-if __name__ == "__main__":
-    run(*QUERIES)
