@@ -18,7 +18,7 @@ import pytest
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
-from batonmq.admin.resets import ResetResult
+from batonmq.admin.resets import ResetResult, ResetStep
 from batonmq.cli.change_options import operation
 from batonmq.cli.group_resets import TargetOptions, parse_offsets, plan_summary
 from batonmq.errors import InvalidArgument
