@@ -20,10 +20,10 @@ from batonmq.errors import BatonError
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from bench.bench_cluster import TIMEOUT_S
+from bench.cluster_comparison import append_rates, send_times
 from bench.figures import Figure, Goal, figure, interleaved, seconds
 from bench.setup import TOPIC, Setup
-from bench.sides import append_rates, send_times
-from bench.site import TIMEOUT_S
 from bench.wire import QUEUES
 
 _ON = {"off": False, "on": True}

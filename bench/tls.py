@@ -15,9 +15,9 @@ from batonmq.admin.admin import Admin
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from bench.cluster_comparison import append_rates, send_times
 from bench.figures import Figure, Goal, figure, interleaved, seconds
 from bench.setup import TOPIC, Setup
-from bench.sides import append_rates, send_times
 from bench.wire import QUEUES
 
 _SECURE = {"plain": False, "tls": True}

@@ -15,7 +15,7 @@ from batonmq._blocking import BlockingProducer, BlockingPuller
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from tests.client.twins import Gate, twins
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 PATIENT = ProducerSettings(delivery_timeout_ms=600_000, request_timeout_ms=600_000)
 

@@ -35,7 +35,7 @@ from batonmq.errors import (
     Unreachable,
 )
 from tests.client.twins import BROKER, NOWHERE, Gate, bodies, failing, twins
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 def queue(queue_id: int, topic: str = "orders") -> QueueRef:

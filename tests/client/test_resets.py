@@ -35,7 +35,7 @@ from batonmq.errors import (
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.client.group import Scene, handle_all, scene
 from tests.nameserver.replica import offsets_service, replica
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 OPERATION = Operation("tester", "a test")
 

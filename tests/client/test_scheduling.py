@@ -40,8 +40,8 @@ from batonmq.errors import (
 )
 from tests.client.twins import Context, twins
 from tests.support.cluster import local_cluster
-from tests.support.serving import serving_at
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving_at
 
 BROKER = "broker-0"
 FROM_FIRST = ConsumerSettings(consume_from="first")

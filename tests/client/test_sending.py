@@ -32,7 +32,7 @@ from batonmq.errors import (
     Unreachable,
 )
 from tests.client.twins import BROKER, NOWHERE, Gate, twins
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 # ---- one way
 

@@ -25,7 +25,7 @@ from batonmq.admin.admin import Admin
 from batonmq_server.testing import MemoryBroker, run_virtual
 from tests.client.group import QUICK, handle_all, scene
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 # ---- the start
 

@@ -27,7 +27,7 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import QueueProgress
 from batonmq.errors import NotWritable, QueueNotFound, TopicNotFound
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

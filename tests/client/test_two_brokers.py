@@ -37,7 +37,7 @@ from tests.client.twins import (
     failing,
     two_brokers,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 ONE_EACH = ProducerSettings(batch_messages_max=1)
 

@@ -34,7 +34,7 @@ from batonmq.errors import PermissionDenied, Unauthenticated
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from tests.support.cluster import SEGMENT_BYTES, fork_server
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -69,7 +69,9 @@ def log_of(cluster: LocalCluster) -> str:
     return "".join(path.read_text() for path in (cluster.data_dir / "logs").glob("*.log"))
 
 
-async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: Path) -> None:
+async def test_granted_permissions_suffice_for_retries_and_allow_nothing_else(
+    tmp_path: Path,
+) -> None:
     async with (
         guarded(tmp_path) as cluster,
         Admin(cluster.nameserver, security=security_of(cluster)) as admin,
@@ -114,7 +116,7 @@ async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: 
             assert security.token.reveal() not in log
 
 
-async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:
+async def test_revoked_permission_stops_calls_within_a_second(tmp_path: Path) -> None:
     async with (
         guarded(tmp_path) as cluster,
         Admin(cluster.nameserver, security=security_of(cluster)) as admin,
@@ -250,7 +252,7 @@ async def refused_as_unknown(producer: Producer) -> bool:
     return False
 
 
-async def test_services_work_with_each_other_and_the_commands_with_all(tmp_path: Path) -> None:
+async def test_services_call_each_other_and_commands_work_with_access_on(tmp_path: Path) -> None:
     async with guarded(tmp_path, storage_replicas=2, offsets=2, offsets_sets=2) as cluster:
         security = security_of(cluster)
 

@@ -50,7 +50,7 @@ from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacem
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.service_runtime import Runtime
 from tests.offsets.service_calls import single_set_directory
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 CALL_TIMEOUT_S = 20
 

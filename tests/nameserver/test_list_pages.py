@@ -21,7 +21,7 @@ from batonmq.admin.admin import Admin
 from batonmq_server.runtime import paging
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, refusal
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 NAMES = [f"{number:02}" for number in range(25)]
 

@@ -25,7 +25,7 @@ from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_gates import GATES_PREFIX
 from tests.offsets.service_calls import Service, single_set_directory
-from tests.support.serving import serving
+from tests.support.grpc_server import serving
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.offsets.service_calls import TERM, Service, call, queue, single_set_directory
-from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving
 
 
 class Room:

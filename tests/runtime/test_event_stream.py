@@ -21,8 +21,8 @@ from batonmq._telemetry import events
 from batonmq._telemetry.events import EVENTS_MAX, WATCHERS_MAX, EventHub
 from batonmq.errors import Overloaded
 from batonmq_server.runtime.event_stream_server import add_event_stream
-from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving
 
 
 class SetClock(Clock):

@@ -29,7 +29,7 @@ from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.event_stream_server import MetricsServicer
 from batonmq_server.runtime.leader_channels import LeaderChannel
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 
 class Scene:

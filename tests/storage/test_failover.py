@@ -21,7 +21,7 @@ from batonmq._producer.settings import Durability, ProducerSettings
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC
 from tests.storage.replicas import BROKER, replica_set
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
 

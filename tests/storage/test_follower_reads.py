@@ -38,8 +38,8 @@ from tests.storage.batches import TOPIC, batch
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.replicas import BROKER, Replica, Scene, replica_set
 from tests.storage.running_node import GROUP, pull_request
-from tests.support.serving import serving_at
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving_at
 
 pytestmark = pytest.mark.timeout(180)
 TIMEOUT_S = 20

@@ -30,7 +30,7 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
 from tests.storage.test_process import read, send, site
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

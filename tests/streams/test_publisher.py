@@ -19,7 +19,7 @@ from batonmq._telemetry import events, publishing
 from batonmq._telemetry.events import EventHub
 from batonmq._telemetry.publishing import Publisher
 from batonmq.errors import Unreachable
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 class Wire:
