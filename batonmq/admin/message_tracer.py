@@ -128,7 +128,7 @@ class MessageTracer:
     """Asks the services; failures are the classes of `batonmq.errors`.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin) -> None:

@@ -43,7 +43,7 @@ class TopicStats:
     """Looks at one topic again and again.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin, topic: str) -> None:
