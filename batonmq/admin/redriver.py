@@ -139,8 +139,8 @@ class Redriver:
         group = await self._admin.describe_group(self._group)
         if topic not in {each.topic for each in group.subscriptions}:
             raise NotSubscribed(
-                f"group {self._group} does not read {topic}, so it would not receive the copies",
-                remedy="Start its consumers with send_back, or send to the original topics: to_topic.",
+                f"group {self._group} does not read {topic}: it would not receive the copies",
+                remedy="Start its consumers with send_back, or redrive with to_topic.",
                 facts={"group": self._group, "topic": topic},
             )
 
