@@ -19,11 +19,11 @@ from tests.conftest import asked_for_s
         (pytest.mark.timeout(None), 0),
     ],
 )
-def test_a_mark_tells_its_time_by_place_or_by_name(
+def test_mark_gives_its_time_by_position_or_by_name(
     mark: pytest.MarkDecorator, asked_s: int
 ) -> None:
     assert asked_for_s(mark.mark) == asked_s
 
 
-def test_a_test_without_a_mark_asks_for_nothing() -> None:
+def test_test_without_a_mark_has_no_time() -> None:
     assert asked_for_s(None) == 0

@@ -27,14 +27,14 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
-from batonmq.admin.access import AccessControl, Grant, Role
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
 from batonmq.errors import PermissionDenied, Unauthenticated
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from tests.support.cluster import SEGMENT_BYTES, fork_server
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -69,7 +69,9 @@ def log_of(cluster: LocalCluster) -> str:
     return "".join(path.read_text() for path in (cluster.data_dir / "logs").glob("*.log"))
 
 
-async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: Path) -> None:
+async def test_granted_permissions_suffice_for_retries_and_allow_nothing_else(
+    tmp_path: Path,
+) -> None:
     async with (
         guarded(tmp_path) as cluster,
         Admin(cluster.nameserver, security=security_of(cluster)) as admin,
@@ -114,7 +116,7 @@ async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: 
             assert security.token.reveal() not in log
 
 
-async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:
+async def test_revoked_permission_stops_calls_within_a_second(tmp_path: Path) -> None:
     async with (
         guarded(tmp_path) as cluster,
         Admin(cluster.nameserver, security=security_of(cluster)) as admin,
@@ -154,7 +156,7 @@ async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:
             both = {GROUP: before, "audit": {PROBE, *before}}
             await until(lambda: seen == both, timeout_s=30)
             earlier = await refused_count(cluster, "storage")
-            await control.revoke("billing", Grant(Role.CONSUME, f"topic:{TOPIC}"))
+            await control.revoke("billing", RoleGrant(Role.CONSUME, f"topic:{TOPIC}"))
             await until(lambda: more_refused(cluster, earlier), timeout_s=30)
             after = await sent_to_all("after")
             await until(lambda: seen["audit"] == {PROBE, *before, *after}, timeout_s=30)
@@ -167,9 +169,9 @@ async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:
 
 
 async def grant_all(control: AccessControl) -> None:
-    await control.grant("shop", Grant(Role.PRODUCE, f"topic:{TOPIC}"))
-    await control.grant("billing", Grant(Role.CONSUME, f"topic:{TOPIC}"))
-    await control.grant("billing", Grant(Role.CONSUME, f"group:{GROUP}"))
+    await control.grant("shop", RoleGrant(Role.PRODUCE, f"topic:{TOPIC}"))
+    await control.grant("billing", RoleGrant(Role.CONSUME, f"topic:{TOPIC}"))
+    await control.grant("billing", RoleGrant(Role.CONSUME, f"group:{GROUP}"))
 
 
 async def sent(producer: Producer, body: bytes) -> bool:
@@ -250,7 +252,7 @@ async def refused_as_unknown(producer: Producer) -> bool:
     return False
 
 
-async def test_services_work_with_each_other_and_the_commands_with_all(tmp_path: Path) -> None:
+async def test_services_call_each_other_and_commands_work_with_access_on(tmp_path: Path) -> None:
     async with guarded(tmp_path, storage_replicas=2, offsets=2, offsets_sets=2) as cluster:
         security = security_of(cluster)
 

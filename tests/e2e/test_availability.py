@@ -16,10 +16,10 @@ import pytest
 
 from batonmq.admin.admin import Admin
 from batonmq.admin.replication import Replica, replicas
-from tests.e2e.counting import QUEUES, TOPIC, Run
-from tests.e2e.leading import in_sync, leader
+from tests.e2e.leadership import in_sync, leader
+from tests.e2e.numbered_traffic import QUEUES, TOPIC, NumberedTraffic
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -28,11 +28,11 @@ SLOW = {"replica_lag_ms_max": 10_000}
 """Who takes over must not have been let out of the set because this machine is slow just then."""
 
 
-async def goes_on(run: Run) -> None:
+async def goes_on(traffic: NumberedTraffic) -> None:
     """Wait until much more is sent, and handled."""
-    sent, handled = len(run.receipts), len(run.handled)
+    sent, handled = len(traffic.receipts), len(traffic.handled)
     await until(
-        lambda: len(run.receipts) >= sent + STEP and len(run.handled) >= handled + STEP,
+        lambda: len(traffic.receipts) >= sent + STEP and len(traffic.handled) >= handled + STEP,
         timeout_s=60,
     )
 
@@ -51,41 +51,41 @@ async def shows_every_copy(admin: Admin) -> None:
     await until(look, timeout_s=60)
 
 
-async def test_whoever_leads_may_die_or_stand_still(tmp_path: Path) -> None:
+async def test_leader_of_each_service_may_be_killed_or_paused(tmp_path: Path) -> None:
     async with local_cluster(
         tmp_path, available=True, auto_restart=False, storage=SLOW, offsets=SLOW
     ) as cluster:
-        run, stop = Run(cluster.nameserver), asyncio.Event()
+        traffic, stop = NumberedTraffic(cluster.nameserver), asyncio.Event()
         async with Admin(cluster.nameserver) as admin, asyncio.TaskGroup() as tasks:
             await admin.create_topic(TOPIC, QUEUES)
-            sending = tasks.create_task(run.send(0))
-            tasks.create_task(run.consume("first", stop))
-            tasks.create_task(run.consume("second", stop))
-            await goes_on(run)
+            sending = tasks.create_task(traffic.send(0))
+            tasks.create_task(traffic.consume("first", stop))
+            tasks.create_task(traffic.consume("second", stop))
+            await goes_on(traffic)
             for service, broker in (("storage", "broker-0"), ("offsets", ""), ("lockmgr", "")):
                 victim = await leader(admin, cluster, service, broker=broker)
                 await in_sync(admin, service, broker)
                 await cluster.kill(victim)
                 heir = await leader(admin, cluster, service, victim, broker)
-                await goes_on(run)
+                await goes_on(traffic)
                 await cluster.start(victim)
                 await in_sync(admin, service, broker)
                 cluster.pause(heir)
                 await leader(admin, cluster, service, heir, broker)
-                await goes_on(run)
+                await goes_on(traffic)
                 cluster.resume(heir)
-                await goes_on(run)
+                await goes_on(traffic)
             for name in ("etcd", "etcd-1", "etcd-2"):  # one of them leads the others
                 cluster.pause(name)
-                await goes_on(run)
+                await goes_on(traffic)
                 cluster.resume(name)
             await shows_every_copy(admin)
             for victim in ("nameserver-1", "etcd-1"):
                 await cluster.kill(victim)
-                await goes_on(run)
+                await goes_on(traffic)
                 await cluster.start(victim)
-            run.stop_sending.set()
+            traffic.stop_sending.set()
             await sending
-            await until(lambda: len(run.handled) >= len(run.receipts), timeout_s=60)
+            await until(lambda: len(traffic.handled) >= len(traffic.receipts), timeout_s=60)
             stop.set()
-    run.check()
+    traffic.check()

@@ -19,11 +19,11 @@ from batonmq._consumer.puller import Puller
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending, Receipt
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import PendingReceipt, Receipt
 from batonmq.admin.admin import Admin
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -36,7 +36,7 @@ def is_free(number: int) -> bool:
     return number % 10 != 0
 
 
-class Sending:
+class BrokerTraffic:
     """Messages that are sent all the time, at most so many without a receipt.
 
     Attributes:
@@ -47,7 +47,7 @@ class Sending:
         self._producer = producer
         self._ends = asyncio.Event()
         self.count = 0
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, PendingReceipt] = {}
         self.receipts: dict[int, Receipt] = {}
 
     def at(self, broker: str) -> int:
@@ -96,14 +96,14 @@ async def stored(nameserver: str) -> Counter[int]:
     return found
 
 
-async def test_kill_9_of_one_of_two_brokers(tmp_path: Path) -> None:
+async def test_kill_9_of_one_of_two_brokers_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     clock = Clock()
     settings = ProducerSettings(compression="lz4", compression_bytes_min=0)
     async with local_cluster(tmp_path, brokers=2, auto_restart=False) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, 8)
         async with Producer(cluster.nameserver, settings) as producer, asyncio.TaskGroup() as tasks:
-            sending = Sending(producer)
+            sending = BrokerTraffic(producer)
             tasks.create_task(sending.run())
             await until(lambda: min(map(sending.at, ("broker-0", VICTIM))) > 500, timeout_s=30)
 
@@ -130,7 +130,7 @@ async def test_kill_9_of_one_of_two_brokers(tmp_path: Path) -> None:
         assert [r.offset for r in of_key] == sorted(r.offset for r in of_key)
 
 
-async def test_cluster_of_two_brokers_comes_back_with_both(tmp_path: Path) -> None:
+async def test_cluster_of_two_brokers_restarts_with_both(tmp_path: Path) -> None:
     queues: set[QueueRef] = set()
     async with local_cluster(tmp_path, brokers=2) as cluster:
         assert cluster.addresses.keys() == {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from batonmq.admin.admin import Admin
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ADMIN, ETCD, SERVICES
-from tests.e2e.counting import QUEUES, TOPIC, Run
+from tests.e2e.numbered_traffic import QUEUES, TOPIC, NumberedTraffic
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -28,34 +29,38 @@ HOSTS = ("localhost", "127.0.0.1")
 ROUND, ROUNDS = 1_500, 3
 
 
-async def test_new_certificates_for_everybody_lose_and_double_nothing(tmp_path: Path) -> None:
+async def test_replacing_every_certificate_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     reports: list[str] = []
     async with local_cluster(tmp_path, secure=True, report=reports.append) as cluster:
         security = cluster.security
         assert security is not None
         async with Admin(cluster.nameserver, security=security) as admin:
             await admin.create_topic(TOPIC, QUEUES)
-            run, stop = Run(cluster.nameserver, security), asyncio.Event()
+            traffic, stop = NumberedTraffic(cluster.nameserver, security), asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(run.send(ROUND))
-                tasks.create_task(run.consume("first", stop))
+                sending = tasks.create_task(traffic.send(ROUND))
+                tasks.create_task(traffic.consume("first", stop))
                 for _ in range(ROUNDS):
-                    await until(lambda: len(run.handled) >= ROUND, timeout_s=60)
+                    await until(lambda: len(traffic.handled) >= ROUND, timeout_s=60)
                     _issue_all(tmp_path / "tls")
                     await _all_show_what_the_files_hold(cluster, security, tmp_path / "tls")
                     assert (await admin.describe_topic(TOPIC)).problems == ()
-                    sent = len(run.receipts)
-                    await until(lambda sent=sent: len(run.receipts) >= sent + ROUND, timeout_s=60)  # type: ignore[misc]
+                    sent = len(traffic.receipts)
+                    enough = partial(_has_receipts, traffic, sent + ROUND)
+                    await until(enough, timeout_s=60)
                 # Members that come now read what is there now.
-                tasks.create_task(run.consume("second", stop))
-                await until(lambda: any(name == "second" for name, *_ in run.handled), timeout_s=60)
-                run.stop_sending.set()
+                tasks.create_task(traffic.consume("second", stop))
+                await until(
+                    lambda: any(name == "second" for name, *_ in traffic.handled), timeout_s=60
+                )
+                traffic.stop_sending.set()
                 await sending
                 await until(
-                    lambda: len({n for *_, n, _ in run.handled}) >= len(run.receipts), timeout_s=60
+                    lambda: len({n for *_, n, _ in traffic.handled}) >= len(traffic.receipts),
+                    timeout_s=60,
                 )
                 stop.set()
-    run.check()
+    traffic.check()
     assert reports == []
     log = (tmp_path / "logs" / "storage.log").read_text()
     assert "certificates renewed" in log
@@ -91,3 +96,7 @@ def _shown(address: str, security: Security) -> bytes | None:
         context.wrap_socket(plain, server_hostname=host) as secured,
     ):
         return secured.getpeercert(binary_form=True)
+
+
+def _has_receipts(traffic: NumberedTraffic, count: int) -> bool:
+    return len(traffic.receipts) >= count

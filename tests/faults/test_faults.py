@@ -18,7 +18,7 @@ from tools.faults.selection import selection
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
+def test_cluster_survives_every_kind_of_fault(tmp_path: Path) -> None:
     status = play("selection", tmp_path)
     report = json.loads((tmp_path / "selection.json").read_text())
     assert report["reasons"] == {}

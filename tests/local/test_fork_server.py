@@ -20,7 +20,7 @@ import pytest
 
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.fork_server import ForkServer
-from tests.support.waiting import lives, until
+from tests.support.conditions import lives, until
 
 PROGRAM = """
 import json, os, signal, sys, time

@@ -25,13 +25,13 @@ from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.store import CheckedBatch, LocalTopic, MessageStore
 from batonmq_server.storage.node import StorageNode
 from tests.simulation.answer_checks import AnswerChecks
-from tests.simulation.books import Books, Copy, Queue, key_of
 from tests.simulation.client_checks import ClientChecks
 from tests.simulation.etcd_checks import EtcdChecks
+from tests.simulation.expected_state import ExpectedQueue, ExpectedState, OffsetsCopy, key_of
 from tests.simulation.offsets_checks import OffsetsChecks
-from tests.simulation.replica_checks import LEADER_KEY, ReplicaChecks
-from tests.simulation.store_checks import LEADER_KEY as STORE_LEADER_KEY
-from tests.simulation.store_checks import StoreChecks, Written
+from tests.simulation.offsets_replica_checks import LEADER_KEY, OffsetsReplicaChecks
+from tests.simulation.storage_replica_checks import LEADER_KEY as STORE_LEADER_KEY
+from tests.simulation.storage_replica_checks import StorageReplicaChecks, WrittenBatch
 from tests.simulation.trace import Trace
 
 STILL_MS = 70_000
@@ -62,20 +62,22 @@ class Checker:
         now_ms: Callable[[], int],
         leader: Callable[[str], str],
     ) -> None:
-        self.books = Books(group, lease_ms, trace, now_ms)
-        self.offsets = OffsetsChecks(self.books)
-        self.replicas = ReplicaChecks(self.books, partial(leader, LEADER_KEY))
-        self.stores = StoreChecks(self.books, partial(leader, STORE_LEADER_KEY), self._kept)
-        self.etcd = EtcdChecks(self.books, topic)
-        self.clients = ClientChecks(self.books)
-        self.answers = AnswerChecks(self.books)
+        self.expected = ExpectedState(group, lease_ms, trace, now_ms)
+        self.offsets = OffsetsChecks(self.expected)
+        self.replicas = OffsetsReplicaChecks(self.expected, partial(leader, LEADER_KEY))
+        self.stores = StorageReplicaChecks(
+            self.expected, partial(leader, STORE_LEADER_KEY), self._kept
+        )
+        self.etcd = EtcdChecks(self.expected, topic)
+        self.clients = ClientChecks(self.expected)
+        self.answers = AnswerChecks(self.expected)
 
     # ---- offsets
 
     def watch_leadership(self, offsets: OffsetsEpoch) -> None:
         """See what a leader of offsets begins with and does; what it writes counts once the
         in-sync set has it."""
-        table = self.books.tables.get(OFFSETS_SERVICE)
+        table = self.expected.tables.get(OFFSETS_SERVICE)
         if table is None or offsets.table.epoch > table.epoch:
             self.offsets.began(dict(offsets.disk.read()))
             self.offsets.watch_table(offsets.table, OFFSETS_SERVICE)
@@ -84,7 +86,7 @@ class Checker:
         async def watched(entries: Sequence[Entry]) -> None:
             await write(entries)
             self.replicas.confirmed(offsets)
-            if self.books.watches(offsets.table):
+            if self.expected.watches(offsets.table):
                 self.offsets.written(entries)
 
         offsets.commits._write = watched
@@ -94,16 +96,16 @@ class Checker:
     def watch_store(self, store: MessageStore, broker: str) -> None:
         """See what a new life of storage has kept, and takes in. There is one topic."""
         self.forget_pause()
-        for key, queue in self.books.queues.items():
-            if key.broker == broker and key.topic in self.books.topic_ids:
-                end = store.offsets((self.books.topic_ids[key.topic], key.queue_id)).next_offset
+        for key, queue in self.expected.queues.items():
+            if key.broker == broker and key.topic in self.expected.topic_ids:
+                end = store.offsets((self.expected.topic_ids[key.topic], key.queue_id)).next_offset
                 for offset in [offset for offset in queue.stored if offset >= end]:
                     del queue.stored[offset]
-                    self.books.counts["torn"] += 1
-        for once, copy in list(self.books.copies.items()):
+                    self.expected.counts["torn"] += 1
+        for once, copy in list(self.expected.copies.items()):
             topic_id, queue_id, offset = copy.place
             if offset >= store.offsets((topic_id, queue_id)).next_offset:
-                del self.books.copies[once]
+                del self.expected.copies[once]
         append = store.append
 
         def watched(
@@ -124,22 +126,24 @@ class Checker:
 
     def forget_pause(self) -> None:
         """Storage may not know any more that the group is paused, or act on older knowledge."""
-        self.books.group.pause_known_ms.clear()
+        self.expected.group.pause_known_ms.clear()
 
-    def _kept(self, one: Written) -> None:
+    def _kept(self, one: WrittenBatch) -> None:
         """A replica set has taken a batch: in its place, once, and in the order of its sender."""
         header = one.checked.header
         if header.topic != schedule.TOPIC:
-            key = GroupQueue(self.books.name, header.topic, BROKER, header.queue_id)
-            end = len(self.books.queues[key].stored)
+            key = GroupQueue(self.expected.name, header.topic, BROKER, header.queue_id)
+            end = len(self.expected.queues[key].stored)
             if one.receipt.first_offset != end:
-                self.books.fail("P2", f"{key} goes on at {one.receipt.first_offset}, not at {end}")
+                self.expected.fail(
+                    "P2", f"{key} goes on at {one.receipt.first_offset}, not at {end}"
+                )
         self._took(BROKER, one.checked, one.receipt, one.topic_id)
 
     def _took(
         self, broker: str, checked: CheckedBatch, receipt: StoreReceipt, topic_id: int
     ) -> None:
-        self.books.topic_ids[checked.header.topic] = topic_id
+        self.expected.topic_ids[checked.header.topic] = topic_id
         if checked.header.topic == schedule.TOPIC:
             self._scheduled(checked, receipt)
         else:
@@ -147,18 +151,18 @@ class Checker:
 
     def _stored(self, broker: str, checked: CheckedBatch, receipt: StoreReceipt) -> None:
         header = checked.header
-        queue = self.books.queues[
-            GroupQueue(self.books.name, header.topic, broker, header.queue_id)
+        queue = self.expected.queues[
+            GroupQueue(self.expected.name, header.topic, broker, header.queue_id)
         ]
         records = decode_records(checked.batch, header, range(header.count))
         for index, record in enumerate(records):
             offset = receipt.first_offset + index
             queue.stored[offset] = (_name(record), record.tag)
-            queue.stored_ms[offset] = self.books.now_ms()
+            queue.stored_ms[offset] = self.expected.now_ms()
 
     def _scheduled(self, checked: CheckedBatch, receipt: StoreReceipt) -> None:
         """A message was sent back; by whoever does it, it is kept once (T5)."""
-        header, books = checked.header, self.books
+        header, expected = checked.header, self.expected
         if header.queue_id != schedule.SCHEDULED:
             return
         scheduled = schedule.decode_scheduled(header, checked.batch)
@@ -167,11 +171,11 @@ class Checker:
         inner = read_header(scheduled.batch)
         (record,) = decode_records(scheduled.batch, inner, range(inner.count))
         name, place = _name(record), (schedule.TOPIC_ID, header.queue_id, receipt.first_offset)
-        books.trace.note("storage", f"{name} waits for its time")
-        books.counts["sent back"] += 1
-        if inner.producer_id in books.copies:
-            books.fail("T5", f"{name} is sent back twice")
-        books.copies[inner.producer_id] = Copy(name, place)
+        expected.trace.note("storage", f"{name} waits for its time")
+        expected.counts["sent back"] += 1
+        if inner.producer_id in expected.copies:
+            expected.fail("T5", f"{name} is sent back twice")
+        expected.copies[inner.producer_id] = OffsetsCopy(name, place)
 
     # ---- why a queue does not move
 
@@ -179,7 +183,7 @@ class Checker:
         """Lowest offset that waits, of queues where one does."""
         return {
             key: queue.committed_offset
-            for key, queue in sorted(self.books.queues.items())
+            for key, queue in sorted(self.expected.queues.items())
             if queue.committed_offset in queue.stored
         }
 
@@ -200,67 +204,67 @@ class Checker:
         """
         for found in queues:
             key = key_of(found.queue)
-            queue = self.books.queues[key]
+            queue = self.expected.queues[key]
             offset = before.get(key)
             reason = nameserver_pb.StuckReason.Name(found.reason).removeprefix("STUCK_REASON_")
-            self.books.counts[f"because {reason}"] += 1
+            self.expected.counts[f"because {reason}"] += 1
             if offset is None or queue.committed_offset != offset or offset not in queue.stored:
                 continue
             since_ms = max(queue.stored_ms[offset], queue.committed_ms)
             text = f"{key}@{offset} waits for {asked_ms - since_ms} ms, and is said to be {reason}"
             if reason == "IDLE" and asked_ms - since_ms > SYNC_MS:
-                self.books.fail("L3", text)
+                self.expected.fail("L3", text)
             if reason == "MOVING" and clocks_agree and asked_ms - since_ms > STILL_MS:
-                self.books.fail("L3", text)
+                self.expected.fail("L3", text)
 
     # ---- at the end
 
     def check_complete(self, acked: Mapping[str, object]) -> None:
         """Everything that was appended is handled and committed, once (L2)."""
-        books = self.books
+        expected = self.expected
         ids, again = self._names(retries=False), self._names(retries=True)
-        copies = Counter(copy.name for copy in books.copies.values())
+        copies = Counter(copy.name for copy in expected.copies.values())
         for body, count in ids.items():
             if count > 1:
-                books.fail("T5", f"message {body} is stored {count} times")
+                expected.fail("T5", f"message {body} is stored {count} times")
         if again != copies:
-            books.fail("T5", f"sent back were {copies - again}, and came were {again - copies}")
-        if not books.counts["resets"] and (twice := [n for n, c in copies.items() if c > 1]):
-            books.fail("T5", f"sent back more than once: {twice}")
+            expected.fail("T5", f"sent back were {copies - again}, and came were {again - copies}")
+        if not expected.counts["resets"] and (twice := [n for n, c in copies.items() if c > 1]):
+            expected.fail("T5", f"sent back more than once: {twice}")
         if missing := sorted(acked.keys() - ids.keys()):
-            books.fail("P1", f"acknowledged messages are lost: {missing}")
-        for key, queue in sorted(books.queues.items()):
-            if key.topic != books.retries:
+            expected.fail("P1", f"acknowledged messages are lost: {missing}")
+        for key, queue in sorted(expected.queues.items()):
+            if key.topic != expected.retries:
                 self._check_order(key, [name for _, (name, _) in sorted(queue.stored.items())])
             if queue.committed_offset != len(queue.stored):
-                books.fail("L2", f"{key}: C is {queue.committed_offset} of {len(queue.stored)}")
+                expected.fail("L2", f"{key}: C is {queue.committed_offset} of {len(queue.stored)}")
             if unhandled := self._unhandled(key, queue):
-                books.fail("L2", f"{key}: never handled: {unhandled[:10]}")
+                expected.fail("L2", f"{key}: never handled: {unhandled[:10]}")
 
     def _check_order(self, key: GroupQueue, names: Sequence[str]) -> None:
         """Of the messages of one burst no later one is before an earlier one."""
         last: dict[str, int] = {}
         for burst, _, number in (name.partition(".") for name in names):
             if int(number) < last.get(burst, 0):
-                self.books.fail("order", f"{key}: {burst}.{number} is behind {last[burst]}")
+                self.expected.fail("order", f"{key}: {burst}.{number} is behind {last[burst]}")
             last[burst] = int(number)
 
     def complete(self) -> bool:
         """Whether nothing is left to be done."""
-        return self._names(retries=True).total() == len(self.books.copies) and all(
-            queue.committed_offset == len(queue.stored) for queue in self.books.queues.values()
+        return self._names(retries=True).total() == len(self.expected.copies) and all(
+            queue.committed_offset == len(queue.stored) for queue in self.expected.queues.values()
         )
 
     def _names(self, *, retries: bool) -> Counter[str]:
         """What is stored in the retry topic, or in the other one."""
         return Counter(
             name
-            for key, queue in self.books.queues.items()
-            if (key.topic == self.books.retries) == retries
+            for key, queue in self.expected.queues.items()
+            if (key.topic == self.expected.retries) == retries
             for name, _ in queue.stored.values()
         )
 
-    def _unhandled(self, key: GroupQueue, queue: Queue) -> list[int]:
+    def _unhandled(self, key: GroupQueue, queue: ExpectedQueue) -> list[int]:
         """Offsets that somebody should have handled since the last reset and nobody has."""
         epoch, reset_epoch = queue.epoch(), queue.durable.reset_epoch if queue.durable else 0
         return [
@@ -268,7 +272,7 @@ class Checker:
             for offset, (_, tag) in sorted(queue.stored.items())
             if offset not in epoch.handled
             and not epoch.given.between(offset, offset + 1)
-            and self.books.wanted(key, offset, tag, reset_epoch)
+            and self.expected.wanted(key, offset, tag, reset_epoch)
         ]
 
 

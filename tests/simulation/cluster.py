@@ -43,9 +43,9 @@ from batonmq_server.testing.memory_network import MemoryCall
 from batonmq_server.testing.processes import ServiceSpec, SimulatedProcess
 from batonmq_server.testing.services import lockmgr, nameserver, offsets, storage
 from tests.simulation.checker import Checker
-from tests.simulation.options import Options
-from tests.simulation.replica_checks import SET_KEY
-from tests.simulation.store_checks import SET_KEY as STORE_SET_KEY
+from tests.simulation.offsets_replica_checks import SET_KEY
+from tests.simulation.options import RunOptions
+from tests.simulation.storage_replica_checks import SET_KEY as STORE_SET_KEY
 from tests.simulation.trace import Trace
 
 GROUP, TOPIC, BROKER = "readers", "orders", "broker-a"
@@ -64,7 +64,7 @@ SLOW_WRITE_MS_MAX = 400
 _SLOW = 0.02
 
 
-class World(processes.MemoryEnvironment):
+class SimulatedCluster(processes.MemoryEnvironment):
     """What all processes of a run share, and who looks at it."""
 
     def __init__(self, seed: str, *, kept_max: int | None = 4_000) -> None:
@@ -134,7 +134,7 @@ class World(processes.MemoryEnvironment):
         self.checker.forget_pause()
 
     def failed(self, process: str, error: BaseException) -> None:
-        self.checker.books.fail("unexpected", f"process {process} ends with {error!r}")
+        self.checker.expected.fail("unexpected", f"process {process} ends with {error!r}")
 
     def _put(self, stored: KeyValue) -> None:
         if stored.key == SET_KEY:
@@ -143,7 +143,7 @@ class World(processes.MemoryEnvironment):
             self.checker.stores.standing_written(stored)
 
     def _unexpected(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self.checker.books.fail(
+        self.checker.expected.fail(
             "unexpected", f"{context.get('message')} {context.get('exception')!r}"
         )
 
@@ -157,15 +157,15 @@ class ConsumerProcess(SimulatedProcess):
 
     def __init__(
         self,
-        world: World,
+        cluster: SimulatedCluster,
         client_id: str,
         life: int,
         expression: str,
         settings: ConsumerSettings,
         handle: Callable[[SimulatedProcess, ReceivedMessage], Awaitable[object]],
     ) -> None:
-        super().__init__(world, client_id, life)
-        self._trace, self._checker = world.trace, world.checker
+        super().__init__(cluster, client_id, life)
+        self._trace, self._checker = cluster.trace, cluster.checker
         self.expression, self._asked = expression, TagFilter.parse(expression)
         self._settings, self._handle = settings, handle
         self._consumer: Consumer | None = None
@@ -180,7 +180,7 @@ class ConsumerProcess(SimulatedProcess):
                 self._settings,
                 client_id=self.name,
                 on_ownership=self._on_ownership,
-                surroundings=self.surroundings(),
+                environment=self.client_environment(),
             )
             try:
                 async with consumer, asyncio.TaskGroup() as tasks:
@@ -223,7 +223,7 @@ class ConsumerProcess(SimulatedProcess):
                 checks.deadline_passed(self.name, event.queue)
 
 
-def services(world: World, random: Random, options: Options) -> list[ServiceSpec]:
+def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> list[ServiceSpec]:
     """The services of the cluster, in the order in which they start."""
     common: dict[str, Any] = {"cluster": "sim", "node_lease_ms": 6_000, "metrics_stream": False}
     span_max = random.choice([8, 50])
@@ -242,13 +242,13 @@ def services(world: World, random: Random, options: Options) -> list[ServiceSpec
         settings = OffsetsSettings(
             node_id=node_id, data_dir=Path("unused"), span_max=span_max, **common, **more
         )
-        return offsets(world, settings)
+        return offsets(cluster, settings)
 
     def log(node_id: str, **more: Any) -> ServiceSpec:
         settings = StorageSettings(
             node_id=node_id, segment_bytes=16_384, touch_interval_ms=3_000, **common, **more
         )
-        return storage(world, settings)
+        return storage(cluster, settings)
 
     log_replicated: dict[str, Any] = {
         "broker": BROKER,

@@ -24,7 +24,7 @@ Fault model. The cluster must keep its promises while
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
 rates, a damaged disk without another copy.
 
-What happens is drawn from the seed, and so is what may happen at all (`Options`), so that runs
+What happens is drawn from the seed, and so is what may happen at all (`RunOptions`), so that runs
 differ in kind and not just in luck.
 """
 
@@ -43,7 +43,7 @@ POLICIES = ("REJECT", "STAGED", "STAGED", "STAGED_LATEST", "WARN")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class RunOptions:
     """What may happen in a run. Numbers of actions are weights among all that are drawn.
 
     Attributes:
@@ -133,7 +133,7 @@ class Options:
     moves: int = 0
 
     @staticmethod
-    def drawn(random: Random, steps: int) -> Options:
+    def drawn(random: Random, steps: int) -> RunOptions:
         """Each kind of fault is there, or not, or there is a lot of it."""
 
         def some(most: int) -> int:
@@ -145,7 +145,7 @@ class Options:
             slow=random.choice([0, 0.01, 0.04]),
             delay_ms_max=random.choice([3, 20, 150]),
         )
-        found = Options(
+        found = RunOptions(
             steps=steps,
             queues=random.randint(2, 6),
             consumers=random.randint(2, 4),
@@ -190,10 +190,10 @@ class Options:
         )
 
     @staticmethod
-    def of_storage(random: Random, steps: int) -> Options:
+    def of_storage(random: Random, steps: int) -> RunOptions:
         """As `drawn`, and the broker is a replica set to which something happens."""
         return replace(
-            Options.drawn(random, steps),
+            RunOptions.drawn(random, steps),
             stores=random.choice([2, 3, 3]),
             min_in_sync=random.choice([1, 1, 2]),
             memory_window_bytes=random.choice([0, 2_000]),
@@ -205,15 +205,15 @@ class Options:
         )
 
     @staticmethod
-    def of_moves(random: Random, steps: int) -> Options:
+    def of_moves(random: Random, steps: int) -> RunOptions:
         """As `drawn`, and the group is moved between two sets of offsets again and again."""
-        drawn = Options.drawn(random, steps)
+        drawn = RunOptions.drawn(random, steps)
         return replace(drawn, moves=12, replicated=False, leader_faults=0, splits=0, lost_disks=0)
 
     @staticmethod
-    def graceful(random: Random, steps: int) -> Options:
+    def graceful(random: Random, steps: int) -> RunOptions:
         """Members come and go, services are replaced one by one; nothing breaks."""
-        found = Options(
+        found = RunOptions(
             steps=steps,
             queues=random.randint(2, 6),
             consumers=random.randint(2, 4),
@@ -236,7 +236,7 @@ class Options:
 
     def __str__(self) -> str:
         """The options that are not as they are by default."""
-        plain = Options()
+        plain = RunOptions()
         names = [each.name for each in fields(self)]
         changed = [name for name in names if getattr(self, name) != getattr(plain, name)]
         return ", ".join(f"{name}={getattr(self, name)}" for name in changed)

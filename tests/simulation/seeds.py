@@ -7,7 +7,7 @@ from random import Random
 from pydantic import Field
 
 from batonmq._process.config import Settings, load
-from tests.simulation.options import Options
+from tests.simulation.options import RunOptions
 
 
 class SimSettings(Settings):
@@ -29,24 +29,24 @@ MOVES_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
 """Of runs in which the group is moved between two sets of offsets."""
 
 
-def options_of(seed: int) -> Options:
+def options_of(seed: int) -> RunOptions:
     """What may happen in the run of a seed."""
-    return Options.drawn(Random(f"{seed}/options"), SETTINGS.steps)
+    return RunOptions.drawn(Random(f"{seed}/options"), SETTINGS.steps)
 
 
-def storage_options_of(seed: int) -> Options:
+def storage_options_of(seed: int) -> RunOptions:
     """What may happen in a run of a seed in which the broker is a replica set."""
-    return Options.of_storage(Random(f"{seed}/storage"), SETTINGS.steps)
+    return RunOptions.of_storage(Random(f"{seed}/storage"), SETTINGS.steps)
 
 
-def moves_options_of(seed: int) -> Options:
+def moves_options_of(seed: int) -> RunOptions:
     """What may happen in a run of a seed in which the group is moved."""
-    return Options.of_moves(Random(f"{seed}/moves"), SETTINGS.steps)
+    return RunOptions.of_moves(Random(f"{seed}/moves"), SETTINGS.steps)
 
 
-def graceful_options_of(seed: int) -> Options:
+def graceful_options_of(seed: int) -> RunOptions:
     """The same for a run in which nothing breaks."""
-    return Options.graceful(Random(f"{seed}/options"), SETTINGS.steps)
+    return RunOptions.graceful(Random(f"{seed}/options"), SETTINGS.steps)
 
 
 KINDS = {

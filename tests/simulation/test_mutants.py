@@ -9,15 +9,13 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.mutants import MUTANTS, Mutant
-from tests.simulation.scenario import Outcome, play
+from tests.simulation.scenario import RunResult, play
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_a_protocol_with_a_rule_left_out_is_found(
-    mutant: Mutant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutant_of_the_protocol_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.break_it(monkeypatch)
     for number in range(mutant.first, mutant.first + mutant.seeds_max):
         outcome = play(f"{mutant.name}/{number}", mutant.options)
@@ -28,11 +26,11 @@ def test_a_protocol_with_a_rule_left_out_is_found(
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_the_whole_protocol_passes_where_the_mutant_fails(mutant: Mutant) -> None:
+def test_complete_protocol_passes_where_the_mutant_fails(mutant: Mutant) -> None:
     play(f"{mutant.name}/{mutant.first}", mutant.options).check()
 
 
-def test_a_violation_shows_the_seed_the_options_and_the_events_before_it(
+def test_violation_shows_seed_options_and_previous_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mutant = MUTANTS[0]
@@ -47,6 +45,6 @@ def test_a_violation_shows_the_seed_the_options_and_the_events_before_it(
     assert len(text.splitlines()) > 20
 
 
-def broken_rule(outcome: Outcome) -> str:
+def broken_rule(outcome: RunResult) -> str:
     """The property that did not hold, such as "V3"."""
     return str(outcome.violation).partition(":")[0] if outcome.violation else ""

@@ -18,7 +18,7 @@ from batonmq.admin.admin import Admin
 from tests.packaging.environments import ROOT, Environment, build_wheels, new_environment
 from tests.spark.metric_events import batch, event
 from tests.spark.running_cluster import TEST_CONFIG, RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.spark, pytest.mark.e2e, pytest.mark.timeout(600)]
 

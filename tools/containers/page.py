@@ -58,13 +58,13 @@ def page(report: Mapping[str, Any]) -> str:
     text += f"\n```\n$ baton cluster status\n{_shown(report['status'])}\n"
     text += f"$ baton access list\n{_shown(report['grants'])}\n```\n\n## The demo\n\n"
     text += _demo(demo) + _STRIKES
-    head = ("pod", "strike", "ready, s", "flows, s", "sending stood, s", "handling stood, s")
-    keys = ("pod", "strike", "ready_after_s", "flows_after_s", "sent_stood_s", "handled_stood_s")
-    text += _table(head, [[str(one[key]) for key in keys] for one in report["strikes"]])
+    head = ("pod", "fault", "ready, s", "flows, s", "sending stood, s", "handling stood, s")
+    keys = ("pod", "fault", "ready_after_s", "flows_after_s", "sent_stood_s", "handled_stood_s")
+    text += _table(head, [[str(one[key]) for key in keys] for one in report["faults"]])
     text += _RENEWAL + _renewal(report["renewal"]) + _STRANGERS
     told = [
         [one["who"], f"`{one['command']}`", one["told"] if one["refused"] else "**LET IN**"]
-        for one in report["strangers"]
+        for one in report["rejected_callers"]
     ]
     text += _table(("who", "tries", "is told"), [[_cell(text) for text in row] for row in told])
     text += "\n## What became of the messages\n\n"

@@ -26,8 +26,8 @@ from batonmq_server.local import parent_death
 from batonmq_server.local.cluster import to_stderr
 from tools.faults.network import found_launcher
 from tools.faults.page import write_page
-from tools.faults.run import UPSETS
-from tools.faults.upsets import FOLDER as UPSETS_FOLDER
+from tools.faults.process_faults import FOLDER as FAULTS_FOLDER
+from tools.faults.run import PROCESS_FAULTS
 
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "build" / "faults"
@@ -50,23 +50,23 @@ def play(name: str, folder: Path, *arguments: str) -> int:
     Args:
         name: Of the report.
         folder: Of the reports; the run's own, `<name>` in it, is made anew.
-        arguments: Of `tools.faults.playing`.
+        arguments: Of `tools.faults.runner`.
     """
     shutil.rmtree(folder / name, ignore_errors=True)
     (folder / name).mkdir(parents=True)
     launcher = found_launcher()
     if not launcher:
         to_stderr(NO_NETWORK)
-    surroundings = [
+    environment = [
         # The services with upset disks are modules of the tests.
         f"PYTHONPATH={REPO}:{REPO / 'gen'}",
         f"TMPDIR={folder / name}",  # ports are free in this network only
-        f"{UPSETS_FOLDER}={folder / name / UPSETS}",
+        f"{FAULTS_FOLDER}={folder / name / PROCESS_FAULTS}",
     ]
     options = ["--network"] if launcher else []
     tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
-    run = [sys.executable, "-m", "tools.faults.playing", name, str(folder), *options, *arguments]
-    command = [*tied, *launcher, "/usr/bin/env", *surroundings, *run]
+    run = [sys.executable, "-m", "tools.faults.runner", name, str(folder), *options, *arguments]
+    command = [*tied, *launcher, "/usr/bin/env", *environment, *run]
     return subprocess.run(command, cwd=REPO, check=False).returncode
 
 

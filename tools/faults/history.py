@@ -14,7 +14,7 @@ Queue = tuple[str, int]
 """Broker and index: of the one topic there is."""
 
 
-class Outcome(Enum):
+class SendOutcome(Enum):
     """What a producer was told of a message."""
 
     OK = "ok"
@@ -41,13 +41,13 @@ class Send(NamedTuple):
     lane: str
     begin_us: int
     end_us: int
-    outcome: Outcome
+    outcome: SendOutcome
     queue: Queue | None = None
     offset: int = -1
     reason: str = ""
 
 
-class Handling(NamedTuple):
+class HandlerCall(NamedTuple):
     """A handler that was started.
 
     Attributes:
@@ -65,7 +65,7 @@ class Handling(NamedTuple):
     done_us: int | None
 
 
-class Owning(NamedTuple):
+class OwnershipChange(NamedTuple):
     """A queue came to a member or went.
 
     Attributes:
@@ -79,7 +79,7 @@ class Owning(NamedTuple):
     at_us: int
 
 
-class Crash(NamedTuple):
+class MemberOutage(NamedTuple):
     """A member was killed, or stood still until `end_us`.
 
     Attributes:
@@ -89,10 +89,10 @@ class Crash(NamedTuple):
     member: str
     begin_us: int
     end_us: int | None
-    stood_still: bool = True
+    paused: bool = True
 
 
-class Stored(NamedTuple):
+class LoggedMessage(NamedTuple):
     """A message that was read from the log when all was over."""
 
     queue: Queue
@@ -100,7 +100,7 @@ class Stored(NamedTuple):
     number: int
 
 
-class Watch(NamedTuple):
+class StuckReport(NamedTuple):
     """A queue with a backlog that did not move, and what was said of it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Watch(NamedTuple):
     reason: str
 
 
-class Sample(NamedTuple):
+class ProgressSample(NamedTuple):
     """Committed offsets by queue, asked for at `begin_us` and answered at `end_us`."""
 
     begin_us: int
@@ -123,7 +123,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Struck:
+class FaultRecord:
     """A fault that was made.
 
     Attributes:
@@ -154,13 +154,13 @@ class History:
     """
 
     sends: Sequence[Send] = ()
-    handlings: Sequence[Handling] = ()
-    ownings: Sequence[Owning] = ()
-    crashes: Sequence[Crash] = ()
-    samples: Sequence[Sample] = ()
-    watches: Sequence[Watch] = ()
-    stored: Sequence[Stored] | None = None
-    faults: Sequence[Struck] = ()
+    handler_calls: Sequence[HandlerCall] = ()
+    ownership_changes: Sequence[OwnershipChange] = ()
+    outages: Sequence[MemberOutage] = ()
+    samples: Sequence[ProgressSample] = ()
+    stuck_reports: Sequence[StuckReport] = ()
+    stored: Sequence[LoggedMessage] | None = None
+    faults: Sequence[FaultRecord] = ()
     problems: Sequence[str] = ()
     notes: Sequence[str] = ()
     begin_us: int = 0
@@ -168,7 +168,7 @@ class History:
 
 
 @dataclass(slots=True)
-class Firsts:
+class FirstCalls:
     """The first handler of each message, and the later ones.
 
     Attributes:
@@ -176,25 +176,25 @@ class Firsts:
         again: Pairs of handlings of one message, the one before first.
     """
 
-    by_place: dict[tuple[Queue, int], Handling] = field(default_factory=dict)
-    again: list[tuple[Handling, Handling]] = field(default_factory=list)
+    by_place: dict[tuple[Queue, int], HandlerCall] = field(default_factory=dict)
+    repeats: list[tuple[HandlerCall, HandlerCall]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, handlings: Sequence[Handling]) -> Firsts:
+    def of(cls, handler_calls: Sequence[HandlerCall]) -> FirstCalls:
         """Sort handlings out."""
-        found, last = cls(), dict[tuple[Queue, int], Handling]()
-        for one in sorted(handlings, key=lambda handling: handling.start_us):
+        found, last = cls(), dict[tuple[Queue, int], HandlerCall]()
+        for one in sorted(handler_calls, key=lambda handling: handling.start_us):
             place = one.queue, one.offset
             if place in last:
-                found.again.append((last[place], one))
+                found.repeats.append((last[place], one))
             else:
                 found.by_place[place] = one
             last[place] = one
         return found
 
-    def by_queue(self) -> Iterator[tuple[Queue, list[Handling]]]:
+    def by_queue(self) -> Iterator[tuple[Queue, list[HandlerCall]]]:
         """First handlings of each queue, in the order of their starts."""
-        queues: dict[Queue, list[Handling]] = {}
+        queues: dict[Queue, list[HandlerCall]] = {}
         for one in self.by_place.values():
             queues.setdefault(one.queue, []).append(one)
         yield from sorted(queues.items())

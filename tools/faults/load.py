@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from batonmq._core.records import Message
-from batonmq._producer.broker import NotSent
-from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.broker_sender import NotSent
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import PendingReceipt
+from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.errors import (
     BatonError,
     DiskFull,
@@ -23,7 +23,7 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from tests.support.member import now_us
-from tools.faults.history import Outcome, Send
+from tools.faults.history import Send, SendOutcome
 from tools.faults.member import TOPIC
 
 CERTAIN = (
@@ -60,24 +60,24 @@ class Load:
                     try:
                         pending = await producer.submit(TOPIC, message, ordering_key=key)
                     except BatonError as error:
-                        self._note(Send(number, key or "", begin_us, 0, Outcome.FAIL), error)
+                        self._note(Send(number, key or "", begin_us, 0, SendOutcome.FAIL), error)
                         room.release()
                         continue
-                    begun = Send(number, key or "", begin_us, 0, Outcome.INDETERMINATE)
+                    begun = Send(number, key or "", begin_us, 0, SendOutcome.INDETERMINATE)
                     tasks.create_task(self._settle(begun, pending, room))
                 await asyncio.sleep(_EVERY_S)
 
-    async def _settle(self, begun: Send, pending: Pending, room: asyncio.Semaphore) -> None:
+    async def _settle(self, begun: Send, pending: PendingReceipt, room: asyncio.Semaphore) -> None:
         try:
             receipt = await pending
         except BatonError as error:
-            outcome = Outcome.FAIL if isinstance(error, CERTAIN) else Outcome.INDETERMINATE
+            outcome = SendOutcome.FAIL if isinstance(error, CERTAIN) else SendOutcome.INDETERMINATE
             self._note(begun._replace(outcome=outcome), error)
         else:
             queue = receipt.queue.broker, receipt.queue.queue_id
             self.sends.append(
                 begun._replace(
-                    end_us=now_us(), outcome=Outcome.OK, queue=queue, offset=receipt.offset
+                    end_us=now_us(), outcome=SendOutcome.OK, queue=queue, offset=receipt.offset
                 )
             )
         finally:

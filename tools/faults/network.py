@@ -105,7 +105,7 @@ class Network:
         _ip(
             f"netns add {name}",
             f"link add {_cable(host)} type veth peer name eth0 netns {name}",
-            f"link set {_cable(host)} leader {_BRIDGE} up",
+            f"link set {_cable(host)} master {_BRIDGE} up",
         )
         _ip(
             "link set lo up",

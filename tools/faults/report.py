@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tools.faults.checker import Reason
-from tools.faults.history import Firsts, History, Outcome, Queue, Send
+from tools.faults.checker import HistoryProblem
+from tools.faults.history import FirstCalls, History, Queue, Send, SendOutcome
 
 TEXTS_MAX = 10
 STEP_MS = 100
@@ -74,7 +74,7 @@ def unseen(history: History) -> list[tuple[int, int]]:
     One that is handled before its sender has the receipt never counts.
     """
     done = _done(history)
-    ok = [send for send in history.sends if send.outcome is Outcome.OK]
+    ok = [send for send in history.sends if send.outcome is SendOutcome.OK]
     begins = sorted(send.end_us for send in ok)
     ends = sorted(max(done[send.number], send.end_us) for send in ok if send.number in done)
     return [
@@ -86,10 +86,10 @@ def unseen(history: History) -> list[tuple[int, int]]:
     ]
 
 
-def describe(history: History, reasons: Sequence[Reason], name: str) -> dict[str, object]:
+def describe(history: History, reasons: Sequence[HistoryProblem], name: str) -> dict[str, object]:
     """The report, as JSON takes it; times count from the begin of the run."""
-    done, firsts = _done(history), Firsts.of(history.handlings)
-    ok = [send for send in history.sends if send.outcome is Outcome.OK]
+    done, firsts = _done(history), FirstCalls.of(history.handler_calls)
+    ok = [send for send in history.sends if send.outcome is SendOutcome.OK]
     lags = [done[send.number] - send.end_us for send in ok if send.number in done]
     rules = Counter(reason.rule for reason in reasons)
     return {
@@ -99,18 +99,18 @@ def describe(history: History, reasons: Sequence[Reason], name: str) -> dict[str
             rule: {"count": count, "texts": _texts(reasons, rule)} for rule, count in rules.items()
         },
         "duration_ms": (history.end_us - history.begin_us) // 1000,
-        "sends": {one.value: _count(history.sends, one) for one in Outcome},
-        "indeterminate_stored": _count(history.sends, Outcome.INDETERMINATE, done.__contains__),
+        "sends": {one.value: _count(history.sends, one) for one in SendOutcome},
+        "indeterminate_stored": _count(history.sends, SendOutcome.INDETERMINATE, done.__contains__),
         "failures": dict(Counter(send.reason for send in history.sends if send.reason)),
         "handled": len(done),
-        "handled_again": len(firsts.again),
-        "members_fallen": len(history.crashes),
+        "handled_again": len(firsts.repeats),
+        "members_fallen": len(history.outages),
         "committed_samples": len(history.samples),
         "unseen_max": max((count for _, count in unseen(history)), default=0),
         "unseen_at_end": unseen(history)[-1][1],
         "lag_ms_max": max(lags, default=0) // 1000,
         "log_messages": len(history.stored or ()),
-        "diagnoses": dict(Counter(watch.reason for watch in history.watches)),
+        "diagnoses": dict(Counter(watch.reason for watch in history.stuck_reports)),
         "notes": list(history.notes),
         "recovery": _recovery(history, faults := _faults(history)),
         "faults": faults,
@@ -157,14 +157,14 @@ def _faults(history: History) -> list[dict[str, object]]:
         if send.queue is not None:
             sent[send.queue].append(send.end_us)
     handled: dict[Queue, list[int]] = defaultdict(list)
-    for one in sorted(history.handlings, key=lambda one: one.done_us or 0):
+    for one in sorted(history.handler_calls, key=lambda one: one.done_us or 0):
         if one.done_us is not None:
             handled[one.queue].append(one.done_us)
     last_us = max((send.begin_us for send in history.sends), default=history.end_us)
     described: list[dict[str, object]] = []
     ends_us = [*(fault.begin_us for fault in history.faults[1:]), last_us]
     for fault, end_us in zip(history.faults, ends_us, strict=False):
-        sends, handlings = (stall(done, fault.begin_us, end_us) for done in (sent, handled))
+        sends, handler_calls = (stall(done, fault.begin_us, end_us) for done in (sent, handled))
         described.append(
             {
                 "what": fault.what,
@@ -173,8 +173,8 @@ def _faults(history: History) -> list[dict[str, object]]:
                 "healed_ms": _since(history, fault.healed_us),
                 "sends_stalled_ms": sends.longest_ms,
                 "sends_went_on_after_ms": sends.over_after_ms,
-                "handlings_stalled_ms": handlings.longest_ms,
-                "handlings_went_on_after_ms": handlings.over_after_ms,
+                "handlings_stalled_ms": handler_calls.longest_ms,
+                "handlings_went_on_after_ms": handler_calls.over_after_ms,
             }
         )
     return described
@@ -183,7 +183,7 @@ def _faults(history: History) -> list[dict[str, object]]:
 def _done(history: History) -> dict[int, int]:
     """When each message was handled to the end for the first time."""
     done: dict[int, int] = {}
-    for one in history.handlings:
+    for one in history.handler_calls:
         if one.done_us is not None:
             _keep_first(done, one.number, one.done_us)
     return done
@@ -194,12 +194,12 @@ def _keep_first(times: dict[Key, int], key: Key, at_us: int) -> None:
 
 
 def _count(
-    sends: Iterable[Send], outcome: Outcome, wanted: Callable[[int], bool] = lambda _: True
+    sends: Iterable[Send], outcome: SendOutcome, wanted: Callable[[int], bool] = lambda _: True
 ) -> int:
     return sum(send.outcome is outcome and wanted(send.number) for send in sends)
 
 
-def _texts(reasons: Iterable[Reason], rule: str) -> list[str]:
+def _texts(reasons: Iterable[HistoryProblem], rule: str) -> list[str]:
     return [reason.text for reason in reasons if reason.rule == rule][:TEXTS_MAX]
 
 
