@@ -20,6 +20,14 @@ pytest_plugins = ["tests.support.etcd", "tests.support.skips"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def default_sighup() -> Iterator[None]:
+    """Handle SIGHUP by default also under nohup, which ignores it in all processes it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _close_fork_server() -> Iterator[None]:
     """Close the fork server at the end of the session."""
