@@ -12,7 +12,7 @@ from time import perf_counter
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import Durability, ProducerSettings
+from batonmq._producer.producer_settings import Durability, ProducerSettings
 from bench.bench_cluster import TIMEOUT_S, BenchCluster, bench_cluster
 from bench.figures import MIB, Figure, Goal, figure, interleaved, seconds
 from bench.setup import TOPIC, Setup, batch

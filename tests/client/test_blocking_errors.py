@@ -13,7 +13,7 @@ import pytest
 
 from batonmq._blocking import BlockingProducer, BlockingPuller
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from tests.client.twins import Gate, twins
 from tests.support.conditions import until
 

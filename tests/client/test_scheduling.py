@@ -26,9 +26,9 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.delays import AHEAD_MS_MAX
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.placing import ProducerClosed
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.admin.admin import Admin
 from batonmq.errors import (
     InvalidArgument,

@@ -11,8 +11,8 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import Receipt
-from batonmq._producer.settings import ProducerSettings
 
 TOPIC = "numbers"
 QUEUES = 8

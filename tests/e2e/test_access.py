@@ -26,8 +26,8 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
-from batonmq.admin.access import AccessControl, Grant, Role
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
 from batonmq.errors import PermissionDenied, Unauthenticated
 from batonmq_server.local.cluster import LocalCluster
@@ -154,9 +154,9 @@ async def test_revoked_permission_stops_calls_within_a_second(tmp_path: Path) ->
             before = await sent_to_all("before")
             both = {GROUP: before, "audit": {PROBE, *before}}
             await until(lambda: seen == both, timeout_s=30)
-            earlier = await rejected_count(cluster, "storage")
-            await control.revoke("billing", Grant(Role.CONSUME, f"topic:{TOPIC}"))
-            await until(lambda: more_rejected(cluster, earlier), timeout_s=30)
+            earlier = await refused_count(cluster, "storage")
+            await control.revoke("billing", RoleGrant(Role.CONSUME, f"topic:{TOPIC}"))
+            await until(lambda: more_refused(cluster, earlier), timeout_s=30)
             after = await sent_to_all("after")
             await until(lambda: seen["audit"] == {PROBE, *before, *after}, timeout_s=30)
             assert seen[GROUP] == before
@@ -168,9 +168,9 @@ async def test_revoked_permission_stops_calls_within_a_second(tmp_path: Path) ->
 
 
 async def grant_all(control: AccessControl) -> None:
-    await control.grant("shop", Grant(Role.PRODUCE, f"topic:{TOPIC}"))
-    await control.grant("billing", Grant(Role.CONSUME, f"topic:{TOPIC}"))
-    await control.grant("billing", Grant(Role.CONSUME, f"group:{GROUP}"))
+    await control.grant("shop", RoleGrant(Role.PRODUCE, f"topic:{TOPIC}"))
+    await control.grant("billing", RoleGrant(Role.CONSUME, f"topic:{TOPIC}"))
+    await control.grant("billing", RoleGrant(Role.CONSUME, f"group:{GROUP}"))
 
 
 async def sent(producer: Producer, body: bytes) -> bool:

@@ -19,8 +19,8 @@ from batonmq._consumer.puller import Puller
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending, Receipt
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import PendingReceipt, Receipt
 from batonmq.admin.admin import Admin
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
@@ -47,7 +47,7 @@ class BrokerTraffic:
         self._producer = producer
         self._ends = asyncio.Event()
         self.count = 0
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, PendingReceipt] = {}
         self.receipts: dict[int, Receipt] = {}
 
     def at(self, broker: str) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from batonmq._common.clock import Clock
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
 from batonmq_server.local.cluster import LocalCluster

@@ -29,7 +29,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt
 from batonmq.admin.admin import Admin
-from batonmq.admin.group_reports import Diagnosis
+from batonmq.admin.group_reports import QueueDiagnosis
 from batonmq.errors import SubscriptionConflict
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.nameserver.core.diagnosis import LATELY_MS
@@ -48,16 +48,16 @@ class DiagnosisCluster:
     local: LocalCluster
     admin: Admin
 
-    async def why(self, topic: str = "", group: str = GROUP) -> Diagnosis:
-        """Return the diagnosis of the only queue."""
+    async def why(self, topic: str = "", group: str = GROUP) -> QueueDiagnosis:
+        """Why the one queue does not move."""
         (found,) = await self.admin.why_stuck(group, topic)
         return found
 
     async def until(
         self, reason: str, topic: str = "", group: str = GROUP, **evidence: str
-    ) -> Diagnosis:
-        """Return the diagnosis once it has this reason and this evidence."""
-        found: list[Diagnosis] = []
+    ) -> QueueDiagnosis:
+        """The diagnosis, once it has this reason, and this among its evidence."""
+        found: list[QueueDiagnosis] = []
 
         async def is_told() -> bool:
             found.append(await self.why(topic, group))

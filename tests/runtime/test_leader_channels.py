@@ -23,7 +23,7 @@ from baton.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import Unreachable
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession

@@ -180,7 +180,7 @@ class ConsumerProcess(SimulatedProcess):
                 self._settings,
                 client_id=self.name,
                 on_ownership=self._on_ownership,
-                surroundings=self.surroundings(),
+                environment=self.client_environment(),
             )
             try:
                 async with consumer, asyncio.TaskGroup() as tasks:

@@ -32,8 +32,8 @@ class SimulatedOperator:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._process = SimulatedProcess(context.cluster, "operator", 0)
-        surroundings = self._process.surroundings()
-        self._directory = Directory(NAMESERVERS, surroundings.random, surroundings.connect)
+        environment = self._process.client_environment()
+        self._directory = Directory(NAMESERVERS, environment.random, environment.connect)
         self._number = 0
         self._begun: dict[asyncio.Task[None], None] = {}
 

@@ -12,7 +12,7 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.errors import BatonError
 from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.cluster import NAMESERVERS, TOPIC
@@ -59,8 +59,8 @@ class SimulatedProducer:
         self._sending.append(self._process.host.spawn(sending))
 
     async def _live(self) -> None:
-        surroundings = self._process.surroundings()
-        directory = Directory(NAMESERVERS, surroundings.random, surroundings.connect)
+        environment = self._process.client_environment()
+        directory = Directory(NAMESERVERS, environment.random, environment.connect)
         request = pb.CreateTopicRequest(topic=TOPIC, queue_count=self._context.options.queues)
         while True:
             try:
@@ -69,7 +69,7 @@ class SimulatedProducer:
             except grpc.aio.AioRpcError as error:
                 await directory.pause(from_rpc_error(error), 0)
         settings = ProducerSettings(request_timeout_ms=3_000, batch_messages_max=4)
-        async with Producer(NAMESERVERS, settings, surroundings=surroundings) as producer:
+        async with Producer(NAMESERVERS, settings, environment=environment) as producer:
             self._producer = producer
             await asyncio.Event().wait()
 

@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonspark.cluster import ClusterClient
 from batonspark.decode import LOST_COUNT

@@ -16,8 +16,8 @@ import pytest
 
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
+from batonmq._producer.producer_settings import Durability, ProducerSettings
 from batonmq._producer.receipts import Receipt
-from batonmq._producer.settings import Durability, ProducerSettings
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC
 from tests.storage.replicas import BROKER, replica_set

@@ -29,7 +29,7 @@ from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.admin.admin import Admin
 from batonmq_server.demo.demo_run import DemoResult, run_demo

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from batonmq._core.records import Message
-from batonmq._producer.broker import NotSent
-from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.broker_sender import NotSent
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import PendingReceipt
+from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.errors import (
     BatonError,
     DiskFull,
@@ -67,7 +67,7 @@ class Load:
                     tasks.create_task(self._settle(begun, pending, room))
                 await asyncio.sleep(_EVERY_S)
 
-    async def _settle(self, begun: Send, pending: Pending, room: asyncio.Semaphore) -> None:
+    async def _settle(self, begun: Send, pending: PendingReceipt, room: asyncio.Semaphore) -> None:
         try:
             receipt = await pending
         except BatonError as error:

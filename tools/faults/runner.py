@@ -1,4 +1,4 @@
-"""`python -m tools.faults.runner`: executes a run; `tools.faults` prepares its environment."""
+"""`python -m tools.faults.runner`: the run itself; `tools.faults` makes the environment."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Redrive:
+class RedriveOptions:
     """How dead letters are sent again.
 
     Attributes:
@@ -69,7 +69,7 @@ class Redrive:
 
 
 @dataclass(frozen=True, slots=True)
-class Redriven:
+class RedriveResult:
     """What became of one dead letter.
 
     Attributes:
@@ -88,22 +88,22 @@ class Redriven:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _RedriveCopy:
     letter: DeadLetter
     queue: QueueRef
     batch: bytes
 
 
-class Redriving:
+class Redriver:
     """One run of a replay."""
 
-    def __init__(self, admin: Admin, group: str, order: Redrive) -> None:
+    def __init__(self, admin: Admin, group: str, order: RedriveOptions) -> None:
         self._admin, self._group, self._order = admin, group, order
         self._queues: dict[str, tuple[QueueRef, ...]] = {}
         self._reset_epochs: dict[QueueRef, int] = defaultdict(int)
         self._kept = False
 
-    async def run(self, letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[Redriven, None]:
+    async def run(self, letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[RedriveResult, None]:
         """See `DeadLetters.redrive`."""
         if not self._order.to_topic:
             await self._check_reads_retries()
@@ -116,7 +116,7 @@ class Redriving:
         size, next_s = 0, loop.time()
         async for letter in letters:
             if letter.redriven and not self._order.again:
-                yield Redriven(letter, "passed_over")
+                yield RedriveResult(letter, "passed_over")
                 continue
             waiting.append(letter)
             size += len(letter.body)
@@ -143,16 +143,16 @@ class Redriving:
                 facts={"group": self._group, "topic": topic},
             )
 
-    async def _step(self, letters: Sequence[DeadLetter]) -> list[Redriven]:
+    async def _step(self, letters: Sequence[DeadLetter]) -> list[RedriveResult]:
         """Send some, record what is stored, and tell of each."""
-        done, copies = list[Redriven](), defaultdict[str, list[_Copy]](list)
+        done, copies = list[RedriveResult](), defaultdict[str, list[_RedriveCopy]](list)
         for letter in letters:
             try:
                 copy = await self._copy(letter)
             except BatonError as error:
                 if isinstance(error, Unreachable):
                     raise
-                done.append(Redriven(letter, "refused", error=error))
+                done.append(RedriveResult(letter, "refused", error=error))
             else:
                 copies[copy.queue.broker].append(copy)
         async with asyncio.TaskGroup() as tasks:
@@ -161,7 +161,7 @@ class Redriving:
         await self._record([each.letter for each in done if each.outcome != "refused"])
         return done
 
-    async def _copy(self, letter: DeadLetter) -> _Copy:
+    async def _copy(self, letter: DeadLetter) -> _RedriveCopy:
         order = self._order
         operation = order.operation
         topic = retry_topic(self._group)
@@ -186,7 +186,7 @@ class Redriving:
             sequence=0,
             born_unix_ms=letter.born_unix_ms,
         )
-        return _Copy(letter, queue, batch)
+        return _RedriveCopy(letter, queue, batch)
 
     async def _queues_of(self, topic: str) -> tuple[QueueRef, ...]:
         if topic not in self._queues:
@@ -196,7 +196,7 @@ class Redriving:
             raise NotWritable(f"topic {topic} takes no messages", facts={"topic": topic})
         return self._queues[topic]
 
-    async def _append(self, broker: str, copies: Sequence[_Copy]) -> list[Redriven]:
+    async def _append(self, broker: str, copies: Sequence[_RedriveCopy]) -> list[RedriveResult]:
         request = pb.AppendRequest(
             batches=[copy.batch for copy in copies], durability=pb.DURABILITY_FSYNCED
         )
@@ -268,11 +268,11 @@ class Redriving:
         }
 
 
-def _outcome(copy: _Copy, outcome: pb.AppendOutcome) -> Redriven:
+def _outcome(copy: _RedriveCopy, outcome: pb.AppendOutcome) -> RedriveResult:
     if outcome.HasField("error"):
-        return Redriven(copy.letter, "refused", error=error_from_pb(outcome.error))
+        return RedriveResult(copy.letter, "refused", error=error_from_pb(outcome.error))
     receipt, queue = outcome.receipt, copy.queue
-    return Redriven(
+    return RedriveResult(
         copy.letter,
         "repeated" if receipt.duplicate else "redriven",
         f"{queue.broker}-{receipt.position:x}-0",

@@ -13,7 +13,7 @@ WAITING_MAX = 4_096
 """Single times that wait; then they go into the sketch together."""
 
 
-class Timed(NamedTuple):
+class LatencyKey(NamedTuple):
     """What took the time."""
 
     operation: pb.Latency.Operation.ValueType
@@ -21,14 +21,14 @@ class Timed(NamedTuple):
     topic: str = ""
 
 
-class Latencies:
+class LatencySketches:
     """Takes times in microseconds; `events` empties it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Timed, list[int]] = {}
-        self._sketches: dict[Timed, LogBuckets] = {}
+        self._waiting: dict[LatencyKey, list[int]] = {}
+        self._sketches: dict[LatencyKey, LogBuckets] = {}
 
-    def add(self, what: Timed, us: int) -> None:
+    def add(self, what: LatencyKey, us: int) -> None:
         """One time."""
         waiting = self._waiting.get(what)
         if waiting is None:
@@ -37,7 +37,7 @@ class Latencies:
         if len(waiting) >= WAITING_MAX:
             self._fold(what)
 
-    def add_all(self, what: Timed, us: Sequence[int]) -> None:
+    def add_all(self, what: LatencyKey, us: Sequence[int]) -> None:
         """Several at once."""
         self._waiting.setdefault(what, []).extend(us)
         if len(self._waiting[what]) >= WAITING_MAX:
@@ -68,7 +68,7 @@ class Latencies:
                     event.queue.CopyFrom(queue_pb2.GroupQueue(group=what.group, queue=queue))
                 yield event
 
-    def _fold(self, what: Timed) -> None:
+    def _fold(self, what: LatencyKey) -> None:
         waiting = self._waiting[what]
         self._sketches.setdefault(what, LogBuckets()).add(waiting)
         waiting.clear()

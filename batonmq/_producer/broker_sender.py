@@ -15,8 +15,8 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
 from batonmq._core.queue_sender import MAYBE_STORED, Batch, QueueSender, maybe_stored
 from batonmq._core.queues import QueueRef
-from batonmq._producer.receipts import Outcome
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import BatchOutcome
 from batonmq.errors import (
     BatonError,
     DiskFull,
@@ -49,35 +49,35 @@ _NOT_STORED = (DiskFull, NotEnoughReplicas, NotSent, Overloaded, *_OF_THE_QUEUE)
 a write is told by it too."""
 
 
-class Landing(Protocol):
+class BatchResults(Protocol):
     """What is done with batches that come back."""
 
-    def settle(self, batch: Batch[Outcome], outcome: pb.AppendReceipt | BatonError) -> None:
+    def settle(self, batch: Batch[BatchOutcome], outcome: pb.AppendReceipt | BatonError) -> None:
         """The batch has its outcome."""
         ...
 
-    def takes(self, queue: QueueRef) -> bool:
+    def is_writable(self, queue: QueueRef) -> bool:
         """Whether a queue takes messages, as far as is known."""
         ...
 
-    def move(self, sender: QueueSender[Outcome], error: BatonError) -> None:
+    def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
         """Give what waits for a queue that takes none to others of its topic."""
         ...
 
-    def answered(self, broker: str, latency_ms: int) -> None:
+    def broker_answered(self, broker: str, latency_ms: int) -> None:
         """The broker has done what it was asked."""
         ...
 
-    def avoid(self, broker: str) -> None:
+    def broker_failed(self, broker: str) -> None:
         """The broker is in trouble."""
         ...
 
-    def relieve(self, sender: QueueSender[Outcome]) -> None:
+    def reroute(self, sender: QueueSender[BatchOutcome]) -> None:
         """Give what may go anywhere, and is certainly not stored, to other brokers."""
         ...
 
 
-class BrokerLoop:
+class BrokerSender:
     """Sends the batches that are ready for one broker, a few requests at a time."""
 
     def __init__(
@@ -86,14 +86,14 @@ class BrokerLoop:
         settings: ProducerSettings,
         directory: Directory,
         clock: Clock,
-        landing: Landing,
+        results: BatchResults,
     ) -> None:
         self._broker, self._settings = broker, settings
-        self._directory, self._clock, self._landing = directory, clock, landing
-        self._ready: dict[QueueSender[Outcome], None] = {}
+        self._directory, self._clock, self._results = directory, clock, results
+        self._ready: dict[QueueSender[BatchOutcome], None] = {}
         self._woken, self._turn = asyncio.Event(), asyncio.Lock()
 
-    def wake(self, sender: QueueSender[Outcome]) -> None:
+    def wake(self, sender: QueueSender[BatchOutcome]) -> None:
         """The sender may have a batch that can leave."""
         if sender.ready and sender not in self._ready:
             self._ready[sender] = None
@@ -116,9 +116,9 @@ class BrokerLoop:
             if senders and (failed := await self._request(senders)):
                 tasks.create_task(self._back_off(*failed))
 
-    def _take(self) -> list[QueueSender[Outcome]]:
+    def _take(self) -> list[QueueSender[BatchOutcome]]:
         unix_ms = self._clock.unix_ms()
-        taken: list[QueueSender[Outcome]] = []
+        taken: list[QueueSender[BatchOutcome]] = []
         bytes_count = 0
         while self._ready and bytes_count < REQUEST_BYTES_MAX and len(taken) < REQUEST_BATCHES_MAX:
             sender = next(iter(self._ready))
@@ -128,7 +128,7 @@ class BrokerLoop:
             try:
                 bytes_count += len(sender.take(unix_ms).encoded)
             except BatonError as error:
-                self._landing.settle(sender.rejected(), error)
+                self._results.settle(sender.rejected(), error)
                 self.wake(sender)
             else:
                 taken.append(sender)
@@ -137,11 +137,11 @@ class BrokerLoop:
         return taken
 
     async def _request(
-        self, senders: Sequence[QueueSender[Outcome]]
-    ) -> tuple[list[QueueSender[Outcome]], BatonError] | None:
+        self, senders: Sequence[QueueSender[BatchOutcome]]
+    ) -> tuple[list[QueueSender[BatchOutcome]], BatonError] | None:
         """Send what `senders` have taken; those that have failed, and an error of one of them."""
         outcomes = await self._append([s.in_flight.encoded for s in senders if s.in_flight])
-        failed: list[QueueSender[Outcome]] = []
+        failed: list[QueueSender[BatchOutcome]] = []
         worst: BatonError | None = None
         for sender, outcome in zip(senders, outcomes, strict=True):
             if isinstance(outcome, BatonError):
@@ -149,11 +149,11 @@ class BrokerLoop:
                 failed.append(sender)
                 self._failed(sender, outcome)
             else:
-                self._landing.settle(sender.stored(), outcome)
+                self._results.settle(sender.stored(), outcome)
             self.wake(sender)
         return (failed, worst) if worst else None
 
-    async def _back_off(self, failed: list[QueueSender[Outcome]], error: BatonError) -> None:
+    async def _back_off(self, failed: list[QueueSender[BatchOutcome]], error: BatonError) -> None:
         failures = max(sender.failures for sender in failed)
         await self._directory.pause(error, failures)
         for sender in failed:
@@ -174,38 +174,38 @@ class BrokerLoop:
             answer = await stub.Append(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             return [from_rpc_error(error)] * len(batches)
-        self._landing.answered(self._broker, self._clock.monotonic_ms() - begin_ms)
+        self._results.broker_answered(self._broker, self._clock.monotonic_ms() - begin_ms)
         return [
             error_from_pb(outcome.error) if outcome.HasField("error") else outcome.receipt
             for outcome in answer.outcomes
         ]
 
-    def _failed(self, sender: QueueSender[Outcome], error: BatonError) -> None:
+    def _failed(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
         batch = sender.in_flight
         assert batch is not None
         no_queue = isinstance(error, _OF_THE_QUEUE)
         doubt = batch.unsure
         batch.unsure = batch.unsure or not isinstance(error, _NOT_STORED)
-        if no_queue and not self._landing.takes(sender.queue):
-            self._landing.move(sender, error)
+        if no_queue and not self._results.is_writable(sender.queue):
+            self._results.move(sender, error)
             return
         now_ms = self._clock.monotonic_ms()
         late_ms = now_ms - self._settings.delivery_timeout_ms
         retry = error.retry is not Retry.NEVER
         lost = isinstance(error, SequenceGap)  # something that was safe in memory only
         if retry and not no_queue and not lost:
-            self._landing.avoid(self._broker)
+            self._results.broker_failed(self._broker)
         if retry and batch.begin_ms > late_ms:
             log.debug("append is repeated queue=%s error=%s", sender.queue, error)
             sender.retry(new_epoch=lost)
-            self._landing.relieve(sender)
+            self._results.reroute(sender)
         elif retry or isinstance(error, DuplicateSequence | Internal):
             late = maybe_stored(error) if doubt and retry else _too_late(error, batch.unsure)
-            self._landing.settle(sender.unknown(), late)
+            self._results.settle(sender.unknown(), late)
         else:
-            self._landing.settle(sender.rejected(), maybe_stored(error) if doubt else error)
+            self._results.settle(sender.rejected(), maybe_stored(error) if doubt else error)
         for never_sent in sender.expire(late_ms):
-            self._landing.settle(never_sent, _too_late(error, never_sent.unsure))
+            self._results.settle(never_sent, _too_late(error, never_sent.unsure))
 
 
 def _too_late(error: BatonError, unsure: bool) -> BatonError:

@@ -36,8 +36,8 @@ from batonmq._core.retries import (
 from batonmq._core.subscription import parse_filter
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
-from batonmq.admin.pages import pages
-from batonmq.admin.query import Queries, StoredMessage
+from batonmq.admin.message_queries import MessageQueries, StoredMessage
+from batonmq.admin.pagination import iter_pages
 from batonmq.admin.reports import enum_name, queue_to_pb
 from batonmq.errors import BatonError, MessageNotFound, Retry, TopicNotFound
 
@@ -48,7 +48,7 @@ QUERIES_PER_CALL = 1_024
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class MessageCopy:
     """The message, or a copy of it, in one queue, as one group sees it.
 
     Attributes:
@@ -102,12 +102,12 @@ class GroupTrace:
     recorded: bool
     expression: str | None
     passes: bool | None
-    copies: tuple[Copy, ...]
+    copies: tuple[MessageCopy, ...]
     state: str
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TraceReport:
     """The story of a message.
 
     Attributes:
@@ -124,7 +124,7 @@ class Trace:
     problems: tuple[str, ...]
 
 
-class Tracer:
+class MessageTracer:
     """Asks the services; failures are the classes of `batonmq.errors`.
 
     Args:
@@ -132,10 +132,10 @@ class Tracer:
     """
 
     def __init__(self, admin: Admin) -> None:
-        self._admin, self._queries = admin, Queries(admin)
+        self._admin, self._queries = admin, MessageQueries(admin)
         self._problems: list[str] = []
 
-    async def trace(self, message: StoredMessage) -> Trace:
+    async def trace(self, message: StoredMessage) -> TraceReport:
         """The story of a message, or of the message that it is a copy of.
 
         Raises:
@@ -157,7 +157,7 @@ class Tracer:
                 for group in concerned
             ]
         found = tuple(task.result() for task in asked)
-        return Trace(message, origin, kept, found, tuple(self._problems))
+        return TraceReport(message, origin, kept, found, tuple(self._problems))
 
     async def _original(self, message: StoredMessage) -> tuple[StoredMessage, Origin, bool]:
         found = origin_of(message.properties)
@@ -210,7 +210,7 @@ class Tracer:
 
     async def _copies(
         self, group: Group, message: StoredMessage, origin: Origin, topics: set[str]
-    ) -> list[Copy]:
+    ) -> list[MessageCopy]:
         """The copies that were sent back, given up or sent again, of this group."""
         kinds = {
             retry_topic(group.name): "retry",
@@ -282,7 +282,9 @@ class Tracer:
             if outcome.HasField("progress")
         }
 
-    async def _with_stay(self, copy: Copy, group: Group, standing: CurrentProgress | None) -> Copy:
+    async def _with_stay(
+        self, copy: MessageCopy, group: Group, standing: CurrentProgress | None
+    ) -> MessageCopy:
         if standing is None:
             return copy
         queue = _key(group.name, copy.queue)
@@ -297,7 +299,7 @@ class Tracer:
             return self._admin.ask(ask)
 
         try:
-            holds = [_hold(hold) async for answer in pages(page) for hold in answer.holds]
+            holds = [_hold(hold) async for answer in iter_pages(page) for hold in answer.holds]
         except BatonError as error:
             if error.retry is not Retry.NEVER:
                 raise
@@ -331,9 +333,9 @@ def _copied_from(message: StoredMessage) -> str | None:
     return message.keys[-1] if REDRIVEN_FROM in message.properties and message.keys else None
 
 
-def _copy(kind: str, message: StoredMessage) -> Copy:
+def _copy(kind: str, message: StoredMessage) -> MessageCopy:
     told = message.properties if kind != "original" else {}
-    return Copy(
+    return MessageCopy(
         kind=kind,
         message_id=message.message_id,
         queue=message.queue,

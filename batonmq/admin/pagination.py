@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol, TypeVar
 
 
-class ListAnswer(Protocol):
+class ListResponse(Protocol):
     """The answer to a list call."""
 
     @property
@@ -14,10 +14,10 @@ class ListAnswer(Protocol):
         """The token of the next page; empty if this is the last."""
 
 
-Answer = TypeVar("Answer", bound=ListAnswer)
+Answer = TypeVar("Answer", bound=ListResponse)
 
 
-async def pages(read: Callable[[str], Awaitable[Answer]]) -> AsyncIterator[Answer]:
+async def iter_pages(read: Callable[[str], Awaitable[Answer]]) -> AsyncIterator[Answer]:
     """Yield each page of a list, until the last.
 
     Args:

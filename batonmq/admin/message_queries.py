@@ -52,7 +52,7 @@ class StoredMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class MessagePage:
     """A part of a queue; what comes behind it begins at `next_offset`."""
 
     messages: tuple[StoredMessage, ...]
@@ -60,7 +60,7 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class KeyMatches:
     """Messages, newest first; `more` if there may be others."""
 
     messages: tuple[StoredMessage, ...]
@@ -68,14 +68,14 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StoreTimeRange:
     """Store times [from_unix_ms, to_unix_ms); 0 is no bound."""
 
     from_unix_ms: int = 0
     to_unix_ms: int = 0
 
 
-class Queries:
+class MessageQueries:
     """Asks the storage nodes; failures are the classes of `batonmq.errors`.
 
     Args:
@@ -109,8 +109,8 @@ class Queries:
         return _decoded(broker, answer.message.batch, answer.message.index)
 
     async def with_key(
-        self, topic: str, key: str, span: Span = Span(), count_max: int = 0
-    ) -> Found:
+        self, topic: str, key: str, span: StoreTimeRange = StoreTimeRange(), count_max: int = 0
+    ) -> KeyMatches:
         """Messages of a topic that carry a key, of all brokers together, newest first.
 
         Args:
@@ -138,7 +138,7 @@ class Queries:
         )
         limit = count_max or 64
         more = len(messages) > limit or any(part.more for part in parts)
-        return Found(tuple(messages[:limit]), more)
+        return KeyMatches(tuple(messages[:limit]), more)
 
     async def at_offset(self, queue: QueueRef, offset: int) -> StoredMessage:
         """The message at an offset of a queue.
@@ -153,7 +153,7 @@ class Queries:
             f"queue {queue} has no message at offset {offset} yet", facts={"offset": offset}
         )
 
-    async def page(self, queue: QueueRef, offset: int, count_max: int = 1_000) -> Page:
+    async def page(self, queue: QueueRef, offset: int, count_max: int = 1_000) -> MessagePage:
         """Messages of a queue from an offset on, about 1 MiB at most; none at its end.
 
         Raises:
@@ -172,7 +172,7 @@ class Queries:
             for message in _decoded_from(queue.broker, batch, offset)
             if message.offset < answer.next_offset
         )
-        return Page(tuple(messages), answer.next_offset)
+        return MessagePage(tuple(messages), answer.next_offset)
 
     async def offset_at(self, queue: QueueRef, unix_ms: int) -> int:
         """The first offset of a queue that was stored at or after a time; its end if none was."""
@@ -184,13 +184,13 @@ class Queries:
 
         return (await self._admin.ask(ask)).offset
 
-    async def _with_key(self, broker: str, request: pb.FindByKeyRequest) -> Found:
+    async def _with_key(self, broker: str, request: pb.FindByKeyRequest) -> KeyMatches:
         async def ask(limit_s: float) -> pb.FindByKeyResponse:
             stub = await self._admin.directory.query(broker)
             return await stub.FindByKey(request, timeout=limit_s)
 
         answer = await self._admin.ask(ask)
-        return Found(_decoded_all(broker, answer.messages), answer.more)
+        return KeyMatches(_decoded_all(broker, answer.messages), answer.more)
 
 
 def _decoded_all(broker: str, messages: Sequence[pb.StoredMessage]) -> tuple[StoredMessage, ...]:

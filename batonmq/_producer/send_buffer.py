@@ -12,13 +12,13 @@ from batonmq._core.broker_health import BrokerHealth
 from batonmq._core.queue_sender import Batch, QueueSender, maybe_stored
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.broker import BrokerLoop
-from batonmq._producer.losses import Losses
-from batonmq._producer.receipts import ANY, Outcome, Pending, Wish
-from batonmq._producer.settings import ProducerSettings
-from batonmq._producer.topic import TopicQueues
+from batonmq._producer.broker_sender import BrokerSender
+from batonmq._producer.one_way_failures import OneWayFailures
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import ANY_QUEUE, BatchOutcome, PendingReceipt, SendOptions
+from batonmq._producer.topic_queues import TopicQueues
 from batonmq._telemetry.client_metrics import ProducerMetrics
-from batonmq._telemetry.tallies import ProducerTally
+from batonmq._telemetry.event_counters import ProducerEventCounter
 from batonmq.errors import BatonError, NotWritable, Retry, Unreachable
 
 
@@ -29,17 +29,17 @@ class ProducerClosed(Unreachable):
     remedy = "Open another Producer; what has no receipt may be stored all the same."
 
 
-class Placing:
+class SendBuffer:
     """See the module.
 
     Args:
         start: Runs a loop until the producer is left.
         metrics: Counts outcomes, if given.
-        tally: Tells of them, if given.
+        event_counter: Tells of them, if given.
 
     Attributes:
         topics: Those that are open, by name.
-        troubled: Brokers to avoid.
+        broker_health: Brokers to avoid.
         losses: One-way messages that failed.
         room: How many bytes more may wait or travel.
     """
@@ -48,39 +48,39 @@ class Placing:
         self,
         settings: ProducerSettings,
         directory: Directory,
-        surroundings: ClientEnvironment,
+        environment: ClientEnvironment,
         start: Callable[[Coroutine[Any, Any, None]], None],
         *,
         metrics: ProducerMetrics | None = None,
-        tally: ProducerTally | None = None,
+        event_counter: ProducerEventCounter | None = None,
     ) -> None:
         self._settings, self._directory = settings, directory
-        self._metrics, self._tally = metrics, tally
-        self._clock, self._random, self._start = surroundings.clock, surroundings.random, start
+        self._metrics, self._event_counter = metrics, event_counter
+        self._clock, self._random, self._start = environment.clock, environment.random, start
         self._packing = settings.packing
         self.topics: dict[str, TopicQueues] = {}
-        self.troubled = BrokerHealth()
-        self.losses = Losses()
-        self.room = settings.in_flight_bytes_max
-        self._senders: dict[QueueRef, QueueSender[Outcome]] = {}
-        self._brokers: dict[str, BrokerLoop] = {}
-        self._landed = asyncio.Event()
+        self.broker_health = BrokerHealth()
+        self.one_way_failures = OneWayFailures()
+        self.free_bytes = settings.in_flight_bytes_max
+        self._senders: dict[QueueRef, QueueSender[BatchOutcome]] = {}
+        self._brokers: dict[str, BrokerSender] = {}
+        self._settled = asyncio.Event()
 
     async def admit(self, known: TopicQueues, record: bytes, ordering_key: str | None) -> None:
         """Wait until there is room for the record, and nothing that it would overtake."""
         bytes_max = self._settings.in_flight_bytes_max
-        while len(record) > self.room < bytes_max or known.has_to_wait(ordering_key):
-            self._landed.clear()
-            await self._landed.wait()
+        while len(record) > self.free_bytes < bytes_max or known.must_wait(ordering_key):
+            self._settled.clear()
+            await self._settled.wait()
 
     def place(
         self,
         known: TopicQueues,
-        wish: Wish,
+        options: SendOptions,
         message: Message,
         record: bytes,
         begin_ms: int | None = None,
-    ) -> tuple[Outcome, int]:
+    ) -> tuple[BatchOutcome, int]:
         """Put the message into a batch.
 
         Args:
@@ -89,29 +89,29 @@ class Placing:
         Returns:
             Outcome of the batch, and the message's index there.
         """
-        if wish is not ANY and not wish.free:
-            sender = self._sender(known.choose(wish, 0))
+        if options is not ANY_QUEUE and not options.any_queue:
+            sender = self._sender(known.choose(options, 0))
         elif known.current is not None:
             sender = known.current
         else:
-            queue = known.choose(wish, self._clock.monotonic_ms())
+            queue = known.choose(options, self._clock.monotonic_ms())
             sender = known.current = self._sender(queue)
         batch = sender.open_batch(len(record))
         if batch is None:
             now_ms = self._clock.monotonic_ms() if begin_ms is None else begin_ms
-            batch = sender.begin_batch(Outcome(sender.queue), now_ms)
+            batch = sender.begin_batch(BatchOutcome(sender.queue), now_ms)
             known.next_turn()
             self._brokers[sender.queue.broker].wake(sender)
         elif begin_ms is not None:
             batch.begin_ms = min(batch.begin_ms, begin_ms)
         index, outcome = batch.builder.add(message, record), batch.token
-        if wish is not ANY:
-            outcome.wishes[index] = wish
+        if options is not ANY_QUEUE:
+            outcome.options[index] = options
         outcome.bytes_count += len(record)
-        self.room -= len(record)
+        self.free_bytes -= len(record)
         return outcome, index
 
-    def last(self, known: TopicQueues) -> dict[QueueRef, Outcome]:
+    def last(self, known: TopicQueues) -> dict[QueueRef, BatchOutcome]:
         """The last batch of each queue of the topic that has one under way."""
         return {
             queue: sender.last.token
@@ -122,10 +122,10 @@ class Placing:
     async def flush(self) -> None:
         """Wait until every batch has an outcome, good or bad."""
         while any(not sender.idle for sender in self._senders.values()):
-            self._landed.clear()
-            await self._landed.wait()
+            self._settled.clear()
+            await self._settled.wait()
 
-    def abandon(self) -> None:
+    def fail_all(self) -> None:
         """Tell those who still wait that nobody sends any more."""
         for sender in self._senders.values():
             for batch in sender.drop():
@@ -133,47 +133,47 @@ class Placing:
 
     # ---- what the loops of the brokers tell
 
-    def settle(self, batch: Batch[Outcome], outcome: pb.AppendReceipt | BatonError) -> None:
+    def settle(self, batch: Batch[BatchOutcome], outcome: pb.AppendReceipt | BatonError) -> None:
         """The batch has its outcome."""
         batch.token.settle(outcome)
-        self._gave_back(batch)
+        self._free(batch)
         now_ms = self._clock.monotonic_ms()
         error = outcome if isinstance(outcome, BatonError) else None
         if error is not None:
-            one_way = sum(wish.one_way for wish in batch.token.wishes.values())
-            self.losses.add(one_way, error, now_ms)
+            one_way = sum(options.one_way for options in batch.token.options.values())
+            self.one_way_failures.add(one_way, error, now_ms)
         topic, count = batch.token.queue.topic, batch.builder.count
         if self._metrics is not None:
             self._metrics.settled(topic, count, now_ms - batch.begin_ms, error)
-        if self._tally is not None:
+        if self._event_counter is not None:
             size = (count, batch.token.bytes_count)
-            self._tally.settled(topic, size, now_ms - batch.begin_ms, stored=error is None)
+            self._event_counter.settled(topic, size, now_ms - batch.begin_ms, stored=error is None)
 
-    def takes(self, queue: QueueRef) -> bool:
+    def is_writable(self, queue: QueueRef) -> bool:
         """Whether the queue takes messages, as far as is known here."""
         known = self.topics.get(queue.topic)
         return known is None or queue in known.queues
 
-    def move(self, sender: QueueSender[Outcome], error: BatonError) -> None:
+    def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
         """Give what waits for a queue that takes no messages to others of the topic."""
         known = self.topics.get(sender.queue.topic)
         for batch in (sender.rejected(), *sender.drop()):
             if known is None or (batch.unsure and not isinstance(error, NotWritable)):
                 self.settle(batch, maybe_stored(error) if batch.unsure else error)
             else:
-                self._place_anew(known, batch)
+                self._reroute(known, batch)
 
-    def answered(self, broker: str, latency_ms: int) -> None:
+    def broker_answered(self, broker: str, latency_ms: int) -> None:
         """The broker has done what it was asked."""
-        self.troubled.answered(broker, latency_ms, self._clock.monotonic_ms())
+        self.broker_health.answered(broker, latency_ms, self._clock.monotonic_ms())
 
-    def avoid(self, broker: str) -> None:
+    def broker_failed(self, broker: str) -> None:
         """The broker is in trouble: what may go to others goes there."""
-        self.troubled.failed(broker, self._clock.monotonic_ms())
+        self.broker_health.failed(broker, self._clock.monotonic_ms())
         for known in self.topics.values():
             known.avoid(broker)
 
-    def relieve(self, sender: QueueSender[Outcome]) -> None:
+    def reroute(self, sender: QueueSender[BatchOutcome]) -> None:
         """Give what is not stored, and may go to any queue, to brokers that may take it.
 
         Batches with a message that asks for its queue stay whole.
@@ -182,37 +182,45 @@ class Placing:
         if known is None:
             return
         now_ms = self._clock.monotonic_ms()
-        count_max = self.troubled.takes_count(known.queues, sender.queue.broker, now_ms)
-        for batch in sender.take_away(lambda one: not one.unsure and one.token.free, count_max):
-            self._place_anew(known, batch)
+        count_max = self.broker_health.takes_count(known.queues, sender.queue.broker, now_ms)
+        for batch in sender.take_away(
+            lambda one: not one.unsure and one.token.any_queue, count_max
+        ):
+            self._reroute(known, batch)
 
     # ---- within
 
-    def _place_anew(self, known: TopicQueues, batch: Batch[Outcome]) -> None:
+    def _reroute(self, known: TopicQueues, batch: Batch[BatchOutcome]) -> None:
         """Put the messages of a batch, which is not stored, into others."""
         moved = [
-            self._placed_anew(known, batch.token.wishes.get(index, ANY), message, batch.begin_ms)
+            self._rerouted(
+                known, batch.token.options.get(index, ANY_QUEUE), message, batch.begin_ms
+            )
             for index, message in enumerate(batch.builder.messages())
         ]
         batch.token.move(moved)
-        self._gave_back(batch)
+        self._free(batch)
 
-    def _placed_anew(
-        self, known: TopicQueues, wish: Wish, message: tuple[Message, bytes], begin_ms: int
-    ) -> Pending:
+    def _rerouted(
+        self,
+        known: TopicQueues,
+        options: SendOptions,
+        message: tuple[Message, bytes],
+        begin_ms: int,
+    ) -> PendingReceipt:
         try:
-            return Pending(*self.place(known, wish, *message, begin_ms))
+            return PendingReceipt(*self.place(known, options, *message, begin_ms))
         except BatonError as error:
-            self.losses.add(int(wish.one_way), error, self._clock.monotonic_ms())
-            refused = Outcome(wish.queue or QueueRef("", "", 0))
+            self.one_way_failures.add(int(options.one_way), error, self._clock.monotonic_ms())
+            refused = BatchOutcome(options.queue or QueueRef("", "", 0))
             refused.settle(error)
-            return Pending(refused, 0)
+            return PendingReceipt(refused, 0)
 
-    def _gave_back(self, batch: Batch[Outcome]) -> None:
-        self.room += batch.token.bytes_count
-        self._landed.set()
+    def _free(self, batch: Batch[BatchOutcome]) -> None:
+        self.free_bytes += batch.token.bytes_count
+        self._settled.set()
 
-    def _sender(self, queue: QueueRef) -> QueueSender[Outcome]:
+    def _sender(self, queue: QueueRef) -> QueueSender[BatchOutcome]:
         sender = self._senders.get(queue)
         if sender is None:
             sender = self._senders[queue] = QueueSender(
@@ -223,7 +231,9 @@ class Placing:
                 self._packing,
             )
             if queue.broker not in self._brokers:
-                loop = BrokerLoop(queue.broker, self._settings, self._directory, self._clock, self)
+                loop = BrokerSender(
+                    queue.broker, self._settings, self._directory, self._clock, self
+                )
                 self._brokers[queue.broker] = loop
                 self._start(loop.run())
         return sender

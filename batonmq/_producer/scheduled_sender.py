@@ -68,7 +68,7 @@ class PendingSchedule:
         return (yield from asyncio.shield(self._future).__await__())
 
 
-class SchedulingSettings(Protocol):
+class ScheduledSenderSettings(Protocol):
     """See ProducerSettings."""
 
     @property
@@ -92,7 +92,7 @@ class SchedulingSettings(Protocol):
         ...
 
 
-class Scheduling:
+class ScheduledSender:
     """See the module.
 
     Args:
@@ -105,7 +105,7 @@ class Scheduling:
         clock: Clock,
         random: Random,
         tasks: asyncio.TaskGroup,
-        settings: SchedulingSettings,
+        settings: ScheduledSenderSettings,
     ) -> None:
         self._directory, self._clock, self._random = directory, clock, random
         self._group, self._settings, self._packing = tasks, settings, settings.packing
@@ -114,7 +114,7 @@ class Scheduling:
         self._running: set[asyncio.Task[None]] = set()
         self._pending: set[asyncio.Future[ScheduleReceipt]] = set()
         self._bytes = 0
-        self._landed = asyncio.Event()
+        self._settled = asyncio.Event()
 
     async def admit(self, record: bytes) -> None:
         """Wait until there is room for the record."""
@@ -122,8 +122,8 @@ class Scheduling:
         while self._pending and (
             self._bytes + len(record) > bytes_max or len(self._pending) >= IN_FLIGHT_MAX
         ):
-            self._landed.clear()
-            await self._landed.wait()
+            self._settled.clear()
+            await self._settled.wait()
 
     def submit(
         self,
@@ -143,7 +143,7 @@ class Scheduling:
         """
         builder = BatchBuilder(self._packing)
         builder.add(message, record)
-        sending = _Sending(
+        sending = _ScheduledMessage(
             builder, len(record), deliver_unix_ms, choose, self._clock.monotonic_ms()
         )
         queue = choose()
@@ -157,8 +157,8 @@ class Scheduling:
     async def flush(self) -> None:
         """Wait until every message handed over has an outcome, good or bad."""
         while self._pending:
-            self._landed.clear()
-            await self._landed.wait()
+            self._settled.clear()
+            await self._settled.wait()
 
     async def cancel(self, schedule_id: str) -> None:
         """See `Producer.cancel`."""
@@ -204,7 +204,7 @@ class Scheduling:
         task.add_done_callback(self._running.discard)
 
     async def _settle(
-        self, sending: _Sending, queue: QueueRef, future: asyncio.Future[ScheduleReceipt]
+        self, sending: _ScheduledMessage, queue: QueueRef, future: asyncio.Future[ScheduleReceipt]
     ) -> None:
         try:
             receipt = await self._send(sending, queue)
@@ -217,9 +217,9 @@ class Scheduling:
         finally:
             self._bytes -= sending.bytes_count
             self._pending.discard(future)
-            self._landed.set()
+            self._settled.set()
 
-    async def _send(self, sending: _Sending, queue: QueueRef) -> ScheduleReceipt:
+    async def _send(self, sending: _ScheduledMessage, queue: QueueRef) -> ScheduleReceipt:
         """The receipt; if a queue takes no messages, of another one."""
         while True:
             lanes = self._lanes.setdefault(queue, [])
@@ -228,7 +228,7 @@ class Scheduling:
             unsure = True  # as long as this waits: it may be cancelled
             try:
                 receipt = await self._repeat(sending, queue, item)
-            except _Refused as refused:
+            except _Rejected as refused:
                 unsure = refused.unsure
                 if unsure or not isinstance(refused.error, QueueNotFound | NotWritable):
                     raise refused.error from None
@@ -243,11 +243,11 @@ class Scheduling:
                 )
             finally:
                 if unsure:
-                    lane.begin_anew()
+                    lane.skip_sequence()
                 lanes.append(lane)
 
     async def _repeat(
-        self, sending: _Sending, queue: QueueRef, item: pb.ScheduleItem
+        self, sending: _ScheduledMessage, queue: QueueRef, item: pb.ScheduleItem
     ) -> pb.ScheduleReceipt:
         """The receipt, after as many tries of the same bytes as it takes.
 
@@ -265,7 +265,7 @@ class Scheduling:
             moved = isinstance(outcome, NotWritable) and not unsure
             over = self._clock.monotonic_ms() >= late_ms
             if over or moved or outcome.retry is Retry.NEVER:
-                raise _Refused(maybe_stored(outcome) if doubt else outcome, unsure)
+                raise _Rejected(maybe_stored(outcome) if doubt else outcome, unsure)
             await self._directory.pause(outcome, failures)
             failures += 1
 
@@ -302,7 +302,7 @@ class Scheduling:
 _Outcome = pb.ScheduleReceipt | BatonError
 
 
-class _Refused(Exception):
+class _Rejected(Exception):
     """A batch without a receipt; `unsure` if it may be stored all the same."""
 
     def __init__(self, error: BatonError, unsure: bool) -> None:
@@ -320,14 +320,14 @@ class _Lane:
     def stored(self) -> None:
         self.sequence = (self.sequence + 1) % SEQUENCE_LIMIT
 
-    def begin_anew(self) -> None:
+    def skip_sequence(self) -> None:
         """Nobody knows whether the last batch is stored: its sequence is not used again."""
         self.epoch += 1
         self.sequence = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Sending:
+class _ScheduledMessage:
     builder: BatchBuilder
     bytes_count: int
     deliver_unix_ms: int

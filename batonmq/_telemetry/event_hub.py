@@ -43,7 +43,7 @@ class EventHub:
         self.source, self.incarnation_id, self._clock = source, incarnation_id, clock
         self.gatherers: list[Gather] = []
         self.watched = False
-        self._listeners: dict[Listener, None] = {}
+        self._listeners: dict[EventBuffer, None] = {}
         self._watcher_count, self._gathered_s = 0, 0.0
 
     def publish(self, event: pb.MetricEvent) -> None:
@@ -67,9 +67,9 @@ class EventHub:
             self.gather()
 
     @contextmanager
-    def listening(self) -> Iterator[Listener]:
+    def listen(self) -> Iterator[EventBuffer]:
         """A buffer that takes the events from now on until the block ends."""
-        listener = Listener()
+        listener = EventBuffer()
         self._listeners[listener] = None
         self.watched = True
         try:
@@ -78,7 +78,7 @@ class EventHub:
             del self._listeners[listener]
             self.watched = bool(self._listeners)
 
-    def batch(self, seq: int, listener: Listener) -> pb.MetricBatch:
+    def batch(self, seq: int, listener: EventBuffer) -> pb.MetricBatch:
         """The oldest events that wait for a listener, taken out of its buffer, as batch `seq`."""
         return pb.MetricBatch(
             source=self.source,
@@ -104,7 +104,7 @@ class EventHub:
         seq = 0
         self._watcher_count += 1
         try:
-            with self.listening() as listener:
+            with self.listen() as listener:
                 while True:
                     await asyncio.sleep(BATCH_INTERVAL_S)
                     self.gather_if_due()
@@ -115,7 +115,7 @@ class EventHub:
             self._watcher_count -= 1
 
 
-class Listener:
+class EventBuffer:
     """A bounded buffer of events.
 
     Attributes:

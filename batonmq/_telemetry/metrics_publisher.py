@@ -15,7 +15,7 @@ from typing import Protocol
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.names import METRICS_TOPIC
-from batonmq._telemetry.events import BATCH_INTERVAL_S, EventHub, Listener
+from batonmq._telemetry.event_hub import BATCH_INTERVAL_S, EventBuffer, EventHub
 from batonmq.errors import BatonError
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ FAILURES_TOLD = 3
 Encode = Callable[[pb.MetricBatch], bytes]
 
 
-class Sender(Protocol):
+class MetricsSender(Protocol):
     """The part of a producer that is needed."""
 
     def send(
@@ -43,7 +43,7 @@ def as_protobuf(batch: pb.MetricBatch) -> bytes:
     return batch.SerializeToString()
 
 
-class Publisher:
+class MetricsPublisher:
     """Empties a hub into the topic.
 
     Args:
@@ -57,7 +57,7 @@ class Publisher:
     def __init__(
         self,
         hub: EventHub,
-        opened: Callable[[], AbstractAsyncContextManager[Sender]],
+        opened: Callable[[], AbstractAsyncContextManager[MetricsSender]],
         encode: Encode = as_protobuf,
     ) -> None:
         self._hub, self._opened, self._encode = hub, opened, encode
@@ -82,7 +82,7 @@ class Publisher:
             log.exception("metrics are not published any more source=%s", self._hub.source)
 
     async def _run(self) -> None:
-        with self._hub.listening() as listener:
+        with self._hub.listen() as listener:
             publishing = True
             while publishing and not self._stopping.is_set():
                 try:
@@ -93,7 +93,7 @@ class Publisher:
                     self._failed(error)
                     await self._pause(RETRY_S * 2 ** min(self._failures - 1, DOUBLINGS_MAX))
 
-    async def _publish(self, sender: Sender, listener: Listener) -> None:
+    async def _publish(self, sender: MetricsSender, listener: EventBuffer) -> None:
         """Publish until `stop`.
 
         Raises:
@@ -109,7 +109,7 @@ class Publisher:
             self._hub.gather_if_due()
             await self._send_all(sender, listener)
 
-    async def _send_all(self, sender: Sender, listener: Listener) -> None:
+    async def _send_all(self, sender: MetricsSender, listener: EventBuffer) -> None:
         while self._unsent or listener.waiting:
             if not self._unsent:
                 self._seq += 1

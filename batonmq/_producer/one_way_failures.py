@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 LOG_INTERVAL_MS = 10_000
 
 
-class Losses:
+class OneWayFailures:
     """Counts them, and tells the log from time to time.
 
     Attributes:

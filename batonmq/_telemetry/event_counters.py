@@ -10,16 +10,16 @@ from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.retries import HandlingFailure
-from batonmq._telemetry.events import EventHub
-from batonmq._telemetry.latencies import Latencies, Timed
+from batonmq._telemetry.event_hub import EventHub
+from batonmq._telemetry.latency_sketches import LatencyKey, LatencySketches
 
 
-class ConsumerTally:
+class ConsumerEventCounter:
     """Of one consumer."""
 
     def __init__(self, hub: EventHub, group: str, client_id: str, clock: Clock) -> None:
         self._group, self._client_id, self._clock = group, client_id, clock
-        self._latencies = Latencies()
+        self._latencies = LatencySketches()
         self._handled: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._retried: Counter[str] = Counter()
@@ -29,7 +29,7 @@ class ConsumerTally:
     def begun(self, topic: str, store_unix_ms: Iterable[int]) -> None:
         """A handler begins with messages that were stored then."""
         now_ms = self._clock.unix_ms()
-        what = Timed(pb.Latency.OPERATION_END_TO_END, self._group, topic)
+        what = LatencyKey(pb.Latency.OPERATION_END_TO_END, self._group, topic)
         self._latencies.add_all(what, [max(0, now_ms - ms) * 1_000 for ms in store_unix_ms])
 
     def handled(
@@ -37,7 +37,7 @@ class ConsumerTally:
     ) -> None:
         """It has ended, with so many messages."""
         failed = sum(one is not None for one in failures)
-        what = Timed(pb.Latency.OPERATION_HANDLE, self._group, topic)
+        what = LatencyKey(pb.Latency.OPERATION_HANDLE, self._group, topic)
         self._latencies.add(what, int(seconds * 1e6))
         self._handled[topic] += count - failed
         self._failed[topic] += failed
@@ -70,12 +70,12 @@ class ConsumerTally:
         yield from self._latencies.events()
 
 
-class ProducerTally:
+class ProducerEventCounter:
     """Of one producer."""
 
     def __init__(self, hub: EventHub, client_id: str) -> None:
         self._client_id = client_id
-        self._latencies = Latencies()
+        self._latencies = LatencySketches()
         self._sent: dict[str, pb.Sent] = {}
         hub.gatherers.append(self._events)
 
@@ -90,7 +90,7 @@ class ProducerTally:
             sent.byte_count += bytes_count
         else:
             sent.failed_count += count
-        self._latencies.add(Timed(pb.Latency.OPERATION_SEND, "", topic), took_ms * 1_000)
+        self._latencies.add(LatencyKey(pb.Latency.OPERATION_SEND, "", topic), took_ms * 1_000)
 
     def _events(self) -> Iterator[pb.MetricEvent]:
         sent, self._sent = self._sent, {}

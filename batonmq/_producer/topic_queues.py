@@ -11,7 +11,7 @@ from batonmq._core.broker_health import BrokerHealth
 from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queue_sender import QueueSender
 from batonmq._core.queues import QueueRef
-from batonmq._producer.receipts import Outcome, Wish
+from batonmq._producer.receipts import BatchOutcome, SendOptions
 from batonmq.errors import NotWritable, QueueNotFound
 
 
@@ -20,7 +20,7 @@ class _Earlier:
     """How keys went before the queues changed, and the last batch of each queue at that time."""
 
     keyed: KeyedQueues
-    last: Mapping[QueueRef, Outcome]
+    last: Mapping[QueueRef, BatchOutcome]
 
     def delays(self, ordering_key: str, queue: QueueRef) -> bool:
         """Whether messages of the key may be under way elsewhere than to `queue`."""
@@ -31,7 +31,7 @@ class _Earlier:
 class TopicQueues:
     """The queues of a topic, and whose turn it is.
 
-    When the queues change, a message with an ordering key that moves to another queue `has_to_wait`
+    When the queues change, a message with an ordering key that moves to another queue `must_wait`
     until what was under way of the key has its outcome: so the order of a key is that of sending.
 
     Args:
@@ -48,7 +48,7 @@ class TopicQueues:
         self._earlier: list[_Earlier] = []
         self._read(route)
 
-    def change(self, route: nameserver_pb.Route, last: Mapping[QueueRef, Outcome]) -> None:
+    def change(self, route: nameserver_pb.Route, last: Mapping[QueueRef, BatchOutcome]) -> None:
         """Go on by a newer route.
 
         Args:
@@ -62,7 +62,7 @@ class TopicQueues:
         self._name, self._all = route.topic.name, frozenset(queues_of(route))
         self.queues = writable_queues_of(route)
         self._keyed = KeyedQueues(self.queues)
-        self.current: QueueSender[Outcome] | None = None
+        self.current: QueueSender[BatchOutcome] | None = None
 
     def next_turn(self) -> None:
         """It is another queue's turn."""
@@ -74,7 +74,7 @@ class TopicQueues:
         if self.current is not None and self.current.queue.broker == broker:
             self.current = None
 
-    def has_to_wait(self, ordering_key: str | None) -> bool:
+    def must_wait(self, ordering_key: str | None) -> bool:
         """Whether a message of the key would overtake others."""
         if ordering_key is None or not self._earlier or not self.queues:
             return False
@@ -86,20 +86,20 @@ class TopicQueues:
         queue = self._keyed.of(ordering_key)
         return any(one.delays(ordering_key, queue) for one in self._earlier)
 
-    def choose(self, wish: Wish, now_ms: int) -> QueueRef:
+    def choose(self, options: SendOptions, now_ms: int) -> QueueRef:
         """The queue that was asked for, that of the key, or the one whose turn it is.
 
         Raises:
             QueueNotFound, NotWritable: there is none that takes messages.
         """
-        if wish.queue is not None:
-            if wish.queue not in self._all:
-                raise QueueNotFound(f"{wish.queue} is not a queue of the topic")
-            if wish.queue not in self.queues:
-                raise NotWritable(f"queue {wish.queue} takes no messages")
-            return wish.queue
+        if options.queue is not None:
+            if options.queue not in self._all:
+                raise QueueNotFound(f"{options.queue} is not a queue of the topic")
+            if options.queue not in self.queues:
+                raise NotWritable(f"queue {options.queue} takes no messages")
+            return options.queue
         if not self.queues:
             raise NotWritable(f"topic {self._name} takes no messages")
-        if wish.ordering_key is not None:
-            return self._keyed.of(wish.ordering_key)
+        if options.ordering_key is not None:
+            return self._keyed.of(options.ordering_key)
         return self._brokers.choose(self.queues, self._turn, now_ms)
