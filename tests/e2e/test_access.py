@@ -154,9 +154,9 @@ async def test_revoked_permission_stops_calls_within_a_second(tmp_path: Path) ->
             before = await sent_to_all("before")
             both = {GROUP: before, "audit": {PROBE, *before}}
             await until(lambda: seen == both, timeout_s=30)
-            earlier = await refused_count(cluster, "storage")
+            earlier = await rejected_count(cluster, "storage")
             await control.revoke("billing", RoleGrant(Role.CONSUME, f"topic:{TOPIC}"))
-            await until(lambda: more_refused(cluster, earlier), timeout_s=30)
+            await until(lambda: more_rejected(cluster, earlier), timeout_s=30)
             after = await sent_to_all("after")
             await until(lambda: seen["audit"] == {PROBE, *before, *after}, timeout_s=30)
             assert seen[GROUP] == before

@@ -49,14 +49,14 @@ class DiagnosisCluster:
     admin: Admin
 
     async def why(self, topic: str = "", group: str = GROUP) -> QueueDiagnosis:
-        """Why the one queue does not move."""
+        """Return the diagnosis of the only queue."""
         (found,) = await self.admin.why_stuck(group, topic)
         return found
 
     async def until(
         self, reason: str, topic: str = "", group: str = GROUP, **evidence: str
     ) -> QueueDiagnosis:
-        """The diagnosis, once it has this reason, and this among its evidence."""
+        """Return the diagnosis once it has this reason and this evidence."""
         found: list[QueueDiagnosis] = []
 
         async def is_told() -> bool:
