@@ -15,14 +15,14 @@ from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
-from batonmq._producer.placing import Placing, ProducerClosed
-from batonmq._producer.receipts import ANY, Pending, Receipt, Wish
-from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt, Scheduling
-from batonmq._producer.settings import METRICS_PRODUCER, ProducerSettings
-from batonmq._producer.topic import TopicQueues
+from batonmq._producer.producer_settings import METRICS_PRODUCER, ProducerSettings
+from batonmq._producer.receipts import ANY_QUEUE, PendingReceipt, Receipt, SendOptions
+from batonmq._producer.scheduled_sender import PendingSchedule, ScheduledSender, ScheduleReceipt
+from batonmq._producer.send_buffer import ProducerClosed, SendBuffer
+from batonmq._producer.topic_queues import TopicQueues
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.client_stream import ClientStream
-from batonmq._telemetry.tallies import ProducerTally
+from batonmq._telemetry.event_counters import ProducerEventCounter
 from batonmq.errors import BatonError, Unreachable
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Producer:
         nameserver: host:port of a nameserver; several separated by commas.
         client_id: Names it where it tells of itself; by default host and a random part.
         metrics: Counts what happens here, if given.
-        surroundings: Clock, randomness and transport; the real ones by default.
+        environment: Clock, randomness and transport; the real ones by default.
 
     Every send is idempotent: a batch that had to be repeated is stored once, and the receipt is
     that of the first time, also when the storage node was killed in between.
@@ -51,39 +51,39 @@ class Producer:
         *,
         client_id: str = "",
         metrics: ClientMetrics | None = None,
-        surroundings: ClientEnvironment | None = None,
+        environment: ClientEnvironment | None = None,
     ) -> None:
         self._settings = settings or ProducerSettings()
-        outside = (surroundings or ClientEnvironment()).secured(self._settings.security)
+        secured = (environment or ClientEnvironment()).secured(self._settings.security)
         self._metrics = None if metrics is None else metrics.of_producer()
-        self._clock = outside.clock
-        self._directory = Directory(nameserver, outside.random, outside.connect)
+        self._clock = secured.clock
+        self._directory = Directory(nameserver, secured.random, secured.connect)
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
-        self._lines, self._closing = KeyedLocks(), asyncio.Event()
+        self._send_order, self._closing = KeyedLocks(), asyncio.Event()
         self._stream: ClientStream | None = None
-        tally: ProducerTally | None = None
+        event_counter: ProducerEventCounter | None = None
         if self._settings.metrics_stream:
-            name = client_id or f"{socket.gethostname()}-{outside.random.getrandbits(64):016x}"
-            self._stream = stream_of(name, nameserver, outside)
-            tally = ProducerTally(self._stream.hub, name)
-        self._placing = Placing(
+            name = client_id or f"{socket.gethostname()}-{secured.random.getrandbits(64):016x}"
+            self._stream = stream_of(name, nameserver, secured)
+            event_counter = ProducerEventCounter(self._stream.hub, name)
+        self._buffer = SendBuffer(
             self._settings,
             self._directory,
-            outside,
+            secured,
             self._start,
             metrics=self._metrics,
-            tally=tally,
+            event_counter=event_counter,
         )
-        self._scheduling = Scheduling(
-            self._directory, self._clock, outside.random, self._tasks, self._settings
+        self._scheduled = ScheduledSender(
+            self._directory, self._clock, secured.random, self._tasks, self._settings
         )
 
     async def __aenter__(self) -> Producer:
         await self._tasks.__aenter__()
         if self._metrics is not None:
             bound = self._settings.in_flight_bytes_max
-            self._metrics.watch(lambda: bound - self._placing.room)
+            self._metrics.watch(lambda: bound - self._buffer.free_bytes)
         if self._stream is not None:
             self._loops.append(self._stream.start(self._tasks))
         return self
@@ -101,7 +101,7 @@ class Producer:
                     await self._stream.close()
         finally:
             self._closing.set()
-            self._scheduling.close()
+            self._scheduled.close()
             for task in self._loops:
                 task.cancel()
             try:
@@ -110,7 +110,7 @@ class Producer:
                 if (only := only_error(group)) is not error:
                     raise only from None
             finally:
-                self._placing.abandon()
+                self._buffer.fail_all()
                 if self._metrics is not None:
                     self._metrics.unwatch()
                 await self._directory.close()
@@ -185,13 +185,19 @@ class Producer:
         message = Message(body, tag, tuple(keys), properties or {})
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
             when = (deliver_at_unix_ms, delay_ms, delay_level)
-            return await (await self._schedule(topic, message, when, Wish(ordering_key, queue)))
+            return await (
+                await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
+            )
         record = encode_record(message)
         known = self._ready(topic, record, ordering_key) or await self._admitted(
             topic, record, ordering_key
         )
-        wish = ANY if ordering_key is None and queue is None else Wish(ordering_key, queue)
-        outcome, index = self._placing.place(known, wish, message, record)
+        options = (
+            ANY_QUEUE
+            if ordering_key is None and queue is None
+            else SendOptions(ordering_key, queue)
+        )
+        outcome, index = self._buffer.place(known, options, message, record)
         return await outcome.wait(index)
 
     @overload
@@ -202,7 +208,7 @@ class Producer:
         *,
         ordering_key: str | None = ...,
         queue: QueueRef | None = ...,
-    ) -> Pending: ...
+    ) -> PendingReceipt: ...
 
     @overload
     async def submit(
@@ -227,7 +233,7 @@ class Producer:
         deliver_at_unix_ms: int | None = None,
         delay_ms: int | None = None,
         delay_level: int | None = None,
-    ) -> Pending | PendingSchedule:
+    ) -> PendingReceipt | PendingSchedule:
         """Hand over a message; waits only while too many bytes are in flight.
 
         The last three are as for `send`. Messages for the same time are delivered in the order in
@@ -242,13 +248,17 @@ class Producer:
         """
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
             when = (deliver_at_unix_ms, delay_ms, delay_level)
-            return await self._schedule(topic, message, when, Wish(ordering_key, queue))
+            return await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
         record = encode_record(message)
         known = self._ready(topic, record, ordering_key) or await self._admitted(
             topic, record, ordering_key
         )
-        wish = ANY if ordering_key is None and queue is None else Wish(ordering_key, queue)
-        return Pending(*self._placing.place(known, wish, message, record))
+        options = (
+            ANY_QUEUE
+            if ordering_key is None and queue is None
+            else SendOptions(ordering_key, queue)
+        )
+        return PendingReceipt(*self._buffer.place(known, options, message, record))
 
     async def send_one_way(  # noqa: PLR0913  keyword-only, each with a default
         self,
@@ -276,12 +286,12 @@ class Producer:
         known = self._ready(topic, record, ordering_key) or await self._admitted(
             topic, record, ordering_key
         )
-        self._placing.place(known, Wish(ordering_key, queue, one_way=True), message, record)
+        self._buffer.place(known, SendOptions(ordering_key, queue, one_way=True), message, record)
 
     @property
     def one_way_failures(self) -> int:
         """How many messages of `send_one_way` have failed since the producer was made."""
-        return self._placing.losses.count
+        return self._buffer.one_way_failures.count
 
     async def cancel(self, schedule_id: str) -> None:
         """Take back a message that was sent for later.
@@ -294,12 +304,12 @@ class Producer:
                 lost on the way and it had to be repeated.
             Unreachable: no outcome within the delivery timeout: it may be cancelled or not.
         """
-        await self._scheduling.cancel(schedule_id)
+        await self._scheduled.cancel(schedule_id)
 
     async def flush(self) -> None:
         """Wait until every message handed over has an outcome, good or bad."""
-        await self._scheduling.flush()
-        await self._placing.flush()
+        await self._scheduled.flush()
+        await self._buffer.flush()
 
     async def close(self) -> None:
         """Take nothing more, and wait until every message handed over has an outcome.
@@ -313,25 +323,25 @@ class Producer:
 
     def _ready(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues | None:
         """The topic; None if the record has to wait for anything."""
-        known = self._placing.topics.get(topic)
+        known = self._buffer.topics.get(topic)
         waits = (
             known is None
             or self._closing.is_set()
-            or len(record) > self._placing.room
-            or (self._lines.count and (topic, ordering_key) in self._lines)
-            or (ordering_key is not None and known.has_to_wait(ordering_key))
+            or len(record) > self._buffer.free_bytes
+            or (self._send_order.count and (topic, ordering_key) in self._send_order)
+            or (ordering_key is not None and known.must_wait(ordering_key))
         )
         return None if waits else known
 
     async def _admitted(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues:
         """The topic, once it is the record's turn: nothing of its key overtakes it."""
         begin_ms = self._clock.monotonic_ms()
-        async with self._lines.acquire((topic, ordering_key)):
-            known = self._placing.topics.get(topic)
+        async with self._send_order.acquire((topic, ordering_key)):
+            known = self._buffer.topics.get(topic)
             if known is None:
                 known = await self._open_topic(topic, self._clock.monotonic_ms() - begin_ms)
             self._refuse_if_closing()
-            await self._placing.admit(known, record, ordering_key)
+            await self._buffer.admit(known, record, ordering_key)
             self._refuse_if_closing()
             return known
 
@@ -346,7 +356,7 @@ class Producer:
         topic: str,
         message: Message,
         when: tuple[int | None, int | None, int | None],
-        wish: Wish,
+        options: SendOptions,
     ) -> PendingSchedule:
         at_unix_ms, delay_ms, level = when
         deliver_unix_ms = deliver_time(
@@ -356,16 +366,16 @@ class Producer:
             delay_level=level,
         )
         record = encode_record(message)
-        known = self._placing.topics.get(topic) or await self._open_topic(topic)
+        known = self._buffer.topics.get(topic) or await self._open_topic(topic)
 
         def choose() -> QueueRef:
-            queue = known.choose(wish, self._clock.monotonic_ms())
+            queue = known.choose(options, self._clock.monotonic_ms())
             known.next_turn()
             return queue
 
-        await self._scheduling.admit(record)
+        await self._scheduled.admit(record)
         self._refuse_if_closing()
-        return self._scheduling.submit(message, record, deliver_unix_ms, choose)
+        return self._scheduled.submit(message, record, deliver_unix_ms, choose)
 
     async def _open_topic(self, topic: str, waited_ms: int = 0) -> TopicQueues:
         """The topic, once a nameserver has told of it.
@@ -380,10 +390,10 @@ class Producer:
         route = await unless(self._closing, wait_for_route(self._directory, topic, timeout_ms))
         self._refuse_if_closing()
         assert route is not None
-        topics = self._placing.topics
+        topics = self._buffer.topics
         known = topics.get(topic)
         if known is None:
-            known = topics[topic] = TopicQueues(route, self._placing.troubled)
+            known = topics[topic] = TopicQueues(route, self._buffer.broker_health)
             self._start(self._follow(topic, known))
         return known
 
@@ -392,18 +402,20 @@ class Producer:
             await follow_route(
                 self._directory,
                 topic,
-                lambda route: known.change(route, self._placing.last(known)),
+                lambda route: known.change(route, self._buffer.last(known)),
             )
         except BatonError as error:
             log.warning("topic lost topic=%s error=%s", topic, error)
-            self._placing.topics.pop(topic, None)
+            self._buffer.topics.pop(topic, None)
 
     def _start(self, loop: Coroutine[Any, Any, None]) -> None:
         self._loops.append(self._tasks.create_task(loop))
 
 
-def stream_of(client_id: str, nameserver: str, outside: ClientEnvironment) -> ClientStream:
+def stream_of(client_id: str, nameserver: str, environment: ClientEnvironment) -> ClientStream:
     """The stream of a client, with a producer of its own."""
     return ClientStream(
-        client_id, outside, lambda: Producer(nameserver, METRICS_PRODUCER, surroundings=outside)
+        client_id,
+        environment,
+        lambda: Producer(nameserver, METRICS_PRODUCER, environment=environment),
     )

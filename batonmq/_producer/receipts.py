@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.queues import QueueRef
-from batonmq._producer.settings import Durability
+from batonmq._producer.producer_settings import Durability
 from batonmq.errors import BatonError
 
 WOKEN_AT_ONCE = 64
@@ -43,7 +43,7 @@ class Receipt(NamedTuple):
         return f"{self.queue.broker}-{self.position:x}-{self.place:x}"
 
 
-class Wish(NamedTuple):
+class SendOptions(NamedTuple):
     """What a message asks for.
 
     Attributes:
@@ -57,43 +57,43 @@ class Wish(NamedTuple):
     one_way: bool = False
 
     @property
-    def free(self) -> bool:
+    def any_queue(self) -> bool:
         """Whether any queue will do."""
         return self.ordering_key is None and self.queue is None
 
 
-ANY = Wish()
+ANY_QUEUE = SendOptions()
 
 
-class Pending:
+class PendingReceipt:
     """A message on its way; await it for the receipt."""
 
     __slots__ = ("_index", "_outcome")
 
-    def __init__(self, outcome: Outcome, index: int) -> None:
+    def __init__(self, outcome: BatchOutcome, index: int) -> None:
         self._outcome, self._index = outcome, index
 
     def __await__(self) -> Generator[object, None, Receipt]:
         return self._outcome.wait(self._index).__await__()
 
 
-class Outcome:
+class BatchOutcome:
     """What the senders of one batch wait for: each on a future of its own, made when it waits.
 
     One that all share would need a shield for each of them, and every message pays for it.
 
     Attributes:
-        wishes: What messages ask for, by index; those that ask for nothing are not in it.
+        options: What messages ask for, by index; those that ask for nothing are not in it.
         moved: Where the messages are now, if the queue did not take them.
     """
 
-    __slots__ = ("_error", "_stored", "_waiters", "bytes_count", "moved", "queue", "wishes")
+    __slots__ = ("_error", "_stored", "_waiters", "bytes_count", "moved", "options", "queue")
 
     def __init__(self, queue: QueueRef) -> None:
         self.queue = queue
         self.bytes_count = 0
-        self.wishes: dict[int, Wish] = {}
-        self.moved: list[Pending] = []
+        self.options: dict[int, SendOptions] = {}
+        self.moved: list[PendingReceipt] = []
         self._error: BatonError | None = None
         self._stored = (0, 0, 0, Durability.MEMORY, False)
         self._waiters: list[asyncio.Future[None]] | None = []
@@ -104,9 +104,9 @@ class Outcome:
         return self._waiters is None
 
     @property
-    def free(self) -> bool:
+    def any_queue(self) -> bool:
         """Whether any queue will do for each of the messages."""
-        return all(wish.free for wish in self.wishes.values())
+        return all(options.any_queue for options in self.options.values())
 
     async def wait(self, index: int) -> Receipt:
         """The receipt of one of the messages."""
@@ -138,7 +138,7 @@ class Outcome:
             )
         self._wake()
 
-    def move(self, moved: list[Pending]) -> None:
+    def move(self, moved: list[PendingReceipt]) -> None:
         """Let those who wait go on with what each message waits for now."""
         self.moved = moved
         self._wake()

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from batonmq._connection.directory import ClientEnvironment
-from batonmq._telemetry.events import EventHub
-from batonmq._telemetry.publishing import Publisher, Sender
+from batonmq._telemetry.event_hub import EventHub
+from batonmq._telemetry.metrics_publisher import MetricsPublisher, MetricsSender
 
 LAST_BATCH_S = 1.0
 """How long a client that closes waits for its last batch."""
@@ -28,12 +28,12 @@ class ClientStream:
     def __init__(
         self,
         client_id: str,
-        outside: ClientEnvironment,
-        opened: Callable[[], AbstractAsyncContextManager[Sender]],
+        environment: ClientEnvironment,
+        opened: Callable[[], AbstractAsyncContextManager[MetricsSender]],
     ) -> None:
-        incarnation_id = outside.random.getrandbits(63) or 1
-        self.hub = EventHub(f"client/{client_id}", incarnation_id, outside.clock)
-        self._publisher = Publisher(self.hub, opened)
+        incarnation_id = environment.random.getrandbits(63) or 1
+        self.hub = EventHub(f"client/{client_id}", incarnation_id, environment.clock)
+        self._publisher = MetricsPublisher(self.hub, opened)
         self._task: asyncio.Task[None] | None = None
 
     def start(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:

@@ -13,7 +13,7 @@ from batonmq._common.rpc import answered
 from batonmq._common.secret import Secret
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq.admin.admin import Admin
-from batonmq.admin.pages import pages
+from batonmq.admin.pagination import iter_pages
 
 
 class Role(StrEnum):
@@ -25,7 +25,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class RoleGrant:
     """A role on a resource.
 
     Attributes:
@@ -58,16 +58,16 @@ class NewToken:
 
 
 @dataclass(frozen=True, slots=True)
-class IdentityAccess:
+class IdentityGrants:
     """Everything that one identity has."""
 
     identity: str
-    grants: tuple[Grant, ...]
+    grants: tuple[RoleGrant, ...]
     tokens: tuple[IssuedToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AccessCheck:
     """Whether somebody may do something.
 
     Attributes:
@@ -77,7 +77,7 @@ class Answer:
 
     identity: str
     allowed: bool
-    by: Grant | None
+    by: RoleGrant | None
     access_on: bool
 
 
@@ -91,7 +91,7 @@ class AccessControl:
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
-    async def grant(self, identity: str, grant: Grant) -> bool:
+    async def grant(self, identity: str, grant: RoleGrant) -> bool:
         """Give somebody a role on a resource; False if that was so already.
 
         Raises:
@@ -101,7 +101,7 @@ class AccessControl:
         answer = await self._admin.ask(lambda limit_s: self._stub().Grant(request, timeout=limit_s))
         return answer.changed
 
-    async def revoke(self, identity: str, grant: Grant | None = None) -> int:
+    async def revoke(self, identity: str, grant: RoleGrant | None = None) -> int:
         """Take a grant away, or all; how many there were.
 
         Calls are refused from then on, and those that wait end, as soon as etcd has told the
@@ -115,7 +115,7 @@ class AccessControl:
         )
         return answer.revoked_count
 
-    async def list(self, identity: str = "") -> tuple[IdentityAccess, ...]:
+    async def list(self, identity: str = "") -> tuple[IdentityGrants, ...]:
         """Everybody who has a grant or a token, or one of them."""
 
         def page(page_token: str) -> Awaitable[pb.ListAccessResponse]:
@@ -126,22 +126,22 @@ class AccessControl:
 
         return tuple(
             [
-                IdentityAccess(
+                IdentityGrants(
                     found.identity,
                     tuple(map(_from_pb, found.grants)),
                     tuple(IssuedToken(t.token_id, t.create_unix_ms, t.by) for t in found.tokens),
                 )
-                async for answer in pages(page)
+                async for answer in iter_pages(page)
                 for found in answer.identities
             ]
         )
 
-    async def check(self, wanted: Grant, identity: str = "") -> Answer:
+    async def check(self, wanted: RoleGrant, identity: str = "") -> AccessCheck:
         """Whether somebody may do something; whoever asks if nobody is named."""
         request = pb.CheckRequest(identity=identity, wanted=_to_pb(wanted))
         answer = await self._admin.ask(lambda limit_s: self._stub().Check(request, timeout=limit_s))
         by = _from_pb(answer.by) if answer.HasField("by") else None
-        return Answer(answer.identity, answer.allowed, by, answer.access_on)
+        return AccessCheck(answer.identity, answer.allowed, by, answer.access_on)
 
     async def create_token(self, identity: str) -> NewToken:
         """A new bearer token that stands for somebody.
@@ -164,11 +164,11 @@ class AccessControl:
         return self._admin.directory.access()
 
 
-def _to_pb(grant: Grant) -> stored_access_pb2.AccessGrant:
+def _to_pb(grant: RoleGrant) -> stored_access_pb2.AccessGrant:
     role = stored_access_pb2.Role.Value(f"ROLE_{grant.role.name}")
     return stored_access_pb2.AccessGrant(role=role, resource=grant.resource)
 
 
-def _from_pb(grant: stored_access_pb2.AccessGrant) -> Grant:
+def _from_pb(grant: stored_access_pb2.AccessGrant) -> RoleGrant:
     role = stored_access_pb2.Role.Name(grant.role).removeprefix("ROLE_")
-    return Grant(Role[role], grant.resource)
+    return RoleGrant(Role[role], grant.resource)

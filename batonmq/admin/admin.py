@@ -4,7 +4,7 @@ What the commands of `baton` show, as values of `batonmq.admin.reports` and
 `batonmq.admin.group_reports`. A report that joins several services says in `problems` which of them
 did not answer, and has None where their values would stand. Progress is moved in
 `batonmq.admin.resets`, locks in `batonmq.admin.locks`, messages are looked up in
-`batonmq.admin.query`.
+`batonmq.admin.message_queries`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from batonmq._connection.security import Security
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
 from batonmq.admin.group_reports import (
-    Diagnosis,
     Group,
     GroupProgress,
+    QueueDiagnosis,
     RefusedClient,
     diagnosis_from_pb,
     group_from_pb,
     join_progress,
     refused_from_pb,
 )
-from batonmq.admin.pages import pages
+from batonmq.admin.pagination import iter_pages
 from batonmq.admin.reports import (
-    Cluster,
+    ClusterNodes,
     CreatedTopic,
     Lock,
     QueueExtent,
@@ -78,7 +78,7 @@ class Admin:
         timeout_s: Bound of every question to a service. What may be asked again (the service
             starts, moves, or can't be reached) is, within that bound.
         security: How to use TLS; None for none.
-        surroundings: Randomness and transport; the real ones by default.
+        environment: Randomness and transport; the real ones by default.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Admin:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         security: Security | None = None,
-        surroundings: ClientEnvironment | None = None,
+        environment: ClientEnvironment | None = None,
     ) -> None:
-        outside = (surroundings or ClientEnvironment()).secured(security)
-        self.directory = Directory(nameserver, outside.random, outside.connect)
+        secured = (environment or ClientEnvironment()).secured(security)
+        self.directory = Directory(nameserver, secured.random, secured.connect)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
@@ -129,7 +129,7 @@ class Admin:
                 lambda limit_s: self.directory.nameserver().ListTopics(request, timeout=limit_s)
             )
 
-        return tuple([topic_from_pb(t) async for answer in pages(page) for t in answer.topics])
+        return tuple([topic_from_pb(t) async for answer in iter_pages(page) for t in answer.topics])
 
     async def describe_topic(self, name: str) -> TopicDetail:
         """A topic, and what its queues hold.
@@ -187,7 +187,7 @@ class Admin:
         except grpc.aio.AioRpcError as failure:
             raise from_rpc_error(failure) from failure
 
-    async def cluster(self) -> Cluster:
+    async def cluster(self) -> ClusterNodes:
         """The live processes."""
         asked = ""
 
@@ -199,7 +199,7 @@ class Admin:
 
         answer = await self.ask(describe)
         nodes = tuple(map(node_from_pb, with_reachable_addresses(answer.nodes, asked)))
-        return Cluster(answer.cluster, answer.generation, nodes)
+        return ClusterNodes(answer.cluster, answer.generation, nodes)
 
     async def list_groups(self) -> tuple[Group, ...]:
         """All groups by name, those without members included."""
@@ -210,7 +210,7 @@ class Admin:
                 lambda limit_s: self.directory.nameserver().ListGroups(request, timeout=limit_s)
             )
 
-        return tuple([group_from_pb(g) async for answer in pages(page) for g in answer.groups])
+        return tuple([group_from_pb(g) async for answer in iter_pages(page) for g in answer.groups])
 
     async def describe_group(self, name: str) -> Group:
         """One group.
@@ -327,7 +327,7 @@ class Admin:
 
     async def why_stuck(
         self, group: str, topic: str = "", broker: str = "", queue_id: int | None = None
-    ) -> tuple[Diagnosis, ...]:
+    ) -> tuple[QueueDiagnosis, ...]:
         """Why the queues of a group are not moving, by topic, broker and queue.
 
         Args:
@@ -373,7 +373,7 @@ class Admin:
 
             return self.ask(ask)
 
-        async for answer in pages(page):
+        async for answer in iter_pages(page):
             yield tuple(map(lock_from_pb, answer.entries))
 
     async def progress(self, group: str) -> Sequence[offsets_pb.Progress]:
@@ -388,7 +388,7 @@ class Admin:
 
             return self.ask(ask)
 
-        return [queue async for answer in pages(page) for queue in answer.queues]
+        return [queue async for answer in iter_pages(page) for queue in answer.queues]
 
     async def extents(
         self, queues: Iterable[QueueRef]

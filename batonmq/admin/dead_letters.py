@@ -17,25 +17,25 @@ from batonmq._core.ranges import Range, contains, normalize
 from batonmq._core.records import Message
 from batonmq._core.retries import dead_letter_topic
 from batonmq.admin.admin import Admin
-from batonmq.admin.query import Queries, StoredMessage
-from batonmq.admin.redriving import Redrive, Redriven, Redriving
+from batonmq.admin.message_queries import MessageQueries, StoredMessage
+from batonmq.admin.redriver import RedriveOptions, Redriver, RedriveResult
 from batonmq.admin.reports import queue_from_pb
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail, Unreachable
 
 __all__ = [
     "Criteria",
-    "DeadGroup",
     "DeadLetter",
+    "DeadLetterSummary",
     "DeadLetters",
-    "Redrive",
-    "Redriven",
+    "RedriveOptions",
+    "RedriveResult",
 ]
 
 ALL = Criteria()
 
 
 @dataclass(frozen=True, slots=True)
-class DeadGroup:
+class DeadLetterSummary:
     """The dead letters of a group, all together.
 
     Attributes:
@@ -52,10 +52,10 @@ class DeadGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadGroups:
+class DeadLetterSummaries:
     """What `DeadLetters.groups` found; `problems`: brokers that did not answer."""
 
-    groups: tuple[DeadGroup, ...]
+    groups: tuple[DeadLetterSummary, ...]
     problems: tuple[str, ...]
 
 
@@ -67,9 +67,9 @@ class DeadLetters:
     """
 
     def __init__(self, admin: Admin) -> None:
-        self._admin, self._queries = admin, Queries(admin)
+        self._admin, self._queries = admin, MessageQueries(admin)
 
-    async def groups(self) -> DeadGroups:
+    async def groups(self) -> DeadLetterSummaries:
         """The groups that have dead letters, by name."""
         topics = [
             one
@@ -83,7 +83,7 @@ class DeadLetters:
             kept = [(queue, extent) for queue, extent in kept if extent[0] < extent[1]]
             if kept:
                 found.append(await self._group(topic.name, kept))
-        return DeadGroups(tuple(found), problems)
+        return DeadLetterSummaries(tuple(found), problems)
 
     async def extent(self, group: str) -> dict[QueueRef, Range]:
         """The queues of a group's dead letters: first and next offset of each.
@@ -138,8 +138,8 @@ class DeadLetters:
         return {queue_from_pb(one.queue.queue): _handled(one) for one in progress}
 
     def redrive(
-        self, group: str, order: Redrive, criteria: Criteria = ALL
-    ) -> AsyncGenerator[Redriven, None]:
+        self, group: str, order: RedriveOptions, criteria: Criteria = ALL
+    ) -> AsyncGenerator[RedriveResult, None]:
         """Send dead letters again, and tell of each what became of it.
 
         What was sent again before, by whatever replay, is passed over, unless `order.again`. To
@@ -151,9 +151,9 @@ class DeadLetters:
             NotSubscribed: the group does not read its retry topic: see `order.to_topic`.
             Unreachable: a broker or service does not answer; what was told is done.
         """
-        return Redriving(self._admin, group, order).run(self.read(group, criteria))
+        return Redriver(self._admin, group, order).run(self.read(group, criteria))
 
-    async def _group(self, topic: str, kept: Sequence[tuple[QueueRef, Range]]) -> DeadGroup:
+    async def _group(self, topic: str, kept: Sequence[tuple[QueueRef, Range]]) -> DeadLetterSummary:
         group = topic.removeprefix(DEAD_LETTER_PREFIX)
         redriven = await self.redriven(group)
         count = sum(end - first for _, (first, end) in kept)
@@ -169,7 +169,9 @@ class DeadLetters:
                     times.append((await self._queries.at_offset(queue, offset)).store_unix_ms)
                 except BatonError:  # cleaned since, or damaged: the count stands
                     continue
-        return DeadGroup(group, count, done, min(oldest, default=None), max(newest, default=None))
+        return DeadLetterSummary(
+            group, count, done, min(oldest, default=None), max(newest, default=None)
+        )
 
 
 def _letter(message: StoredMessage, *, redriven: bool) -> DeadLetter:

@@ -21,7 +21,7 @@ from batonmq._common.clock import Clock
 from batonmq._common.health import ask_health
 from batonmq._connection.security import Security
 from batonmq.admin.admin import Admin
-from batonmq.admin.reports import Cluster, Node
+from batonmq.admin.reports import ClusterNodes, Node
 from batonmq.admin.resets import Resets
 from batonmq.errors import BatonError
 
@@ -127,7 +127,7 @@ class Diagnostics:
                 self.problems.append(f"{what}: {type(error).__name__} {error}".rstrip())
             return None
 
-    async def _cluster(self, admin: Admin, cluster: Cluster) -> None:
+    async def _cluster(self, admin: Admin, cluster: ClusterNodes) -> None:
         self.add_json("cluster.json", cluster)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._health(admin, cluster.nodes))

@@ -36,13 +36,13 @@ class EventWatch:
         self,
         nameserver: str,
         take: Callable[[pb.MetricBatch], None],
-        surroundings: ClientEnvironment | None = None,
+        environment: ClientEnvironment | None = None,
         *,
         security: Security | None = None,
     ) -> None:
-        outside = (surroundings or ClientEnvironment()).secured(security)
-        self._directory = Directory(nameserver, outside.random, outside.connect)
-        self._connect, self._take = outside.connect, take
+        secured = (environment or ClientEnvironment()).secured(security)
+        self._directory = Directory(nameserver, secured.random, secured.connect)
+        self._connect, self._take = secured.connect, take
         self.following: set[str] = set()
 
     async def run(self) -> None:

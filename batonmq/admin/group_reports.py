@@ -48,7 +48,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedSubscriptions:
     """The next subscription of a group; once `draining`, all queues are being given back."""
 
     subscriptions: tuple[Subscription, ...]
@@ -91,7 +91,7 @@ class Group:
     ownership: str
     strategy: str
     assignments: tuple[Assignment, ...]
-    staged: Staged | None
+    staged: StagedSubscriptions | None
     pause: Pause | None
 
 
@@ -150,7 +150,7 @@ class GroupProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class QueueDiagnosis:
     """Why a group is not moving on a queue, or that it is. None where a value is not known.
 
     Attributes:
@@ -216,7 +216,9 @@ def group_from_pb(group: pb.Group) -> Group:
         ownership=enum_name(pb.Ownership.Name, ownership, "OWNERSHIP_").lower(),
         strategy=enum_name(pb.Strategy.Name, strategy, "STRATEGY_").lower(),
         assignments=tuple(_assignments(group)),
-        staged=Staged(_subscriptions(staged.subscriptions), staged.draining, staged.since_unix_ms)
+        staged=StagedSubscriptions(
+            _subscriptions(staged.subscriptions), staged.draining, staged.since_unix_ms
+        )
         if group.HasField("staged")
         else None,
         pause=Pause(pause.by, pause.reason, pause.since_unix_ms)
@@ -236,10 +238,10 @@ def refused_from_pb(refused: pb.RefusedClient) -> RefusedClient:
     )
 
 
-def diagnosis_from_pb(found: pb.Diagnosis) -> Diagnosis:
+def diagnosis_from_pb(found: pb.Diagnosis) -> QueueDiagnosis:
     """As the nameserver tells it."""
     queue = found.queue.queue
-    return Diagnosis(
+    return QueueDiagnosis(
         group=found.queue.group,
         topic=queue.topic,
         broker=queue.broker,

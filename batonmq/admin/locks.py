@@ -48,7 +48,7 @@ class LockDetail:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ForcedRelease:
     """A queue that was taken from its owner.
 
     Attributes:
@@ -65,7 +65,7 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class ReleasedQueues:
     """What a client gave back.
 
     Attributes:
@@ -99,7 +99,9 @@ class Locks:
 
         return _detail_from_pb(await self._admin.ask(ask))
 
-    async def force_release(self, group: str, queue: QueueRef, operation: Operation) -> Taken:
+    async def force_release(
+        self, group: str, queue: QueueRef, operation: Operation
+    ) -> ForcedRelease:
         """Take a queue from its owner, whatever it is doing.
 
         Its acknowledgements are refused from now on. Another owner gets what was in its hands
@@ -122,14 +124,14 @@ class Locks:
 
         answer = await self._admin.ask(ask)
         owned = answer.HasField("previous_owner")
-        return Taken(
+        return ForcedRelease(
             answer.previous_owner.client_id if owned else None,
             answer.previous_owner.incarnation_id if owned else None,
             answer.token,
             answer.maybe_seen_count,
         )
 
-    async def release_all(self, client_id: str, group: str = "") -> Released:
+    async def release_all(self, client_id: str, group: str = "") -> ReleasedQueues:
         """Give back what a client has closed and not released, as one that died in between.
 
         What it has not closed it keeps: nothing is taken from a client that is at work.
@@ -157,7 +159,7 @@ class Locks:
             answer = await self._release_all(request)
             released_count += answer.released_count
             kept += ((left.group, queue_from_pb(left.queue)) for left in answer.kept)
-        return Released(tuple(lives), released_count, tuple(sorted(kept)))
+        return ReleasedQueues(tuple(lives), released_count, tuple(sorted(kept)))
 
     async def _release_all(self, request: pb.ReleaseAllRequest) -> pb.ReleaseAllResponse:
         async def ask(limit_s: float) -> pb.ReleaseAllResponse:

@@ -9,7 +9,7 @@ from batonmq.admin.admin import Admin
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OffsetsPlacement:
     """Where a group is kept.
 
     Attributes:
@@ -23,12 +23,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class GroupMove:
     """What a move does. A group that is where it is to be stays: both places are equal."""
 
     group: str
-    before: Place
-    after: Place
+    before: OffsetsPlacement
+    after: OffsetsPlacement
 
     @property
     def stays(self) -> bool:
@@ -36,7 +36,7 @@ class Move:
         return self.before == self.after
 
 
-async def locate_group(admin: Admin, group: str) -> Place:
+async def locate_group(admin: Admin, group: str) -> OffsetsPlacement:
     """Where a group is kept, or is about to be.
 
     Raises:
@@ -49,7 +49,9 @@ async def locate_group(admin: Admin, group: str) -> Place:
     return _place(answer.placement)
 
 
-async def move_group(admin: Admin, group: str, to_set: str = "", *, dry_run: bool = False) -> Move:
+async def move_group(
+    admin: Admin, group: str, to_set: str = "", *, dry_run: bool = False
+) -> GroupMove:
     """Have another offsets set keep a group. It stands still for the moment of the move.
 
     Returns once it is decided; `locate_group` tells when it has arrived. Repeating it does no harm.
@@ -67,8 +69,8 @@ async def move_group(admin: Admin, group: str, to_set: str = "", *, dry_run: boo
     answer = await admin.ask(
         lambda limit_s: admin.directory.nameserver().MoveGroup(request, timeout=limit_s)
     )
-    return Move(group, _place(answer.before), _place(answer.placement))
+    return GroupMove(group, _place(answer.before), _place(answer.placement))
 
 
-def _place(place: pb.Placement) -> Place:
-    return Place(place.offsets_set, place.move, place.from_set)
+def _place(place: pb.Placement) -> OffsetsPlacement:
+    return OffsetsPlacement(place.offsets_set, place.move, place.from_set)

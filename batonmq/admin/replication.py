@@ -129,7 +129,7 @@ async def replicas_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplicaPosition:
     """A node of a set that is up, and how far its copy had come when it registered."""
 
     node_id: str
@@ -166,7 +166,7 @@ class ElectionPlan:
     epoch: int
     served_epoch: int
     lost: tuple[str, ...]
-    up: tuple[Standing, ...]
+    up: tuple[ReplicaPosition, ...]
     accepted: tuple[AcceptedLoss, ...]
 
 
@@ -203,7 +203,7 @@ async def elect(
         before.epoch,
         before.served_epoch,
         tuple(before.in_sync),
-        tuple(Standing(n.node_id, n.replica_epoch, n.replica_version) for n in answer.up),
+        tuple(ReplicaPosition(n.node_id, n.replica_epoch, n.replica_version) for n in answer.up),
         tuple(
             AcceptedLoss(loss.node_id, tuple(loss.lost), loss.epoch, loss.unix_ms, loss.by)
             for loss in before.accepted_losses

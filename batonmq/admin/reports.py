@@ -92,7 +92,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterNodes:
     """The live processes, by service and node id."""
 
     name: str

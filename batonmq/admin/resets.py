@@ -28,9 +28,9 @@ from batonmq._core.reset_targets import (
 from batonmq._core.retries import retry_topic
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
+from batonmq.admin.message_queries import MessageQueries
 from batonmq.admin.operation import Operation
-from batonmq.admin.pages import pages
-from batonmq.admin.query import Queries
+from batonmq.admin.pagination import iter_pages
 from batonmq.admin.reports import Topic, enum_name, queue_from_pb, queue_to_pb
 from batonmq.errors import (
     InvalidArgument,
@@ -45,7 +45,7 @@ _SEARCHES_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class ResetScope:
     """Which queues of a group are meant.
 
     Attributes:
@@ -59,7 +59,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ResetPlan:
     """Where each queue of a group goes.
 
     Attributes:
@@ -72,7 +72,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ResetStep:
     """What a reset did, or would do, to one queue.
 
     Attributes:
@@ -95,19 +95,19 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ResetResult:
     """What an operation did, or would do, by topic, broker and queue.
 
     Attributes:
         problems: Queues that were refused, and why: those are as they were.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ResetStep, ...]
     problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedReset:
     """An operation that was carried out.
 
     Attributes:
@@ -120,7 +120,7 @@ class Recorded:
     by: str
     reason: str
     unix_ms: int
-    steps: tuple[Step, ...]
+    steps: tuple[ResetStep, ...]
     undone_op_id: str | None
 
 
@@ -135,8 +135,8 @@ class Resets:
         self._admin = admin
 
     async def plan(
-        self, group: str, target: ResetTarget, scope: Scope = Scope(), op_id: str = ""
-    ) -> Plan:
+        self, group: str, target: ResetTarget, scope: ResetScope = ResetScope(), op_id: str = ""
+    ) -> ResetPlan:
         """Where `target` is on every queue in `scope`, as far as the queue goes.
 
         Args:
@@ -158,7 +158,7 @@ class Resets:
 
     async def plan_offsets(
         self, group: str, offsets: Mapping[QueueRef, int], op_id: str = ""
-    ) -> Plan:
+    ) -> ResetPlan:
         """An offset of its own for each queue, as far as the queue goes.
 
         Args:
@@ -177,9 +177,11 @@ class Resets:
         }
         return _plan(group, places | await self._moved_by(op_id, group, places))
 
-    async def reset(self, plan: Plan, operation: Operation, *, dry_run: bool = False) -> Done:
+    async def reset(
+        self, plan: ResetPlan, operation: Operation, *, dry_run: bool = False
+    ) -> ResetResult:
         """Move the queues of a plan."""
-        steps, problems = list[Step](), list[str]()
+        steps, problems = list[ResetStep](), list[str]()
         for start in range(0, len(plan.offsets), QUEUES_PER_CALL):
             part = plan.offsets[start : start + QUEUES_PER_CALL]
             items = [
@@ -195,11 +197,11 @@ class Resets:
                     steps.append(_step_from_pb(outcome.step))
                 else:
                     problems.append(_problem(outcome.error, str(queue)))
-        return Done(tuple(steps), tuple(problems))
+        return ResetResult(tuple(steps), tuple(problems))
 
     async def undo(
         self, group: str, op_id: str, operation: Operation, *, dry_run: bool = False
-    ) -> Done:
+    ) -> ResetResult:
         """Bring every queue that `op_id` has moved back to where it was, acks included.
 
         Raises:
@@ -208,7 +210,7 @@ class Resets:
         outcomes = await self._reset(
             group, _request(operation, dry_run, undo_group=group, undo_op_id=op_id)
         )
-        return Done(
+        return ResetResult(
             tuple(_step_from_pb(o.step) for o in outcomes if o.HasField("step")),
             tuple(_problem(o.error, op_id) for o in outcomes if o.HasField("error")),
         )
@@ -221,7 +223,7 @@ class Resets:
         *,
         topic: str = "",
         dry_run: bool = False,
-    ) -> Done:
+    ) -> ResetResult:
         """Give one group the progress of another, acks above the committed offsets included.
 
         Args:
@@ -248,13 +250,13 @@ class Resets:
             stub = await self._admin.directory.offsets(to_group)
             return await stub.Clone(request, timeout=limit_s)
 
-        return Done(tuple(map(_step_from_pb, (await self._admin.ask(ask)).steps)))
+        return ResetResult(tuple(map(_step_from_pb, (await self._admin.ask(ask)).steps)))
 
-    async def history(self, group: str) -> tuple[Recorded, ...]:
+    async def history(self, group: str) -> tuple[RecordedReset, ...]:
         """Return the recorded operations of a group, newest first."""
         return tuple([recorded async for recorded in self.iter_history(group)])
 
-    async def iter_history(self, group: str) -> AsyncGenerator[Recorded, None]:
+    async def iter_history(self, group: str) -> AsyncGenerator[RecordedReset, None]:
         """Yield the recorded operations of a group, newest first, page by page."""
 
         def page(page_token: str) -> Awaitable[pb.ListResetsResponse]:
@@ -266,7 +268,7 @@ class Resets:
 
             return self._admin.ask(ask)
 
-        async for answer in pages(page):
+        async for answer in iter_pages(page):
             for reset in answer.resets:
                 yield _recorded_from_pb(reset)
 
@@ -316,7 +318,7 @@ class Resets:
         }
 
     async def _offsets_at(self, queues: Iterable[QueueRef], unix_ms: int) -> dict[QueueRef, int]:
-        queries, turns = Queries(self._admin), asyncio.Semaphore(_SEARCHES_AT_ONCE)
+        queries, turns = MessageQueries(self._admin), asyncio.Semaphore(_SEARCHES_AT_ONCE)
 
         async def find(queue: QueueRef) -> int:
             async with turns:
@@ -331,7 +333,7 @@ class Resets:
 
 
 def queues_in(
-    scope: Scope, group: Group, progress: Iterable[QueueRef], topics: Iterable[Topic]
+    scope: ResetScope, group: Group, progress: Iterable[QueueRef], topics: Iterable[Topic]
 ) -> tuple[QueueRef, ...]:
     """The queues that a scope means, ascending; those of topics that are gone are left out.
 
@@ -370,7 +372,7 @@ def queues_in(
     return chosen
 
 
-def _plan(group: str, places: dict[QueueRef, ResetOffset]) -> Plan:
+def _plan(group: str, places: dict[QueueRef, ResetOffset]) -> ResetPlan:
     offsets = tuple((q, found.offset) for q, found in places.items() if found.offset is not None)
     notes = tuple(f"{queue}: {found.note}" for queue, found in places.items() if found.note)
     if not offsets:
@@ -379,7 +381,7 @@ def _plan(group: str, places: dict[QueueRef, ResetOffset]) -> Plan:
             remedy="Say where to go: an offset, a time, the earliest or the latest.",
             facts={"field": "shift"},
         )
-    return Plan(group, offsets, notes)
+    return ResetPlan(group, offsets, notes)
 
 
 def _request(
@@ -406,9 +408,9 @@ def _problem(error: error_pb2.Error, what: str) -> str:
     return f"{what}: {refused.reason}: {refused.message}"
 
 
-def _step_from_pb(step: pb.ResetStep) -> Step:
+def _step_from_pb(step: pb.ResetStep) -> ResetStep:
     queue = step.queue.queue
-    return Step(
+    return ResetStep(
         group=step.queue.group,
         topic=queue.topic,
         broker=queue.broker,
@@ -422,8 +424,8 @@ def _step_from_pb(step: pb.ResetStep) -> Step:
     )
 
 
-def _recorded_from_pb(found: pb.RecordedReset) -> Recorded:
-    return Recorded(
+def _recorded_from_pb(found: pb.RecordedReset) -> RecordedReset:
+    return RecordedReset(
         op_id=found.op_id,
         kind=enum_name(pb.ProgressSource.Name, found.kind, "PROGRESS_SOURCE_").lower(),
         by=found.by,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
-from batonmq.admin.query import Queries
+from batonmq.admin.message_queries import MessageQueries
 from batonmq.errors import BatonError, MessageNotFound, OffsetOutOfRange
 
 _AT_ONCE = 32
@@ -96,7 +96,7 @@ class TopicStats:
             return None
         async with self._room:
             try:
-                found = await Queries(self._admin).at_offset(queue, end - 1)
+                found = await MessageQueries(self._admin).at_offset(queue, end - 1)
             except (MessageNotFound, OffsetOutOfRange):  # retention was quicker
                 return None
             except BatonError as error:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 PAGE = Path("docs/how-to/subscriptions.md")
 
 
-async def test_the_page_tells_what_happens(tmp_path: Path) -> None:
+async def test_documentation_matches_the_behavior(tmp_path: Path) -> None:
     played = list(commands(Page(PAGE, (ROOT / PAGE).read_text())))
     assert any("SUBSCRIPTION_CONFLICT" in shown for _, shown in played)
     async with (

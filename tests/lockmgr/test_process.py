@@ -21,7 +21,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
 from batonmq._connection.channels import connect
 from tests.lockmgr.scene import TIMEOUT_S, Member, Scene, scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

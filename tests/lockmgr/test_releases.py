@@ -38,7 +38,7 @@ from tests.lockmgr.scene import (
     scene,
     waits,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 HOLD_MS = 15_000
 LEASE_MS = 30_000

@@ -25,7 +25,7 @@ from tests.offsets.replica_cluster import (
     hold,
     replica_set,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 PATIENCE_S = 45.0
 

@@ -38,7 +38,7 @@ from tests.offsets.replica_cluster import (
     rejection,
     replica_set,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -35,7 +35,7 @@ from batonmq_server.local.ports import keep_ports
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import LIVE, READY, STARTED
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 TIMEOUT_S = 20

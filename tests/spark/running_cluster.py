@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq_server.local.cluster import LocalCluster
 from batonspark.cluster import LoopThread

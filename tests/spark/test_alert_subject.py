@@ -162,7 +162,7 @@ def test_changed_subscription_is_a_conflict_only_with_differences() -> None:
         [Signal("subscription_changed", 0, client_id="c2", text=text)]
     )
     assert (alert.rule, alert.severity) == ("subscription_conflict", "critical")
-    words = "c2 subscribes differently: orders: expression eu, c1 has nothing"
+    words = "c2 has a different subscription: orders: expression eu, c1 has nothing"
     assert alert.change.summary == words
 
 

@@ -32,7 +32,7 @@ from batonspark.latency import LATENCY
 from batonspark.progress import gauge_values
 from batonspark.rollup import ROLLUP
 from batonspark.settings import PREFIX, JobSettings
-from tests.deploy.live import (
+from tests.deploy.live_prometheus import (
     differing,
     documented,
     exported,
@@ -42,7 +42,7 @@ from tests.deploy.live import (
     values,
 )
 from tests.spark.running_cluster import TEST_CONFIG, RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 from tools.dashboards.internals import SPARK
 
 ROOT = Path(__file__).parents[2]

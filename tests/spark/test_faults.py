@@ -22,17 +22,17 @@ from pyspark.sql import SparkSession
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonspark.cluster import ClusterClient
 from batonspark.decode import LOST_COUNT
 from batonspark.options import ConnectionOptions
 from batonspark.sink_delta import read_delta
-from tests.e2e.leading import in_sync
+from tests.e2e.leadership import in_sync
 from tests.spark.metric_events import batch, event
 from tests.spark.running_cluster import RunningCluster
 from tests.spark.stream_queries import Query, committed, drain, is_between, started
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 

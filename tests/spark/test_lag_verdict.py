@@ -55,7 +55,7 @@ def test_old_messages_are_slow_although_the_lag_shrinks() -> None:
     assert judge(samples, "", LagLimits(4, 1, 0)) is LagVerdict.OK
 
 
-def test_messages_in_hand_and_no_progress_is_stalled() -> None:
+def test_messages_in_flight_and_no_progress_is_stalled() -> None:
     assert judge(window([5] * 4, [9] * 4, [8] * 4), "", LIMITS) is LagVerdict.STALLED
 
 

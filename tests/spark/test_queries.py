@@ -33,7 +33,7 @@ from batonspark.sink_delta import read_delta
 from batonspark.tables import ALERTS, BRONZE, ROLLUP, Table
 from tests.spark.metric_events import NOON, assert_same_rows, batch, event
 from tests.spark.running_cluster import RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

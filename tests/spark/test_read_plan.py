@@ -90,15 +90,15 @@ def test_filters_narrow_queues_and_offsets() -> None:
         "",
     )
     assert (wanted.first_offset, wanted.next_offset) == (5, 10)
-    assert wanted.takes(QUEUE)
-    assert not wanted.takes(QueueRef("orders", "broker-1", 3))
-    assert not wanted.takes(QueueRef("orders", "broker-0", 2))
+    assert wanted.includes(QUEUE)
+    assert not wanted.includes(QueueRef("orders", "broker-1", 3))
+    assert not wanted.includes(QueueRef("orders", "broker-0", 2))
 
 
 def test_in_the_view_of_metrics_other_columns_name_the_place() -> None:
     filters = [EqualTo(("queue_id",), 5), GreaterThanOrEqual(("sys_offset",), 7)]
     wanted = narrow(ReadFilter(), filters, "sys_")
-    assert wanted.takes(QUEUE)
+    assert wanted.includes(QUEUE)
     assert (wanted.first_offset, wanted.next_offset) == (7, OFFSET_MAX)
 
 

@@ -18,7 +18,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonspark import decode
 from batonspark.source import starting_offsets
 from tests.spark.running_cluster import RunningCluster

@@ -20,7 +20,7 @@ from batonmq_server.storage.flusher import Flusher
 from tests.storage.batches import batch
 from tests.storage.replicas import Scene, replica_set
 from tests.storage.test_replication import numbered, others, three
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 @pytest.fixture

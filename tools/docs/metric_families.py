@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from batonmq._common.clock import Clock
 from batonmq._process.config import load
 from batonmq._telemetry.client_metrics import ClientMetrics
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq_server.lockmgr.metrics import LockmgrMetrics
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.metrics import (
