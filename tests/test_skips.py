@@ -1,4 +1,4 @@
-"""Goal: where everything is required no test is skipped, except for what is allowed by name.
+"""Goal: with `--required` a skipped test fails, unless its reason is on the list.
 
 Method: pytest itself, with files that skip in every way there is, on workers as `make test` has
 them; and the reasons that are allowed held against the tests and the page.
@@ -43,7 +43,7 @@ MODULE = 'import pytest\npytest.importorskip("nobody_has_this")\ndef test_whole(
 
 
 def outcomes(folder: Path, text: str, *options: str) -> tuple[int, dict[str, str]]:
-    """Of pytest, and by test or file."""
+    """Return the exit status of pytest and the outcome of each test or file."""
     (folder / "test_it.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\n")
     plugins = ("-p", "tests.support.skips", "-p", "no:cacheprovider")

@@ -1,4 +1,4 @@
-"""Who leads, and who could: asked until it is so."""
+"""Waits until a service has a leader, and until its replicas are in sync."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.support.conditions import until
 async def leader(
     admin: Admin, cluster: LocalCluster, service: str, but: str = "", broker: str = ""
 ) -> str:
-    """Name of the process that leads, once it is one and another than `but`.
+    """Return the name of the leader, once it is another process than `but`.
 
     Args:
-        broker: Of storage.
+        broker: Broker of the storage leader.
     """
     found: list[str] = []
 
@@ -30,7 +30,7 @@ async def leader(
 
 
 async def in_sync(admin: Admin, service: str, broker: str) -> None:
-    """Wait until every replica may be elected."""
+    """Wait until every replica is in sync."""
 
     async def look() -> bool:
         if service == "lockmgr":

@@ -1,4 +1,4 @@
-"""Numbers that are sent and handled while something happens to the cluster, and the balance."""
+"""Numbered messages that are sent and handled during a fault, and the check that none is lost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from batonmq._producer.receipts import Receipt
 TOPIC = "numbers"
 QUEUES = 8
 PACE_S = 0.005
-"""Between ten messages. What they go through is the subject, and the machine has other tests."""
+"""Pause after ten messages: the tests need steady traffic, not throughput."""
 
 
 class NumberedTraffic:
-    """What was sent and what was handled, as it happens."""
+    """The receipts and the handled messages so far."""
 
     def __init__(self, nameserver: str, security: Security | None = None) -> None:
         self.nameserver, self.security = nameserver, security
@@ -30,10 +30,10 @@ class NumberedTraffic:
         self.stop_sending = asyncio.Event()
 
     def check(self) -> None:
-        """Every number with a receipt was handled once, in the order of its queue."""
+        """Assert that every number with a receipt was handled once, in the order of its queue."""
         times = Counter(number for _, _, _, number, _ in self.handled)
-        assert set(times) == set(self.receipts), "something acknowledged was lost"
-        assert [n for n, count in times.items() if count > 1] == [], "something came twice"
+        assert set(times) == set(self.receipts), "an acknowledged message was lost"
+        assert [n for n, count in times.items() if count > 1] == [], "a message was handled twice"
         by_queue: dict[QueueRef, list[int]] = defaultdict(list)
         for _, queue, offset, number, _ in self.handled:
             assert self.receipts[number].queue == queue
@@ -43,7 +43,7 @@ class NumberedTraffic:
         assert len(by_queue) == QUEUES
 
     async def send(self, total: int) -> None:
-        """Send numbers until `total` and until told to stop, each confirmed."""
+        """Send at least `total` numbers, until `stop_sending` is set, and await all receipts."""
         settings = ProducerSettings(security=self.security)
         async with Producer(self.nameserver, settings) as producer:
             number = 0
@@ -60,7 +60,7 @@ class NumberedTraffic:
                 number += 50
 
     async def consume(self, name: str, stop: asyncio.Event) -> None:
-        """Handle until told to stop, then leave gracefully."""
+        """Handle messages until `stop` is set, then leave gracefully."""
         settings = ConsumerSettings(
             consume_from="first", commit_interval_ms=200, security=self.security
         )

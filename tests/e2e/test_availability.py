@@ -1,10 +1,10 @@
-"""Goal: a cluster that has several of each loses one, whoever leads, and keeps every promise.
+"""Goal: a highly available cluster keeps every promise while any one leader fails.
 
 Method: a real cluster of three etcds, two brokers of two nodes, three offsets, two lock managers
-and two nameservers; one producer and two consumers that never stop. One after the other a leader is
-killed, or stands still until somebody else leads and then goes on with what it had; so does each
-etcd. Each time the work has to go on while the victim is away. In the end every message with a
-receipt was handled exactly once, in order.
+and two nameservers; one producer and two consumers that run throughout. In turn, each leader
+is killed, or paused until another node leads and then resumed with its old state; so is each etcd.
+Sending and handling must continue during each failure. In the end every message with a receipt was
+handled exactly once, in order.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEP = 1_000
 SLOW = {"replica_lag_ms_max": 10_000}
-"""Who takes over must not have been let out of the set because this machine is slow just then."""
+"""A slow machine must not remove the only possible successor from the in-sync set."""
 
 
 async def goes_on(traffic: NumberedTraffic) -> None:
-    """Wait until much more is sent, and handled."""
+    """Wait until `STEP` more messages are sent and handled."""
     sent, handled = len(traffic.receipts), len(traffic.handled)
     await until(
         lambda: len(traffic.receipts) >= sent + STEP and len(traffic.handled) >= handled + STEP,
@@ -38,7 +38,7 @@ async def goes_on(traffic: NumberedTraffic) -> None:
 
 
 async def shows_every_copy(admin: Admin) -> None:
-    """Wait until every copy is told of, with epoch and lag, and in sync."""
+    """Wait until every copy is reported with epoch and lag, and is in sync."""
 
     def is_told(copy: Replica) -> bool:
         told = copy.epoch > 0 and copy.lag >= 0 and copy.lag_ms is not None
@@ -75,7 +75,7 @@ async def test_leader_of_each_service_may_be_killed_or_paused(tmp_path: Path) ->
                 await goes_on(traffic)
                 cluster.resume(heir)
                 await goes_on(traffic)
-            for name in ("etcd", "etcd-1", "etcd-2"):  # one of them leads the others
+            for name in ("etcd", "etcd-1", "etcd-2"):  # one of them is the leader of etcd
                 cluster.pause(name)
                 await goes_on(traffic)
                 cluster.resume(name)

@@ -1,5 +1,5 @@
-"""Goal: a producer goes on at the other broker while one is dead, loses and doubles nothing, and
-uses it again once it is back.
+"""Goal: a producer uses the other broker while one is down, without loss or duplicates, and uses
+the first one again after its restart.
 
 Method: a real cluster with two storage nodes; a producer that keeps sending numbered messages, with
 and without ordering keys; kill -9 of one node in the middle. Afterwards both nodes are read from
@@ -37,7 +37,7 @@ def is_free(number: int) -> bool:
 
 
 class BrokerTraffic:
-    """Messages that are sent all the time, at most so many without a receipt.
+    """Continuous sends with a bounded number of messages without a receipt.
 
     Attributes:
         count: How many were handed over.
@@ -51,11 +51,11 @@ class BrokerTraffic:
         self.receipts: dict[int, Receipt] = {}
 
     def at(self, broker: str) -> int:
-        """How many free messages have a receipt of this broker."""
+        """Return the number of messages without a key that have a receipt of this broker."""
         return sum(r.queue.broker == broker for n, r in self.receipts.items() if is_free(n))
 
     def has_all(self, begin: int, end: int) -> bool:
-        """Whether all free messages of these numbers have receipts."""
+        """Return whether all messages without a key among these numbers have receipts."""
         return all(n in self.receipts for n in range(begin, end) if is_free(n))
 
     def end(self) -> None:
@@ -81,7 +81,7 @@ class BrokerTraffic:
 
 
 async def stored(nameserver: str) -> Counter[int]:
-    """How often each number is stored."""
+    """Return how often each number is stored."""
     found: Counter[int] = Counter()
     async with Puller(nameserver) as puller:
         queues = await puller.queues(TOPIC)

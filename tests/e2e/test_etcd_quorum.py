@@ -1,7 +1,7 @@
-"""Goal: while etcd has no majority nothing is granted; leaders that need its lease refuse with a
-reason; owners of a cluster that needs no lease go on. Everything goes on by itself afterwards.
+"""Goal: without a majority of etcd no queue is granted; leaders that need its lease reject calls
+with a reason; owners in a cluster without leases continue. The cluster recovers by itself.
 
-Method: real processes; two of three members of etcd stand still.
+Method: real processes; two of three members of etcd are paused.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ async def has_done(workers: WorkerGroup, count: int) -> None:
 
 
 async def owning_at_last(workers: WorkerGroup, late: Worker) -> None:
-    """Wait until who came while nobody got anything owns something; or, if it was told so and gave
-    up, which it may do at any time, somebody who comes now."""
+    """Wait until the member that joined without a quorum owns a queue.
+
+    Such a member may end with an error at any time; then a new one joins.
+    """
     names = [late]
 
     async def owns() -> bool:
@@ -95,12 +97,12 @@ async def test_owners_continue_without_an_etcd_quorum_and_no_queue_is_granted(
                 await producer.send(TOPIC, b"%d" % sent)
                 sent += 1
                 await has_done(workers, sent)
-                await asyncio.sleep(0.2)  # leave the machine to others
+                await asyncio.sleep(0.2)  # do not load the machine
             assert late.owned == set()
         await owning_at_last(workers, late)
         await send(cluster.nameserver, TOPIC, range(sent, sent + STEP))
         await has_done(workers, sent + STEP)
-        assert len(workers.handlings()) == sent + STEP, "something was handled twice"
+        assert len(workers.handlings()) == sent + STEP, "a message was handled twice"
 
 
 async def test_leaders_without_an_etcd_quorum_reject_with_a_reason_and_recover(
@@ -127,7 +129,7 @@ async def test_leaders_without_an_etcd_quorum_reject_with_a_reason_and_recover(
                 return False
 
             await until(is_refused, timeout_s=60)
-            with pytest.raises(BatonError):  # no leader without a lease takes anything
+            with pytest.raises(BatonError):  # a leader without a lease accepts nothing
                 await hasty.send(TOPIC, b"0")
 
             async def offsets_is_silent() -> bool:

@@ -1,10 +1,10 @@
-"""Goal: a group is moved between two offsets sets under load, whose processes die meanwhile, and
-keeps every promise; a set that is away holds up its own groups only.
+"""Goal: a group keeps every promise when it is moved between two offsets sets under load and their
+processes are killed; an unavailable set stalls its own groups only.
 
-Method: a real cluster with two sets; one producer and two consumers that never stop. The group is
-moved by the command that operators use, to and fro, and the process of the old set, of the new set
-and of the lock manager is killed as each move begins. In the end every message with a receipt was
-handled exactly once, in order, and no queue has changed hands.
+Method: a real cluster with two sets; one producer and two consumers that run throughout. The group
+is moved back and forth by the operator's command, and a process of the old set, of the new set or
+of the lock manager is killed when each move begins. In the end every message with a receipt was
+handled exactly once, in order, and no queue has changed its owner.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESS = {"offsets": "offsets", "offsets-b": "offsets-b-0"}
 
 
 async def goes_on(traffic: NumberedTraffic) -> None:
-    """Wait until much more is sent, and handled."""
+    """Wait until `STEP` more messages are sent and handled."""
     sent, handled = len(traffic.receipts), len(traffic.handled)
     await until(
         lambda: len(traffic.receipts) >= sent + STEP and len(traffic.handled) >= handled + STEP,
@@ -48,7 +48,7 @@ async def arrived(admin: Admin, offsets_set: str) -> None:
 
 
 async def shared_out(admin: Admin) -> bool:
-    """Whether each of the two has what is dealt to it, so that no queue is on its way."""
+    """Return whether both members own their assigned queues: no hand-over is in progress."""
     dealt = (await admin.describe_group(GROUP)).assignments
     wanted = {(one.topic, one.broker, one.queue_id): one.client_id for one in dealt}
     locks = await admin.list_locks(GROUP)
@@ -57,7 +57,7 @@ async def shared_out(admin: Admin) -> bool:
 
 
 async def tokens(admin: Admin) -> dict[tuple[str, int], int]:
-    """The token of each queue, as offsets has it."""
+    """Return the fencing token of each queue from offsets."""
     return {
         (found.queue.queue.broker, found.queue.queue.queue_id): found.token
         for found in await admin.progress(GROUP)

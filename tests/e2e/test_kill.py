@@ -1,7 +1,7 @@
-"""Goal: kill -9 of any one service in the middle of the work loses and doubles nothing.
+"""Goal: kill -9 of any one service under load loses and duplicates nothing.
 
 Method: a real cluster; one producer that keeps sending numbered messages, two consumers of one
-group, and a victim that is killed and started again while both go on. Afterwards every message
+group, and a service that is killed and restarted under load. Afterwards every message
 with a receipt was handled exactly once, in the order of its queue.
 """
 

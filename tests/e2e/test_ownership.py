@@ -1,9 +1,9 @@
-"""Goal: whatever happens to a member's process, nothing is lost, and nothing comes twice unflagged.
+"""Goal: no fault of a member process loses a message or repeats one without the redelivered flag.
 
-Method: a real cluster; members are processes that write down each handler's start and end.
-They are killed, frozen, started under a name that is taken, or given other tags; then what they
-have written together is compared with what was sent. Where an owner dies locks are leased for 10 s,
-so that it is noticed soon; elsewhere as long as ever, since nobody's lease is to end.
+Method: a real cluster; members are processes that log the start and the end of each handler
+call. They are killed, paused, started with a used client id, or given other tags; then their logs
+are compared with the sent messages. Tests that kill an owner use leases of 10 s, so that the owner
+is replaced soon; the others use the default, so that no lease expires.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def ownership_cluster(
 
 
 async def owning(worker: Worker, count: int) -> None:
-    """Until the member owns that many queues."""
+    """Wait until the member owns that many queues."""
     await until(lambda: len(worker.owned) == count, timeout_s=60)
 
 
@@ -89,7 +89,7 @@ async def test_kill_9_of_an_owner_redelivers_at_most_its_messages_in_flight_flag
     tmp_path: Path,
 ) -> None:
     async with ownership_cluster(tmp_path, 2, an_owner_dies=True) as (cluster, workers):
-        # It would need 9 s for all: it does not finish while the test looks away.
+        # The victim needs 9 s for all messages: it does not finish before the kill.
         victim = await workers.join("victim", parallel=8, handle_ms=25)
         await owning(victim, 2)
         await send(cluster.nameserver, TOPIC, range(6_000))
@@ -163,7 +163,7 @@ async def test_member_with_other_tags_is_rejected_and_no_message_is_lost(tmp_pat
 
 
 async def _progress(cluster: LocalCluster, group: str) -> offsets_pb.Progress:
-    """The progress of the only queue."""
+    """Return the progress of the only queue."""
     async with connect(cluster.addresses["offsets"]) as channel:
         answer = await offsets_grpc.OffsetsServiceStub(channel).QueryGroup(
             offsets_pb.QueryGroupRequest(group=group), timeout=30
@@ -177,7 +177,7 @@ async def _committed(cluster: LocalCluster, group: str, offset: int) -> bool:
 
 
 async def _refused_everywhere(cluster: LocalCluster, group: str, token: int) -> None:
-    """Pull, ack and close under a token that is over: what a zombie's sockets may still send."""
+    """Assert that pull, ack and close under an old token are rejected."""
     progress = await _progress(cluster, group)
     key = progress.queue
     async with (
@@ -241,7 +241,7 @@ async def test_lock_manager_killed_during_hand_overs_loses_and_duplicates_nothin
         for number in range(1, restarts + 1):
             worker = await workers.join(f"m{number}", handle_ms=2)
             members.append(worker)
-            # The moment the first queue has changed hands the others are on their way.
+            # When the first queue has a new owner, the other hand-overs are in progress.
             await until(lambda worker=worker: worker.owned, timeout_s=60)  # type: ignore[misc]
             await cluster.kill("lockmgr")
             await cluster.serving("lockmgr")

@@ -1,9 +1,9 @@
-"""Goal: a leader dies, consumers go on through its follower and keep their progress; the old leader
-returns with what it had, and may lead again: nothing is handled again, no committed offset falls.
+"""Goal: consumers continue with the next leader and keep their progress; the old leader returns
+with old data and may lead again: no message is handled again, no committed offset goes back.
 
-Method: real processes; leaders of offsets and of storage; acks that travel with pulls and such that
-don't. Committed offsets are asked for all the time. After the return the group leaves as a whole,
-and others join, who know only what the cluster tells them. Then the old leader leads once more.
+Method: real processes; leaders of offsets and of storage; acks within pulls and acks in calls
+of their own. Committed offsets are sampled throughout. After the return all members leave, and new
+ones join, which know the progress only from the cluster. Then the old leader leads again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BROKER = "broker-0"
 
 @dataclass(slots=True)
 class ConsumerGroup:
-    """One group, and how far it has come whenever somebody could tell."""
+    """One group and the samples of its committed offsets."""
 
     admin: Admin
     workers: WorkerGroup
@@ -55,12 +55,12 @@ class ConsumerGroup:
                 assert await worker.leave() == 0
 
     async def has_all(self, count: int) -> None:
-        """Wait until so many messages are handled and committed."""
+        """Wait until that many messages are handled and committed."""
         await until(lambda: self.workers.done() >= set(range(count)), timeout_s=90)
         await until(lambda: sum(self.committed.values()) == count, timeout_s=60)
 
     async def look(self) -> None:
-        """Ask for committed offsets, for ever."""
+        """Sample the committed offsets until cancelled."""
         while True:
             with suppress(BatonError):
                 for one in await self.admin.progress(self.workers.group):
@@ -72,7 +72,7 @@ class ConsumerGroup:
             await asyncio.sleep(0.1)
 
     def check(self, count: int) -> None:
-        """So many messages were handled, once each, and no committed offset fell."""
+        """Assert that each message was handled once and no committed offset went back."""
         assert self.fallen == []
         times = Counter(handling.number for handling in self.workers.handlings())
         assert times == Counter(range(count))
@@ -80,7 +80,7 @@ class ConsumerGroup:
 
 @dataclass(slots=True)
 class ReturningLeaderRun:
-    """What happens to a cluster and its groups."""
+    """The cluster, its groups and the steps of the test."""
 
     cluster: LocalCluster
     admin: Admin
@@ -88,7 +88,7 @@ class ReturningLeaderRun:
     sent: int = 0
 
     async def goes_on(self) -> None:
-        """Send more, and wait until every group has it."""
+        """Send more messages and wait until every group has handled them."""
         numbers = range(self.sent, self.sent + STEP)
         self.sent += STEP
         await send(self.cluster.nameserver, TOPIC, numbers)
@@ -96,14 +96,14 @@ class ReturningLeaderRun:
             await group.has_all(self.sent)
 
     async def others_join(self, *client_ids: str) -> None:
-        """Everybody leaves, and then others come."""
+        """Stop all members, then start new ones."""
         for group in self.groups:
             await group.leave()
             for client_id in client_ids:
                 await group.join(client_id)
 
     async def goes_down_and_returns(self, service: str, broker: str = "") -> None:
-        """The leader dies, a follower takes over, the leader returns, and leads again."""
+        """Kill the leader, wait for a new leader, restart the old one, and make it lead again."""
         await in_sync(self.admin, service, broker)
         old = await leader(self.admin, self.cluster, service, broker=broker)
         await self.cluster.kill(old)
@@ -125,8 +125,8 @@ class ReturningLeaderRun:
 
 @asynccontextmanager
 async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[ReturningLeaderRun]:
-    """Two groups that work: one whose acks travel with pulls, and one whose acks don't."""
-    # Who takes over must not have been let out of the set because this machine is slow just then.
+    """Start two groups: one sends acks within pulls, one in calls of their own."""
+    # A slow machine must not remove the only possible successor from the in-sync set.
     slow = {"replica_lag_ms_max": 10_000}
     settings = {"storage": {"segment_bytes": SEGMENT_BYTES, **slow}, "offsets": slow}
     options = replace(options, auto_restart=False, settings=settings)

@@ -1,7 +1,7 @@
-"""Goal: a cluster in which everybody shows a certificate works, also while all are replaced.
+"""Goal: a cluster with mutual TLS works, also while all certificates are replaced.
 
 Method: a real cluster with etcd, every connection over mutual TLS; numbered messages flow while
-certificates of services, of etcd and of the clients are issued anew, and processes go on.
+certificates of services, of etcd and of the clients are reissued without a restart.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def test_replacing_every_certificate_loses_and_duplicates_nothing(tmp_path
                     sent = len(traffic.receipts)
                     enough = partial(_has_receipts, traffic, sent + ROUND)
                     await until(enough, timeout_s=60)
-                # Members that come now read what is there now.
+                # A new member reads the current files.
                 tasks.create_task(traffic.consume("second", stop))
                 await until(
                     lambda: any(name == "second" for name, *_ in traffic.handled), timeout_s=60
@@ -86,7 +86,7 @@ async def _all_show_what_the_files_hold(
 
 
 def _shown(address: str, security: Security) -> bytes | None:
-    """The certificate of a server, as a client that connects now sees it."""
+    """Return the certificate that a server presents to a new connection."""
     context = ssl.create_default_context(cafile=security.ca_file)
     context.load_cert_chain(security.cert_file, security.key_file)
     context.set_alpn_protocols(["h2"])

@@ -1,9 +1,9 @@
-"""Goal: after a crash a stuck message comes again alone, and until then an operator sees it.
+"""Goal: after a crash only a stuck message is redelivered, and before it operators see the message.
 
-Method: docs/how-to/stuck-message.md is played: its worker, and its commands in their order, each
-repeated until it prints what the page shows. Ids, times and the generation are left out of the
-comparison. Then the same with acks that are never sent: what comes again is what offsets has not
-got, no more and no less. Locks are leased for 10 s, so that a dead owner is noticed soon.
+Method: the worker and the commands of docs/how-to/stuck-message.md, in their order, each repeated
+until it prints the output of the page, except ids, times and the generation. Then the same with
+acks that are never sent: exactly the messages without an ack at offsets are redelivered. Leases of
+10 s make the hand-over after the kill fast.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ async def test_messages_without_a_sent_ack_are_redelivered_flagged_after_a_crash
         victim = await workers.join("victim", parallel=20, stick=2_101, commit_ms=600_000)
         everything = set(range(1, 2_201))
         await until(lambda: workers.done() == everything - {2_101}, timeout_s=60)
-        # The pull that waits by now ends with these; the next one takes the acks before them along,
-        # and waits in its turn: theirs are on their way for as long as it does.
+        # The pending long poll returns these messages; the next one carries the acks of the earlier
+        # messages, and waits in turn: the acks of these are not sent before it ends.
         await send(cluster.nameserver, "parcels", range(2_201, 2_221))
         everything |= set(range(2_201, 2_221))
         await until(lambda: workers.done() == everything - {2_101}, timeout_s=60)

@@ -1,9 +1,9 @@
-"""Goal: a rolling change of tags loses no message and shows none to who does not want it.
+"""Goal: a rolling change of tags loses no message and delivers none to a member that filters it.
 
-Method: a real cluster, a group with the policy STAGED and five members as processes that want
-`even`. While messages of both tags flow, each is replaced by one that wants both. By protocol 14 a
-message is judged by the filter that is active when its offset is passed, so in each queue the
-`odd` messages that were handled are those from some offset on.
+Method: a real cluster, a group with the policy STAGED and five member processes that subscribe to
+`even`. Under load, each is replaced by one that subscribes to both tags. By section 14 of the
+protocol the filter that is active when an offset is passed decides, so in each queue the handled
+`odd` messages are those from some offset on.
 """
 
 from __future__ import annotations

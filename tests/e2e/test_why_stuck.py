@@ -1,8 +1,8 @@
-"""Goal: whatever keeps a queue from moving, the cluster says what it is, with the right values.
+"""Goal: the cluster reports the reason why a queue does not move, with correct values.
 
-Method: a real cluster. Consumers are stopped where it matters: in a handler, between membership and
-ownership, before they pull; services are killed. Then `why_stuck` is asked until it answers as it
-must, and its values are compared with what the test knows.
+Method: a real cluster. Consumers are stopped in a handler, between membership and ownership, or
+before they pull; services are killed. `why_stuck` is polled until it reports the expected reason,
+and its values are compared with those of the test.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class DiagnosisCluster:
     admin: Admin
 
     async def why(self, topic: str = "", group: str = GROUP) -> QueueDiagnosis:
-        """Why the one queue does not move."""
+        """Return the diagnosis of the only queue."""
         (found,) = await self.admin.why_stuck(group, topic)
         return found
 
     async def until(
         self, reason: str, topic: str = "", group: str = GROUP, **evidence: str
     ) -> QueueDiagnosis:
-        """The diagnosis, once it has this reason, and this among its evidence."""
+        """Return the diagnosis once it has this reason and this evidence."""
         found: list[QueueDiagnosis] = []
 
         async def is_told() -> bool:
@@ -70,7 +70,7 @@ class DiagnosisCluster:
         return found[-1]
 
     async def send(self, count: int, *, tag: str = "", topic: str = TOPIC) -> list[Receipt]:
-        """Store so many messages."""
+        """Send that many messages; return their receipts."""
         async with Producer(self.local.nameserver) as producer:
             return [
                 await producer.send(topic, str(number).encode(), tag=tag) for number in range(count)
@@ -85,13 +85,13 @@ class DiagnosisCluster:
         group: str = GROUP,
         queue_concurrency: int = 8,
     ) -> AsyncIterator[Consumer]:
-        """A member that reads from the first message on, until the block ends."""
+        """Run a member that reads from the first message on, until the block ends."""
         settings = ConsumerSettings(
             consume_from="first",
             commit_interval_ms=100,
             queue_concurrency=queue_concurrency,
             drain_timeout_ms=500,
-            send_back=False,  # what is told is of one queue
+            send_back=False,  # the group has one queue only
         )
         nameserver = self.local.nameserver
         async with (
@@ -104,7 +104,7 @@ class DiagnosisCluster:
             await running
 
     async def heartbeat(self, client_id: str, subscriptions: dict[str, str]) -> None:
-        """What a member sends; nobody acquires or pulls for it."""
+        """Send one heartbeat of a member that never acquires or pulls."""
         request = pb.HeartbeatRequest(
             group=GROUP,
             incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
@@ -117,7 +117,7 @@ class DiagnosisCluster:
         await self.admin.directory.nameserver().Heartbeat(request, timeout=5)
 
     async def acquire(self, client_id: str) -> None:
-        """Own the queue, and do nothing with it."""
+        """Acquire the queue and do not use it."""
         group = await self.admin.describe_group(GROUP)
         queue = queue_pb2.QueueRef(topic=TOPIC, broker="broker-0", queue_id=0)
         request = lockmgr_pb.AcquireRequest(
@@ -132,7 +132,7 @@ class DiagnosisCluster:
             assert answer.HasField("grant"), answer
 
     async def leave(self, client_id: str) -> None:
-        """Be no member any more, and give nothing back."""
+        """Leave the group without releasing the queue."""
         request = pb.LeaveRequest(
             group=GROUP,
             incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
@@ -144,7 +144,7 @@ class DiagnosisCluster:
 async def diagnosis_cluster(
     folder: Path, *, auto_restart: bool = True
 ) -> AsyncIterator[DiagnosisCluster]:
-    """A cluster whose nameserver looks at the groups twice a second, and lets members be silent."""
+    """Start a cluster that diagnoses groups twice a second and tolerates silent members."""
     nameserver = {"inspect_interval_ms": 500, "member_lease_ms": 120_000}
     async with (
         local_cluster(folder, auto_restart=auto_restart, nameserver=nameserver) as cluster,
@@ -155,7 +155,7 @@ async def diagnosis_cluster(
 
 
 async def series(cluster: DiagnosisCluster, name: str) -> set[str]:
-    """Series of a metric of the nameserver, without values."""
+    """Return the series of a nameserver metric without values."""
     (node,) = (n for n in (await cluster.admin.cluster()).nodes if n.service == "nameserver")
 
     def read() -> str:
@@ -188,7 +188,7 @@ async def test_stuck_message_is_reported_with_its_id_and_age(tmp_path: Path) -> 
             assert found.lag_ms is not None
             assert begin_ms - stored_ms <= found.lag_ms <= end_ms - stored_ms
             assert found.evidence["age_ms"] == str(found.lag_ms)
-            assert "16 after it are done" in found.message
+            assert "16 after it are acknowledged" in found.message
 
             stuck = {
                 f'baton_queue_stuck{{broker="broker-0",group="{GROUP}",queue_id="0",'
@@ -296,7 +296,7 @@ async def test_each_unavailable_service_is_reported(tmp_path: Path) -> None:
 
 
 async def _refused(call: Awaitable[None]) -> None:
-    """Raise what a call was refused with."""
+    """Raise the error of a call."""
     try:
         await call
     except grpc.aio.AioRpcError as error:

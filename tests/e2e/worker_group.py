@@ -1,4 +1,4 @@
-"""Members of a group as processes, and what they have written down together."""
+"""Members of a group as processes, and their journals."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.support.cluster import fork_server
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandling:
-    """A handler that was started.
+    """A call of a message handler.
 
     Attributes:
-        done_us: None if it did not end.
+        done_us: None if the call did not end.
     """
 
     client_id: str
@@ -38,7 +38,7 @@ class WorkerHandling:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOwnership:
-    """A queue that came or went; the kinds of `OwnershipEvent`, and `joined`."""
+    """A change of queue ownership; the kinds of `OwnershipEvent`, and `joined`."""
 
     client_id: str
     kind: str
@@ -49,9 +49,9 @@ class WorkerOwnership:
 
 @dataclass(slots=True)
 class Worker:
-    """One process, and what it has written so far.
+    """A member process and its journal.
 
-    Tests look again and again until something is there: each time only what is new is read.
+    Tests poll the journal: each call reads the new lines only.
     """
 
     client_id: str
@@ -64,7 +64,7 @@ class Worker:
 
     @property
     def lines(self) -> list[list[str]]:
-        """What it has written; a line that is being written is left out."""
+        """The complete lines of its journal."""
         if self.journal.exists():
             with self.journal.open("rb") as journal:
                 journal.seek(self._read_bytes)
@@ -83,11 +83,11 @@ class Worker:
         return self._lines
 
     def done(self) -> set[int]:
-        """Numbers whose handler has ended."""
+        """Return the numbers whose handler call has ended."""
         return self._done if self.lines else set()
 
     def handlings(self) -> list[WorkerHandling]:
-        """Its handlers, as they were started."""
+        """Return its handler calls in the order of their start."""
         done: dict[tuple[str, ...], int] = {}
         started = []
         for kind, *words in self.lines:
@@ -104,12 +104,12 @@ class Worker:
         ]  # fmt: skip
 
     def ownerships(self) -> list[WorkerOwnership]:
-        """What it has owned."""
+        """Return its ownership changes."""
         return self._ownerships if self.lines else []
 
     @property
     def owned(self) -> set[int]:
-        """Queues it owns by now."""
+        """The queues that it owns now."""
         owned = set()
         for event in self.ownerships():
             if event.kind == "granted":
@@ -120,30 +120,30 @@ class Worker:
 
     @property
     def failure(self) -> str:
-        """Why it ended by itself; empty if it did not."""
+        """The error with which it ended by itself; empty without one."""
         return next((words[1] for words in self.lines if words[0] == "fail"), "")
 
     def kill(self) -> None:
-        """As `kill -9`."""
+        """Kill the process as `kill -9` does."""
         self.process.send(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """As `kill -STOP`."""
+        """Pause the process as `kill -STOP` does."""
         self.process.send(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """As `kill -CONT`."""
+        """Resume the process as `kill -CONT` does."""
         self.process.send(signal.SIGCONT)
 
     async def leave(self) -> int:
-        """Leave gracefully; the exit status."""
+        """Stop the process gracefully; return its exit status."""
         self.process.send(signal.SIGTERM)
         return await self.process.ended() or 0
 
 
 @dataclass(slots=True)
 class WorkerGroup:
-    """Members of one group."""
+    """The member processes of one group."""
 
     nameserver: str
     topic: str
@@ -185,17 +185,17 @@ class WorkerGroup:
         return worker
 
     def handlings(self) -> list[WorkerHandling]:
-        """All handlers, as they were started."""
+        """Return all handler calls in the order of their start."""
         return sorted((h for w in self.members for h in w.handlings()), key=lambda h: h.start_us)
 
     def done(self) -> set[int]:
-        """Numbers whose handler has ended."""
+        """Return the numbers whose handler call has ended."""
         return set().union(*(worker.done() for worker in self.members))
 
 
 @asynccontextmanager
 async def worker_group(nameserver: str, topic: str, folder: Path) -> AsyncIterator[WorkerGroup]:
-    """Workers whose processes are gone when the block ends."""
+    """Yield a group without workers; its processes are killed at the end."""
     members = WorkerGroup(nameserver, topic, folder)
     try:
         yield members
@@ -209,7 +209,7 @@ async def worker_group(nameserver: str, topic: str, folder: Path) -> AsyncIterat
 async def send(
     nameserver: str, topic: str, numbers: Iterable[int], *tags: str
 ) -> dict[int, Receipt]:
-    """Send numbers, each confirmed, spread over the queues; tags are taken in turn."""
+    """Send numbers round-robin over the queues and tags; wait for all receipts."""
     async with Producer(nameserver) as producer:
         pending = {
             number: await producer.submit(
@@ -229,7 +229,7 @@ async def _at_once() -> bool:
 def started_again(
     handlings: Iterable[WorkerHandling],
 ) -> list[tuple[WorkerHandling, WorkerHandling]]:
-    """Pairs of handlers that were started for one message, one after the other."""
+    """Return the pairs of consecutive handler calls for one message."""
     by_message: dict[tuple[int, int], list[WorkerHandling]] = defaultdict(list)
     for handling in handlings:
         by_message[handling.queue_id, handling.offset].append(handling)

@@ -1,7 +1,7 @@
-"""Goal: each rule of the checker can fail, and a history without a fault passes.
+"""Goal: each rule of the checker can fail, and a correct history passes.
 
-Method: a small history that is right: three messages in one queue, all handled; a member is killed
-with the second in hand, and another one goes on. Each test breaks it in one way.
+Method: a small correct history: three messages in one queue, all handled; a member is killed with
+the second one in flight, and another member continues. Each test breaks it in one way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def committed(at_us: int, offset: int) -> ProgressSample:
 
 AGAIN = HandlerCall("b", Q, 1, 2, True, 1, 1_000, 1_001)
 LOG = [LoggedMessage(Q, offset, offset) for offset in range(3)]
-RIGHT = History(
+CORRECT = History(
     sends=[ok(0, 0), ok(1, 1), ok(2, 2)],
     handler_calls=[
         handled(0, 0, 100),
@@ -66,7 +66,7 @@ def rules(history: History) -> set[str]:
 
 
 def test_correct_history_is_valid() -> None:
-    assert rules(RIGHT) == set()
+    assert rules(CORRECT) == set()
 
 
 def test_empty_history_is_valid() -> None:
@@ -74,63 +74,63 @@ def test_empty_history_is_valid() -> None:
 
 
 def test_problem_of_the_run_makes_the_history_invalid() -> None:
-    assert rules(replace(RIGHT, problems=["not healed"])) == {"run"}
+    assert rules(replace(CORRECT, problems=["not healed"])) == {"run"}
 
 
 # ---- sends
 
 
 def test_message_with_a_receipt_and_no_handler_call_is_lost() -> None:
-    assert rules(replace(RIGHT, sends=[*RIGHT.sends, ok(3, 3)])) == {"lost"}
+    assert rules(replace(CORRECT, sends=[*CORRECT.sends, ok(3, 3)])) == {"lost"}
 
 
 def test_unfinished_handler_call_has_not_handled_the_message() -> None:
-    cut = RIGHT.handler_calls[3]._replace(done_us=None)
+    cut = CORRECT.handler_calls[3]._replace(done_us=None)
     history = replace(
-        RIGHT, handler_calls=[*RIGHT.handler_calls[:3], cut], samples=[committed(105, 1)]
+        CORRECT, handler_calls=[*CORRECT.handler_calls[:3], cut], samples=[committed(105, 1)]
     )
     assert rules(history) == {"lost"}
 
 
 def test_failed_message_must_not_be_handled() -> None:
     failed = Send(2, "key", 20, 25, SendOutcome.FAIL, reason="NotSent")
-    assert rules(replace(RIGHT, sends=[*RIGHT.sends[:2], failed])) == {"failed"}
-    history = replace(RIGHT, sends=[*RIGHT.sends, failed._replace(number=3)])
+    assert rules(replace(CORRECT, sends=[*CORRECT.sends[:2], failed])) == {"failed"}
+    history = replace(CORRECT, sends=[*CORRECT.sends, failed._replace(number=3)])
     assert rules(history) == set(), "not handled"
 
 
 def test_indeterminate_message_may_be_handled_or_not() -> None:
     doubtful = Send(2, "key", 20, 25, SendOutcome.INDETERMINATE, reason="Unreachable")
-    assert rules(replace(RIGHT, sends=[*RIGHT.sends[:2], doubtful])) == set()
-    assert rules(replace(RIGHT, sends=[*RIGHT.sends, doubtful._replace(number=3)])) == set()
+    assert rules(replace(CORRECT, sends=[*CORRECT.sends[:2], doubtful])) == set()
+    assert rules(replace(CORRECT, sends=[*CORRECT.sends, doubtful._replace(number=3)])) == set()
 
 
 def test_indeterminate_message_must_not_be_stored_twice() -> None:
     doubtful = Send(2, "key", 20, 25, SendOutcome.INDETERMINATE, reason="Unreachable")
     copy = handled(2, 3, 1_030, "b")._replace(token=2)
     history = replace(
-        RIGHT, sends=[*RIGHT.sends[:2], doubtful], handler_calls=[*RIGHT.handler_calls, copy]
+        CORRECT, sends=[*CORRECT.sends[:2], doubtful], handler_calls=[*CORRECT.handler_calls, copy]
     )
     assert rules(history) == {"stored twice"}
 
 
 def test_message_that_was_never_sent_is_found() -> None:
-    assert rules(replace(RIGHT, sends=RIGHT.sends[:2])) == {"unknown"}
+    assert rules(replace(CORRECT, sends=CORRECT.sends[:2])) == {"unknown"}
 
 
 def test_two_receipts_for_one_offset_are_found() -> None:
-    history = replace(RIGHT, sends=[*RIGHT.sends[:2], ok(2, 1, "other")])
+    history = replace(CORRECT, sends=[*CORRECT.sends[:2], ok(2, 1, "other")])
     assert "receipts" in rules(history)
 
 
 def test_two_messages_at_one_offset_are_found() -> None:
     """The receipt of one was given, and then another one stood there: a lost tail."""
-    history = replace(RIGHT, sends=[ok(0, 0), ok(1, 2, "x"), ok(2, 1, "y")])
+    history = replace(CORRECT, sends=[ok(0, 0), ok(1, 2, "x"), ok(2, 1, "y")])
     assert "inconsistent" in rules(history)
 
 
 def test_handler_call_at_another_offset_than_the_receipt_is_found() -> None:
-    history = replace(RIGHT, sends=[*RIGHT.sends[:2], ok(2, 7)], stored=None)
+    history = replace(CORRECT, sends=[*CORRECT.sends[:2], ok(2, 7)], stored=None)
     assert rules(history) == {"stored twice"}
 
 
@@ -150,39 +150,41 @@ def test_messages_without_a_key_may_be_in_any_queue() -> None:
 
 
 def test_message_must_not_be_handled_again_while_its_owner_runs() -> None:
-    assert rules(replace(RIGHT, outages=[])) == {"handled twice"}
-    assert rules(replace(RIGHT, outages=[MemberOutage("b", 120, None)])) == {"handled twice"}
+    assert rules(replace(CORRECT, outages=[])) == {"handled twice"}
+    assert rules(replace(CORRECT, outages=[MemberOutage("b", 120, None)])) == {"handled twice"}
 
 
 def test_message_must_not_be_handled_again_before_its_owner_fails() -> None:
-    assert rules(replace(RIGHT, outages=[MemberOutage("a", 5_000, None)])) == {"handled twice"}
+    assert rules(replace(CORRECT, outages=[MemberOutage("a", 5_000, None)])) == {"handled twice"}
 
 
 def test_message_started_after_the_pause_was_not_in_flight_during_it() -> None:
     early = MemberOutage("a", 10, 20)
-    late = [one._replace(start_us=one.start_us + 10**6) for one in RIGHT.handler_calls]
+    late = [one._replace(start_us=one.start_us + 10**6) for one in CORRECT.handler_calls]
     late = [one._replace(done_us=one.start_us + 1) for one in late]
-    history = replace(RIGHT, handler_calls=late, outages=[early], samples=[], ownership_changes=[])
+    history = replace(
+        CORRECT, handler_calls=late, outages=[early], samples=[], ownership_changes=[]
+    )
     assert rules(history) == {"handled twice"}
 
 
 def test_message_handled_again_must_be_flagged() -> None:
     plain = AGAIN._replace(redelivered=False)
     history = replace(
-        RIGHT, handler_calls=[*RIGHT.handler_calls[:2], plain, RIGHT.handler_calls[3]]
+        CORRECT, handler_calls=[*CORRECT.handler_calls[:2], plain, CORRECT.handler_calls[3]]
     )
     assert rules(history) == {"not flagged"}
 
 
 def test_committed_message_must_not_be_handled_again() -> None:
     samples = [committed(118, 2), committed(1_020, 3)]
-    assert rules(replace(RIGHT, samples=samples)) == {"handled twice"}
+    assert rules(replace(CORRECT, samples=samples)) == {"handled twice"}
 
 
 def test_message_must_not_be_handled_twice_under_one_token() -> None:
     twice = handled(1, 1, 1_000)._replace(redelivered=True)
     history = replace(
-        RIGHT, handler_calls=[*RIGHT.handler_calls[:2], twice], sends=[ok(0, 0), ok(1, 1)]
+        CORRECT, handler_calls=[*CORRECT.handler_calls[:2], twice], sends=[ok(0, 0), ok(1, 1)]
     )
     assert "handled twice" in rules(
         replace(history, ownership_changes=[], samples=[], stored=LOG[:2])
@@ -199,7 +201,7 @@ def test_repeated_messages_must_not_exceed_the_in_flight_limit() -> None:
         ],
         outages=[MemberOutage("a", 500, None)],
     )
-    assert rules(history) == {"more than in hand"}
+    assert rules(history) == {"more than in flight"}
     assert {reason.rule for reason in check(history, SPAN_MAX + 1)} == set()
 
 
@@ -209,8 +211,8 @@ def zombie(count: int) -> History:
         handled(n, n, 2_000_000 + n)._replace(redelivered=False, token=1) for n in (1, 2)[:count]
     ]
     return replace(
-        RIGHT,
-        handler_calls=[*RIGHT.handler_calls, *stale],
+        CORRECT,
+        handler_calls=[*CORRECT.handler_calls, *stale],
         outages=[MemberOutage("a", 120, 1_999_990)],
     )
 
@@ -231,9 +233,9 @@ def test_paused_member_may_continue_under_a_new_token() -> None:
         for one in in_hand
     ]
     history = replace(
-        RIGHT,
+        CORRECT,
         handler_calls=[
-            RIGHT.handler_calls[0],
+            CORRECT.handler_calls[0],
             *in_hand,
             *(one._replace(redelivered=True) for one in repeats),
         ],
@@ -252,31 +254,33 @@ def test_paused_member_may_continue_under_a_new_token() -> None:
 def test_first_handler_calls_out_of_order_are_found() -> None:
     swapped = [
         handled(0, 0, 100)._replace(start_us=115, done_us=116),
-        *RIGHT.handler_calls[1:],
+        *CORRECT.handler_calls[1:],
     ]
-    assert rules(replace(RIGHT, handler_calls=swapped, samples=[])) == {"order"}
+    assert rules(replace(CORRECT, handler_calls=swapped, samples=[])) == {"order"}
 
 
 def test_committed_offset_must_not_go_back() -> None:
-    history = replace(RIGHT, samples=[*RIGHT.samples, committed(1_030, 2)])
+    history = replace(CORRECT, samples=[*CORRECT.samples, committed(1_030, 2)])
     assert rules(history) == {"rewound"}
 
 
 def test_committed_offset_that_went_back_for_a_moment_is_found() -> None:
-    history = replace(RIGHT, samples=[*RIGHT.samples, committed(1_030, 2), committed(1_040, 3)])
+    history = replace(CORRECT, samples=[*CORRECT.samples, committed(1_030, 2), committed(1_040, 3)])
     assert rules(history) == {"rewound"}
 
 
 def test_committed_offset_must_not_pass_an_unhandled_message() -> None:
-    once = replace(RIGHT, handler_calls=[one for one in RIGHT.handler_calls if one is not AGAIN])
+    once = replace(
+        CORRECT, handler_calls=[one for one in CORRECT.handler_calls if one is not AGAIN]
+    )
     assert rules(replace(once, samples=[committed(105, 2)])) == {"passed over"}
     assert rules(replace(once, samples=[committed(1_020, 4)])) == {"passed over"}
 
 
 def test_committed_message_must_not_be_started_for_the_first_time() -> None:
-    late = RIGHT.handler_calls[3]._replace(start_us=1_100, done_us=1_050)
+    late = CORRECT.handler_calls[3]._replace(start_us=1_100, done_us=1_050)
     history = replace(
-        RIGHT, handler_calls=[*RIGHT.handler_calls[:3], late], samples=[committed(1_060, 3)]
+        CORRECT, handler_calls=[*CORRECT.handler_calls[:3], late], samples=[committed(1_060, 3)]
     )
     assert rules(history) == {"passed over"}
 
@@ -285,24 +289,24 @@ def test_committed_message_must_not_be_started_for_the_first_time() -> None:
 
 
 def test_message_with_a_receipt_that_is_not_in_the_log_is_lost() -> None:
-    assert rules(replace(RIGHT, stored=LOG[:2])) == {"lost"}
+    assert rules(replace(CORRECT, stored=LOG[:2])) == {"lost"}
 
 
 def test_empty_log_has_lost_every_message() -> None:
-    assert rules(replace(RIGHT, stored=[])) == {"lost"}
+    assert rules(replace(CORRECT, stored=[])) == {"lost"}
 
 
 def test_log_that_was_not_read_proves_nothing() -> None:
-    assert rules(replace(RIGHT, stored=None)) == set()
+    assert rules(replace(CORRECT, stored=None)) == set()
 
 
 def test_message_removed_by_retention_is_not_lost() -> None:
-    assert rules(replace(RIGHT, stored=LOG[1:])) == set()
+    assert rules(replace(CORRECT, stored=LOG[1:])) == set()
 
 
 def test_hole_in_the_log_is_found() -> None:
-    unsent = [RIGHT.sends[0], RIGHT.sends[2]]
-    handler_calls = [RIGHT.handler_calls[0], RIGHT.handler_calls[3]]
+    unsent = [CORRECT.sends[0], CORRECT.sends[2]]
+    handler_calls = [CORRECT.handler_calls[0], CORRECT.handler_calls[3]]
     stored = [LOG[0], LOG[2]]
     history = History(sends=unsent, handler_calls=handler_calls, stored=stored)
     assert rules(history) == {"log"}
@@ -310,18 +314,20 @@ def test_hole_in_the_log_is_found() -> None:
 
 @pytest.mark.parametrize("stored", [[0, 0, 1, 2], [0, 2, 1]])
 def test_log_read_out_of_order_or_twice_is_found(stored: list[int]) -> None:
-    history = replace(RIGHT, stored=[LoggedMessage(Q, offset, offset) for offset in stored])
+    history = replace(CORRECT, stored=[LoggedMessage(Q, offset, offset) for offset in stored])
     assert rules(history) == {"log"}
 
 
 def test_log_with_another_message_at_the_offset_of_a_receipt_is_found() -> None:
     wrong = [*LOG[:2], LoggedMessage(Q, 2, 7)]
-    assert rules(replace(RIGHT, stored=wrong)) == {"inconsistent"}
+    assert rules(replace(CORRECT, stored=wrong)) == {"inconsistent"}
 
 
 def test_failed_message_must_not_be_in_the_log() -> None:
     failed = Send(3, "key", 30, 35, SendOutcome.FAIL, reason="NotSent")
-    history = replace(RIGHT, sends=[*RIGHT.sends, failed], stored=[*LOG, LoggedMessage(Q, 3, 3)])
+    history = replace(
+        CORRECT, sends=[*CORRECT.sends, failed], stored=[*LOG, LoggedMessage(Q, 3, 3)]
+    )
     assert rules(history) == {"failed"}
 
 
@@ -337,23 +343,23 @@ def test_message_sent_after_a_receipt_must_have_a_higher_offset() -> None:
 
 
 def test_token_must_not_be_granted_to_two_members() -> None:
-    both = [RIGHT.ownership_changes[0], OwnershipChange("b", "granted", Q, 1, 900)]
-    assert "owners" in rules(replace(RIGHT, ownership_changes=both))
+    both = [CORRECT.ownership_changes[0], OwnershipChange("b", "granted", Q, 1, 900)]
+    assert "owners" in rules(replace(CORRECT, ownership_changes=both))
 
 
 def test_handler_must_not_start_under_the_token_of_another_member() -> None:
-    others = [OwnershipChange("c", "granted", Q, 1, 90), RIGHT.ownership_changes[1]]
-    assert rules(replace(RIGHT, ownership_changes=others)) == {"owners"}
+    others = [OwnershipChange("c", "granted", Q, 1, 90), CORRECT.ownership_changes[1]]
+    assert rules(replace(CORRECT, ownership_changes=others)) == {"owners"}
 
 
 def test_handler_must_not_start_under_an_old_token_after_a_newer_grant() -> None:
-    early = [RIGHT.ownership_changes[0], OwnershipChange("b", "granted", Q, 2, 105)]
-    assert rules(replace(RIGHT, ownership_changes=early)) == {"owners"}
+    early = [CORRECT.ownership_changes[0], OwnershipChange("b", "granted", Q, 2, 105)]
+    assert rules(replace(CORRECT, ownership_changes=early)) == {"owners"}
 
 
 def test_disconnected_member_must_not_start_a_handler_after_its_lease() -> None:
     cut = MemberOutage("a", 120, 1_999_990, paused=False)
-    assert rules(replace(RIGHT, outages=[cut])) == set()
+    assert rules(replace(CORRECT, outages=[cut])) == set()
     assert "owners" in rules(replace(zombie(1), outages=[cut]))
 
 
@@ -362,13 +368,14 @@ def test_disconnected_member_must_not_start_a_handler_after_its_lease() -> None:
 
 @pytest.mark.parametrize("reason", ["", "MOVING", "IDLE"])
 def test_stalled_queue_must_have_a_reason(reason: str) -> None:
-    assert rules(replace(RIGHT, stuck_reports=[StuckReport(Q, 1, 500, 30_000, reason)])) == {
+    assert rules(replace(CORRECT, stuck_reports=[StuckReport(Q, 1, 500, 30_000, reason)])) == {
         "stuck"
     }
-    assert rules(replace(RIGHT, stuck_reports=[StuckReport(Q, 1, 500, 20_000, reason)])) == set()
+    assert rules(replace(CORRECT, stuck_reports=[StuckReport(Q, 1, 500, 20_000, reason)])) == set()
 
 
 def test_stalled_queue_with_a_reason_is_valid() -> None:
     assert (
-        rules(replace(RIGHT, stuck_reports=[StuckReport(Q, 1, 500, 30_000, "NO_QUORUM")])) == set()
+        rules(replace(CORRECT, stuck_reports=[StuckReport(Q, 1, 500, 30_000, "NO_QUORUM")]))
+        == set()
     )

@@ -1,6 +1,6 @@
-"""Goal: the director draws the same from a seed, everything in time, and never too much.
+"""Goal: the schedule is determined by its seed, draws every kind of fault, and never too much.
 
-Method: many faults of some seeds.
+Method: many draws of some seeds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SETS = ("storage broker-0", "storage broker-1", "offsets", "lockmgr", "nameserve
 
 
 def drawn(seed: int, count: int = 600, *, cuts: bool = True) -> list[FaultGroup]:
-    director = FaultSchedule(Random(seed), SETS, cuts=cuts)
-    return [director.draw() for _ in range(count)]
+    schedule = FaultSchedule(Random(seed), SETS, cuts=cuts)
+    return [schedule.draw() for _ in range(count)]
 
 
 def test_seed_determines_the_faults() -> None:
@@ -50,19 +50,19 @@ EVERYWHERE = {
 
 
 def test_every_kind_of_fault_is_drawn_for_every_part() -> None:
-    struck = {(one.kind, one.part) for group in drawn(1, 3_000) for one in group.faults}
-    assert struck >= EVERYWHERE
+    seen = {(one.kind, one.part) for group in drawn(1, 3_000) for one in group.faults}
+    assert seen >= EVERYWHERE
 
 
 def test_every_kind_is_in_the_selection() -> None:
-    struck = {one.kind for group in selection(cuts=True) for one in group.faults}
-    assert struck == {kind for kind, _ in EVERYWHERE}
+    seen = {one.kind for group in selection(cuts=True) for one in group.faults}
+    assert seen == {kind for kind, _ in EVERYWHERE}
 
 
 def test_no_cut_is_drawn_without_a_private_network() -> None:
-    faults = [*drawn(1, cuts=False), *selection(cuts=False)]
-    assert all(group.faults for group in faults)
-    assert not any(is_cut(one) for group in faults for one in group.faults)
+    groups = [*drawn(1, cuts=False), *selection(cuts=False)]
+    assert all(group.faults for group in groups)
+    assert not any(is_cut(one) for group in groups for one in group.faults)
 
 
 def test_node_with_damaged_files_returns_after_another_node_leads() -> None:

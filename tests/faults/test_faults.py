@@ -1,7 +1,7 @@
-"""Goal: a whole cluster keeps its promises under every kind of fault there is.
+"""Goal: a whole cluster keeps its promises under every kind of fault.
 
-Method: `python -m tools.faults selection`, which is what `make faults` draws at length, with faults
-that are given: about three minutes. See docs/explanation/testing.md.
+Method: `python -m tools.faults selection`: as `make faults`, with a fixed list of faults, in about
+three minutes. See docs/explanation/testing.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: damage is what it says: a lost end, or one bit, of one file that has something in it.
+"""Goal: damage removes the end, or flips one bit, of one file with content.
 
 Method: folders like those of the services, many draws.
 """

@@ -1,7 +1,7 @@
-"""Goal: a cut loses packets one way or both, silently, for as long as it is wanted, and only here.
+"""Goal: a cut loses packets silently in the given directions until it is healed.
 
-Method: pairs by name; then a process in a network of its own, in which one node serves and the
-others, and the hub, try to reach it.
+Method: pairs by name; then a process in a private network, in which one node serves and the others
+and the hub connect to it. The network of the machine stays as it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: the report tells what a history says, and the picture is drawn from it.
+"""Goal: the report describes a history, and the plot is drawn from it.
 
 Method: a history of half a second with a fault in the middle.
 """

@@ -1,4 +1,4 @@
-"""What must hold of answers as they leave a server: what they say is durable by then."""
+"""Checks responses when a server sends them: what a response claims is durable by then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batonmq_server.offsets.core.ranges import RangeSet
 from tests.simulation.expected_state import ExpectedState, done, holder_of, key_of
 
 RECORD_MS = 2_500
-"""Storage may ask for so long to record what it had read before it heard of a pause."""
+"""For this long storage may still record deliveries that it read before it learned of a pause."""
 
 _OF_OFFSETS = (
     offsets_pb.FenceResponse
@@ -25,13 +25,13 @@ _OF_OFFSETS = (
 
 
 class AnswerChecks:
-    """Sees every call as it leaves its client, and every answer as it leaves a server."""
+    """Checks every call when its client sends it, and every response when its server sends it."""
 
     def __init__(self, expected: ExpectedState) -> None:
         self._expected = expected
 
     def called(self, node: str, request: Any) -> None:
-        """A call is sent. Storage that knows of a pause has nothing recorded any more."""
+        """Check a call: storage that knows of a pause records no delivery any more."""
         group = self._expected.group
         if not isinstance(request, offsets_pb.RecordDeliveredRequest):
             return
@@ -42,7 +42,7 @@ class AnswerChecks:
             self._expected.fail("pause", f"{node} delivers {known_ms} ms after it knew: {request}")
 
     def answered(self, node: str, request: Any, answer: Any) -> None:
-        """A server sends an answer."""
+        """Check a response of a server."""
         if isinstance(answer, BatonError):
             if isinstance(answer, Internal):
                 self._expected.fail("unexpected", f"{node} failed with {answer.message}: {request}")
@@ -94,9 +94,9 @@ class AnswerChecks:
                 self._renewed(node, hold)
 
     def _renewed(self, node: str, hold: lockmgr_pb.Hold) -> None:
-        """Nobody is renewed whose token is dead, or is being taken (stories 6, 7 and 12).
+        """Check that no token is renewed that is fenced or being fenced (stories 6, 7 and 12).
 
-        Of a reset the lock manager hears nothing: the owner finds out with its next call.
+        The lock manager does not learn of a reset: the owner gets an error from its next call.
         """
         key = key_of(hold.queue)
         queue = self._expected.queues[key]
@@ -107,7 +107,7 @@ class AnswerChecks:
             )
 
     def _disowned(self, node: str, owner: Incarnation, hold: lockmgr_pb.Hold) -> None:
-        """Nothing is forgotten by a lock manager, whoever leads (section 12)."""
+        """Check that no lock manager loses a lock, also after a failover (section 12)."""
         key = key_of(hold.queue)
         queue = self._expected.queues[key]
         if queue.durable is None or queue.owner != owner or queue.etcd_token != hold.token:

@@ -23,7 +23,7 @@ from batonmq_server.runtime.group_placements import GroupPlacement
 
 
 def adopt_without_seal(patch: pytest.MonkeyPatch) -> None:
-    """The old set hands over what it has, and goes on."""
+    """The old set exports the group and continues to serve it."""
 
     async def export(
         self: GroupExporter, group: str, move: int, to_set: str, after_key: bytes
@@ -44,7 +44,7 @@ def adopt_without_seal(patch: pytest.MonkeyPatch) -> None:
 
 
 def serve_after_seal(patch: pytest.MonkeyPatch) -> None:
-    """The old set is sealed on its disk, and answers as before."""
+    """The old set is sealed on its disk, but still serves the group."""
 
     def check(self: LocalPlacements, group: str) -> None:
         home = self.get(group)
@@ -57,7 +57,7 @@ def serve_after_seal(patch: pytest.MonkeyPatch) -> None:
 
 
 def _stays_where_it_was(patch: pytest.MonkeyPatch) -> None:
-    """A set goes on with a group that it has, whatever etcd says."""
+    """A set serves every group that it has, whatever the placement in etcd."""
     real = PlacementResolver.check
 
     def check(self: PlacementResolver, group: str) -> None:
@@ -68,7 +68,7 @@ def _stays_where_it_was(patch: pytest.MonkeyPatch) -> None:
 
 
 def seal_by_a_lower_move(patch: pytest.MonkeyPatch) -> None:
-    """A late call of an earlier move seals a group that has come back since."""
+    """A late call of an earlier move seals a group that has returned since."""
 
     def seal(
         self: LocalPlacements, group: str, move: int, to_set: str, topic_ids: Mapping[str, int]
@@ -80,7 +80,7 @@ def seal_by_a_lower_move(patch: pytest.MonkeyPatch) -> None:
 
 
 def adopt_a_lower_move(patch: pytest.MonkeyPatch) -> None:
-    """A leader fetches whatever the copy of etcd says that it has, and opens what it has got."""
+    """A leader imports every group that its mirror of etcd assigns to it, also by an old move."""
     real = GroupImporter._move
 
     async def move(self: GroupImporter, group: str, place: GroupPlacement) -> None:

@@ -19,7 +19,7 @@ from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, Rep
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
-    """A leader answers once it has written a change itself."""
+    """A leader answers as soon as it has written a change to its own disk."""
 
     async def confirmed(*_: object) -> None:
         return
@@ -28,7 +28,7 @@ def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
 
 
 def elect_out_of_sync(patch: pytest.MonkeyPatch) -> None:
-    """Whoever is up may be elected, in sync or not."""
+    """Every running node may be elected, in sync or not."""
 
     async def candidacy(self: ReplicaSetStore) -> Candidacy | None:
         before = await self.read()
@@ -39,7 +39,7 @@ def elect_out_of_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def elect_a_lost_disk(patch: pytest.MonkeyPatch) -> None:
-    """A member of the in-sync set may be elected, whatever has become of its disk."""
+    """A member of the in-sync set may be elected even if it has lost its disk."""
     real = ReplicaSetStore.candidacy
 
     async def candidacy(self: ReplicaSetStore) -> Candidacy | None:
@@ -65,13 +65,13 @@ def _candidacy(
 
 
 def answer_without_lease(patch: pytest.MonkeyPatch) -> None:
-    """Who was elected answers until it hears that it is over."""
+    """A leader answers after its lease has expired, until it learns of it."""
     patch.setattr(OffsetsReplica, "check", lambda _: None)
     patch.setattr(OffsetsReplica, "check_still", lambda *_: None)
 
 
 def histories_without_epochs(patch: pytest.MonkeyPatch) -> None:
-    """Versions are compared, and not the epochs that wrote them."""
+    """Histories are compared by version only, not by epoch."""
 
     def contains(self: ChangeLog, position: ReplicaPosition) -> bool:
         return position.version <= self._version
@@ -80,7 +80,7 @@ def histories_without_epochs(patch: pytest.MonkeyPatch) -> None:
 
 
 def adopt_a_lower_version(patch: pytest.MonkeyPatch) -> None:
-    """A follower that loses its leader gives its last changes up: they may not be confirmed.
+    """A follower that loses its leader truncates its unconfirmed changes.
 
     Source: Kafka before KIP-101, whose followers truncated to what they knew to be confirmed.
     """
@@ -108,7 +108,7 @@ def adopt_a_lower_version(patch: pytest.MonkeyPatch) -> None:
 
 
 def shrink_before_etcd_knows(patch: pytest.MonkeyPatch) -> None:
-    """Who falls out is not waited for any more, though it could still be elected."""
+    """A leader stops waiting for a removed follower before etcd has the smaller in-sync set."""
     real = InSyncSet._change
 
     async def change(self: InSyncSet, in_sync: frozenset[str]) -> None:
@@ -120,7 +120,7 @@ def shrink_before_etcd_knows(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_in_too_early(patch: pytest.MonkeyPatch) -> None:
-    """A new leader takes nothing for confirmed, so whoever asks it has enough to come in."""
+    """A new leader regards nothing as confirmed, so every follower may join the in-sync set."""
 
     def await_joiners(self: InSyncTracker, names: frozenset[str], *_: int) -> None:
         self.awaited = frozenset(

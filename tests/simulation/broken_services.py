@@ -17,7 +17,7 @@ from tests.simulation.background import in_background
 
 
 def record_after_sending(patch: pytest.MonkeyPatch) -> None:
-    """[deliver_before_record] Bytes leave storage, and their delivery is recorded meanwhile."""
+    """[deliver_before_record] Storage sends messages before their delivery is recorded."""
 
     async def record(self: DeliveryRecorder, delivery: PendingDelivery) -> RecordedDelivery:
         in_background(self._batcher.call(delivery))
@@ -27,7 +27,7 @@ def record_after_sending(patch: pytest.MonkeyPatch) -> None:
 
 
 def flip_with_owners(patch: pytest.MonkeyPatch) -> None:
-    """A new subscription counts at once, with queues still in the hands of owners."""
+    """A new subscription becomes active while queues still have owners."""
 
     async def has_owner(*_: object) -> bool:
         return False
@@ -36,7 +36,7 @@ def flip_with_owners(patch: pytest.MonkeyPatch) -> None:
 
 
 def pause_known_now_and_then(patch: pytest.MonkeyPatch) -> None:
-    """Storage looks at every second pull only whether the group is paused."""
+    """Storage checks for a paused group at every second pull only."""
     real, looks = GroupGates.check_running, itertools.count()
 
     def check_running(self: GroupGates, group: str) -> None:

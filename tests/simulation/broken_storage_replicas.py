@@ -20,7 +20,7 @@ from batonmq_server.storage.replica import StorageReplica
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
-    """A leader gives a receipt once it has a message on its own disk."""
+    """A leader sends a receipt as soon as the message is on its own disk."""
 
     async def reached(self: Flusher, position: int) -> None:
         self.check()
@@ -31,7 +31,7 @@ def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
 
 
 def compare_positions_only(patch: pytest.MonkeyPatch) -> None:
-    """Two logs are taken to be alike as far as both go, whichever epochs wrote them."""
+    """Two logs are regarded as equal up to the shorter end, whatever epochs wrote them."""
 
     def shorter(_: EpochHistory, one_end: int, __: EpochHistory, other_end: int) -> int:
         return min(one_end, other_end)
@@ -40,7 +40,7 @@ def compare_positions_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
-    """A follower that has more than the leader keeps it, and goes on from there."""
+    """A follower whose log is longer than that of the leader keeps its log."""
 
     def longer(one: EpochHistory, one_end: int, other: EpochHistory, other_end: int) -> int:
         return other_end if other_end > one_end else common_point(one, one_end, other, other_end)
@@ -49,7 +49,7 @@ def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
 
 
 def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
-    """Readers at a follower see what it has, and not what every member of the set has."""
+    """A follower shows its whole log to readers, not only the confirmed part."""
     real = LogFollower._clear_damage
 
     async def clear_damage(
@@ -62,7 +62,7 @@ def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
 
 
 def replicated_alone(patch: pytest.MonkeyPatch) -> None:
-    """What everybody in sync has is said to be REPLICATED, also if that is the leader alone."""
+    """A receipt says REPLICATED even if the leader is the only member of the in-sync set."""
     real = StorageReplica.durability_of
 
     def reached(self: StorageReplica, next_position: int) -> pb.Durability.ValueType:
@@ -74,7 +74,7 @@ def replicated_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
-    """[two_delayers] What is due is delivered by every node that knows of it."""
+    """[two_delayers] Every node delivers due delayed messages, not only the leader."""
 
     def served(*args: Any) -> StorageComponents:
         components = build_components(*args)
@@ -85,7 +85,7 @@ def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_an_empty_copy_for_whole(patch: pytest.MonkeyPatch) -> None:
-    """A member that has lost its disk counts again as soon as it has reached the last epoch."""
+    """A node that has lost its disk is in sync again as soon as it has reached the last epoch."""
     real = node._recover_replica
 
     def recover_replica(attempt: node._Attempt, *, accept_loss: bool) -> EpochHistory:
@@ -96,7 +96,7 @@ def take_an_empty_copy_for_whole(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
-    """A new leader knows nothing of what producers had sent to the one before."""
+    """A new leader does not know the producer sequences of the previous one."""
     real = StorageLeadership.begin
 
     async def begin(self: StorageLeadership, in_thread: InThread) -> None:
@@ -107,5 +107,5 @@ def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
 
 
 def answer_without_lease(patch: pytest.MonkeyPatch) -> None:
-    """Who was elected answers until it hears that it is over."""
+    """A leader answers after its lease has expired, until it learns of it."""
     patch.setattr(StorageReplica, "check", lambda _: None)

@@ -1,9 +1,9 @@
-"""What must hold in every run, whatever happens: the properties of protocol section 16.
+"""Checks the properties of protocol section 16, which hold in every run.
 
 The checker sees the table of offsets as it changes, the disk of offsets and etcd as they are
-written, what storage takes in, what handlers start and finish, and every answer as it leaves a
-server and as a client learns it. It keeps its own books and trusts none of those it watches. A
-broken property raises `Violation` at the end of the run, with the events around the first one.
+written, what storage appends, what handlers start and finish, and every response when it is sent
+and when a client receives it. It keeps its own expected state and trusts no observed process. A
+broken property raises `Violation` at the end of the run, with the events before the first one.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from tests.simulation.storage_replica_checks import StorageReplicaChecks, Writte
 from tests.simulation.trace import Trace
 
 STILL_MS = 70_000
-"""A queue that has not moved for so long is not said to move: a nameserver that has seen it move
-within the last minute may say so."""
+"""A queue that has not moved for this long must not be reported as moving; within one minute of the
+last progress a nameserver may report it."""
 BROKER = "broker-a"
 SYNC_MS = 2_000
-"""What was stored that long ago is on disk, and can be seen."""
+"""A message that was stored this long ago is on disk and visible."""
 
 
 class Checker:
-    """All checks of one run, over one set of books.
+    """All checks of one run, with one expected state.
 
     Args:
         group: The consumer group.
-        topic: The one topic that it reads.
+        topic: The only topic of the group.
         lease_ms: Length of a lock's lease.
         now_ms: Reads the time of the simulation.
-        leader: Reads from etcd who holds an election key.
+        leader: Reads the holder of an election key from etcd.
     """
 
     def __init__(
@@ -75,8 +75,7 @@ class Checker:
     # ---- offsets
 
     def watch_leadership(self, offsets: OffsetsEpoch) -> None:
-        """See what a leader of offsets begins with and does; what it writes counts once the
-        in-sync set has it."""
+        """Observe a leader of offsets; its writes count once the in-sync set has them."""
         table = self.expected.tables.get(OFFSETS_SERVICE)
         if table is None or offsets.table.epoch > table.epoch:
             self.offsets.began(dict(offsets.disk.read()))
@@ -94,7 +93,7 @@ class Checker:
     # ---- storage
 
     def watch_store(self, store: MessageStore, broker: str) -> None:
-        """See what a new life of storage has kept, and takes in. There is one topic."""
+        """Observe what a restarted storage node has kept and appends. There is one topic."""
         self.forget_pause()
         for key, queue in self.expected.queues.items():
             if key.broker == broker and key.topic in self.expected.topic_ids:
@@ -120,16 +119,16 @@ class Checker:
         setattr(store, "append", watched)  # noqa: B010  it stands before the class's own
 
     def watch_copy(self, node_id: str, node: StorageNode) -> None:
-        """See what a replica has, and does to it."""
+        """Observe the copy of a replica."""
         self.forget_pause()
         self.stores.copy_opened(node_id, node)
 
     def forget_pause(self) -> None:
-        """Storage may not know any more that the group is paused, or act on older knowledge."""
+        """Allow storage to forget that the group is paused, or to act on an older state."""
         self.expected.group.pause_known_ms.clear()
 
     def _kept(self, one: WrittenBatch) -> None:
-        """A replica set has taken a batch: in its place, once, and in the order of its sender."""
+        """Check a batch of a replica set: at its offset, once, in the order of its producer."""
         header = one.checked.header
         if header.topic != schedule.TOPIC:
             key = GroupQueue(self.expected.name, header.topic, BROKER, header.queue_id)
@@ -161,7 +160,7 @@ class Checker:
             queue.stored_ms[offset] = self.expected.now_ms()
 
     def _scheduled(self, checked: CheckedBatch, receipt: StoreReceipt) -> None:
-        """A message was sent back; by whoever does it, it is kept once (T5)."""
+        """Check that a message that was sent back is stored once, whichever node stores it (T5)."""
         header, expected = checked.header, self.expected
         if header.queue_id != schedule.SCHEDULED:
             return
@@ -180,7 +179,7 @@ class Checker:
     # ---- why a queue does not move
 
     def backlogs(self) -> dict[GroupQueue, int]:
-        """Lowest offset that waits, of queues where one does."""
+        """Return the lowest waiting offset of each queue with a backlog."""
         return {
             key: queue.committed_offset
             for key, queue in sorted(self.expected.queues.items())
@@ -198,8 +197,8 @@ class Checker:
         """L3: a queue that does not move has a reason, and a queue with a backlog is not idle.
 
         Args:
-            before: `backlogs` when the question was asked, at `asked_ms`.
-            queues: What a nameserver has answered; messages `Diagnosis`.
+            before: `backlogs` at the time of the call, `asked_ms`.
+            queues: The `Diagnosis` messages of a nameserver.
             clocks_agree: Whether a nameserver can tell how old a message is.
         """
         for found in queues:
@@ -220,7 +219,7 @@ class Checker:
     # ---- at the end
 
     def check_complete(self, acked: Mapping[str, object]) -> None:
-        """Everything that was appended is handled and committed, once (L2)."""
+        """Check that each appended message is handled and committed once (L2)."""
         expected = self.expected
         ids, again = self._names(retries=False), self._names(retries=True)
         copies = Counter(copy.name for copy in expected.copies.values())
@@ -242,7 +241,7 @@ class Checker:
                 expected.fail("L2", f"{key}: never handled: {unhandled[:10]}")
 
     def _check_order(self, key: GroupQueue, names: Sequence[str]) -> None:
-        """Of the messages of one burst no later one is before an earlier one."""
+        """Check that the messages of one burst are stored in the order of their sends."""
         last: dict[str, int] = {}
         for burst, _, number in (name.partition(".") for name in names):
             if int(number) < last.get(burst, 0):
@@ -250,13 +249,13 @@ class Checker:
             last[burst] = int(number)
 
     def complete(self) -> bool:
-        """Whether nothing is left to be done."""
+        """Return whether all messages are handled and committed."""
         return self._names(retries=True).total() == len(self.expected.copies) and all(
             queue.committed_offset == len(queue.stored) for queue in self.expected.queues.values()
         )
 
     def _names(self, *, retries: bool) -> Counter[str]:
-        """What is stored in the retry topic, or in the other one."""
+        """Return the names of the messages in the retry topic, or in the other topic."""
         return Counter(
             name
             for key, queue in self.expected.queues.items()
@@ -265,7 +264,7 @@ class Checker:
         )
 
     def _unhandled(self, key: GroupQueue, queue: ExpectedQueue) -> list[int]:
-        """Offsets that somebody should have handled since the last reset and nobody has."""
+        """Return the offsets that must be handled since the last reset and are not."""
         epoch, reset_epoch = queue.epoch(), queue.durable.reset_epoch if queue.durable else 0
         return [
             offset
@@ -277,6 +276,6 @@ class Checker:
 
 
 def _name(record: Record) -> str:
-    """What a message is called in the books: a copy that was sent back has a name of its own."""
+    """Return the name of a message in the expected state; a retry copy has a name of its own."""
     attempts = record.properties.get(ATTEMPTS)
     return record.body.decode() + (f" after {attempts} attempts" if attempts else "")

@@ -1,4 +1,4 @@
-"""What must hold of consumers: of what they believe to own, and of what their handlers start."""
+"""Checks consumers: the queues that they regard as owned, and the handler calls that they start."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests.simulation.expected_state import ExpectedQueue, ExpectedState, Handle
 
 
 class ClientChecks:
-    """Sees what clients learn of their queues, and what they do with messages."""
+    """Checks what clients learn of their queues and do with messages."""
 
     def __init__(self, expected: ExpectedState) -> None:
         self._expected = expected
 
     def granted(self, client: str, incarnation_id: int, queue: QueueRef, token: int) -> None:
-        """A client believes from now on that it owns a queue (V11)."""
+        """Check a grant when the client learns of it (V11)."""
         key, expected = self._expected.key(queue), self._expected
         holder = Incarnation(client, incarnation_id)
         expected.trace.note(client, f"owns {key} token {token}")
@@ -25,28 +25,28 @@ class ClientChecks:
             expected.fail("V11", f"{key}: {client} uses token {token}; etcd gave it to {persisted}")
 
     def ended(self, client: str, kind: str, queue: QueueRef, token: int) -> None:
-        """A client knows that a token is over, or that it may start nothing more under it."""
+        """Note that a client has stopped to use a token."""
         self._expected.trace.note(client, f"{kind} {queue} token {token}")
         self._expected.queues[self._expected.key(queue)].told[token] = None
 
     def deadline_passed(self, client: str, queue: QueueRef) -> None:
-        """A client has stopped by itself: its lease ran out."""
+        """Note that a client has stopped by itself because its lease expired."""
         self._expected.counts["own deadline"] += 1
         self._expected.excuse(self._expected.key(queue), f"own deadline of {client}", client)
 
     def crashed(self, client: str) -> None:
-        """A client is gone."""
+        """Note that a client was killed."""
         for key in self._expected.queues:
             self._expected.excuse(key, "", client)
 
     def started(self, client: str, asked: TagFilter, message: ReceivedMessage) -> None:
-        """A handler begins (V7, V8, V9, and V6 by its excuses).
+        """Check the start of a handler call (V7, V8, V9, and V6 by its excuses).
 
-        An owner that has not heard yet of a reset, or that its queue was taken by force, goes on
-        for a while: what it starts must be flagged when it comes again, and nothing else holds.
+        An owner continues until it learns of a reset or a forced release: the messages that it
+        starts meanwhile must be flagged when they are redelivered; no other rule applies.
 
         Args:
-            asked: What the client itself subscribes to.
+            asked: The subscription of the client.
         """
         expected, key, offset = self._expected, self._expected.key(message.queue), message.offset
         queue, token = expected.queues[key], message.token
@@ -70,20 +70,20 @@ class ClientChecks:
             expected.fail("section 14", f"{text}; deliveries are of generation {served} already")
 
     def finished(self, client: str, message: ReceivedMessage) -> None:
-        """A handler has ended well; it counts in the epoch of its token."""
+        """Note a successful handler call; it counts in the epoch of its token."""
         key, expected = self._expected.key(message.queue), self._expected
         expected.trace.note(client, f"handled {key}@{message.offset}")
         expected.queues[key].epoch_of[message.token].handled.add(message.offset)
 
     def failed(self, client: str, message: ReceivedMessage) -> None:
-        """A handler has ended badly; the message is sent back before it is acked (V4)."""
+        """Note a failed handler call; the message is sent back before it is acked (V4)."""
         self._expected.trace.note(
             client, f"failed {self._expected.key(message.queue)}@{message.offset}"
         )
         self._expected.counts["failed"] += 1
 
     def _check_wanted(self, text: str, asked: TagFilter, tag: str) -> None:
-        """Section 14: nobody is shown what it does not want, unless the policy is to warn."""
+        """Section 14: a delivered message matches the subscription, unless the policy is WARN."""
         if self._expected.group.bound and not asked.accepts(tag):
             self._expected.fail("section 14", f"{text}; it has tag {tag}, and it wants {asked}")
 

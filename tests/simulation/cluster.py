@@ -1,6 +1,6 @@
-"""A whole cluster in one loop: real services and clients, each process a host of its own.
+"""A whole cluster in one event loop: real services and clients, each on a simulated host.
 
-    etcd            twin, never dies
+    etcd            in memory, never fails
     ns-a ns-b       nameserver, two replicas
     lock-a lock-b   lock manager, leader and standby
     offsets         one node, on a disk that outlives it; or
@@ -11,8 +11,8 @@
     c1 c2 ...       consumers of one group
     producer
 
-A process can be killed, frozen and restarted at any event. What a killed process would still do
-is never done; its disk stays, and in the network remains what it had sent.
+A process can be killed, frozen and restarted at any event. A killed process executes nothing more;
+its disk and its messages in the network remain.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from tests.simulation.trace import Trace
 
 GROUP, TOPIC, BROKER = "readers", "orders", "broker-a"
 OFFSETS = "offsets"
-"""The node of a cluster that has one."""
+"""The only node of a cluster with one offsets set."""
 FAR = "offsets-far"
-"""The other one, of a cluster that has two sets; both are called as their set."""
+"""The node of the second set; both nodes have the name of their set."""
 REPLICAS = ("offsets-a", "offsets-b", "offsets-c")
 STORES = ("broker-a-0", "broker-a-1", "broker-a-2")
 NAMESERVERS = "ns-a:1,ns-b:1"
 LEASE_MS = 12_000
-"""Of a lock; short, so that much can happen in a run. Its margins are those of production."""
+"""Lease of a lock; short, so that many leases expire in a run. Margins are those of production."""
 LEADER_LEASE_MS, REPLICA_LAG_MS = 4_000, 1_500
 WRITE_MS_MAX = 8
 SLOW_WRITE_MS_MAX = 400
@@ -65,7 +65,7 @@ _SLOW = 0.02
 
 
 class SimulatedCluster(processes.MemoryEnvironment):
-    """What all processes of a run share, and who looks at it."""
+    """The environment that all processes of a run share, and its checker."""
 
     def __init__(self, seed: str, *, kept_max: int | None = 4_000) -> None:
         super().__init__(seed)
@@ -76,12 +76,12 @@ class SimulatedCluster(processes.MemoryEnvironment):
         self.loop.set_exception_handler(self._unexpected)
 
     def leader(self, key: str) -> str:
-        """Who holds an election key in etcd; empty for nobody."""
+        """Return the holder of an election key in etcd; empty without one."""
         stored = self.etcd.get(key)
         return stored.value.decode() if stored is not None else ""
 
     def offsets_disk_of(self, node_id: str) -> MemoryOffsetsDisk:
-        """See base; what a node without followers has written counts at once."""
+        """See base; a write of a node without followers counts at once."""
         known = node_id in self.offsets_disks
         disk = super().offsets_disk_of(node_id)
         if not known and node_id in (OFFSETS, FAR):
@@ -91,17 +91,17 @@ class SimulatedCluster(processes.MemoryEnvironment):
         return disk
 
     def lose_offsets_disk(self, node_id: str) -> None:
-        """Its next life begins with an empty one."""
+        """Replace the disk of a node by an empty one at its next start."""
         del self.offsets_disks[node_id]
         self.offsets_disk_of(node_id)
 
     def lose_store_disk(self, node_id: str) -> None:
-        """Likewise of storage."""
+        """Replace the disk of a storage node by an empty one at its next start."""
         self.storage_disks[node_id] = MemoryDisk()
         self.checker.stores.lost(node_id)
 
     def write_s(self, random: Random) -> float:
-        """Sometimes very long."""
+        """Return the duration of a disk write; sometimes very long."""
         longest = SLOW_WRITE_MS_MAX if random.random() < _SLOW else WRITE_MS_MAX
         return random.uniform(0.5, longest) / 1000
 
@@ -149,10 +149,10 @@ class SimulatedCluster(processes.MemoryEnvironment):
 
 
 class ConsumerProcess(SimulatedProcess):
-    """A life of a member; it leaves gracefully when asked to stop.
+    """One incarnation of a member; it leaves gracefully when it is stopped.
 
     Attributes:
-        expression: What it subscribes to.
+        expression: Its subscription.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class ConsumerProcess(SimulatedProcess):
                     await consumer.run(self._handler())
                     self.stopping.set()
             except BatonError as error:
-                # Refused: the client id is still in use by the life before, for example.
+                # Rejected, for example because the previous incarnation still uses the client id.
                 self._trace.note(self.name, "starts anew", error)
                 await asyncio.sleep(1)
 
@@ -224,7 +224,7 @@ class ConsumerProcess(SimulatedProcess):
 
 
 def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> list[ServiceSpec]:
-    """The services of the cluster, in the order in which they start."""
+    """Return the services of the cluster in the order of their start."""
     common: dict[str, Any] = {"cluster": "sim", "node_lease_ms": 6_000, "metrics_stream": False}
     span_max = random.choice([8, 50])
 

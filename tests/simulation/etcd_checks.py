@@ -1,4 +1,4 @@
-"""What must hold of what is written to etcd: locks, and the group with its gate."""
+"""Checks writes to etcd: locks, and the group with its gate."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.simulation.expected_state import (
 
 
 class EtcdChecks:
-    """Sees each key as it is written, in etcd's order."""
+    """Checks each write of a key, in etcd's order."""
 
     def __init__(self, expected: ExpectedState, topic: str) -> None:
         self._expected, self._topic = expected, topic
 
     def written(self, stored: KeyValue) -> None:
-        """A key has a new value."""
+        """Check a new value of a key."""
         kind, _, rest = stored.key.partition("/")
         if kind == "locks":
             self._lock_written(stored_lock_pb2.StoredLock.FromString(stored.value))
@@ -62,7 +62,7 @@ class EtcdChecks:
     def _check_issued(
         self, key: GroupQueue, queue: ExpectedQueue, owner: Incarnation | None, token: int
     ) -> None:
-        """V1: etcd knows no token that offsets has not issued, durably, to the same incarnation."""
+        """V1: each token in etcd was durably issued by offsets to the same incarnation."""
         if token not in queue.fenced or token > token_of(queue.durable):
             self._expected.fail("V1", f"{key}: etcd has token {token}, never issued")
         elif owner is not None and queue.fenced[token] != owner:

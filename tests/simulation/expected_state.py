@@ -1,4 +1,4 @@
-"""What the checker keeps of the group and of each queue, in words of its own."""
+"""The expected state of the group and of each queue, kept by the checker."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.simulation.trace import Trace
 
 
 class Violation(AssertionError):
-    """A property does not hold; the text has the events before it."""
+    """A property does not hold; the text contains the events before the violation."""
 
 
 @dataclass(slots=True)
 class HandlerStart:
-    """A message that a handler began."""
+    """The start of a handler call."""
 
     client: str
     at_ms: int
@@ -32,11 +32,11 @@ class HandlerStart:
 
 @dataclass(eq=False, slots=True)
 class ResetEpoch:
-    """What counts as handled between two resets of a queue.
+    """The messages that count as handled between two resets of a queue.
 
     Attributes:
-        given: What the reset said is handled: it was handled before, or is skipped.
-        handled: Offsets that somebody has handled under a token of this epoch.
+        given: Offsets that the reset marked as handled: handled before, or skipped.
+        handled: Offsets that were handled under a token of this epoch.
     """
 
     given: RangeSet = EMPTY
@@ -45,24 +45,24 @@ class ResetEpoch:
 
 @dataclass(slots=True)
 class ExpectedQueue:
-    """What the checker knows of one queue.
+    """The expected state of one queue.
 
     Attributes:
-        durable: Progress as the disk has it.
-        issued: Incarnation by token, of every fence that became durable.
-        fenced: Incarnation by token, None for nobody, of every fence that passed, durable or not.
-        persisted: Owner by token, as etcd had it.
-        stored: Message id and tag by offset, as the log has them.
-        stored_ms: When, by offset.
-        starts: Who began a message, by offset.
-        epochs: By reset epoch; and `epoch_of` by token.
-        judged: Generations of the subscription by which an offset was passed, by offset.
-        generation_of: Generation that a token is bound to, 0 for none.
-        revoked: Tokens that a reset or an operator ended, unknown to their owner; and by what.
-        told: Tokens of which their owner knows that they are over.
-        resets: How many have come that are not durable yet.
-        moved_ms: When delivered or committed changed last; `committed_ms`, when committed did.
-        etcd_token: Token in etcd; with it `owner`, None if it is free, and `acquire_seq`.
+        durable: Progress on the disk.
+        issued: Incarnation by token, for every durable fence.
+        fenced: Incarnation by token (None without owner), for every accepted fence, durable or not.
+        persisted: Owner by token, from etcd.
+        stored: Message id and tag by offset, from the log.
+        stored_ms: Time of storing, by offset.
+        starts: Handler calls, by offset.
+        epochs: State by reset epoch; `epoch_of`: reset epoch by token.
+        judged: Generations of the subscription that filtered a message, by offset.
+        generation_of: Generation of the subscription by token; 0 for none.
+        revoked: Tokens ended by a reset or an operator, unknown to the owner; with the cause.
+        told: Tokens whose owner knows that they have ended.
+        resets: Number of resets that are not durable yet.
+        moved_ms: Last change of delivered or committed; `committed_ms`: of committed.
+        etcd_token: Token in etcd, with `owner` (None if free) and `acquire_seq`.
     """
 
     durable: Progress | None = None
@@ -87,26 +87,26 @@ class ExpectedQueue:
 
     @property
     def committed_offset(self) -> int:
-        """C as the disk has it."""
+        """The durable committed offset C."""
         return self.durable.committed_offset if self.durable else 0
 
     def epoch(self) -> ResetEpoch:
-        """The epoch of what is durable."""
+        """The epoch of the durable progress."""
         return self.epochs[self.durable.reset_epoch if self.durable else 0]
 
 
 @dataclass(slots=True)
 class ExpectedGroup:
-    """What etcd says of the group.
+    """The state of the group in etcd.
 
     Attributes:
-        filters: By generation of the subscription; and `generation`, the present one.
-        bound: Whether two filters may not serve at one time.
-        draining: Whether the subscription is being changed.
-        paused: Why the group is paused; empty if it is not.
-        pause_known_ms: Since when a node of storage knows of that, by node; not there if it may
-            not know.
-        served: Newest generation of which a delivery was accepted.
+        filters: Filter by generation of the subscription; `generation`: the current one.
+        bound: Whether only one filter may be active at a time.
+        draining: Whether the subscription is changing.
+        paused: Reason of the pause; empty without one.
+        pause_known_ms: Time since which a storage node knows of the pause, by node; absent if it
+            may not know.
+        served: Newest generation with an accepted delivery.
     """
 
     filters: dict[int, TagFilter] = field(default_factory=dict)
@@ -118,9 +118,9 @@ class ExpectedGroup:
     served: int = 0
 
     def wants(self, tag: str, generations: Iterable[int]) -> bool:
-        """Whether a message had to be handled that was passed by the filters of `generations`.
+        """Return whether a message that passed the filters of `generations` had to be handled.
 
-        Two of them are in force at one time only if nothing is bound: then either may count.
+        Two generations are active at a time only if `bound` is False: then either may decide.
         """
         filters = [self.filters[one] for one in generations if one in self.filters]
         if self.bound:
@@ -130,11 +130,11 @@ class ExpectedGroup:
 
 @dataclass(frozen=True, slots=True)
 class OffsetsCopy:
-    """A message that was sent back, and waits for its time at storage or has come again.
+    """A retry copy of a message: it waits at storage or was redelivered.
 
     Attributes:
-        name: As it will be called in the retry topic.
-        place: Topic id, queue id and offset where it waits.
+        name: Its name in the retry topic.
+        place: Topic id, queue id and offset of the waiting copy.
     """
 
     name: str
@@ -142,7 +142,7 @@ class OffsetsCopy:
 
 
 class ExpectedState:
-    """What all checks of one run share.
+    """The expected state of one run, shared by all checks.
 
     Args:
         group: Name of the consumer group.
@@ -151,8 +151,8 @@ class ExpectedState:
 
     Attributes:
         retries: The retry topic of the group.
-        topic_ids: Of topics that something was stored in.
-        copies: What was sent back, by the id under which it was.
+        topic_ids: Ids of the topics with messages.
+        copies: Retry copies, by message id.
     """
 
     def __init__(self, group: str, lease_ms: int, trace: Trace, now_ms: Callable[[], int]) -> None:
@@ -169,7 +169,7 @@ class ExpectedState:
         self.broken = asyncio.Event()
 
     def fail(self, rule: str, text: str) -> None:
-        """Note that a property does not hold; the first one counts."""
+        """Record a violation; the first one is kept."""
         if not self.watching or self.violation is not None:
             return
         self.trace.note("checker", f"VIOLATION {rule}: {text}")
@@ -179,7 +179,7 @@ class ExpectedState:
     def excuse(
         self, key: GroupQueue, why: str, client: str = "", offsets: RangeSet | None = None
     ) -> None:
-        """What was started until now, by `client` or anybody, may be started again (V6)."""
+        """Allow the messages started so far, by `client` or any client, to start again (V6)."""
         if why:
             self.trace.note("checker", f"{key}: {why}")
         for offset, starts in self.queues[key].starts.items():
@@ -189,18 +189,18 @@ class ExpectedState:
                 start.excused |= client in ("", start.client)
 
     def in_force(self, key: GroupQueue, durable: Progress) -> int:
-        """The token that counts now."""
+        """Return the token that is valid now."""
         for table in self.tables.values():
             if key in table and table.placements.keeps(key.group):
                 return table.query(key).token
         return durable.token
 
     def watches(self, table: ProgressTable) -> bool:
-        """Whether a table is one of those that count: the newest of its replica set."""
+        """Return whether a table is the newest one of its replica set."""
         return any(each is table for each in self.tables.values())
 
     def wanted(self, key: GroupQueue, offset: int, tag: str, reset_epoch: int) -> bool:
-        """Whether a message had to be handled: the filter let it pass, and it was not sent back."""
+        """Return whether a message had to be handled: it matched and was not sent back."""
         if key.topic != self.retries and not self.group.wants(tag, self.queues[key].judged[offset]):
             return False
         place = QueueRef(key.topic, key.broker, key.queue_id)
@@ -210,32 +210,32 @@ class ExpectedState:
         )
 
     def key(self, queue: QueueRef) -> GroupQueue:
-        """The queue as offsets names it."""
+        """Convert a queue to its key at offsets."""
         return GroupQueue(self.name, queue.topic, queue.broker, queue.queue_id)
 
 
 def copy_of(table: ProgressTable, key: GroupQueue) -> Progress | None:
-    """The progress as it is now; what is kept of it never changes in place."""
+    """Return a copy of the current progress."""
     return replace(table.query(key)) if key in table else None
 
 
 def done(progress: Progress) -> RangeSet:
-    """Everything that is acked."""
+    """Return all acked offsets."""
     if not progress.committed_offset:
         return progress.acked
     return progress.acked.union(RangeSet.of(0, progress.committed_offset))
 
 
 def token_of(progress: Progress | None) -> int:
-    """T; 0 without progress."""
+    """Return the token T; 0 without progress."""
     return progress.token if progress is not None else 0
 
 
 def key_of(queue: queue_pb2.GroupQueue) -> GroupQueue:
-    """The queue as offsets names it."""
+    """Convert a queue to its key at offsets."""
     return GroupQueue(queue.group, queue.queue.topic, queue.queue.broker, queue.queue.queue_id)
 
 
 def holder_of(incarnation: queue_pb2.Incarnation) -> Incarnation:
-    """The incarnation as offsets names it."""
+    """Convert an incarnation to its form at offsets."""
     return Incarnation(incarnation.client_id, incarnation.incarnation_id)

@@ -1,8 +1,7 @@
-"""The protocol, broken on purpose: each mutant leaves out one thing that the protocol asks for.
+"""Mutants of the protocol: each one leaves out one rule.
 
-A mutant replaces a method of a real class for the time of a test. The names in brackets are
-those of protocol section 17. A simulator that does not find one of them would not find a
-programmer's mistake of that kind either.
+A mutant replaces a method of a real class during a test. The names in brackets are those of
+protocol section 17. A simulator that misses a mutant would also miss a bug of that kind.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One broken protocol.
+    """One mutant.
 
     Attributes:
-        name: What is left out.
-        break_it: Leaves it out, until the monkeypatch is undone.
-        options: A kind of run in which it matters.
-        rules: What it breaks: which of them is seen first depends on the run.
-        first: Number of the first seed: what few runs find is looked for where it was found.
-        seeds_max: It is found within so many seeds.
+        name: The rule that is left out.
+        break_it: Applies the mutant; undone with the monkeypatch.
+        options: Kind of run that can reveal it.
+        rules: The properties that it breaks; which one is found first depends on the run.
+        first: First seed; a mutant that few seeds reveal starts near such a seed.
+        seeds_max: Number of seeds within which it is found.
     """
 
     name: str

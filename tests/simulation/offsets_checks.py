@@ -1,4 +1,4 @@
-"""What must hold of offsets: as its rules are applied, and as it writes to its disk."""
+"""Checks offsets when its rules are applied and when it writes to its disk."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from batonmq_server.offsets.core.values import (
 from tests.simulation.expected_state import ExpectedState, ResetEpoch, copy_of, done, token_of
 
 QUIET_MS = 1_500
-"""A drained queue goes to a newcomer after three slots of 500 ms without change (section 7)."""
+"""A drained queue is granted to a new member after three unchanged slots of 500 ms (section 7)."""
 
 
 class OffsetsChecks:
-    """Sees the table of offsets change, and its disk being written."""
+    """Checks the changes of the table of offsets and the writes to its disk."""
 
     def __init__(self, expected: ExpectedState) -> None:
         self._expected = expected
@@ -37,7 +37,7 @@ class OffsetsChecks:
     # ---- as its rules are applied
 
     def watch_table(self, table: ProgressTable, offsets_set: str) -> None:
-        """See every operation that the table of a new life of a set accepts."""
+        """Observe every operation that the table of a new leader accepts."""
         self._expected.tables[offsets_set] = table
         for queue in self._expected.queues.values():
             queue.resets = 0
@@ -101,7 +101,7 @@ class OffsetsChecks:
             self._watch(table, wrapped)
 
     def _watch(self, table: ProgressTable, watched: Callable[..., Any]) -> None:
-        """What a deposed leader still does in memory is not looked at."""
+        """Observe a method of the table; changes in memory by a deposed leader are ignored."""
         name = watched.__name__
         real = getattr(table, name)
 
@@ -163,7 +163,7 @@ class OffsetsChecks:
     def _fenced_quietly(
         self, key: GroupQueue, before: Progress, wish: FenceAttempt, text: str, now: Instant
     ) -> None:
-        """A queue whose owner has neither closed it nor fallen silent (section 7)."""
+        """Check the fence of a queue that its owner has not closed (section 7)."""
         if before.closed:
             return
         if not before.drained:
@@ -177,7 +177,7 @@ class OffsetsChecks:
         self._expected.counts["passive"] += 1
 
     def _reset(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
-        """From here on nothing counts that was handled before (section 13)."""
+        """Start a reset epoch: earlier handler calls do not count any more (section 13)."""
         expected, queue = self._expected, self._expected.queues[key]
         expected.counts["resets"] += 1
         queue.epochs[after.reset_epoch] = ResetEpoch(done(after))
@@ -189,7 +189,7 @@ class OffsetsChecks:
         expected.excuse(key, f"reset to {after.committed_offset}, token {after.token}")
 
     def _delivered(self, key: GroupQueue, token: int, run: DeliveryRange, now: Progress) -> None:
-        """Section 14: two filters never serve at one instant; what is acked is passed already."""
+        """Section 14: two filters are never active at once; acked messages are filtered already."""
         expected, group = self._expected, self._expected.group
         queue, generation = expected.queues[key], run.subscription_generation
         for first, end in RangeSet.of(run[0], run[1]).difference(done(now)).runs:
@@ -205,7 +205,7 @@ class OffsetsChecks:
         group.served = max(group.served, generation)
 
     def _acked(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
-        """V4: what is acked was handled, or nobody wanted it. V5: C never falls."""
+        """V4: acked messages were handled or filtered. V5: C never goes back."""
         assert before is not None
         if after.committed_offset < before.committed_offset:
             self._fail("V5", f"{key}: C fell from {before.committed_offset} in memory")
@@ -230,12 +230,12 @@ class OffsetsChecks:
     # ---- what is durable
 
     def written(self, entries: Sequence[tuple[bytes, bytes | None]]) -> None:
-        """Offsets has made progress durable."""
+        """Check a durable write of progress."""
         for raw_key, raw in entries:
             if raw_key.startswith(META):
                 continue
             if raw is None:
-                continue  # handed over, and forgotten: what was durable is so elsewhere
+                continue  # moved and removed: the progress is durable in the other set
             key = decode_key(raw_key)
             now = decode_progress(key, unseal(raw_key, raw))
             if isinstance(now, Tombstone):
@@ -244,7 +244,7 @@ class OffsetsChecks:
                 self._durable(key, now)
 
     def began(self, entries: Mapping[bytes, bytes]) -> None:
-        """A leader begins with what is on its disk: all that was durable, and perhaps more."""
+        """Check that a new leader starts with all durable progress; it may have more."""
         queues = [(key, raw) for key, raw in entries.items() if not key.startswith(META)]
         for queue in self._expected.queues.values():
             queue.resets = 0

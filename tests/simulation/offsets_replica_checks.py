@@ -1,7 +1,7 @@
-"""What must hold of a replica set of offsets, at every write to a disk or to etcd (section 12).
+"""Checks a replica set of offsets at every write to a disk or to etcd (section 12).
 
-Whoever may be elected has everything that counts; two copies that say they stand at the same point
-are alike; no copy goes back; only the leader answers.
+Each electable node has all confirmed changes; two copies at the same position are equal; no copy
+goes back; only the leader answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SERVICE = "/baton.offsets.v1.OffsetsService/"
 
 @dataclass(frozen=True, slots=True)
 class CopyPosition:
-    """Where a copy says it stands.
+    """The position that a copy reports.
 
     Attributes:
         history: Epoch and first version of every epoch that has written.
@@ -39,7 +39,7 @@ class CopyPosition:
 
     @staticmethod
     def of(entries: Mapping[bytes, bytes]) -> CopyPosition:
-        """By what is on a disk."""
+        """Read the position from the entries of a disk."""
         if META + POSITION not in entries:
             return CopyPosition(0, ())
         version, history = (
@@ -54,7 +54,7 @@ class CopyPosition:
         return ReplicaPosition(self.history[-1][0], self.version) if self.history else NO_POSITION
 
     def has(self, change: ReplicaPosition) -> bool:
-        """Whether it has that change."""
+        """Return whether the copy has that change."""
         if change.version > self.version:
             return False
         wrote = [epoch for epoch, first in self.history if first <= change.version]
@@ -62,10 +62,10 @@ class CopyPosition:
 
 
 class OffsetsReplicaChecks:
-    """Sees the disks of all nodes of the set, its keys in etcd, and its answers.
+    """Checks the disks of all nodes of the set, its keys in etcd, and its responses.
 
     Args:
-        leader: Who is leader, as etcd has it now; empty for nobody.
+        leader: Reads the leader from etcd; empty without one.
     """
 
     def __init__(self, expected: ExpectedState, leader: Callable[[], str]) -> None:
@@ -80,7 +80,7 @@ class OffsetsReplicaChecks:
     # ---- copies
 
     def watch_disk(self, node: str, disk: MemoryOffsetsDisk) -> None:
-        """See what a node writes from now on; its disk is empty."""
+        """Observe the writes of a node, starting with an empty disk."""
         self._disks[node], self._stands[node] = disk, CopyPosition(0, ())
         disk.on_write.append(partial(self._written, node, disk))
 
@@ -97,25 +97,25 @@ class OffsetsReplicaChecks:
         self._check_electable(f"{node} has written")
 
     def alike(self) -> bool:
-        """Whether every node is in sync and has the same bytes."""
+        """Return whether every node is in sync and has the same bytes."""
         copies = [disk.entries for disk in self._disks.values()]
         in_sync = {*self._standing.in_sync} == self._disks.keys()
         return not copies or (in_sync and all(copy == copies[0] for copy in copies))
 
     def check_alike(self) -> None:
-        """At the end."""
+        """Check at the end of the run that all copies are equal."""
         if not self.alike():
             stands = {node: stand.position for node, stand in self._stands.items()}
             self._fail(f"copies are not alike in the end: {stands}, set {self._standing}")
 
     def may_lose(self, node: str) -> bool:
-        """Whether somebody else could be elected if the disk of `node` were lost."""
+        """Return whether another node could be elected if the disk of `node` were lost."""
         return any(self._electable(other) for other in self._standing.in_sync if other != node)
 
     # ---- leaderships
 
     def opened(self, offsets: OffsetsEpoch) -> bool:
-        """A leadership begins to serve: it has all that was confirmed.
+        """Check that a new leadership has all confirmed changes.
 
         Returns:
             Whether it is one.
@@ -129,7 +129,7 @@ class OffsetsReplicaChecks:
         return True
 
     def confirmed(self, offsets: OffsetsEpoch) -> None:
-        """A write of a leadership has returned: the in-sync set has everything the leader has."""
+        """Check that the in-sync set has a write that has returned at the leader."""
         self._confirm(self._node_of(offsets))
 
     def _confirm(self, node: str) -> None:
@@ -143,7 +143,7 @@ class OffsetsReplicaChecks:
         self._check_electable(f"{node} confirms {at}")
 
     def standing_written(self, stored: KeyValue) -> None:
-        """The set has changed in etcd."""
+        """Check a change of the in-sync set in etcd."""
         before, now = self._standing, replicas_pb2.ReplicaSet.FromString(stored.value)
         self._standing = now
         names = ",".join(now.in_sync)
@@ -160,7 +160,7 @@ class OffsetsReplicaChecks:
         self._check_electable(text)
 
     def answered(self, call: MemoryCall, answer: Any) -> None:
-        """Only a leader answers; and etcd gives no other one its place before that is over."""
+        """Check that only the leader answers, and only until etcd elects another one."""
         if call.target not in self._disks or not call.path.startswith(_SERVICE):
             return
         if isinstance(answer, BatonError) and says_nothing(answer):
@@ -192,7 +192,7 @@ class OffsetsReplicaChecks:
 
 
 def says_nothing(refusal: BatonError) -> bool:
-    """Whether a refusal tells nothing of what the node has."""
+    """Return whether an error reveals nothing of the node's data."""
     return isinstance(refusal, NotLeader | NotServing | NoQuorum) or refusal.kind in (
         "DEADLINE_EXCEEDED",
         "CANCELLED",

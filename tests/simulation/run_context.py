@@ -1,4 +1,4 @@
-"""What everybody who makes things happen in a run shares."""
+"""The context that all drivers of a run share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.options import RunOptions
 
 Later = Coroutine[Any, Any, None] | None
-"""What goes on for a while after an action; None if nothing does."""
+"""The rest of an action, which takes time; None if the action is complete."""
 
 
 class RunContext:
-    """The world of a run, its options, its chance, and a count of what was done to it."""
+    """The cluster of a run, its options, its random generator, and the counts of its actions."""
 
     def __init__(self, cluster: SimulatedCluster, options: RunOptions) -> None:
         self.cluster, self.options = cluster, options
@@ -24,24 +24,24 @@ class RunContext:
         self.counts: Counter[str] = Counter()
 
     def note(self, what: str, kind: str = "") -> None:
-        """The director does something; `kind` is counted."""
+        """Add an action of the scenario to the trace; count its `kind`."""
         self.cluster.trace.note("director", what)
         if kind:
             self.counts[kind] += 1
 
     def time_s(self) -> float:
-        """How long a pause or cut lasts; short ones are as likely as long ones."""
+        """Draw the duration of a pause or cut; short ones are as likely as long ones."""
         longest = self.random.choice([500, 4_000, self.options.pause_ms_max])
         return min(longest, self.options.pause_ms_max) * self.random.uniform(0.3, 1) / 1000
 
     async def until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Wait, but not for ever."""
+        """Wait until the condition is true, at most `timeout_s`."""
         end_s = self.cluster.loop.time() + timeout_s
         while not condition() and self.cluster.loop.time() < end_s:  # noqa: ASYNC110  time costs nothing
             await asyncio.sleep(0.1)
 
     async def freeze(self, process: SimulatedProcess, kind: str) -> None:
-        """Stop a process for a while, in the middle of whatever it does."""
+        """Freeze a process for a while, at any point of its work."""
         process.freeze()
         self.note(f"{process.name} is frozen", kind)
         await asyncio.sleep(self.time_s())

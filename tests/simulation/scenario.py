@@ -1,4 +1,4 @@
-"""One run: a cluster starts, things happen to it, then it is left in peace and must finish."""
+"""One run: a cluster starts, has faults, and must finish all work after the faults."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.simulation.simulated_producer import SimulatedProducer
 from tests.simulation.trace import Trace
 
 SETTLE_S = 240
-"""Once faults have ceased, everything must be done within this time."""
+"""After the last fault all work must be finished within this time."""
 ALIKE_S = 30
-"""And then all copies must be alike."""
+"""After that all copies must be equal within this time."""
 ASK_S = 20
-"""Meanwhile the operator asks so often why it is not."""
+"""Interval at which the operator diagnoses the queues meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run has come to.
+    """The result of a run.
 
     Attributes:
-        counts: How often which kind of event happened.
+        counts: Number of events by kind.
         violation: The first broken property.
     """
 
@@ -45,19 +45,19 @@ class RunResult:
     violation: Violation | None
 
     def lines(self) -> list[str]:
-        """The transcript, as far as it was kept."""
+        """Return the kept lines of the transcript."""
         return self.trace.lines()
 
     def check(self) -> None:
-        """Raise the violation, with what is needed to play it again."""
+        """Raise the violation, with seed and options to repeat the run."""
         if self.violation is not None:
             raise Violation(f"seed {self.seed}, {self.options}\n{self.violation}")
 
 
 def play(seed: str, options: RunOptions, *, kept_max: int | None = 4_000) -> RunResult:
-    """One run in virtual time.
+    """Execute one run in virtual time.
 
-    The garbage collector rests meanwhile: it would end abandoned generators at times of its own.
+    The garbage collector is off meanwhile: it would close abandoned generators at random times.
     """
     gc.disable()
     try:
@@ -82,7 +82,7 @@ async def _play(seed: str, options: RunOptions, kept_max: int | None) -> RunResu
 
 
 async def _end(cluster: SimulatedCluster) -> None:
-    """Unwind every process, also those that were killed: Python wants its tasks to end."""
+    """Cancel the tasks of every process, also of killed ones, so that the loop can close."""
     cluster.network.end()
     for host in cluster.hosts:
         host.thaw()
@@ -94,7 +94,7 @@ async def _end(cluster: SimulatedCluster) -> None:
 
 
 class SimulationRun:
-    """The director of one run."""
+    """The scenario of one run."""
 
     def __init__(self, cluster: SimulatedCluster, options: RunOptions) -> None:
         self.cluster, self.options = cluster, options
@@ -106,7 +106,7 @@ class SimulationRun:
         self._later: list[asyncio.Task[None]] = []
 
     async def play(self) -> None:
-        """The whole run; ends early at the first violation."""
+        """Execute the run; stop at the first violation."""
         async with asyncio.TaskGroup() as tasks:
             await unless(self.cluster.checker.expected.broken, self._direct(tasks))
             for task in self._later:
@@ -132,7 +132,7 @@ class SimulationRun:
         await self._settle(tasks)
 
     def _actions(self) -> dict[Callable[[], Later], int]:
-        """What may happen, by weight; some of it goes on for a while."""
+        """Return the possible actions and their weights."""
         options = self.options
         return {
             self._producer.burst: 8,
@@ -161,7 +161,7 @@ class SimulationRun:
         }
 
     async def _settle(self, tasks: asyncio.TaskGroup) -> None:
-        """Faults cease; what is left to be done gets done (L1, L2)."""
+        """End all faults and check that the remaining work is finished (L1, L2)."""
         self.cluster.trace.note("director", "faults cease")
         self.cluster.network.faults = Faults()
         self._service_faults.settle()

@@ -1,4 +1,4 @@
-"""The services of a run, and what is between all processes: they die, stand still, are cut off."""
+"""Faults of the services, links and clocks of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.simulation.simulated_members import SimulatedMembers
 from tests.simulation.storage_replica_checks import LEADER_KEY as STORE_LEADER_KEY
 
 STOP_S = 30
-"""A service that was told to stop is killed after this time, as a supervisor does."""
+"""A service that does not stop within this time is killed, as by a supervisor."""
 
 
 class ServiceFaults:
-    """Makes things happen to services, links and clocks."""
+    """Injects faults into services, links and clocks."""
 
     def __init__(self, context: RunContext, members: SimulatedMembers) -> None:
         self._context, self._members = context, members
@@ -28,12 +28,12 @@ class ServiceFaults:
         self._lives: Counter[str] = Counter()
 
     def start(self) -> None:
-        """All services begin."""
+        """Start all services."""
         for service in self._services:
             self._start(service)
 
     def settle(self) -> None:
-        """Everything is whole again."""
+        """Undo all faults."""
         self._context.cluster.network.cut.clear()
         for process in self._running.values():
             self._mend_disk(process.name)
@@ -44,7 +44,7 @@ class ServiceFaults:
                 self._start(service)
 
     def kill(self) -> Later:
-        """One dies, and is started again."""
+        """Kill a service and restart it."""
         if not self._up():
             return None
         return self._kill(self._context.random.choice(self._up()))
@@ -56,14 +56,14 @@ class ServiceFaults:
         return self._start_again(process)
 
     def pause(self) -> Later:
-        """One stands still for a while."""
+        """Freeze a service for a while."""
         up = self._up()
         if not up:
             return None
         return self._context.freeze(self._context.random.choice(up), "service pauses")
 
     def restart(self) -> Later:
-        """One is stopped in good order, and started again."""
+        """Stop a service gracefully and restart it."""
         if not self._up():
             return None
         process = self._context.random.choice(self._up())
@@ -73,7 +73,7 @@ class ServiceFaults:
         return self._replace(process)
 
     def cut(self) -> Later:
-        """A link is down, in one direction or both, or all links of a process."""
+        """Cut a link in one direction or both, or all links of a process."""
         random = self._context.random
         names = ["etcd", *self._running, *self._members.names]
         one = random.choice(names)
@@ -84,7 +84,7 @@ class ServiceFaults:
         return self._apart(one, pairs)
 
     def deafen(self) -> Later:
-        """A member reaches storage and offsets, and no lock manager, or no nameserver."""
+        """Cut a member from the lock managers or from the nameservers."""
         random, present = self._context.random, self._members.present()
         if not present:
             return None
@@ -95,7 +95,7 @@ class ServiceFaults:
         return self._apart(member, pairs)
 
     def fail_leader(self) -> Later:
-        """The acting leader of offsets, or of storage, dies, stands still, or is cut off."""
+        """Kill, freeze or cut off the acting leader of offsets or storage."""
         cluster = self._context.cluster
         key = LEADER_KEY if self._replicas() is REPLICAS else STORE_LEADER_KEY
         name = cluster.leader(key)
@@ -111,26 +111,26 @@ class ServiceFaults:
         return self._split(leader.name, alone=self._context.random.random() < 0.5)
 
     def split(self) -> Later:
-        """A node of a replica set reaches some others, or etcd, no more, or is not reached."""
+        """Cut a node of a replica set from some others or from etcd, in one direction or both."""
         return self._split(self._context.random.choice(self._replicas()))
 
     def lose_disk(self) -> Later:
-        """A node of a replica set comes back with an empty disk."""
+        """Restart a node of a replica set with an empty disk."""
         return self._come_back_poorer(self._replicas(), self._lose_disk)
 
     def rot(self) -> Later:
-        """A node of storage comes back with a log that is damaged somewhere."""
+        """Restart a storage node with a damaged log."""
         return self._come_back_poorer(STORES, self._rot)
 
     def fail_disk(self) -> Later:
-        """The disk of a node of storage can't be written to for a while."""
+        """Fail the writes to the disk of a storage node for a while."""
         up = [process for process in self._up() if process.name in STORES]
         if not up:
             return None
         return self._fail_disk(self._context.random.choice(up).name)
 
     def jump(self) -> None:
-        """A wall clock jumps."""
+        """Move a wall clock by hours."""
         random = self._context.random
         process = random.choice([*self._all_processes()])
         assert isinstance(process.clock, LoopClock)
@@ -176,7 +176,7 @@ class ServiceFaults:
             self._start(process.service)
 
     def _replicas(self) -> Sequence[str]:
-        """The nodes of a replica set."""
+        """Return the nodes of a replica set."""
         options = self._context.options
         stores = STORES[: options.stores]
         if options.replicated and len(stores) > 1:
@@ -184,8 +184,8 @@ class ServiceFaults:
         return REPLICAS if options.replicated else stores
 
     def _come_back_poorer(self, names: Sequence[str], lose: Callable[[str], None]) -> Later:
-        """A node dies and loses something, once etcd has heard all that it said; unless nobody
-        but it has everything.
+        """Kill a node and damage its data, after its last write to etcd, unless it has the only
+        complete copy.
         """
         up = [process for process in self._up() if process.name in names]
         if not up:
@@ -223,7 +223,7 @@ class ServiceFaults:
         self._mend_disk(name)
 
     def _mend_disk(self, name: str) -> None:
-        """A node that is stopped, or starts, with a disk that fails would just end."""
+        """End the fault of a disk before its node stops or starts: the node would only exit."""
         disk = self._context.cluster.storage_disks.get(name)
         if disk is not None:
             disk.fail(None)

@@ -1,4 +1,4 @@
-"""The members of a run: they join, leave, die, come back, and change what they subscribe to."""
+"""The members of a run: they join, leave, are killed and restarted, and change subscriptions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.simulation.run_context import Later, RunContext
 
 MEMBERS_MAX = 6
 ATTEMPTS_MAX = 3
-"""The last one is taken."""
+"""Number of client ids; the last one is reused."""
 EXPRESSIONS = ("a || b", "b || c", "c", "*", "a")
 
 
 class SimulatedMembers:
-    """Makes things happen to members."""
+    """Starts, stops and disturbs members."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -44,16 +44,16 @@ class SimulatedMembers:
 
     @property
     def names(self) -> list[str]:
-        """Of everybody who ever was a member."""
+        """The names of all members so far."""
         return list(self._members)
 
     @property
     def processes(self) -> Iterable[ConsumerProcess]:
-        """The last life of each."""
+        """The last process of each member."""
         return self._members.values()
 
     def present(self) -> list[ConsumerProcess]:
-        """Members that run and do not mean to leave."""
+        """Return the members that run and are not leaving."""
         return [
             member
             for member in self._members.values()
@@ -61,7 +61,7 @@ class SimulatedMembers:
         ]
 
     def join(self, name: str = "") -> None:
-        """Somebody joins, who asks for what the newest members ask for."""
+        """Start a member with the newest subscription."""
         if len(self.present()) >= MEMBERS_MAX:
             return
         if not name:
@@ -74,12 +74,12 @@ class SimulatedMembers:
         self._context.note(f"{name} joins for {self._expression}", "joins")
 
     def leave(self) -> None:
-        """Somebody leaves, in good order."""
+        """Stop a member gracefully."""
         if len(self.present()) > 1:
             self._leave(self._context.random.choice(self.present()))
 
     def kill(self) -> Later:
-        """Somebody dies, and comes back, or somebody else does."""
+        """Kill a member; restart it or start another one later."""
         if not self.present():
             return None
         member = self._context.random.choice(self.present())
@@ -89,28 +89,28 @@ class SimulatedMembers:
         return self._come_back(member.name)
 
     def pause(self) -> Later:
-        """Somebody stands still for a while."""
+        """Freeze a member for a while."""
         present = self.present()
         if not present:
             return None
         return self._context.freeze(self._context.random.choice(present), "pauses")
 
     def break_watches(self) -> None:
-        """The streams of one member break: its session, its routes, what lockmgr tells it."""
+        """Break the streams of a member: session, routes and lock manager."""
         if self.present():
             member = self._context.random.choice(self.present())
             count = self._context.cluster.network.break_streams(member.host)
             self._context.note(f"{count} streams of {member.name} break", "watch breaks")
 
     def switch(self) -> Later:
-        """A new version is rolled out: it subscribes to something else (section 14)."""
+        """Roll out a new version with another subscription (section 14)."""
         others = [each for each in EXPRESSIONS if each != self._expression]
         self._expression = self._context.random.choice(others)
         self._context.note(f"the new version wants {self._expression}", "switches")
         return self._roll(self._expression)
 
     def settle(self) -> None:
-        """Who has the old version leaves; somebody is there."""
+        """Stop the members with the old version; keep at least one member running."""
         for member in self.processes:
             if member.alive:
                 member.thaw()

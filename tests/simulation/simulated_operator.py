@@ -1,4 +1,5 @@
-"""The operator of a run: resets progress, takes queues by force, stops the group, and asks why."""
+"""The operator of a run: resets progress, forces releases, pauses and moves the group, and asks why
+queues do not move."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from tests.simulation.run_context import Later, RunContext
 
 T = TypeVar("T")
 ASK_TIMEOUT_S = 20
-"""Nameservers look twice, and wait for services that do not answer."""
+"""Timeout of a diagnosis: nameservers sample twice and wait for unavailable services."""
 
 
 class SimulatedOperator:
-    """Repeats each operation until it is answered; what came of it is the checker's to judge."""
+    """Repeats each operation until it gets a response; the checker verifies the result."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -38,16 +39,16 @@ class SimulatedOperator:
 
     @property
     def busy(self) -> bool:
-        """Whether an operation is under way."""
+        """Whether an operation is in progress."""
         return bool(self._begun)
 
     async def prepare(self) -> None:
-        """The group gets its policy before anybody joins."""
+        """Set the policy of the group before the first member joins."""
         policy = pb.SubscriptionPolicy.Value(f"SUBSCRIPTION_POLICY_{self._context.options.policy}")
         await self._update(pb.UpdateGroupRequest(group=GROUP, policy=policy))
 
     def reset(self) -> None:
-        """Some queues are moved, back or forth, while they are owned; sometimes that is undone."""
+        """Reset some owned queues back or forth; sometimes undo the reset."""
         queues = self._context.cluster.checker.expected.queues
         known = sorted(key for key, queue in queues.items() if queue.durable is not None)
         if not known:
@@ -67,7 +68,7 @@ class SimulatedOperator:
         self._begin(self._reset(op_id, items, undone=random.random() < 0.3))
 
     def force(self) -> None:
-        """A queue is taken from its owner."""
+        """Force the release of a queue."""
         queues = self._context.cluster.checker.expected.queues
         owned = sorted(key for key, queue in queues.items() if queue.owner is not None)
         if owned:
@@ -77,24 +78,24 @@ class SimulatedOperator:
             self._begin(self._force(key, op_id))
 
     def pause(self) -> Later:
-        """The group is stopped for a while."""
+        """Pause the group for a while."""
         reason = self._op_id("pause")
         self._context.note(f"the group is to stop: {reason}", "group pauses")
         return self._pause(reason, self._context.time_s())
 
     def move(self) -> None:
-        """The group is to be kept by the other set of offsets."""
+        """Move the group to the other set of offsets."""
         to_set = self._context.random.choice([OFFSETS, FAR])
         self._context.note(f"the group is to move to {to_set}")
         self._begin(self._move(to_set))
 
     def ask(self) -> None:
-        """Why do queues not move?"""
+        """Ask a nameserver why queues do not move, and check the diagnosis."""
         self._context.counts["questions"] += 1
         self._begin(self._ask())
 
     async def settle(self) -> None:
-        """The group goes on; for ever, as a late copy of an old call may stop it again."""
+        """Resume the group until cancelled: a late copy of an old call may pause it again."""
         while True:
             if self._context.cluster.checker.expected.group.paused:
                 await self._update(_paused(False, "faults have ceased"))
@@ -168,7 +169,7 @@ class SimulatedOperator:
         checker.explained(before, asked_ms, answer.queues, clocks_agree=clocks_agree)
 
     async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T | None:
-        """The answer; None if there will never be one."""
+        """Return the response; None if the call can never succeed."""
         failures = 0
         while True:
             try:

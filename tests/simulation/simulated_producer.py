@@ -1,4 +1,4 @@
-"""The producer of a run: it makes the topic, and sends what the director asks for."""
+"""The producer of a run: creates the topic and sends bursts of messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SimulatedProducer:
 
     Attributes:
         acked: Bodies of messages that were acknowledged.
-        unsettled: Bodies of messages of which nothing is known yet.
+        unsettled: Bodies of messages without an outcome so far.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -40,15 +40,15 @@ class SimulatedProducer:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a topic to send to."""
+        """Whether the topic exists."""
         return self._producer is not None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the producer."""
         self._process.run(self._live)
 
     def burst(self) -> None:
-        """Some messages more."""
+        """Send some more messages."""
         random = self._context.random
         count = random.randint(1, 12)
         self._bursts += 1

@@ -1,9 +1,9 @@
-"""What must hold of a replica set of storage, at every write to a disk or to etcd (section 12).
+"""Checks a replica set of storage at every write to a disk or to etcd (section 12).
 
-Whoever may be elected has everything that anybody was shown, or told to be safe; two copies hold
-the same bytes wherever the same epoch wrote; only the acting leader writes. What an epoch has
-written, and where, the checker keeps by itself. A message counts as stored once somebody can see
-it: before that its leader may lose it.
+Each electable node has every message that was visible or acknowledged; two copies have the same
+bytes wherever the same epoch wrote; only the acting leader writes. The checker keeps its own record
+of what each epoch wrote, and where. A message counts as stored once it is visible: before that its
+leader may lose it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SAFE = (pb.DURABILITY_FSYNCED, pb.DURABILITY_REPLICATED)
 
 @dataclass(frozen=True, slots=True)
 class LogPosition(CopyPosition):
-    """Where a copy of the log stands, durably; its version is where it ends, in bytes.
+    """The durable position of a copy of the log; its version is its end in bytes.
 
     Attributes:
-        damaged: It knows that it has lost something.
+        damaged: Whether the node knows that data is lost.
     """
 
     damaged: bool = False
@@ -51,15 +51,15 @@ class LogPosition(CopyPosition):
         return ReplicaPosition(self.history[-1][0], self.version)
 
     def epoch_before(self, end: int) -> int:
-        """The epoch that wrote the last byte before `end`; 0 for none."""
+        """Return the epoch that wrote the last byte before `end`; 0 for none."""
         return max((epoch for epoch, first in self.history if first < end), default=0)
 
     def has(self, change: ReplicaPosition) -> bool:
-        """Whether it has everything up to there, by that epoch."""
+        """Return whether the copy has the log up to this position, written by that epoch."""
         return change.version <= self.version and self.epoch_before(change.version) == change.epoch
 
     def same_until(self, other: LogPosition) -> int:
-        """Up to where the same epochs wrote both."""
+        """Return the position up to which the same epochs wrote both copies."""
         end = min(self.version, other.version)
         starts = {first for _, first in (*self.history, *other.history) if first < end}
         for at in sorted({*starts, 0}):
@@ -70,7 +70,7 @@ class LogPosition(CopyPosition):
 
 @dataclass(frozen=True, slots=True)
 class WrittenBatch:
-    """A batch that a leader has written, in its epoch."""
+    """A batch that a leader wrote in its epoch."""
 
     epoch: int
     checked: CheckedBatch
@@ -79,16 +79,16 @@ class WrittenBatch:
 
     @property
     def place(self) -> ReplicaPosition:
-        """Who has this has the batch."""
+        """The position of a copy that ends with this batch."""
         return ReplicaPosition(self.epoch, self.receipt.next_position)
 
 
 class StorageReplicaChecks(OffsetsReplicaChecks):
-    """Sees the copies of all nodes of the set, its keys in etcd, and its answers.
+    """Checks the copies of all nodes of the set, its keys in etcd, and its responses.
 
     Args:
-        leader: Who is leader, as etcd has it now; empty for nobody.
-        kept: Called with every batch that somebody can see, in the order of the log.
+        leader: Reads the leader from etcd; empty without one.
+        kept: Called with every visible batch, in the order of the log.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
     # ---- copies
 
     def copy_opened(self, name: str, node: StorageNode) -> None:
-        """A node has opened its copy: of a new life, or after it was cut."""
+        """Check a copy that was opened after a restart or a truncation."""
         before = self._stand(name)
         self._nodes[name] = node
         end = node.store.log.next_position
@@ -121,12 +121,12 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         self._watch(name, node)
 
     def lost(self, name: str) -> None:
-        """The disk of a node is empty."""
+        """Note that the disk of a node is empty."""
         self._stands[name] = LogPosition(0, ())
         self._rotten.pop(name, None)
 
     def rot(self, name: str, disk: MemoryDisk, random: Random) -> bool:
-        """Flip a bit of a batch on the disk of a node that does not run; whether there is one."""
+        """Flip a bit of a batch on the disk of a stopped node; return whether a batch exists."""
         stand = self._stand(name)
         batches = [one for one in self._batches if one.next_position <= stand.version]
         if not batches:
@@ -143,19 +143,19 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         return True
 
     def may_lose(self, node: str) -> bool:
-        """See base; one that has rotted somewhere does not count."""
+        """See base; a damaged copy does not count."""
         others = [one for one in self._standing.in_sync if one != node]
         return any(self._electable(one) and one not in self._rotten for one in others)
 
     def alike(self) -> bool:
-        """Whether every node is in sync, and all copies are whole and end at the same place."""
+        """Return whether every node is in sync and all copies are undamaged and equally long."""
         if self._rotten or {*self._standing.in_sync} != self._nodes.keys() or not self.quiet():
             return False
         copies = [(self._stand(name), _queues(node)) for name, node in self._nodes.items()]
         return all(copy == copies[0] for copy in copies)
 
     def quiet(self) -> bool:
-        """Whether no node has anything that nobody can see."""
+        """Return whether all messages of all nodes are visible."""
         return all(stand.version == self._seen.version for stand in self._stands.values())
 
     def _stand(self, name: str) -> LogPosition:
@@ -164,7 +164,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         return stand
 
     def _stood(self, name: str, node: StorageNode) -> None:
-        """Look at what a node has made durable, or given up."""
+        """Check what a node has made durable or truncated."""
         log, before, history = node.store.log, self._stand(name), node.history
         end = min(log.synced_position, log.next_position)
         now = LogPosition(end, history.starts, history.damaged)
@@ -179,7 +179,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         self._check_electable(f"{name} stands at {now.position}")
 
     def _compare(self, name: str, node: StorageNode, stand: LogPosition, at: int) -> None:
-        """What is new from `at` on has to be what the same epoch has written elsewhere."""
+        """Check that the bytes from `at` on equal those of the same epoch in other copies."""
         while at < stand.version:
             epoch = stand.epoch_before(at + 1)
             ends = [first for _, first in stand.history if first > at]
@@ -198,7 +198,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
     # ---- what is seen
 
     def _shown(self, name: str, node: StorageNode) -> None:
-        """Readers at a node can see what it has up to here."""
+        """Check the visible part of the log of a node."""
         stand, end = self._stand(name), node.store.readable_position
         if not end or self._nodes[name] is not node:
             return
@@ -222,7 +222,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
                 self._expected.counts["given up"] += 1
 
     def _watch(self, name: str, node: StorageNode) -> None:
-        """See everything that a node does to its copy from now on."""
+        """Observe all changes of a node's copy."""
         store = node.store
         real = {each: getattr(store, each) for each in ("append", "synced", "confirmed")}
         keep, cut, begin_epoch = node.save_history, node.cut, node.begin_epoch
@@ -272,7 +272,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         outcomes: Sequence[StoreReceipt | BatonError],
         topics: Mapping[str, LocalTopic],
     ) -> None:
-        """Only the acting leader writes; what it has written counts once somebody can see it."""
+        """Check that only the acting leader writes; a write counts once it is visible."""
         fresh = [
             WrittenBatch(node.store.epoch, checked, outcome, topics[checked.header.topic].topic_id)
             for checked, outcome in zip(batches, outcomes, strict=True)
@@ -287,7 +287,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
     # ---- answers
 
     def served(self, call: MemoryCall, request: Any, answer: Any) -> None:
-        """A node answers: as leader only if it is; and what it says of safety is true."""
+        """Check a response: it claims leadership and durability only if true."""
         if call.target not in self._nodes or not call.path.startswith(_SERVICES):
             return
         if isinstance(answer, BatonError) and says_nothing(answer):
@@ -329,5 +329,5 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
 
 
 def _queues(node: StorageNode) -> dict[QueueKey, VisibleRange]:
-    """What a copy lets readers see of its queues."""
+    """Return the visible end of each queue of a copy."""
     return {key: node.store.offsets(key) for key in sorted(node.store.queues)}

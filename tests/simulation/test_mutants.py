@@ -1,7 +1,7 @@
-"""Goal: the simulator would find a mistake in the protocol.
+"""Goal: the simulator finds a protocol with a missing rule.
 
 Method: each mutant leaves out one of the protocol's rules in the real code (`mutants`); some
-run, of a bounded number, must then break a promise. Which one it breaks is in its report.
+run, of a bounded number, must then break a promise.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ def test_violation_shows_seed_options_and_previous_events(
 
 
 def broken_rule(outcome: RunResult) -> str:
-    """The property that did not hold, such as "V3"."""
+    """Return the broken property, such as "V3"."""
     return str(outcome.violation).partition(":")[0] if outcome.violation else ""

@@ -1,9 +1,9 @@
-"""Goal: the promises of the ownership protocol hold under every schedule, not just in the demo.
+"""Goal: the promises of the ownership protocol hold under every schedule.
 
-Method: real services and real clients in one virtual-time loop, over a network, disks and an
-etcd that are played (`cluster`), with faults drawn from a seed (`scenario`). Every change is
-checked as it happens against books of the test's own (`checker`): protocol sections 13, 14 and 16,
-V1 to V11, and L2 in the end. Runs that were too quiet to prove anything fail as well.
+Method: real services and clients in one loop of virtual time, with a simulated network, disks and
+etcd (`cluster`), and faults drawn from a seed (`scenario`). Every change is checked as it happens
+against an expected state (`checker`): protocol sections 13, 14 and 16, V1 to V11, and L2 at the
+end. Runs with too few events to prove anything fail as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.simulation.seeds import (
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
 BUNCH = 20
-"""Runs per test; few enough to name the guilty, enough to have seen every kind of fault."""
+"""Runs per test: few enough to identify a failing seed, enough to contain every kind of fault."""
 ENOUGH = {
     "hand-overs": 60, "closes": 30, "grants": 100, "starts": 400, "repeated": 5, "joins": 60,
     "leaves": 10, "kills": 1, "pauses": 1, "service kills": 1, "service pauses": 1, "cuts": 1,
@@ -40,7 +40,7 @@ ENOUGH = {
     "acks by pull": 4, "questions": 4, "sent back": 20, "elections": 10, "shrinks": 10,
     "leader faults": 1, "lost disks": 1,
 }  # fmt: skip
-"""What must have happened in a bunch, at least so often."""
+"""Minimum number of events of each kind in the runs of one test."""
 STORAGE_BUNCH = 15
 ENOUGH_OF_STORAGE = {
     "leaderships of storage": 20, "replicated receipts": 100, "pulls from followers": 2, "rots": 1,
@@ -50,7 +50,7 @@ BUNCHES = [SEEDS[begin : begin + BUNCH] for begin in range(0, len(SEEDS), BUNCH)
 
 
 def played(seed: int, options: RunOptions) -> Mapping[str, int]:
-    """What happened in a run that broke no promise."""
+    """Return the event counts of a run without a violation."""
     outcome = play(str(seed), options)
     outcome.check()
     assert outcome.counts["starts"] and outcome.counts["grants"], f"seed {seed}: nothing happened"
@@ -129,5 +129,5 @@ def test_seed_determines_the_run_in_another_process(seed: int, kind: str) -> Non
 
 
 def transcript(outcome: RunResult) -> str:
-    """Everything that happened."""
+    """Return the full transcript of a run."""
     return "\n".join(outcome.lines())

@@ -71,7 +71,7 @@ def test_hand_over_has_its_phases_its_first_pull_and_its_outliers(spark: SparkSe
 
 
 @pytest.mark.spark
-def test_owner_has_a_queue_until_it_gives_it_back_or_loses_it(spark: SparkSession) -> None:
+def test_ownership_ends_with_a_release_or_a_takeover(spark: SparkSession) -> None:
     found = owners(rows(spark, EVENTS), ReportScope()).orderBy("token").collect()
     assert [(one.client_id, one.begin, one.end) for one in found] == [
         ("c1", at(0.5), at(4.9)),
@@ -150,7 +150,7 @@ class Seen(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_page_is_whole_and_loads_nothing() -> None:
+def test_page_is_complete_and_loads_nothing() -> None:
     text, seen = many(120), Seen()
     seen.feed(text)
     assert seen.open == []

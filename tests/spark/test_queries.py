@@ -157,7 +157,7 @@ def test_alerts_reach_the_table_and_the_topic_once(
     assert told[:3] == [(row.alert_id, row.state) for row in alerts]
 
 
-def test_alerts_of_a_micro_batch_that_comes_again_are_written_once(
+def test_alerts_of_a_repeated_micro_batch_are_written_once(
     copied: QueryContext, cluster: RunningCluster
 ) -> None:
     topic = cluster.create("alerts")
@@ -198,7 +198,7 @@ def test_query_without_its_checkpoint_writes_nothing_twice(copied: QueryContext)
     ]
 
 
-def test_compaction_joins_files_deletes_old_days_and_disturbs_no_stream(
+def test_compaction_joins_files_and_deletes_old_days_without_affecting_streams(
     copied: QueryContext, cluster: RunningCluster
 ) -> None:
     path = copied.warehouse.table(BRONZE)

@@ -83,7 +83,7 @@ async def status(security: Security, address: str) -> int:
         return int(answer.status)
 
 
-async def test_with_the_right_papers_calls_are_answered(papers: Path) -> None:
+async def test_call_with_valid_certificates_succeeds(papers: Path) -> None:
     own = {"tlsCertFile": str(papers / "client.pem"), "tlsKeyFile": str(papers / "client.key")}
     async with serving(papers) as address:
         wanted = tls(papers, tlsServerName=NAME, **own)
@@ -91,7 +91,9 @@ async def test_with_the_right_papers_calls_are_answered(papers: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["client", "name"])
-async def test_without_them_nothing_is_said(papers: Path, missing: str) -> None:
+async def test_call_without_client_certificate_or_server_name_fails(
+    papers: Path, missing: str
+) -> None:
     own = {"tlsCertFile": str(papers / "client.pem"), "tlsKeyFile": str(papers / "client.key")}
     given = {"client": {"tlsServerName": NAME}, "name": own}[missing]
     async with serving(papers) as address:

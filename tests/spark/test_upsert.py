@@ -39,13 +39,13 @@ def add(path: str, first: Upsert, second: Upsert) -> tuple[list[str], list[int]]
     return made, [row["n"] for row in table.to_pylist()]
 
 
-def test_one_micro_batch_that_two_write_at_once_is_added_once(tmp_path: Path) -> None:
+def test_micro_batch_written_by_two_processes_is_added_once(tmp_path: Path) -> None:
     path = str(tmp_path / "table")
     again = Upsert(path, [MINUTE], ("query", 7))
     assert add(path, again, again) == (["first", "second"], [6])
 
 
-def test_what_others_have_written_meanwhile_is_added_to(tmp_path: Path) -> None:
+def test_upsert_adds_to_rows_of_another_writer(tmp_path: Path) -> None:
     path = str(tmp_path / "table")
     one, other = (Upsert(path, [MINUTE], (query, 7)) for query in ("one", "other"))
     assert add(path, one, other) == (["first", "second", "first"], [7])

@@ -1,4 +1,4 @@
-"""Waiting for a condition instead of for a time."""
+"""Waits until a condition is true, instead of for a fixed time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 WAIT_S = 45
-"""For what comes in a moment: on a machine with other work that may be many seconds."""
+"""Default timeout: generous, because a busy machine may delay a process by many seconds."""
 
 
 async def until(
@@ -37,7 +37,7 @@ def until_now(condition: Callable[[], object], timeout_s: float = WAIT_S) -> Non
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Return whether a process runs; a zombie process does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

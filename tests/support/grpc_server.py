@@ -15,14 +15,14 @@ from batonmq_server.runtime.interceptor import EdgeInterceptor
 
 @asynccontextmanager
 async def serving(*adders: Callable[[grpc.aio.Server], None]) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server with what `adders` add; both end with the block."""
+    """Yield a channel to a server with the servicers that `adders` add."""
     async with serving_at(*adders) as address, connect(address) as channel:
         yield channel
 
 
 @asynccontextmanager
 async def serving_at(*adders: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
-    """The address of a server with what `adders` add."""
+    """Yield the address of a server with the servicers that `adders` add."""
     edge = EdgeInterceptor(Clock(), CollectorRegistry())
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
     for add in adders:

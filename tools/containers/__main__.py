@@ -206,7 +206,7 @@ def main() -> int:
         and all(one["refused"] for one in report["rejected_callers"])
     )
     print(json.dumps(report["traffic"]))
-    print("OK: nothing lost, nothing twice unannounced." if good else "FAILED: see above.")
+    print("OK: nothing lost, no unflagged duplicate." if good else "FAILED: see above.")
     return 0 if good else 1
 
 

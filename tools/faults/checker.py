@@ -1,8 +1,8 @@
-"""Holds the merged history of a run against what a broker that keeps its promises can produce.
+"""Checks that a broker that keeps its promises could have produced the merged history of a run.
 
-The model is small: a queue is a list of messages that only grows; a group goes through it in order;
-a message passes from hand to hand only when its owner was killed or stood still before it was
-committed. The ids are those of the invariants that are checked.
+The model is small: a queue is a list of messages that only grows; a group handles it in order; a
+message is handled by a second member only if its owner was killed or paused before it was
+committed. Ids such as T1 are those of the checked invariants.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from tools.faults.history import (
 )
 
 CAUGHT_US = 250_000
-"""Who stood still between looking at its deadline and starting the handler starts it so soon after
-it goes on, under its old token: one message of a queue at most."""
+"""A member that is paused between the check of its deadline and the start of the handler starts it
+this soon after the pause, under its old token: at most one message of a queue."""
 
 STUCK_MS = 25_000
-"""Somebody who looked 15 s ago, and then now, may believe for 5 s more that a queue has moved."""
+"""The diagnosis looks every 15 s and may report for 5 s more that a queue has moved."""
 NO_REASON = ("", "IDLE", "MOVING", "FILTERED")
-"""Diagnoses that say that nothing is wrong."""
+"""Diagnoses that report no problem."""
 
 
 class HistoryProblem(NamedTuple):
-    """Why a history is not valid."""
+    """A violated rule and its description."""
 
     rule: str
     text: str
 
 
 def check(history: History, span_max: int) -> list[HistoryProblem]:
-    """Everything that should not be; a run is valid if that is nothing.
+    """Return all problems of a history; the run is valid without any.
 
     Args:
-        span_max: Of the consumers: no owner has more offsets than this in hand.
+        span_max: Setting of the consumers: an owner has at most this many offsets in flight.
     """
     firsts = FirstCalls.of(history.handler_calls)
     found = [HistoryProblem("run", problem) for problem in history.problems]
@@ -64,7 +64,7 @@ def check(history: History, span_max: int) -> list[HistoryProblem]:
 
 
 def _check_handled(history: History) -> Iterator[HistoryProblem]:
-    """Ok: handled to the end. Failed: never. Indeterminate: either. T2, T4."""
+    """Acknowledged messages are handled, failed ones never, indeterminate ones may be. T2, T4."""
     done = {one.number for one in history.handler_calls if one.done_us is not None}
     started = {one.number for one in history.handler_calls}
     for send in history.sends:
@@ -77,11 +77,11 @@ def _check_handled(history: History) -> Iterator[HistoryProblem]:
                 "failed", f"{send.number} was handled, though it failed: {send.reason}"
             )
     for number in sorted(started - {send.number for send in history.sends}):
-        yield HistoryProblem("unknown", f"{number} was handled, and nobody has sent it")
+        yield HistoryProblem("unknown", f"{number} was handled and never sent")
 
 
 def _check_log(history: History) -> Iterator[HistoryProblem]:
-    """The log has what has a receipt, and where; nothing that failed; no holes. T1, T2, T4."""
+    """The log has each message at the offset of its receipt, no failed one, no hole. T1, T2, T4."""
     if history.stored is None:
         return
     at = {(one.queue, one.offset): one.number for one in history.stored}
@@ -108,7 +108,7 @@ def _check_log(history: History) -> Iterator[HistoryProblem]:
 
 
 def _check_places(history: History) -> Iterator[HistoryProblem]:
-    """One message at a place, one place for a message; receipts say where. T1, T4, T5."""
+    """Each message has one offset, each offset one message, as in the receipts. T1, T4, T5."""
     seen: set[tuple[int, Queue, int]] = {
         (send.number, send.queue, send.offset) for send in history.sends if send.queue is not None
     }
@@ -133,7 +133,7 @@ def _check_places(history: History) -> Iterator[HistoryProblem]:
 
 
 def _check_real_time(history: History) -> Iterator[HistoryProblem]:
-    """What was sent after a receipt was there stands behind it in its queue. T1."""
+    """A message sent after a receipt has a higher offset in the queue. T1."""
     by_queue: dict[Queue, list[Send]] = defaultdict(list)
     for send in history.sends:
         if send.queue is not None:
@@ -146,12 +146,12 @@ def _check_real_time(history: History) -> Iterator[HistoryProblem]:
                 highest = max(highest, ended[index].offset)
                 index += 1
             if send.offset < highest:
-                text = f"{send.number} is at {queue}@{send.offset}, sent when {highest} was told"
+                text = f"{send.number} is at {queue}@{send.offset}, sent after receipt of {highest}"
                 yield HistoryProblem("real time", text)
 
 
 def _check_lanes(history: History) -> Iterator[HistoryProblem]:
-    """Messages of one ordering key stand in their queue in the order of their sending. T1."""
+    """Messages of one ordering key are in one queue, in send order. T1."""
     last: dict[str, tuple[int, Queue, int]] = {}
     for send in sorted(history.sends, key=lambda one: one.number):
         if not send.lane or send.queue is None:
@@ -167,7 +167,7 @@ def _check_lanes(history: History) -> Iterator[HistoryProblem]:
 
 
 def _check_owners(history: History) -> Iterator[HistoryProblem]:
-    """One owner at a time: a grant ends what was under older tokens, whoever had it. T8, T9."""
+    """A queue has one owner at a time: a grant ends handling under older tokens. T8, T9."""
     outages = _by_member(history.outages)
     starts: dict[Queue, list[HandlerCall]] = defaultdict(list)
     for handling in history.handler_calls:
@@ -204,10 +204,10 @@ def _by_member(outages: Sequence[MemberOutage]) -> dict[str, list[MemberOutage]]
 
 
 def _check_repeats(history: History, firsts: FirstCalls, span_max: int) -> Iterator[HistoryProblem]:
-    """Twice only what a killed or paused owner had in hand, and flagged. T6, T7, T9."""
+    """Only messages in flight at a killed or paused owner repeat, and are flagged. T6, T7, T9."""
     outages = _by_member(history.outages)
     committed = _Committed(history.samples)
-    in_hand: dict[tuple[MemberOutage, Queue], set[int]] = defaultdict(set)
+    in_flight: dict[tuple[MemberOutage, Queue], set[int]] = defaultdict(set)
     caught: Counter[tuple[MemberOutage, Queue]] = Counter()
     for before, after in firsts.repeats:
         what = (
@@ -220,17 +220,17 @@ def _check_repeats(history: History, firsts: FirstCalls, span_max: int) -> Itera
             continue
         if not after.redelivered:
             yield HistoryProblem("not flagged", what)
-        fall = _reason_to_repeat(outages.get(before.member, []), before, after)
-        if fall is None or after.token == before.token:
+        outage = _reason_to_repeat(outages.get(before.member, []), before, after)
+        if outage is None or after.token == before.token:
             yield HistoryProblem("handled twice", what)
         elif committed.below(after.queue, after.start_us) > after.offset:
             yield HistoryProblem("handled twice", f"{what}; it was committed by then")
         else:
-            in_hand[fall, before.queue].add(before.offset)
-    for (crash, queue), offsets in in_hand.items():
+            in_flight[outage, before.queue].add(before.offset)
+    for (crash, queue), offsets in in_flight.items():
         if max(offsets) - min(offsets) >= span_max:
-            text = f"{crash.member} had {min(offsets)} to {max(offsets)} of {queue} in hand"
-            yield HistoryProblem("more than in hand", text)
+            text = f"{crash.member} had {min(offsets)} to {max(offsets)} of {queue} in flight"
+            yield HistoryProblem("more than in flight", text)
     for (crash, queue), count in caught.items():
         if count > 1:
             text = f"{crash.member} started {count} messages of {queue} after its pause"
@@ -240,7 +240,7 @@ def _check_repeats(history: History, firsts: FirstCalls, span_max: int) -> Itera
 def _reason_to_repeat(
     outages: list[MemberOutage], before: HandlerCall, after: HandlerCall
 ) -> MemberOutage | None:
-    """The fall of the owner that left the message in its hand."""
+    """Return the outage during which the owner had the message in flight."""
     for crash in outages:
         until_us = crash.begin_us if crash.end_us is None else crash.end_us + CAUGHT_US
         if before.start_us <= until_us and after.start_us > crash.begin_us:
@@ -249,7 +249,7 @@ def _reason_to_repeat(
 
 
 def _caught(outages: dict[str, list[MemberOutage]], handling: HandlerCall) -> MemberOutage | None:
-    """The pause in whose first moment afterwards a handler was started that somebody else had."""
+    """Return the pause that ended less than `CAUGHT_US` before the start of the handler call."""
     for crash in outages.get(handling.member, ()):
         if (
             crash.paused
@@ -261,7 +261,7 @@ def _caught(outages: dict[str, list[MemberOutage]], handling: HandlerCall) -> Me
 
 
 def _check_order(firsts: FirstCalls) -> Iterator[HistoryProblem]:
-    """First handlings of a queue ascend. T17."""
+    """First handler calls of a queue have ascending offsets. T17."""
     for queue, handler_calls in firsts.by_queue():
         highest = -1
         for one in handler_calls:
@@ -272,7 +272,7 @@ def _check_order(firsts: FirstCalls) -> Iterator[HistoryProblem]:
 
 
 def _check_committed(history: History, firsts: FirstCalls) -> Iterator[HistoryProblem]:
-    """Committed offsets never fall, and pass nothing that nobody has handled. T13, T14."""
+    """Committed offsets never go back and never pass an unhandled message. T13, T14."""
     highest: dict[Queue, int] = {}
     done = _Done(history.handler_calls)
     for sample in history.samples:
@@ -291,15 +291,15 @@ def _check_committed(history: History, firsts: FirstCalls) -> Iterator[HistoryPr
 
 
 def _check_stuck_queues(history: History) -> Iterator[HistoryProblem]:
-    """A queue with a backlog moves, or something says why not. T40."""
+    """A queue with a backlog moves, or the diagnosis has a reason. T40."""
     for watch in history.stuck_reports:
         if watch.unmoved_ms >= STUCK_MS and watch.reason in NO_REASON:
             text = f"{watch.queue} stood at {watch.committed} for {watch.unmoved_ms} ms"
-            yield HistoryProblem("stuck", f"{text}: {watch.reason or 'nothing was said'}")
+            yield HistoryProblem("stuck", f"{text}: {watch.reason or 'no diagnosis'}")
 
 
 class _Committed:
-    """Up to where queues were known to be committed at a time."""
+    """The committed offsets that were known at a given time."""
 
     def __init__(self, samples: Sequence[ProgressSample]) -> None:
         self._times: dict[Queue, list[int]] = defaultdict(list)
@@ -310,13 +310,13 @@ class _Committed:
                 self._offsets[queue].append(offset)
 
     def below(self, queue: Queue, at_us: int) -> int:
-        """Every offset below was known to be committed before `at_us`."""
+        """Return the highest committed offset that was known before `at_us`."""
         index = bisect_left(self._times[queue], at_us)
         return self._offsets[queue][index - 1] if index else 0
 
 
 class _Done:
-    """By when every offset of a queue up to some one was handled to the end."""
+    """The time by which all offsets of a queue up to a given one were handled."""
 
     def __init__(self, handler_calls: Sequence[HandlerCall]) -> None:
         done: dict[Queue, dict[int, int]] = defaultdict(dict)
@@ -331,6 +331,6 @@ class _Done:
                 by_us.append(max(at_us, by_us[-1] if by_us else 0))
 
     def gap(self, queue: Queue, offset: int, at_us: int) -> int | None:
-        """The lowest offset below `offset` that was not handled by `at_us`; None if all were."""
+        """Return the lowest offset below `offset` not handled by `at_us`; None if all were."""
         lowest = bisect_right(self._by_us.get(queue, []), at_us)
         return lowest if lowest < offset else None

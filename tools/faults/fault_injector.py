@@ -1,4 +1,4 @@
-"""Makes what the director has drawn, and undoes it."""
+"""Injects the scheduled faults and undoes them."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from tools.faults.network import HUB, Network, Pair, both_ways, bridge, halves, 
 from tools.faults.process_faults import NO_FAULT, ProcessFault
 
 _MARGIN_S = 5
-"""A client that hears nothing for so much less than a lease is still far from losing anything."""
+"""A client that is cut off for a lease minus this long keeps its queues."""
 _FAILED_S = 30.0
 
 
 @dataclass(slots=True)
 class FaultInjector:
-    """Has the cluster, its consumers and its network in hand.
+    """Injects faults into the services, the consumers and the network of a cluster.
 
     Attributes:
-        network: None if it can't be cut.
-        upsets: Where processes look for what is wrong with them.
-        told: What exactly was done, for the log of the run.
-        problems: What could not be done or undone.
+        network: None if the network cannot be cut.
+        upsets: Folder of the fault files of the processes.
+        told: Details of the injected faults, for the report.
+        problems: Faults that could not be injected or undone.
     """
 
     cluster: LocalCluster
@@ -51,7 +51,7 @@ class FaultInjector:
     problems: list[str] = field(default_factory=list)
 
     async def inject(self, fault: Fault, name: str) -> None:
-        """Do it to the process of this name, and undo it; return when that is done."""
+        """Inject a fault into the named process; return when it is undone."""
         try:
             if fault.part == MEMBER:
                 await self._inject_into_member(fault, name)
@@ -95,14 +95,14 @@ class FaultInjector:
             "clock strobe": ProcessFault(strobe_ms=fault.amount),
         }[fault.kind]
         [node_id] = (one.node_id for one in self.cluster.options.instances if one.name == name)
-        process_fault.tell(self.process_faults, node_id)
+        process_fault.write(self.process_faults, node_id)
         if process_fault.sync_fails and not await self._fails(node_id):
-            self.problems.append(f"{name} has synced nothing for {_FAILED_S:g} s")
+            self.problems.append(f"{name} did not sync within {_FAILED_S:g} s")
         await _for_ms(fault.hold_ms)
-        NO_FAULT.tell(self.process_faults, node_id)
+        NO_FAULT.write(self.process_faults, node_id)
         if (
             process_fault.sync_fails and self.cluster.pid(name) is None
-        ):  # it may end, or mend itself
+        ):  # the process may end or recover
             await self.cluster.start(name)
 
     async def _fails(self, node_id: str) -> bool:
@@ -137,10 +137,10 @@ class FaultInjector:
             return both_ways([name], rest)
         if fault.kind == "no etcd":
             return both_ways([name], [one for one in rest if one.startswith("etcd")])
-        everybody = [*rest, *clients]
+        peers = [*rest, *clients]
         if fault.kind == "mute":
-            return {(name, one) for one in everybody}
-        return {(one, name) for one in everybody}
+            return {(name, one) for one in peers}
+        return {(one, name) for one in peers}
 
     async def _unplug(self, network: Network, name: str, hold_ms: int) -> None:
         network.unplug(name)

@@ -1,8 +1,9 @@
-"""Draws what is done to a cluster and its consumers: the same from the same seed.
+"""Draws faults for a cluster and its consumers; the same seed gives the same faults.
 
-Victims are drawn as parts (the leader of `offsets`, some consumer); who plays a part at that moment
-only the run knows. Each fault is one that the `ha` profile survives when it is whole: at most one
-node of each replica set, or anything at all for a few seconds that leaves disks alone.
+A fault names a part (the leader of `offsets`, some consumer), not a process: the run finds the
+process when it injects the fault. The `ha` profile survives each group of faults if it is in sync
+before: at most one node of each replica set fails, or several for a few seconds without damage to
+their disks.
 """
 
 from __future__ import annotations
@@ -14,37 +15,36 @@ from random import Random
 ETCD, MEMBER, NETWORK = "etcd", "member", "network"
 LEASE_S = 30
 PAST_LEASE_MS = 35_000
-"""An owner that stands still for so long loses its queues."""
+"""An owner that is paused for this long loses its queues."""
 
 PROCESS = ("kill", "pause", "restart")
 CUTS = ("isolate", "unplug", "mute", "deaf", "no etcd")
-"""Of one process. From all other processes, while consumers and producers reach it; from all and
-everybody; what it sends is lost; what is sent to it is lost; from etcd."""
+"""Cuts of one process: isolate: from all other services, while clients still reach it; unplug: from
+all; mute: everything it sends is lost; deaf: everything sent to it is lost; no etcd: from etcd."""
 SPLITS = ("halves", "bridge", "ring")
-"""Of all processes; consumers and producers reach them all."""
+"""Splits of all services; clients reach all of them."""
 DISK = ("slow sync", "failed sync", "full disk")
 CLOCK = ("clock jump", "clock strobe")
 BYTES = ("torn file", "flipped bit")
 OF_MEMBER = ("kill", "pause")
 CUTS_OF_MEMBER = ("unplug", "brokers only", "no broker")
-"""From everything; from lockmgr and nameserver; from storage."""
+"""Cuts of a consumer: from everything; from lockmgr and nameserver; from storage."""
 _AWAY_MS = 8_000
-"""Who comes back with a damaged disk stays away until it can't be elected with what it has."""
+"""A node with a damaged disk stays down until its replica set has another leader."""
 _HOUR_MS = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to one process, or to the network.
+    """A fault of one process, or of the network.
 
     Attributes:
-        kind: One of those above.
+        kind: One of the constants above.
         part: A replica set, `etcd`, `member` or `network`.
-        rank: Which process of the part: 0 the leader, then the others by name, and so on around;
-            of etcd and of members, just by name. Of the network, how it is shuffled.
-        hold_ms: It lasts so long; a restart in good order not longer than that takes.
-        amount: Milliseconds by which a sync is slow or a clock is wrong; of damaged files, what is
-            drawn.
+        rank: Selects the process of the part, modulo its size: 0 is the leader, the others follow
+            by name; etcd and members are sorted by name only. For the network: the shuffle seed.
+        hold_ms: Duration; ignored by a graceful restart.
+        amount: Delay of a sync or error of a clock, in ms; for damaged files, the seed.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultGroup:
-    """Strikes that are made at once, and the rest after the cluster has healed."""
+    """Faults that are injected at once, and the pause after the cluster has healed."""
 
     faults: tuple[Fault, ...]
     rest_ms: int
@@ -64,10 +64,10 @@ class FaultGroup:
 
 @dataclass(slots=True)
 class FaultSchedule:
-    """Draws faults.
+    """Draws groups of faults.
 
     Attributes:
-        sets: Replica sets that have somebody to take over.
+        sets: Replica sets with at least two nodes.
         cuts: Whether the network can be cut.
     """
 
@@ -76,7 +76,7 @@ class FaultSchedule:
     cuts: bool
 
     def draw(self) -> FaultGroup:
-        """The next fault."""
+        """Return the next group of faults."""
         weights = {
             self._one: 6,
             self._several: 4,
@@ -109,11 +109,11 @@ class FaultSchedule:
         )
 
     def _member(self) -> tuple[Fault, ...]:
-        """A consumer is killed, stumbles, or stands still until its queues are others'."""
+        """Kill a consumer, pause it for a moment, or pause it until its lease expires."""
         long_pause = Fault("pause", MEMBER, self._any(), PAST_LEASE_MS)
-        stumble = Fault("pause", MEMBER, self._any(), self.random.randrange(500, 8_000))
+        short_pause = Fault("pause", MEMBER, self._any(), self.random.randrange(500, 8_000))
         death = Fault("kill", MEMBER, self._any(), self.random.randrange(500, 5_000))
-        return tuple(self.random.choices((death, stumble, long_pause), weights=(3, 2, 1)))
+        return tuple(self.random.choices((death, short_pause, long_pause), weights=(3, 2, 1)))
 
     def _cut(self) -> tuple[Fault, ...]:
         part = self.random.choice([*self.sets, ETCD])
@@ -162,5 +162,5 @@ class FaultSchedule:
 
 
 def is_cut(fault: Fault) -> bool:
-    """Whether it is done to the network."""
+    """Return whether the fault needs a network that can be cut."""
     return fault.kind in (*CUTS, *SPLITS, *CUTS_OF_MEMBER)

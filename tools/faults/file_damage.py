@@ -1,7 +1,7 @@
-"""Bytes of a process that does not run, torn off or turned over.
+"""Damages a file of a stopped process: truncates it or flips a bit.
 
-One file at a time: which one, and where in it, is drawn. What it may be is what the service keeps:
-the log, indexes and small files of storage (docs/reference/format.md), the one file of offsets.
+The file and the position are drawn from the files that the service keeps: the log, indexes and
+small files of storage (docs/reference/format.md), the only file of offsets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHUNK = 1024 * 1024
 
 
 def tear(folder: Path, random: Random) -> str:
-    """Lose the end of what was written to a file, from some byte on; what was done."""
+    """Remove the written bytes of a file from a random position on; return a description."""
     path = _choose(folder, random)
     used = _used(path)
     at = random.randrange(max(0, used - TAIL_BYTES), used)
@@ -26,12 +26,12 @@ def tear(folder: Path, random: Random) -> str:
     with path.open("r+b") as file:
         file.truncate(at)
         if path.parent.name == "log":
-            file.truncate(size)  # a segment is allocated at once: what is lost there reads as zeros
+            file.truncate(size)  # a segment is preallocated: lost bytes read as zeros
     return f"{path.relative_to(folder)} from byte {at} of {used} on"
 
 
 def flip(folder: Path, random: Random) -> str:
-    """Turn one bit of a file over; what was done."""
+    """Flip one bit of a file; return a description."""
     path = _choose(folder, random)
     used = _used(path)
     at, bit = random.randrange(used), random.randrange(8)
@@ -44,14 +44,14 @@ def flip(folder: Path, random: Random) -> str:
 
 
 def _choose(folder: Path, random: Random) -> Path:
-    """A file that has something in it: of a kind that is drawn first."""
+    """Return a file with content; its kind is drawn first."""
     patterns = _OFFSETS if (folder / "progress").is_dir() else _STORAGE
     kinds = [[one for one in sorted(folder.glob(pattern)) if _used(one)] for pattern in patterns]
     return random.choice(random.choice([kind for kind in kinds if kind]))
 
 
 def _used(path: Path) -> int:
-    """Bytes up to the last that is not zero."""
+    """Return the number of bytes up to the last one that is not zero."""
     used = size = path.stat().st_size
     with path.open("rb") as file:
         while used:

@@ -1,6 +1,6 @@
-"""What happened in a run, as plain values.
+"""The events of a run as plain values.
 
-Every time is of one monotonic clock, in microseconds.
+Every time is read from one monotonic clock, in microseconds.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from enum import Enum
 from typing import NamedTuple
 
 Queue = tuple[str, int]
-"""Broker and index: of the one topic there is."""
+"""Broker and queue id; a run has one topic."""
 
 
 class SendOutcome(Enum):
-    """What a producer was told of a message."""
+    """The outcome of a send."""
 
     OK = "ok"
     FAIL = "fail"
-    """It is certainly not stored."""
+    """The message is certainly not stored."""
     INDETERMINATE = "indeterminate"
-    """It may be stored or not."""
+    """The message may be stored or not."""
 
 
 class Send(NamedTuple):
     """A message and its outcome.
 
     Attributes:
-        number: Its body; no two messages have the same.
+        number: Body; unique in a run.
         lane: Producer and ordering key; empty without a key.
-        begin_us: When it was handed to the producer.
-        end_us: When the outcome was known.
-        queue: Where the receipt says it is; None without one.
-        offset: Likewise; -1 without one.
-        reason: Of a failure.
+        begin_us: Time of the call of the producer.
+        end_us: Time of the outcome.
+        queue: Queue of the receipt; None without one.
+        offset: Offset of the receipt; -1 without one.
+        reason: Error of a failed or indeterminate send.
     """
 
     number: int
@@ -48,11 +48,11 @@ class Send(NamedTuple):
 
 
 class HandlerCall(NamedTuple):
-    """A handler that was started.
+    """A call of a message handler.
 
     Attributes:
-        member: Client id; no two processes of a run have the same.
-        done_us: None if it did not end.
+        member: Client id; unique for each process of a run.
+        done_us: None if the call did not end.
     """
 
     member: str
@@ -66,10 +66,10 @@ class HandlerCall(NamedTuple):
 
 
 class OwnershipChange(NamedTuple):
-    """A queue came to a member or went.
+    """A change of the ownership of a queue, as its member saw it.
 
     Attributes:
-        kind: Of `OwnershipEvent`.
+        kind: Kind of the `OwnershipEvent`.
     """
 
     member: str
@@ -80,10 +80,10 @@ class OwnershipChange(NamedTuple):
 
 
 class MemberOutage(NamedTuple):
-    """A member was killed, or stood still until `end_us`.
+    """A member was killed at `begin_us`, or paused or cut off until `end_us`.
 
     Attributes:
-        stood_still: False if it went on, but cut off from everything for longer than its lease.
+        stood_still: False if the member was running, but cut off for longer than its lease.
     """
 
     member: str
@@ -93,7 +93,7 @@ class MemberOutage(NamedTuple):
 
 
 class LoggedMessage(NamedTuple):
-    """A message that was read from the log when all was over."""
+    """A message that was read from the log at the end of the run."""
 
     queue: Queue
     offset: int
@@ -101,10 +101,10 @@ class LoggedMessage(NamedTuple):
 
 
 class StuckReport(NamedTuple):
-    """A queue with a backlog that did not move, and what was said of it.
+    """A queue with a backlog that did not move, and its diagnosis.
 
     Attributes:
-        reason: Of the diagnosis, or of the error if there was none.
+        reason: Reason of the diagnosis, or of the error of the call.
     """
 
     queue: Queue
@@ -115,7 +115,7 @@ class StuckReport(NamedTuple):
 
 
 class ProgressSample(NamedTuple):
-    """Committed offsets by queue, asked for at `begin_us` and answered at `end_us`."""
+    """Committed offsets by queue; requested at `begin_us`, received at `end_us`."""
 
     begin_us: int
     end_us: int
@@ -124,13 +124,13 @@ class ProgressSample(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class FaultRecord:
-    """A fault that was made.
+    """A group of faults that was injected.
 
     Attributes:
-        what: For people: what was done to whom.
-        kinds: What was done, and to which service.
-        end_us: When it was undone; None as long as it is not.
-        healed_us: When everything served and was in sync again; None if it never was.
+        what: Description of the faults and their processes.
+        kinds: Kind and service of each fault.
+        end_us: Time at which all faults were undone; None before.
+        healed_us: Time at which all processes served and were in sync; None if never.
     """
 
     what: str
@@ -142,15 +142,14 @@ class FaultRecord:
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """Of all parties, merged.
+    """The merged history of all processes of a run; only `samples` are ordered by time.
 
     Attributes:
-        sends: In no particular order, like the rest but the samples, which are as they were taken.
-        stored: The whole topic; None if it was not read.
-        problems: What the run itself could not do, such as heal the cluster.
-        notes: What was left out, and what else one should know.
-        begin_us: When the work began.
-        end_us: When everything that will ever be handled was.
+        stored: All messages of the topic; None if the topic was not read.
+        problems: Failures of the run itself, such as a cluster that did not heal.
+        notes: Omitted faults and other remarks.
+        begin_us: Start of the load.
+        end_us: Time at which all messages were handled.
     """
 
     sends: Sequence[Send] = ()
@@ -169,11 +168,11 @@ class History:
 
 @dataclass(slots=True)
 class FirstCalls:
-    """The first handler of each message, and the later ones.
+    """The first handler call of each message, and the repeated ones.
 
     Attributes:
-        by_place: First handlings by queue and offset.
-        again: Pairs of handlings of one message, the one before first.
+        by_place: First calls by queue and offset.
+        again: Pairs of consecutive calls for one message.
     """
 
     by_place: dict[tuple[Queue, int], HandlerCall] = field(default_factory=dict)
@@ -181,7 +180,7 @@ class FirstCalls:
 
     @classmethod
     def of(cls, handler_calls: Sequence[HandlerCall]) -> FirstCalls:
-        """Sort handlings out."""
+        """Split handler calls into first and repeated ones."""
         found, last = cls(), dict[tuple[Queue, int], HandlerCall]()
         for one in sorted(handler_calls, key=lambda handling: handling.start_us):
             place = one.queue, one.offset
@@ -193,7 +192,7 @@ class FirstCalls:
         return found
 
     def by_queue(self) -> Iterator[tuple[Queue, list[HandlerCall]]]:
-        """First handlings of each queue, in the order of their starts."""
+        """Yield the first calls of each queue in the order of their start."""
         queues: dict[Queue, list[HandlerCall]] = {}
         for one in self.by_place.values():
             queues.setdefault(one.queue, []).append(one)

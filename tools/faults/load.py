@@ -1,4 +1,4 @@
-"""Messages that are sent without a break, and what became of each."""
+"""The producers of a run and the outcome of each message."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ CERTAIN = (
     DiskFull, InvalidArgument, LimitExceeded, NotSent, NotWritable, Overloaded, ProducerClosed,
     QueueNotFound, TopicNotFound,
 )  # fmt: skip
-"""What says that a message is not stored. Everything else leaves it open."""
+"""Errors that guarantee that the message is not stored. After other errors it may be stored."""
 PATIENT = ProducerSettings()
 HASTY = ProducerSettings(delivery_timeout_ms=2_500, request_timeout_ms=2_000)
-"""Gives up while a leader is replaced, so that some sends fail and some are in doubt."""
+"""Times out during a failover, so that some sends fail and some are indeterminate."""
 _BATCH, _EVERY_S, _KEYS = 10, 0.1, 20
 _WAITING_MAX = 5_000
 
 
 @dataclass(slots=True)
 class Load:
-    """What was sent, as it happens."""
+    """The sends of all producers so far."""
 
     nameserver: str
     sends: list[Send] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Load:
     _numbers: count[int] = field(default_factory=count)
 
     async def produce(self, name: str, settings: ProducerSettings, *, keyed: bool) -> None:
-        """Send until told to stop, about a hundred messages a second, and wait for all outcomes."""
+        """Send about 100 messages per second until `stop` is set; wait for all outcomes."""
         room = asyncio.Semaphore(_WAITING_MAX)
         async with asyncio.TaskGroup() as tasks, Producer(self.nameserver, settings) as producer:
             while not self.stop.is_set():

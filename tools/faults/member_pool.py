@@ -1,4 +1,4 @@
-"""The members of the group: processes that join, leave, are killed and stand still."""
+"""The consumer processes of a run: they join, leave, and are killed or paused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAVE_S = 90.0
 
 @dataclass(slots=True)
 class PoolMember:
-    """One process; `busy` while something is done to it, `killed` once it was."""
+    """A consumer process; `busy` while a fault or a stop is in progress, `killed` after a kill."""
 
     client_id: str
     journal: Path
@@ -33,20 +33,20 @@ class PoolMember:
 
     @property
     def is_up(self) -> bool:
-        """Whether it runs, and a signal to leave would be heard."""
+        """Whether the process runs and handles SIGTERM."""
         heard = self.journal.exists() and self.journal.stat().st_size > 0
         return heard and self.process.returncode is None
 
     @property
     def lines(self) -> list[list[str]]:
-        """What it has written; a line that is being written is left out."""
+        """The complete lines of its journal."""
         if not self.journal.exists():
             return []
         whole, _, _ = self.journal.read_text().rpartition("\n")
         return [line.split() for line in whole.splitlines()]
 
     def handler_calls(self) -> Iterator[HandlerCall]:
-        """Its handlers, as they were started."""
+        """Yield its handler calls in the order of their start."""
         started: list[tuple[list[str], int]] = []
         done: dict[tuple[str, ...], int] = {}
         for kind, *words in self.lines:
@@ -63,7 +63,7 @@ class PoolMember:
             )  # fmt: skip
 
     def ownership_changes(self) -> Iterator[OwnershipChange]:
-        """Queues that came to it and went."""
+        """Yield the changes of its queue ownership."""
         for kind, *words in self.lines:
             if kind == "own":
                 what, broker, queue_id, token, at_us = words
@@ -74,10 +74,10 @@ class PoolMember:
 
 @dataclass(slots=True)
 class MemberPool:
-    """All members there ever were, and what was done to them.
+    """All members of a run and their outages.
 
     Attributes:
-        place: Where a member of this name runs.
+        place: Returns the host of the member with this name.
     """
 
     nameserver: str
@@ -88,7 +88,7 @@ class MemberPool:
     problems: list[str] = field(default_factory=list)
 
     async def join(self) -> PoolMember:
-        """Start a member with a name that nobody had."""
+        """Start a member with a new name."""
         client_id = f"member-{len(self.members) + 1}"
         journal = self.folder / f"{client_id}.lines"
         with (self.folder / f"{client_id}.log").open("wb") as log:
@@ -103,12 +103,12 @@ class MemberPool:
         return member
 
     def pick(self, rank: int) -> PoolMember | None:
-        """One to whom nothing is done at the moment; None if too few are left."""
+        """Return the `rank`th member that is up and not busy; None if fewer than two are."""
         there = [one for one in self.members if one.is_up and not one.busy]
         return there[rank % len(there)] if len(there) > 1 else None
 
     async def kill(self, member: PoolMember, hold_ms: int) -> None:
-        """As `kill -9`; another one joins later."""
+        """Kill a member as `kill -9` does; a new one joins `hold_ms` later."""
         member.busy = member.killed = True
         member.process.kill()
         await member.process.wait()
@@ -117,7 +117,7 @@ class MemberPool:
         await self.join()
 
     async def pause(self, member: PoolMember, hold_ms: int) -> None:
-        """Let it stand still for so long."""
+        """Pause a member for `hold_ms`."""
         member.busy = True
         begin_us = now_us()
         member.process.send_signal(signal.SIGSTOP)
@@ -127,7 +127,7 @@ class MemberPool:
         member.busy = False
 
     async def leave(self, member: PoolMember) -> None:
-        """Let it go in good order."""
+        """Stop a member gracefully."""
         member.busy = True
         member.process.terminate()
         try:
@@ -141,7 +141,7 @@ class MemberPool:
             self.outages.append(MemberOutage(member.client_id, now_us(), None))
 
     async def churn(self, random: Random) -> None:
-        """Let one come or go every few seconds, for ever."""
+        """Let a member join or leave every 4 to 12 s; run until cancelled."""
         while True:
             await asyncio.sleep(random.uniform(4, 12))
             there = sum(one.process.returncode is None for one in self.members)
@@ -152,7 +152,7 @@ class MemberPool:
                 await self.join()
 
     async def leave_all(self) -> None:
-        """Let all go in good order."""
+        """Stop all members gracefully."""
         async with asyncio.TaskGroup() as tasks:
             for member in self.members:
                 if member.is_up:
@@ -165,11 +165,11 @@ class MemberPool:
                 )
 
     def handler_calls(self) -> list[HandlerCall]:
-        """Of all."""
+        """Return the handler calls of all members."""
         return [one for member in self.members for one in member.handler_calls()]
 
     def ownership_changes(self) -> list[OwnershipChange]:
-        """Of all."""
+        """Return the ownership changes of all members."""
         return [one for member in self.members for one in member.ownership_changes()]
 
 
@@ -177,7 +177,7 @@ class MemberPool:
 async def member_pool(
     nameserver: str, folder: Path, place: Callable[[str], ProcessHost]
 ) -> AsyncIterator[MemberPool]:
-    """Members whose processes are gone when the block ends."""
+    """Start a pool of members; kill the remaining processes at the end."""
     pool = MemberPool(nameserver, folder, place)
     try:
         for _ in range(MEMBERS):

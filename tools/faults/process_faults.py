@@ -1,7 +1,7 @@
-"""What is wrong with the disk and the clock of a process; told by a small file while it runs.
+"""Faults of the disk and the clock of a running process, controlled by a small file.
 
-The services of `tools/faults/services` look into `$FAULTS_FOLDER/<node id>.json` before they sync,
-write or tell the time. No file: nothing is wrong.
+The services of `tools/faults/services` read `$FAULTS_FOLDER/<node id>.json` before they sync, write
+or read the clock. Without a file there is no fault.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from batonmq._common.clock import Clock
 
 FOLDER = "FAULTS_FOLDER"
 FAILED = ".failed"
-"""Suffix of the file that tells that a sync has failed."""
+"""Suffix of the file that a process creates after a failed sync."""
 _STROBE_EVERY_MS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFault:
-    """What is wrong.
+    """The faults of a process.
 
     Attributes:
-        sync_ms: How much longer every sync takes.
-        sync_fails: The next sync fails, those after it don't: the kernel tells of lost pages once.
-        full: Nothing can be added to the disk.
-        clock_ms: How much the wall clock is ahead.
-        strobe_ms: It is ahead and behind by so much in turn.
+        sync_ms: Additional duration of every sync.
+        sync_fails: The next sync fails, later ones do not: the kernel reports lost pages once.
+        full: The disk accepts no more data.
+        clock_ms: The wall clock is ahead by this much.
+        strobe_ms: The wall clock is ahead and behind by this much, alternating.
     """
 
     sync_ms: int = 0
@@ -39,15 +39,15 @@ class ProcessFault:
     clock_ms: int = 0
     strobe_ms: int = 0
 
-    def tell(self, folder: Path, node_id: str) -> None:
-        """Let it be so for a process."""
+    def write(self, folder: Path, node_id: str) -> None:
+        """Write the fault file of a process."""
         draft = folder / f"{node_id}.new"
         draft.write_text(json.dumps(asdict(self)))
         draft.replace(folder / f"{node_id}.json")
 
     @staticmethod
     def has_failed(folder: Path, node_id: str) -> bool:
-        """Whether a sync of the process has failed; asked again, not any more."""
+        """Return whether a sync of the process has failed since the last call."""
         try:
             (folder / f"{node_id}{FAILED}").unlink()
         except FileNotFoundError:
@@ -59,7 +59,7 @@ NO_FAULT = ProcessFault()
 
 
 class ProcessFaults:
-    """What is wrong with this process, as it is now. Any thread may ask."""
+    """The current faults of this process; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,12 +68,12 @@ class ProcessFaults:
 
     @classmethod
     def of(cls, node_id: str) -> ProcessFaults:
-        """Of the process with this node id."""
-        folder = os.environ[FOLDER]  # noqa: TID251  where the run keeps what it does
+        """Return the faults of the process with this node id."""
+        folder = os.environ[FOLDER]  # noqa: TID251  set by the run for its services
         return cls(Path(folder) / f"{node_id}.json")
 
     def now(self) -> ProcessFault:
-        """What is wrong."""
+        """Return the current fault."""
         try:
             changed_ns = self._path.stat().st_mtime_ns
         except FileNotFoundError:
@@ -84,10 +84,10 @@ class ProcessFaults:
         return self._fault
 
     def sync(self) -> None:
-        """To be called before a sync.
+        """Delay or fail the sync that follows.
 
         Raises:
-            OSError: EIO, once.
+            OSError: EIO, once for each fault.
         """
         fault = self.now()
         if fault.sync_ms:
@@ -97,20 +97,20 @@ class ProcessFaults:
         elif self._may_fail:
             self._may_fail = False
             self._path.with_suffix(FAILED).touch()
-            raise OSError(errno.EIO, "a sync failed")
+            raise OSError(errno.EIO, "injected sync failure")
 
     def grow(self) -> None:
-        """To be called before something is added to the disk.
+        """Check for space before data is added to the disk.
 
         Raises:
-            OSError: ENOSPC.
+            OSError: ENOSPC if the disk is full.
         """
         if self.now().full:
             raise OSError(errno.ENOSPC, "the disk is full")
 
 
 class FaultyClock(Clock):
-    """A wall clock that is wrong, and a monotonic one that isn't."""
+    """A clock with faults of the wall clock; monotonic time is correct."""
 
     def __init__(self, faults: ProcessFaults) -> None:
         self._faults = faults

@@ -1,4 +1,4 @@
-"""How far the group has come, and why a queue of it does not move: asked again and again."""
+"""Samples the committed offsets of the group and asks why stalled queues do not move."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tools.faults.history import LoggedMessage, ProgressSample, Queue, StuckRepo
 from tools.faults.member import GROUP, TOPIC
 
 UNMOVED_MS = 15_000
-"""Of a queue with a backlog that stands still for so long it is asked why."""
+"""A queue with a backlog that does not move for this long is diagnosed."""
 _SAMPLE_S, _LOOK_S = 0.25, 2.0
 
 
 @dataclass(slots=True)
 class ProgressMonitor:
-    """What was seen."""
+    """The samples and the reports about stuck queues."""
 
     nameserver: str
     samples: list[ProgressSample] = field(default_factory=list)
@@ -30,7 +30,7 @@ class ProgressMonitor:
     _moved: dict[Queue, tuple[int, int]] = field(default_factory=dict)
 
     async def sample_progress(self) -> None:
-        """Ask for committed offsets for ever; no answer is no sample."""
+        """Sample the committed offsets until cancelled; failed calls give no sample."""
         async with Admin(self.nameserver, timeout_s=1.0) as admin:
             while True:
                 begin_us = now_us()
@@ -48,7 +48,7 @@ class ProgressMonitor:
                 await asyncio.sleep(_SAMPLE_S)
 
     async def find_stuck_queues(self) -> None:
-        """Look for queues that don't move, for ever, and ask why."""
+        """Diagnose queues that do not move, until cancelled."""
         async with Admin(self.nameserver, timeout_s=2.0) as admin:
             while True:
                 await asyncio.sleep(_LOOK_S)
@@ -61,11 +61,11 @@ class ProgressMonitor:
                     await self._ask(admin, stuck)
 
     def _stuck(self, found: Iterable[QueueProgress]) -> dict[Queue, int]:
-        """Committed offsets of queues that have not moved for too long."""
+        """Return the committed offsets of queues that have not moved for `UNMOVED_MS`."""
         at_us, stuck = now_us(), dict[Queue, int]()
         for one in found:
             queue, committed = (one.broker, one.queue_id), one.committed_offset or 0
-            if one.lag is None:  # nobody knows of a backlog
+            if one.lag is None:  # the backlog is unknown
                 continue
             before, since_us = self._moved.get(queue, (-1, at_us))
             if committed != before or not one.lag:
@@ -96,7 +96,7 @@ class ProgressMonitor:
 
 
 async def read_all(nameserver: str) -> list[LoggedMessage]:
-    """Every message of the topic, from the first to the last."""
+    """Return every message of the topic in the order of its queue."""
     found: list[LoggedMessage] = []
     async with Puller(nameserver) as puller:
         queues = await puller.queues(TOPIC)
@@ -115,9 +115,9 @@ async def read_all(nameserver: str) -> list[LoggedMessage]:
 
 
 def difference(copies: Iterable[Path]) -> str:
-    """Where the logs of two nodes of a broker are not the same; empty if that is nowhere.
+    """Return the first difference of the logs of two nodes of a broker; empty without one.
 
-    A node that was stopped first may lack the end.
+    The node that was stopped first may lack the end.
     """
     (one, one_begin, one_log), (two, two_begin, two_log) = map(_log, copies)
     begin = max(one_begin, two_begin)
@@ -130,7 +130,7 @@ def difference(copies: Iterable[Path]) -> str:
 
 
 def _log(folder: Path) -> tuple[str, int, bytes]:
-    """Name, first position and all bytes that were written, the unused end left out."""
+    """Return the name, the first position and the written bytes without the unused end."""
     segments = sorted((folder / "log").iterdir())
     content = b"".join(one.read_bytes() for one in segments)
     return folder.name, int(segments[0].name), content.rstrip(b"\0")

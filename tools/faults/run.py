@@ -1,4 +1,4 @@
-"""Plays a run: a real cluster under load, the director's faults, and then the history of it all."""
+"""Run a real cluster under load, inject the scheduled faults, and collect the history."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tools.faults.progress_monitor import ProgressMonitor, difference, read_all
 
 QUEUES = 8
 SEGMENT_BYTES = 1024 * 1024
-"""Small, so that logs roll again and again."""
+"""Small, so that logs roll often."""
 PROCESS_FAULTS = "process-faults"
 _HEAL_S = 90.0
 _DONE_S = 120.0
@@ -40,12 +40,12 @@ _WARM_UP = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What is to be played.
+    """The duration and the faults of a run.
 
     Attributes:
-        duration_s: No fault begins later than this after the first.
-        faults: These, in place of what the seed gives.
-        churns: Whether members come and go.
+        duration_s: No fault starts later than this after the first one.
+        groups: These faults instead of those drawn from the seed.
+        churns: Whether members join and leave during the run.
     """
 
     seed: int
@@ -56,7 +56,7 @@ class RunPlan:
 
 @dataclass(slots=True)
 class FaultRun:
-    """The cluster and its members, while faults are made."""
+    """The cluster and its members while faults are injected."""
 
     cluster: LocalCluster
     admin: Admin
@@ -68,7 +68,7 @@ class FaultRun:
     problems: list[str] = field(default_factory=list)
 
     async def make(self, group: FaultGroup) -> bool:
-        """Make a fault and wait until the cluster has healed; whether it has."""
+        """Inject the faults of a group; return whether the cluster has healed in time."""
         victims = [(one, await self._victim(one)) for one in group.faults]
         what = ", ".join(f"{one.kind} {name}".strip() for one, name in victims)
         self.say(f"{what} for {max(one.hold_ms for one in group.faults)} ms")
@@ -89,7 +89,7 @@ class FaultRun:
         return True
 
     async def _victim(self, fault: Fault) -> str:
-        """Who plays the part now."""
+        """Return the name of the process that is now at the rank of the part."""
         if fault.part == NETWORK:
             return ""
         if fault.part == MEMBER:
@@ -103,7 +103,7 @@ class FaultRun:
         return names[fault.rank % len(names)]
 
     async def leader(self, part: str) -> list[str]:
-        """Who leads a part, if somebody does."""
+        """Return the name of the leader of a part; empty without a leader."""
         service, _, broker = part.partition(" ")
         with suppress(BatonError):
             name = await leader_process(self.admin, self.cluster, service, broker)
@@ -111,12 +111,12 @@ class FaultRun:
         return []
 
     async def _is_whole(self) -> bool:
-        """Whether everybody serves, somebody leads each set, and all could be elected."""
-        await self._raise_the_dead()
+        """Return whether every process serves, each set has a leader and is in sync."""
+        await self._restart_ended()
         return not await first_problem(self.admin, self.cluster)
 
-    async def _raise_the_dead(self) -> None:
-        """Nobody should be dead by now; who is gets started again, and is told of."""
+    async def _restart_ended(self) -> None:
+        """Restart every process that has ended by itself, and note the problem."""
         for endpoint in self.cluster.endpoints():
             if endpoint.pid is None:
                 self.problems.append(f"{endpoint.name} ended by itself")
@@ -127,11 +127,11 @@ class FaultRun:
 async def play(
     plan: RunPlan, folder: Path, say: Callable[[str], None], network: Network | None = None
 ) -> History:
-    """Play a run, in a folder of its own.
+    """Run the plan in a folder of its own; return the history.
 
     Args:
-        folder: `PROCESS_FAULTS` in it is where the processes look for what is wrong with them.
-        network: Where everybody gets an address; None: all on loopback, and nothing can be cut.
+        folder: `PROCESS_FAULTS` in it holds the fault file of each process.
+        network: Gives each process an address; None: all are on loopback and cannot be cut.
     """
     (folder / PROCESS_FAULTS).mkdir(parents=True)
     place = network.place if network is not None else lambda _: LOOPBACK
@@ -154,9 +154,11 @@ async def play(
                     for one in (monitor.sample_progress, monitor.find_stuck_queues)
                 ]
                 await _work(plan, run, load)
-                say("no more faults; the rest is handled")
+                say("no more faults; waiting until all messages are handled")
                 if not await _within(_DONE_S, lambda: _is_done(admin)):
-                    run.problems.append(f"not everything was handled after {_DONE_S:g} s")
+                    run.problems.append(
+                        f"some messages were not handled {_DONE_S:g} s after the last fault"
+                    )
                 history.end_us = now_us()
                 for task in monitoring:
                     task.cancel()
@@ -186,7 +188,7 @@ def _options(place: Callable[[str], ProcessHost]) -> ClusterOptions:
 
 
 async def _read_copies(run: FaultRun) -> list[LoggedMessage] | None:
-    """The topic as the leaders have it; what becomes leader after them must have the same."""
+    """Read the topic from the leaders; the next leaders must have the same messages."""
     stored = await _read_all(run)
     leaders = {part: await run.leader(part) for part in run.sets if part.startswith("storage")}
     for names in leaders.values():
@@ -198,9 +200,9 @@ async def _read_copies(run: FaultRun) -> list[LoggedMessage] | None:
         return all(now) and not any(one in leaders.values() for one in now)
 
     if not await _within(_HEAL_S, others_lead):
-        run.problems.append(f"nobody leads {_HEAL_S:g} s after the leaders of storage ended")
+        run.problems.append(f"no leader of storage {_HEAL_S:g} s after the former leaders ended")
     elif sorted(await _read_all(run) or ()) != sorted(stored or ()):
-        run.problems.append("the followers of storage show another log than their leaders")
+        run.problems.append("the followers of storage have another log than their leaders")
     return stored
 
 
@@ -214,13 +216,13 @@ async def _read_all(run: FaultRun) -> list[LoggedMessage] | None:
 
 
 def _differences(data_dir: Path, sets: Mapping[str, Sequence[str]]) -> list[str]:
-    """What the nodes of a broker do not have in common, now that they have ended."""
+    """Return the differences between the logs of the nodes of each broker, after they ended."""
     copies = [[data_dir / name for name in names] for part, names in sets.items() if " " in part]
     return [found for found in map(difference, copies) if found]
 
 
 def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
-    """Names of processes by part."""
+    """Return the process names of each part."""
     sets = defaultdict(list)
     for member in cluster.options.instances:
         sets[f"{member.service} {member.settings.get('broker', '')}".strip()].append(member.name)
@@ -229,7 +231,7 @@ def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
 
 
 async def _work(plan: RunPlan, run: FaultRun, load: Load) -> None:
-    """Send and handle while faults are made; return when every send has its outcome."""
+    """Send and handle messages while faults are injected; return when every send has an outcome."""
     sets = [name for name in run.sets if name != ETCD]
     schedule = FaultSchedule(Random(plan.seed), sets, cuts=run.injector.network is not None)
     async with asyncio.TaskGroup() as tasks:
@@ -266,7 +268,7 @@ async def _is_done(admin: Admin) -> bool:
 
 
 async def _within(timeout_s: float, condition: Callable[[], bool | Awaitable[bool]]) -> bool:
-    """Whether `condition` came true in time."""
+    """Return whether `condition` became true before the timeout."""
     try:
         async with asyncio.timeout(timeout_s):
             while True:

@@ -20,11 +20,11 @@ from tools.faults.run import RunPlan, play
 from tools.faults.selection import selection
 
 LONGEST_S = 600
-NOT_CUT = "the network was not cut: no network of its own could be made"
+NOT_CUT = "the network was not cut: no private network could be made"
 
 
 def write_report(history: History, name: str, folder: Path) -> bool:
-    """Judge a history and write `<name>.json` and `<name>.png`; whether it is valid."""
+    """Check a history, write `<name>.json` and `<name>.png`; return whether it is valid."""
     reasons = check(history, SPAN_MAX)
     report = describe(history, reasons, name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,12 +34,14 @@ def write_report(history: History, name: str, folder: Path) -> bool:
 
 
 def main() -> None:
-    """Play and judge."""
+    """Run, check and report."""
     parser = argparse.ArgumentParser(prog="tools.faults.runner", description=__doc__)
     parser.add_argument("name")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--network", action="store_true", help="this network namespace is ours")
-    parser.add_argument("--seed", type=int, help="without one the selection is played")
+    parser.add_argument(
+        "--network", action="store_true", help="this process runs in a private network namespace"
+    )
+    parser.add_argument("--seed", type=int, help="without a seed the selection runs")
     parser.add_argument("--minutes", type=float)
     options = parser.parse_args()
     network = Network() if options.network else None

@@ -1,4 +1,4 @@
-"""Faults for a run of three minutes in which every kind occurs."""
+"""A fixed list of faults for a run of three minutes; every kind occurs."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ _EVERYTHING = (
 
 
 def selection(*, cuts: bool) -> tuple[FaultGroup, ...]:
-    """The faults, without cuts if the network can't be cut."""
+    """Return the groups of faults; without cuts if the network cannot be cut."""
     chosen = [tuple(one for one in faults if cuts or not is_cut(one)) for faults in _EVERYTHING]
     return tuple(FaultGroup(faults, _REST_MS) for faults in chosen if faults)

@@ -1,4 +1,4 @@
-"""`python -m tools.faults.services.lockmgr`: a lock manager whose clock may be upset."""
+"""`python -m tools.faults.services.lockmgr`: a lock manager with an injectable clock fault."""
 
 from __future__ import annotations
 

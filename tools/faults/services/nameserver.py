@@ -1,4 +1,4 @@
-"""`python -m tools.faults.services.nameserver`: a nameserver whose clock may be upset."""
+"""`python -m tools.faults.services.nameserver`: a nameserver with an injectable clock fault."""
 
 from __future__ import annotations
 

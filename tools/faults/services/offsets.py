@@ -1,4 +1,4 @@
-"""`python -m tools.faults.services.offsets`: a node of offsets with a disk that may be upset."""
+"""`python -m tools.faults.services.offsets`: a node of offsets with injectable disk faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.faults.process_faults import FaultyClock, ProcessFaults
 
 
 class FaultyOffsetsDisk(LmdbDisk):
-    """A disk with what is wrong with it."""
+    """A disk with injectable faults."""
 
     def __init__(self, folder: Path, faults: ProcessFaults, free_bytes_min: int) -> None:
         self._faults = faults
@@ -35,7 +35,7 @@ class FaultyOffsetsDisk(LmdbDisk):
 
 @asynccontextmanager
 async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """The app of a node, as in production but for its disk."""
+    """Build the app of a node; only its disk differs from production."""
     faults = ProcessFaults.of(settings.node_id)
     await asyncio.to_thread(set_aside_damage, settings.data_dir)
     with FaultyOffsetsDisk(settings.data_dir, faults, settings.disk_free_bytes_min) as disk:

@@ -1,4 +1,4 @@
-"""`python -m tools.faults.services.storage`: a node of a broker with a disk that may be upset."""
+"""`python -m tools.faults.services.storage`: a broker node with injectable disk faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.faults.process_faults import FaultyClock, ProcessFaults
 
 
 class FaultyFile(File):
-    """A file on such a disk. What a failed sync was to make durable is gone for good."""
+    """A file on such a disk. A failed sync loses all unsynced data."""
 
     def __init__(self, file: File, faults: ProcessFaults) -> None:
         self._file, self._faults = file, faults
@@ -64,7 +64,7 @@ class FaultyFile(File):
 
 
 class FaultyStorageDisk(Disk):
-    """A disk with what is wrong with it."""
+    """A disk with injectable faults."""
 
     def __init__(self, disk: Disk, faults: ProcessFaults) -> None:
         self._disk, self._faults = disk, faults
@@ -112,7 +112,7 @@ class FaultyStorageDisk(Disk):
 
 @asynccontextmanager
 async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """The app of a replica, as in production but for its disk."""
+    """Build the app of a replica; only its disk differs from production."""
     disk = FaultyStorageDisk(RealDisk(settings.data_dir), ProcessFaults.of(settings.node_id))
     with locked(settings.data_dir):
         async with replicated(settings, runtime, disk) as app:
