@@ -1,4 +1,4 @@
-"""Goal: the rules file is checked as a whole, and says for every group and topic what holds there.
+"""Goal: the rules file is validated as a whole, and gives the rules of every group and topic.
 
 Method: files written to a folder and read; no Spark.
 """

@@ -1,6 +1,6 @@
 """Goal: every rule fires when it should, once, and is resolved when it should be.
 
-Method: the state machines are fed with hand-made signals in event time, and stored and read back
+Method: the state machines get hand-made signals in event time, and stored and read back
 between any two of them; no Spark.
 """
 

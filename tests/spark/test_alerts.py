@@ -1,4 +1,4 @@
-"""Goal: events reach the watch of the subject they belong to, and what it says reaches the tables.
+"""Goal: events reach the evaluators of their subject, and alert changes reach the tables.
 
 Method: the stateful processor is driven without a session by Spark's tester, by signals and by
 watermarks; the DataFrames around it by events as services tell them.

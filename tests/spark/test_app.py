@@ -1,4 +1,4 @@
-"""Goal: a job's process runs its queries, tells of them, and ends cleanly; its page tells of it.
+"""Goal: a job's process runs its queries, reports them, and ends cleanly; the page documents it.
 
 Method: the real program beside the demo, on a real cluster; its Prometheus endpoint, and what a
 real Prometheus that scrapes it answers to the queries of its dashboard; SIGTERM; progress as Spark
@@ -54,7 +54,7 @@ process = [pytest.mark.spark, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What Prometheus knew while the demo ran.
+    """What Prometheus recorded while the demo ran.
 
     Attributes:
         unanswered: Dashboard, panel and query.
@@ -79,7 +79,7 @@ class Life:
 
 @pytest.fixture(scope="module")
 def life(cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> Life:
-    """One run for all who look at it: it takes a JVM of its own."""
+    """One run shared by the tests, since it starts a JVM of its own."""
     folder = tmp_path_factory.mktemp("job")
     log = folder / "log"
     with started(cluster.nameserver, folder) as running:

@@ -1,4 +1,4 @@
-"""Goal: the audit says "clean" only of events that tell everything, and counts the rest exactly.
+"""Goal: the verdict is "clean" only if the events are complete, and repeats are counted exactly.
 
 Method: what services would tell of a small history, decoded as Spark decodes it; then the same with
 something missing, doubled, or out of the range that is asked for.
@@ -61,7 +61,7 @@ HISTORY = [
     batch([committed(60, 2, 200, 200)], 2, OFFSETS),
     batch([event("volume_state", 75_000, used_bytes=1)], 3, STORAGE),
 ]  # fmt: skip
-"""A crash with ten messages in hand, told by three services."""
+"""A crash with ten messages in flight, in the events of three services."""
 
 
 def rows(spark: SparkSession, batches: Sequence[pb.MetricBatch]) -> DataFrame:

@@ -1,4 +1,4 @@
-"""Goal: every message of the metrics topic becomes rows, also one that holds no batch or is lost.
+"""Goal: every message of the metrics topic becomes rows, even without a batch or if it is lost.
 
 Method: the functions that run on executors, over hand-made messages; no session.
 """

@@ -1,4 +1,4 @@
-"""Goal: growth, fullness and skew are what the events say, and more queues are asked for only where
+"""Goal: growth, disk usage and skew follow from the events; more queues are suggested only where
 too few are known.
 
 Method: events as services tell them, of topics with known rates; values are counted by hand.

@@ -1,4 +1,4 @@
-"""Goal: what is decoded by columns is what decoding message by message gives.
+"""Goal: decoding by columns gives the same rows as decoding message by message.
 
 Method: Hypothesis makes messages; batches are encoded, cut and compressed, and the rows compared
 with `decode_records`. No Spark.

@@ -1,7 +1,7 @@
-"""Goal: a stream of a Delta table has every added row once, whatever happens to the table besides.
+"""Goal: a stream of a Delta table has every added row once, despite other changes of the table.
 
 Method: the reader alone, without a session, over tables that are appended to, compacted, vacuumed,
-widened, and whose log was cut.
+widened, and with a truncated log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: nothing depends on what only the driver has: its folder, its path, its memory.
+"""Goal: executors need nothing that only the driver has: its folder, its path, its memory.
 
 Method: a session whose executors are processes of their own, started from an empty folder.
 """

@@ -1,4 +1,4 @@
-"""Goal: what Spark writes down of a topic is what was in it, each message once, whatever fails.
+"""Goal: Spark's copy of a topic has each message once, despite failures.
 
 Method: real processes. A query is killed with everything it started, at moments at which a
 micro-batch is begun and not committed; storage nodes are killed under a query; retention removes
@@ -108,7 +108,7 @@ async def leader(cluster: RunningCluster) -> str:
 
 
 async def has_a_follower(cluster: RunningCluster) -> None:
-    """Wait until whoever follows may be elected."""
+    """Wait until a follower may be elected."""
     async with Admin(cluster.nameserver) as admin:
         await in_sync(admin, "storage", "broker-0")
 
@@ -202,7 +202,7 @@ def test_stream_continues_after_its_broker_restarts(spark: SparkSession, tmp_pat
 
 def test_reads_continue_on_a_new_leader_or_follower(spark: SparkSession, tmp_path: Path) -> None:
     """Followers are read from; and when the leader dies, so is the one that follows it."""
-    # A follower that Spark has starved for seconds would be let out of the set, and never lead.
+    # A follower that Spark has starved for seconds would leave the in-sync set and never lead.
     slow = {"replica_lag_ms_max": 30_000}
     with RunningCluster(tmp_path / "cluster", storage_replicas=2, storage=slow) as cluster:
         topic = cluster.create("replicated", 2)

@@ -1,4 +1,4 @@
-"""Goal: a hand-over is one row with its phases, and the page shows them by itself.
+"""Goal: a hand-over is one row with its phases, and the page shows them without other files.
 
 Method: events as services tell them, decoded as Spark decodes them; the page is opened in Chromium
 where there is one, and looked at by a parser where not.
@@ -89,7 +89,7 @@ def test_report_has_percentiles_of_each_phase_and_a_page(spark: SparkSession) ->
     phases = {one["phase"]: one for one in found.summary["phases"]}
     assert (phases["drain"]["p50"], phases["drain"]["max"]) == (30, 25_000)
     assert (phases["first_pull"]["count"], phases["first_pull"]["p99"]) == (1, 700)
-    assert found.lines[0] == "hand-overs: 3, of them 0 outliers"
+    assert found.lines[0] == "hand-overs: 3, 0 of them outliers"
     assert "<svg" in found.page
     empty = report(rows(spark, EVENTS[:2]), ReportScope())
     assert empty.summary["count"] == 0

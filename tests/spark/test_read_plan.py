@@ -1,4 +1,4 @@
-"""Goal: micro-batches and filters choose the slices that they should, and none twice.
+"""Goal: micro-batches and filters select the right slices, each once.
 
 Method: the pure rules, with offsets and filters made by hand or by Hypothesis. No session.
 """

@@ -1,4 +1,4 @@
-"""Goal: every message that is delivered twice is found, each time, and for the right reason.
+"""Goal: every repeated delivery is found, with the right cause.
 
 Method: histories written by hand for each cause; random histories against a model that keeps the
 last delivery of each single message; random filters against their expanded offsets.

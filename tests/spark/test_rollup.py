@@ -1,4 +1,4 @@
-"""Goal: windows say what the events in them say, however the events come.
+"""Goal: windows have the measures of their events, in any order and grouping of the events.
 
 Method: events as services tell them, decoded as Spark decodes them. Values are compared with those
 counted by hand; random splits, and micro-batches that come twice or late, with the result over all

@@ -1,4 +1,4 @@
-"""Goal: rows become messages, each stored once however often it is written.
+"""Goal: rows become messages, each stored once even if it is written several times.
 
 Method: rows written into a real cluster, by Spark and task by task; repeated as they were, in
 another order, and after other rows.

@@ -1,4 +1,4 @@
-"""Goal: no row that is committed is lost when a write is told that it failed.
+"""Goal: no committed row is lost when a write reports an error.
 
 Method: commits that fail behind the point from which they stand, because the checkpoint that is due
 can't be written; aborts as Spark calls them, in a process that only knows what was written.

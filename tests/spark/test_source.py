@@ -1,4 +1,4 @@
-"""Goal: a topic read by Spark is what was sent to it, where and in which parts one asked for it.
+"""Goal: Spark reads the messages that were sent, from the given offsets and in the given parts.
 
 Method: a real cluster, batch reads and streams with every option; rows are compared with what was
 sent and with what the storage nodes say.
