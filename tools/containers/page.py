@@ -1,4 +1,4 @@
-"""The report of a run as a page for people."""
+"""The report of a container run as a Markdown page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ everybody, etcd included, as `deploy/k8s/scripts/make-ca.sh` makes them, and acc
 Kubernetes itself does (scheduling, network policies, rolling updates) is not part of this.
 
 """
-_STRIKES = """
+_FAULTS = """
 ## Under fire
 
 Messages are sent, 200 a second, and handled by three members, while one pod after the other is
 killed and started again a second later, stands still for 40 s, and runs cut off from the network
 for 40 s. When it comes back it may have another address. *Ready* and *flows* count from the end of
-the strike: until the readiness probe succeeds, and until all that waited is handled. *Stood* is the
-longest time without a confirmed, or without a handled, message, from the beginning of the strike;
+the fault: until the readiness probe succeeds, and until all that waited is handled. *Stood* is the
+longest time without a confirmed, or without a handled, message, from the start of the fault;
 told once a second.
 
 """
@@ -35,8 +35,8 @@ In the midst of it every certificate and every key is replaced, of the services,
 demo and of the operator, as Kubernetes replaces the files of a Secret. Nothing is restarted.
 
 """
-_STRANGERS = """
-## Who is not let in
+_REJECTED_CALLERS = """
+## Rejected callers
 
 While messages flow:
 
@@ -51,22 +51,22 @@ _DEMO = ("published", "consumed", "lost", "duplicated", "misordered", "handovers
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The page."""
+    """Return the page of a report."""
     demo, traffic, insecure = report["demo"], report["traffic"], report["insecure"]
     text = _HEAD
     text += f"{report['containers']} containers; all ready after {report['start_s']} s.\n"
     text += f"\n```\n$ baton cluster status\n{_shown(report['status'])}\n"
     text += f"$ baton access list\n{_shown(report['grants'])}\n```\n\n## The demo\n\n"
-    text += _demo(demo) + _STRIKES
+    text += _demo(demo) + _FAULTS
     head = ("pod", "fault", "ready, s", "flows, s", "sending stood, s", "handling stood, s")
     keys = ("pod", "fault", "ready_after_s", "flows_after_s", "sent_stood_s", "handled_stood_s")
     text += _table(head, [[str(one[key]) for key in keys] for one in report["faults"]])
-    text += _RENEWAL + _renewal(report["renewal"]) + _STRANGERS
+    text += _RENEWAL + _renewal(report["renewal"]) + _REJECTED_CALLERS
     told = [
         [one["who"], f"`{one['command']}`", one["told"] if one["refused"] else "**LET IN**"]
         for one in report["rejected_callers"]
     ]
-    text += _table(("who", "tries", "is told"), [[_cell(text) for text in row] for row in told])
+    text += _table(("caller", "command", "error"), [[_cell(text) for text in row] for row in told])
     text += "\n## What became of the messages\n\n"
     counts = (
         "sent",
@@ -109,7 +109,7 @@ def _cell(text: str) -> str:
 
 
 def _verdict(good: bool) -> str:
-    return "nothing lost, nothing twice unannounced" if good else "failed"
+    return "no message lost, none repeated without the redelivered flag" if good else "failed"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
