@@ -198,6 +198,22 @@ def test_absent_detail_reads_as_its_defaults(error: type[BatonError]) -> None:
     assert got.facts == {}
 
 
+@pytest.mark.parametrize("error", DETAILS, ids=lambda error: error.reason)
+def test_detail_of_an_earlier_version_is_read_from_its_facts(error: type[BatonError]) -> None:
+    facts = DETAILS[error].facts()
+    reason = error_pb2.Reason.Value(f"REASON_{error.reason}")
+    got = error_from_pb(error_pb2.Error(reason=reason, facts=facts))
+    assert got.detail == DETAILS[error]
+    assert got.facts == facts
+
+
+def test_malformed_fact_of_an_earlier_version_is_not_in_the_detail() -> None:
+    facts = {"token": "unknown", "current": "7", "why": "LATER", "queue": "t/b/0"}
+    got = error_from_pb(error_pb2.Error(reason=error_pb2.REASON_FENCED, facts=facts))
+    assert got.detail == errors.FencedDetail(current=7)
+    assert got.facts == facts
+
+
 def test_unknown_field_is_not_a_fact() -> None:
     assert errors.FencedDetail(token=1).facts() == {
         "token": "1",

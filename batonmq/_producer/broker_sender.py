@@ -1,4 +1,4 @@
-"""Requests to one broker: which batches travel together, and what becomes of each."""
+"""Sends the batches for one broker in Append requests, with retries."""
 
 from __future__ import annotations
 
@@ -38,47 +38,47 @@ REQUEST_BATCHES_MAX = 1_024
 
 
 class NotSent(Unreachable):
-    """There was no connection, so nothing left."""
+    """The broker could not be connected to, so nothing was sent."""
 
-    remedy = "Check that the storage service runs; nothing was stored, sending again is safe."
+    remedy = "Check that the storage service runs. Nothing was stored; sending again is safe."
 
 
 _OF_THE_QUEUE = (NotWritable, QueueNotFound)
 _NOT_STORED = (DiskFull, NotEnoughReplicas, NotSent, Overloaded, *_OF_THE_QUEUE)
-"""Errors that say that this try has stored nothing. `NotServing` does not: a disk that fails under
-a write is told by it too."""
+"""Errors which prove that this attempt stored nothing. `NotServing` does not: a disk that fails
+during a write reports it too."""
 
 
 class BatchResults(Protocol):
-    """What is done with batches that come back."""
+    """Receives the results of batches from the sender of a broker."""
 
     def settle(self, batch: Batch[BatchOutcome], outcome: pb.AppendReceipt | BatonError) -> None:
-        """The batch has its outcome."""
+        """Set the outcome of the batch."""
         ...
 
     def is_writable(self, queue: QueueRef) -> bool:
-        """Whether a queue takes messages, as far as is known."""
+        """Return whether the latest route says that the queue is writable."""
         ...
 
     def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
-        """Give what waits for a queue that takes none to others of its topic."""
+        """Move the batches of a queue that is not writable to other queues of its topic."""
         ...
 
     def broker_answered(self, broker: str, latency_ms: int) -> None:
-        """The broker has done what it was asked."""
+        """Record that the broker has answered a request."""
         ...
 
     def broker_failed(self, broker: str) -> None:
-        """The broker is in trouble."""
+        """Record a failure of the broker."""
         ...
 
     def reroute(self, sender: QueueSender[BatchOutcome]) -> None:
-        """Give what may go anywhere, and is certainly not stored, to other brokers."""
+        """Move waiting batches that may go to any queue, and are not stored, to other brokers."""
         ...
 
 
 class BrokerSender:
-    """Sends the batches that are ready for one broker, a few requests at a time."""
+    """Sends the ready batches of one broker, with a bounded number of requests in flight."""
 
     def __init__(
         self,
@@ -94,19 +94,19 @@ class BrokerSender:
         self._woken, self._turn = asyncio.Event(), asyncio.Lock()
 
     def wake(self, sender: QueueSender[BatchOutcome]) -> None:
-        """The sender may have a batch that can leave."""
+        """Schedule `sender` if it has a batch that is ready."""
         if sender.ready and sender not in self._ready:
             self._ready[sender] = None
             self._woken.set()
 
     async def run(self) -> None:
-        """Send for ever; to be run as one task."""
+        """Send until cancelled; run it as one task."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._settings.in_flight_requests_max):
                 tasks.create_task(self._work(tasks))
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
-        """Have one request under way at a time."""
+        """Send one request after the other."""
         while True:
             async with self._turn:
                 await self._woken.wait()
@@ -139,7 +139,11 @@ class BrokerSender:
     async def _request(
         self, senders: Sequence[QueueSender[BatchOutcome]]
     ) -> tuple[list[QueueSender[BatchOutcome]], BatonError] | None:
-        """Send what `senders` have taken; those that have failed, and an error of one of them."""
+        """Send the batches in flight of `senders`.
+
+        Returns:
+            The senders whose batch failed and the error of one of them; None if none failed.
+        """
         outcomes = await self._append([s.in_flight.encoded for s in senders if s.in_flight])
         failed: list[QueueSender[BatchOutcome]] = []
         worst: BatonError | None = None
@@ -161,7 +165,7 @@ class BrokerSender:
             self.wake(sender)
 
     async def _append(self, batches: list[bytes]) -> Sequence[pb.AppendReceipt | BatonError]:
-        """One outcome per batch; if the call failed, its error for each."""
+        """Return one outcome per batch; if the call failed, its error for each batch."""
         timeout_s = self._settings.request_timeout_ms / 1000
         try:
             stub = await self._directory.connected_storage(self._broker, timeout_s)
@@ -192,11 +196,11 @@ class BrokerSender:
         now_ms = self._clock.monotonic_ms()
         late_ms = now_ms - self._settings.delivery_timeout_ms
         retry = error.retry is not Retry.NEVER
-        lost = isinstance(error, SequenceGap)  # something that was safe in memory only
+        lost = isinstance(error, SequenceGap)  # a batch that was stored in memory only is lost
         if retry and not no_queue and not lost:
             self._results.broker_failed(self._broker)
         if retry and batch.begin_ms > late_ms:
-            log.debug("append is repeated queue=%s error=%s", sender.queue, error)
+            log.debug("append is retried queue=%s error=%s", sender.queue, error)
             sender.retry(new_epoch=lost)
             self._results.reroute(sender)
         elif retry or isinstance(error, DuplicateSequence | Internal):
@@ -209,7 +213,7 @@ class BrokerSender:
 
 
 def _too_late(error: BatonError, unsure: bool) -> BatonError:
-    """What a sender is told of a batch whose time is over: whether it may be stored counts."""
+    """Return the error of a batch that timed out; it says whether the batch may be stored."""
     if not isinstance(error, Unreachable):
         return error
     kind = Unreachable if unsure else NotSent

@@ -1,4 +1,4 @@
-"""Messages that were lost and that nobody waits for."""
+"""Failures of one-way messages, whose senders wait for no receipt."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ LOG_INTERVAL_MS = 10_000
 
 
 class OneWayFailures:
-    """Counts them, and tells the log from time to time.
+    """Counts failed one-way messages and logs them, at most once per `LOG_INTERVAL_MS`.
 
     Attributes:
-        count: How many there were.
+        count: Messages that have failed.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._told_count = 0
-        self._told_ms: int | None = None
+        self._logged_count = 0
+        self._logged_ms: int | None = None
 
     def add(self, count: int, error: BatonError, now_ms: int) -> None:
-        """Some more were lost, of `error`.
+        """Count `count` messages that failed with `error`.
 
         Args:
-            now_ms: Monotonic.
+            now_ms: Monotonic time.
         """
         self.count += count
-        recently = self._told_ms is not None and now_ms < self._told_ms + LOG_INTERVAL_MS
+        recently = self._logged_ms is not None and now_ms < self._logged_ms + LOG_INTERVAL_MS
         if not count or recently:
             return
         log.warning(
             "one-way messages failed count=%d total=%d error=%s",
-            self.count - self._told_count,
+            self.count - self._logged_count,
             self.count,
             error,
         )
-        self._told_count, self._told_ms = self.count, now_ms
+        self._logged_count, self._logged_ms = self.count, now_ms

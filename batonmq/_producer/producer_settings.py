@@ -1,4 +1,4 @@
-"""How a producer behaves."""
+"""Settings of a producer."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from batonmq.errors import InvalidArgument
 
 
 class Durability(Enum):
-    """How safe a message is when its receipt is given."""
+    """Durability of a message when its receipt is returned."""
 
     MEMORY = pb.DURABILITY_MEMORY
-    """In the page cache of one node: survives kill -9, not a power cut."""
+    """In the page cache of one node: survives kill -9, but not a power failure."""
     FSYNCED = pb.DURABILITY_FSYNCED
     """On the disk of one node."""
     REPLICATED = pb.DURABILITY_REPLICATED
-    """On the disk of the in-sync set."""
+    """On the disks of the leader and of the in-sync set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerSettings:
-    """How a producer behaves.
+    """Settings of a producer.
 
     Attributes:
-        durability: What a receipt has to mean.
-        linger_ms: Wait so long for more messages before a batch leaves; 0 sends at once, and
-            what arrives while a request is under way still travels together.
-        batch_bytes_max: A batch of one queue takes no more than this.
-        batch_messages_max: Nor more messages than this, up to 65,535.
-        in_flight_requests_max: Requests under way to one broker.
-        in_flight_bytes_max: Messages that wait or travel; beyond, `send` waits.
-        delivery_timeout_ms: A batch without an outcome for so long after its first message was
-            handed over fails.
-        request_timeout_ms: Bound of one request.
-        compression: Of the messages of a batch together, `lz4` for speed or `zstd` for size;
-            consumers need no setting. Limits hold for messages before it.
-        metrics_stream: Tell the cluster what is sent and how long it takes, once a second, through
-            the topic BATON_SYS_METRICS.
-        compression_bytes_min: Batches with fewer bytes of messages are not compressed; neither
-            are those that would not get smaller.
-        security: How to use TLS; None for none.
+        durability: The durability that a message must have before its receipt is returned.
+        linger_ms: Time that a batch waits for more messages before it is sent. 0 sends at once;
+            messages that arrive while a request is in flight still share the next request.
+        batch_bytes_max: Largest size of a batch, in bytes. A batch is for one queue.
+        batch_messages_max: Most messages in a batch, up to 65,535.
+        in_flight_requests_max: Most requests in flight to one broker.
+        in_flight_bytes_max: Most bytes of messages that are buffered or in flight; `send` waits
+            at this limit.
+        delivery_timeout_ms: A batch fails if it has no outcome this long after its first message
+            was passed to the producer.
+        request_timeout_ms: Timeout of one request.
+        compression: Compression of a batch: `none`, `lz4` for speed or `zstd` for size. Consumers
+            need no setting. Size limits of messages apply before compression.
+        compression_bytes_min: A batch with fewer bytes of messages is not compressed, nor is a
+            batch that compression would not make smaller.
+        metrics_stream: Publish counts and latencies of sends once a second to the topic
+            BATON_SYS_METRICS.
+        security: TLS and credentials; None for a connection without TLS.
     """
 
     durability: Durability = Durability.FSYNCED
@@ -62,16 +63,16 @@ class ProducerSettings:
 
     @property
     def packing(self) -> RecordCompressor:
-        """How batches are packed.
+        """Return the compressor of batches.
 
         Raises:
-            InvalidArgument: there is no such compression.
+            InvalidArgument: `compression` is not a known compression.
         """
         try:
             compression = Compression[self.compression.upper()]
         except KeyError:
             raise InvalidArgument(
-                f"there is no compression {self.compression!r}",
+                f"unknown compression {self.compression!r}",
                 remedy="Use none, lz4 or zstd.",
                 facts={"field": "compression"},
             ) from None
@@ -79,4 +80,4 @@ class ProducerSettings:
 
 
 METRICS_PRODUCER = ProducerSettings(compression="zstd", delivery_timeout_ms=10_000)
-"""Settings of the producer that publishes events to the topic of the metrics."""
+"""Settings of the producer that publishes events to the metrics topic."""

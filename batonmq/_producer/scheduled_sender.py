@@ -1,8 +1,8 @@
-"""Sends messages for later, and takes them back: the producer's part for schedules.
+"""Sends and cancels scheduled messages of a producer.
 
-Each message is a batch of its own, so that it can be cancelled alone; many share a request. A batch
-that has to be repeated keeps its bytes, and with them its producer id and sequence. Of each id one
-batch is under way at a time; so there are many ids, taken in turn.
+Each message is its own batch, so that it can be cancelled alone; one request has many batches. A
+batch that is retried keeps its bytes, and so its producer id and sequence. Each producer id has at
+most one batch in flight, so one producer uses many ids.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from batonmq.errors import (
 REQUEST_ITEMS_MAX = 1_024
 REQUEST_BYTES_MAX = 8 * 1024 * 1024
 IN_FLIGHT_MAX = 10_000
-"""More messages do not wait or travel at a time."""
+"""Most scheduled messages without a receipt; `admit` waits at this limit."""
 
 
 class ScheduleReceipt(NamedTuple):
     """Proof that a message is stored and will be delivered.
 
     Attributes:
-        queue: Where it will be.
-        schedule_id: For `Producer.cancel`.
-        deliver_unix_ms: When, by the wall clock of the storage node.
-        duplicate: Whether an earlier try had stored it already.
+        queue: The queue to which the message will be delivered.
+        schedule_id: Argument of `Producer.cancel`.
+        deliver_unix_ms: Time of delivery, by the wall clock of the storage node.
+        duplicate: Whether an earlier attempt had stored the message already.
     """
 
     queue: QueueRef
@@ -57,7 +57,7 @@ class ScheduleReceipt(NamedTuple):
 
 
 class PendingSchedule:
-    """A message for later on its way; await it for the receipt."""
+    """A scheduled message in flight; await it to get the receipt."""
 
     __slots__ = ("_future",)
 
@@ -69,34 +69,34 @@ class PendingSchedule:
 
 
 class ScheduledSenderSettings(Protocol):
-    """See ProducerSettings."""
+    """The part of `ProducerSettings` that scheduled messages need."""
 
     @property
     def in_flight_bytes_max(self) -> int:
-        """See ProducerSettings."""
+        """See `ProducerSettings`."""
         ...
 
     @property
     def delivery_timeout_ms(self) -> int:
-        """See ProducerSettings."""
+        """See `ProducerSettings`."""
         ...
 
     @property
     def request_timeout_ms(self) -> int:
-        """See ProducerSettings."""
+        """See `ProducerSettings`."""
         ...
 
     @property
     def packing(self) -> RecordCompressor:
-        """See ProducerSettings."""
+        """See `ProducerSettings`."""
         ...
 
 
 class ScheduledSender:
-    """See the module.
+    """Sends and cancels scheduled messages.
 
     Args:
-        tasks: Runs what is under way; outlives this object.
+        tasks: Runs the requests; must outlive this object.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ScheduledSender:
         self._settled = asyncio.Event()
 
     async def admit(self, record: bytes) -> None:
-        """Wait until there is room for the record."""
+        """Wait until the record fits the limits of messages and bytes in flight."""
         bytes_max = self._settings.in_flight_bytes_max
         while self._pending and (
             self._bytes + len(record) > bytes_max or len(self._pending) >= IN_FLIGHT_MAX
@@ -132,11 +132,11 @@ class ScheduledSender:
         deliver_unix_ms: int,
         choose: Callable[[], QueueRef],
     ) -> PendingSchedule:
-        """Hand over a message.
+        """Start to send a message.
 
         Args:
             record: The message, encoded.
-            choose: Gives the queue; asked again if that one takes no messages any more.
+            choose: Returns the queue; called again if that queue is no longer writable.
 
         Raises:
             QueueNotFound, NotWritable: no queue can be chosen.
@@ -155,7 +155,7 @@ class ScheduledSender:
         return PendingSchedule(future)
 
     async def flush(self) -> None:
-        """Wait until every message handed over has an outcome, good or bad."""
+        """Wait until every submitted message is stored or has failed."""
         while self._pending:
             self._settled.clear()
             await self._settled.wait()
@@ -166,7 +166,7 @@ class ScheduledSender:
         if not broker:
             raise InvalidArgument(
                 f"{schedule_id[:100]!r} is not a schedule id",
-                remedy="Use the id of the receipt as it is.",
+                remedy="Use the schedule_id of the receipt unchanged.",
                 facts={"field": "schedule_id"},
             )
         request = pb.CancelScheduledRequest(schedule_id=schedule_id)
@@ -186,7 +186,7 @@ class ScheduledSender:
                 return
 
     def close(self) -> None:
-        """Tell those who still wait that nobody sends any more."""
+        """Cancel all requests and fail the messages without a receipt."""
         for task in list(self._running):
             task.cancel()
         for future in list(self._pending):
@@ -220,12 +220,12 @@ class ScheduledSender:
             self._settled.set()
 
     async def _send(self, sending: _ScheduledMessage, queue: QueueRef) -> ScheduleReceipt:
-        """The receipt; if a queue takes no messages, of another one."""
+        """Return the receipt; try another queue if the queue is not writable."""
         while True:
             lanes = self._lanes.setdefault(queue, [])
             lane = lanes.pop() if lanes else _Lane(self._random.getrandbits(63) or 1)
             item = sending.item(queue, lane, self._clock.unix_ms())
-            unsure = True  # as long as this waits: it may be cancelled
+            unsure = True  # if this is cancelled while it waits, the batch may be stored
             try:
                 receipt = await self._repeat(sending, queue, item)
             except _Rejected as refused:
@@ -249,10 +249,10 @@ class ScheduledSender:
     async def _repeat(
         self, sending: _ScheduledMessage, queue: QueueRef, item: pb.ScheduleItem
     ) -> pb.ScheduleReceipt:
-        """The receipt, after as many tries of the same bytes as it takes.
+        """Send the same bytes until there is a receipt, and return it.
 
         Raises:
-            _Refused: it is not stored, or nobody knows whether it is.
+            _Rejected: The batch is not stored, or it is unknown whether it is.
         """
         late_ms = sending.begin_ms + self._settings.delivery_timeout_ms
         unsure, failures = False, 0
@@ -285,7 +285,7 @@ class ScheduledSender:
         return batcher
 
     async def _request(self, broker: str, items: Sequence[pb.ScheduleItem]) -> list[_Outcome]:
-        """One outcome per item; if the call failed, its error for each."""
+        """Return one outcome per item; if the call failed, its error for each item."""
         try:
             stub = await self._directory.schedule(broker)
             answer = await stub.Schedule(pb.ScheduleRequest(items=items), timeout=self._timeout_s)
@@ -303,7 +303,7 @@ _Outcome = pb.ScheduleReceipt | BatonError
 
 
 class _Rejected(Exception):
-    """A batch without a receipt; `unsure` if it may be stored all the same."""
+    """A batch has no receipt; `unsure` if it may be stored."""
 
     def __init__(self, error: BatonError, unsure: bool) -> None:
         self.error, self.unsure = error, unsure
@@ -311,7 +311,7 @@ class _Rejected(Exception):
 
 @dataclass(slots=True)
 class _Lane:
-    """A producer id on one queue, with at most one batch under way."""
+    """A producer id on one queue, with at most one batch in flight."""
 
     producer_id: int
     epoch: int = 0
@@ -321,7 +321,7 @@ class _Lane:
         self.sequence = (self.sequence + 1) % SEQUENCE_LIMIT
 
     def skip_sequence(self) -> None:
-        """Nobody knows whether the last batch is stored: its sequence is not used again."""
+        """Start a new epoch, because the last batch may be stored with the current sequence."""
         self.epoch += 1
         self.sequence = 0
 
@@ -346,7 +346,7 @@ class _ScheduledMessage:
 
 
 def parts(items: Sequence[pb.ScheduleItem]) -> Iterator[Sequence[pb.ScheduleItem]]:
-    """`items` in requests that are not too long."""
+    """Split `items` into parts that fit `REQUEST_BYTES_MAX`; a part has at least one item."""
     begin, size = 0, 0
     for index, item in enumerate(items):
         size += len(item.batch)
@@ -357,6 +357,6 @@ def parts(items: Sequence[pb.ScheduleItem]) -> Iterator[Sequence[pb.ScheduleItem
 
 
 def _retrieve(future: asyncio.Future[ScheduleReceipt]) -> None:
-    """Look at the exception, so that a receipt nobody awaits is no warning."""
+    """Retrieve the exception, so that asyncio logs no warning for a receipt without a waiter."""
     if not future.cancelled():
         future.exception()

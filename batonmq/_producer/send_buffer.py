@@ -1,4 +1,4 @@
-"""The batches of a producer: what goes into which, and what becomes of those that come back."""
+"""The messages that a producer has buffered or in flight, in batches per queue."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from batonmq.errors import BatonError, NotWritable, Retry, Unreachable
 
 
 class ProducerClosed(Unreachable):
-    """The producer is closed: it takes nothing more, and what was not confirmed may be stored."""
+    """The producer is closed. Messages without a receipt may be stored or not."""
 
     retry = Retry.NEVER
-    remedy = "Open another Producer; what has no receipt may be stored all the same."
+    remedy = "Open another Producer; messages without a receipt may be stored."
 
 
 class SendBuffer:
-    """See the module.
+    """Puts messages into batches, and settles or reroutes the batches that senders return.
 
     Args:
-        start: Runs a loop until the producer is left.
-        metrics: Counts outcomes, if given.
-        event_counter: Tells of them, if given.
+        start: Runs a coroutine until the producer is closed.
+        metrics: Counts outcomes for Prometheus; None for no metrics.
+        event_counter: Counts outcomes for the metrics stream; None for no stream.
 
     Attributes:
-        topics: Those that are open, by name.
-        broker_health: Brokers to avoid.
-        losses: One-way messages that failed.
-        room: How many bytes more may wait or travel.
+        topics: The open topics, by name.
+        broker_health: Recent failures and latencies of brokers.
+        one_way_failures: Counts one-way messages that failed.
+        free_bytes: Bytes of messages that may still be added before the limit.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SendBuffer:
         self._settled = asyncio.Event()
 
     async def admit(self, known: TopicQueues, record: bytes, ordering_key: str | None) -> None:
-        """Wait until there is room for the record, and nothing that it would overtake."""
+        """Wait until the record fits the byte limit and can't overtake its ordering key."""
         bytes_max = self._settings.in_flight_bytes_max
         while len(record) > self.free_bytes < bytes_max or known.must_wait(ordering_key):
             self._settled.clear()
@@ -84,10 +84,10 @@ class SendBuffer:
         """Put the message into a batch.
 
         Args:
-            begin_ms: When it was handed over; now if None.
+            begin_ms: Monotonic time at which the message was passed to the producer; None for now.
 
         Returns:
-            Outcome of the batch, and the message's index there.
+            Outcome of the batch, and the index of the message in the batch.
         """
         if options is not ANY_QUEUE and not options.any_queue:
             sender = self._sender(known.choose(options, 0))
@@ -112,7 +112,7 @@ class SendBuffer:
         return outcome, index
 
     def last(self, known: TopicQueues) -> dict[QueueRef, BatchOutcome]:
-        """The last batch of each queue of the topic that has one under way."""
+        """Return the last batch in flight of each queue of the topic, by queue."""
         return {
             queue: sender.last.token
             for queue in known.queues
@@ -120,21 +120,21 @@ class SendBuffer:
         }
 
     async def flush(self) -> None:
-        """Wait until every batch has an outcome, good or bad."""
+        """Wait until every batch is stored or has failed."""
         while any(not sender.idle for sender in self._senders.values()):
             self._settled.clear()
             await self._settled.wait()
 
     def fail_all(self) -> None:
-        """Tell those who still wait that nobody sends any more."""
+        """Fail every batch without an outcome with `ProducerClosed`."""
         for sender in self._senders.values():
             for batch in sender.drop():
                 self.settle(batch, ProducerClosed("the producer was closed"))
 
-    # ---- what the loops of the brokers tell
+    # ---- BatchResults: called by the senders of the brokers
 
     def settle(self, batch: Batch[BatchOutcome], outcome: pb.AppendReceipt | BatonError) -> None:
-        """The batch has its outcome."""
+        """Set the outcome of a batch and count it."""
         batch.token.settle(outcome)
         self._free(batch)
         now_ms = self._clock.monotonic_ms()
@@ -150,12 +150,15 @@ class SendBuffer:
             self._event_counter.settled(topic, size, now_ms - batch.begin_ms, stored=error is None)
 
     def is_writable(self, queue: QueueRef) -> bool:
-        """Whether the queue takes messages, as far as is known here."""
+        """Return whether the latest route says that the queue is writable."""
         known = self.topics.get(queue.topic)
         return known is None or queue in known.queues
 
     def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
-        """Give what waits for a queue that takes no messages to others of the topic."""
+        """Move the batches of a queue that is not writable to other queues of the topic.
+
+        A batch that may be stored is settled instead, unless `error` is `NotWritable`.
+        """
         known = self.topics.get(sender.queue.topic)
         for batch in (sender.rejected(), *sender.drop()):
             if known is None or (batch.unsure and not isinstance(error, NotWritable)):
@@ -164,19 +167,19 @@ class SendBuffer:
                 self._reroute(known, batch)
 
     def broker_answered(self, broker: str, latency_ms: int) -> None:
-        """The broker has done what it was asked."""
+        """Record that the broker has answered a request."""
         self.broker_health.answered(broker, latency_ms, self._clock.monotonic_ms())
 
     def broker_failed(self, broker: str) -> None:
-        """The broker is in trouble: what may go to others goes there."""
+        """Record a failure of the broker; messages without a fixed queue avoid it."""
         self.broker_health.failed(broker, self._clock.monotonic_ms())
         for known in self.topics.values():
             known.avoid(broker)
 
     def reroute(self, sender: QueueSender[BatchOutcome]) -> None:
-        """Give what is not stored, and may go to any queue, to brokers that may take it.
+        """Move waiting batches that are certainly not stored to healthy brokers.
 
-        Batches with a message that asks for its queue stay whole.
+        A batch with a message that has an ordering key or a queue is not moved.
         """
         known = self.topics.get(sender.queue.topic)
         if known is None:
@@ -188,10 +191,10 @@ class SendBuffer:
         ):
             self._reroute(known, batch)
 
-    # ---- within
+    # ---- internals
 
     def _reroute(self, known: TopicQueues, batch: Batch[BatchOutcome]) -> None:
-        """Put the messages of a batch, which is not stored, into others."""
+        """Put the messages of a batch that is not stored into other batches."""
         moved = [
             self._rerouted(
                 known, batch.token.options.get(index, ANY_QUEUE), message, batch.begin_ms

@@ -1,4 +1,4 @@
-"""Which queue of a topic a message goes to."""
+"""The queues of a topic, and the choice of a queue for each message."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from batonmq.errors import NotWritable, QueueNotFound
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """How keys went before the queues changed, and the last batch of each queue at that time."""
+    """Key assignment before the queues changed, and the last batch of each queue at that time."""
 
     keyed: KeyedQueues
     last: Mapping[QueueRef, BatchOutcome]
 
     def delays(self, ordering_key: str, queue: QueueRef) -> bool:
-        """Whether messages of the key may be under way elsewhere than to `queue`."""
+        """Return whether messages of the key may be in flight to another queue than `queue`."""
         before = self.keyed.of(ordering_key)
         return before != queue and before in self.last and not self.last[before].settled
 
 
 class TopicQueues:
-    """The queues of a topic, and whose turn it is.
+    """The queues of a topic, used in rotation.
 
-    When the queues change, a message with an ordering key that moves to another queue `must_wait`
-    until what was under way of the key has its outcome: so the order of a key is that of sending.
+    If the queues change, an ordering key may move to another queue. A message of such a key
+    `must_wait` until the earlier messages of the key have an outcome. This keeps the send order.
 
     Args:
-        brokers: Those to avoid.
+        brokers: Health of the brokers; unhealthy brokers are avoided.
 
     Attributes:
-        queues: Those that take messages.
-        current: Sender of the queue whose turn it is, once it was looked up.
+        queues: The writable queues.
+        current: Sender of the next queue in the rotation; None if it was not looked up yet.
     """
 
     def __init__(self, route: nameserver_pb.Route, brokers: BrokerHealth) -> None:
@@ -49,10 +49,10 @@ class TopicQueues:
         self._read(route)
 
     def change(self, route: nameserver_pb.Route, last: Mapping[QueueRef, BatchOutcome]) -> None:
-        """Go on by a newer route.
+        """Replace the queues by those of a newer route.
 
         Args:
-            last: The last batch of each queue that has one under way.
+            last: The last batch in flight of each queue.
         """
         if last:
             self._earlier.append(_Earlier(self._keyed, last))
@@ -65,17 +65,17 @@ class TopicQueues:
         self.current: QueueSender[BatchOutcome] | None = None
 
     def next_turn(self) -> None:
-        """It is another queue's turn."""
+        """Advance the rotation to the next queue."""
         self._turn += 1
         self.current = None
 
     def avoid(self, broker: str) -> None:
-        """Look anew for the queue whose turn it is, if it is at a broker in trouble."""
+        """Forget the current queue if it is on `broker`; the next message chooses again."""
         if self.current is not None and self.current.queue.broker == broker:
             self.current = None
 
     def must_wait(self, ordering_key: str | None) -> bool:
-        """Whether a message of the key would overtake others."""
+        """Return whether a message of the key could overtake messages in flight."""
         if ordering_key is None or not self._earlier or not self.queues:
             return False
         self._earlier = [
@@ -87,19 +87,20 @@ class TopicQueues:
         return any(one.delays(ordering_key, queue) for one in self._earlier)
 
     def choose(self, options: SendOptions, now_ms: int) -> QueueRef:
-        """The queue that was asked for, that of the key, or the one whose turn it is.
+        """Return the requested queue, the queue of the ordering key, or the next in the rotation.
 
         Raises:
-            QueueNotFound, NotWritable: there is none that takes messages.
+            QueueNotFound: The requested queue does not exist.
+            NotWritable: The requested queue, or every queue of the topic, is not writable.
         """
         if options.queue is not None:
             if options.queue not in self._all:
                 raise QueueNotFound(f"{options.queue} is not a queue of the topic")
             if options.queue not in self.queues:
-                raise NotWritable(f"queue {options.queue} takes no messages")
+                raise NotWritable(f"queue {options.queue} is not writable")
             return options.queue
         if not self.queues:
-            raise NotWritable(f"topic {self._name} takes no messages")
+            raise NotWritable(f"topic {self._name} has no writable queue")
         if options.ordering_key is not None:
             return self._keyed.of(options.ordering_key)
         return self._brokers.choose(self.queues, self._turn, now_ms)

@@ -1,4 +1,4 @@
-"""What clients count for the live stream of events, until it is gathered about once a second."""
+"""Counters of clients for the metrics stream, gathered about once a second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batonmq._telemetry.latency_sketches import LatencyKey, LatencySketches
 
 
 class ConsumerEventCounter:
-    """Of one consumer."""
+    """Counts messages and latencies of one consumer."""
 
     def __init__(self, hub: EventHub, group: str, client_id: str, clock: Clock) -> None:
         self._group, self._client_id, self._clock = group, client_id, clock
@@ -27,7 +27,7 @@ class ConsumerEventCounter:
         hub.gatherers.append(self._events)
 
     def begun(self, topic: str, store_unix_ms: Iterable[int]) -> None:
-        """A handler begins with messages that were stored then."""
+        """Add the end-to-end latencies of messages whose handler starts, from their store times."""
         now_ms = self._clock.unix_ms()
         what = LatencyKey(pb.Latency.OPERATION_END_TO_END, self._group, topic)
         self._latencies.add_all(what, [max(0, now_ms - ms) * 1_000 for ms in store_unix_ms])
@@ -35,7 +35,7 @@ class ConsumerEventCounter:
     def handled(
         self, topic: str, count: int, failures: Iterable[HandlingFailure | None], seconds: float
     ) -> None:
-        """It has ended, with so many messages."""
+        """Count a handler call that has ended."""
         failed = sum(one is not None for one in failures)
         what = LatencyKey(pb.Latency.OPERATION_HANDLE, self._group, topic)
         self._latencies.add(what, int(seconds * 1e6))
@@ -43,11 +43,11 @@ class ConsumerEventCounter:
         self._failed[topic] += failed
 
     def retried(self, topic: str) -> None:
-        """A message is to be handled again."""
+        """Count a message that is handled again."""
         self._retried[topic] += 1
 
     def dead(self, topic: str) -> None:
-        """A message went to the dead letters."""
+        """Count a message that was sent to the dead-letter topic."""
         self._dead[topic] += 1
 
     def _events(self) -> Iterator[pb.MetricEvent]:
@@ -71,7 +71,7 @@ class ConsumerEventCounter:
 
 
 class ProducerEventCounter:
-    """Of one producer."""
+    """Counts messages and latencies of one producer."""
 
     def __init__(self, hub: EventHub, client_id: str) -> None:
         self._client_id = client_id
@@ -80,7 +80,7 @@ class ProducerEventCounter:
         hub.gatherers.append(self._events)
 
     def settled(self, topic: str, size: tuple[int, int], took_ms: int, *, stored: bool) -> None:
-        """A batch of so many messages and bytes has its outcome."""
+        """Count a batch that has its outcome; `size` is its number of messages and its bytes."""
         if topic == METRICS_TOPIC:
             return
         count, bytes_count = size

@@ -1,4 +1,4 @@
-"""What a process tells live of itself: events, bounded buffers, and the batches they go out in."""
+"""The metric events of a process: bounded buffers, and batches for readers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from batonmq.errors import Overloaded
 
 VOCABULARY = 1
 EVENTS_MAX = 10_000
-"""Events that wait for one listener; beyond, the oldest are dropped and counted."""
+"""Most events in one buffer; beyond it the oldest are dropped and counted."""
 EVENT_BYTES_MAX = 8 * 1024 * 1024
-"""And so many bytes of them."""
+"""Most bytes of events in one buffer."""
 BATCH_BYTES_MAX = 256 * 1024
-"""A batch of more than one event is not longer, about."""
+"""Approximate size limit of a batch with more than one event."""
 WATCHERS_MAX = 16
 BATCH_INTERVAL_S = 1.0
 
@@ -25,18 +25,18 @@ Gather = Callable[[], Iterable[pb.MetricEvent]]
 
 
 class EventHub:
-    """Takes events and hands each to every listener. Publishing never waits.
+    """Distributes events to every buffer. Publishing never waits.
 
-    What happens too often for an event of its own is counted where it happens, while `watched`,
-    and gathered about once a second by whoever empties a listener.
+    Frequent actions have no event of their own: gatherers count them while `watched`, and the
+    reader of a buffer gathers the counts as events about once a second.
 
     Args:
-        source: Service and node, "storage/broker-a".
-        incarnation_id: Random number of this life of the source.
+        source: Service and node, such as "storage/broker-a".
+        incarnation_id: Random number of this run of the source.
 
     Attributes:
-        gatherers: Each is asked for the events of what it has counted since the last time.
-        watched: Whether anybody listens; callers need not build events otherwise.
+        gatherers: Each returns events with its counts since its last call.
+        watched: Whether there is a buffer; if not, callers need not build events.
     """
 
     def __init__(self, source: str, incarnation_id: int, clock: Clock) -> None:
@@ -47,7 +47,7 @@ class EventHub:
         self._watcher_count, self._gathered_s = 0, 0.0
 
     def publish(self, event: pb.MetricEvent) -> None:
-        """Stamp the event with the time and hand it to the listeners."""
+        """Set the time of the event and add it to the buffers."""
         if self._listeners:
             event.unix_ms = self._clock.unix_ms()
             size = event.ByteSize()
@@ -55,20 +55,20 @@ class EventHub:
                 listener.add(event, size)
 
     def gather(self) -> None:
-        """Publish what was counted since the last time."""
+        """Publish the counts since the last call as events."""
         self._gathered_s = asyncio.get_running_loop().time()
         for gatherer in self.gatherers:
             for event in gatherer():
                 self.publish(event)
 
     def gather_if_due(self) -> None:
-        """`gather`, unless another listener has just made us do so."""
+        """Call `gather`, unless the reader of another buffer has just done so."""
         if asyncio.get_running_loop().time() >= self._gathered_s + BATCH_INTERVAL_S / 2:
             self.gather()
 
     @contextmanager
     def listen(self) -> Iterator[EventBuffer]:
-        """A buffer that takes the events from now on until the block ends."""
+        """Return a buffer that receives the events until the block ends."""
         listener = EventBuffer()
         self._listeners[listener] = None
         self.watched = True
@@ -79,7 +79,7 @@ class EventHub:
             self.watched = bool(self._listeners)
 
     def batch(self, seq: int, listener: EventBuffer) -> pb.MetricBatch:
-        """The oldest events that wait for a listener, taken out of its buffer, as batch `seq`."""
+        """Take the oldest events out of a buffer and return them as batch `seq`."""
         return pb.MetricBatch(
             source=self.source,
             incarnation_id=self.incarnation_id,
@@ -90,14 +90,14 @@ class EventHub:
         )
 
     async def watch(self) -> AsyncIterator[pb.MetricBatch]:
-        """Batches of events from now on.
+        """Yield batches of events from now on.
 
         Raises:
-            Overloaded: too many watch already.
+            Overloaded: There are `WATCHERS_MAX` watchers already.
         """
         if self._watcher_count >= WATCHERS_MAX:
             raise Overloaded(
-                f"{WATCHERS_MAX} watchers already",
+                f"limit of {WATCHERS_MAX} watchers reached",
                 retry_after_ms=10_000,
                 facts={"limit": WATCHERS_MAX},
             )
@@ -119,7 +119,7 @@ class EventBuffer:
     """A bounded buffer of events.
 
     Attributes:
-        dropped_count: Events that it had no room for, so far.
+        dropped_count: Number of events dropped because the buffer was full.
     """
 
     def __init__(self) -> None:
@@ -129,11 +129,11 @@ class EventBuffer:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is an event."""
+        """Whether the buffer has an event."""
         return bool(self._events)
 
     def add(self, event: pb.MetricEvent, size: int) -> None:
-        """Take an event of `size` bytes; the oldest goes if there is no room."""
+        """Add an event of `size` bytes; drop the oldest events if the buffer is full."""
         self._events.append((event, size))
         self._bytes += size
         while len(self._events) > EVENTS_MAX or self._bytes > EVENT_BYTES_MAX:
@@ -141,7 +141,7 @@ class EventBuffer:
             self.dropped_count += 1
 
     def take(self, bytes_max: int) -> list[pb.MetricEvent]:
-        """The oldest events, of so many bytes, but one at least if there is any."""
+        """Take the oldest events, at most `bytes_max` bytes, but at least one if there is any."""
         taken: list[pb.MetricEvent] = []
         room = bytes_max
         while self._events and (not taken or self._events[0][1] <= room):

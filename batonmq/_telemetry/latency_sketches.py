@@ -1,4 +1,4 @@
-"""Times gathered into sketches, by what took them and for which group and topic."""
+"""Latency sketches by operation, group and topic."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.log_buckets import LogBuckets
 
 WAITING_MAX = 4_096
-"""Single times that wait; then they go into the sketch together."""
+"""Single latencies that are collected before they are added to the sketch together."""
 
 
 class LatencyKey(NamedTuple):
-    """What took the time."""
+    """Key of a sketch: operation, group and topic."""
 
     operation: pb.Latency.Operation.ValueType
     group: str = ""
@@ -22,14 +22,14 @@ class LatencyKey(NamedTuple):
 
 
 class LatencySketches:
-    """Takes times in microseconds; `events` empties it."""
+    """Collects latencies in microseconds; `events` returns and resets them."""
 
     def __init__(self) -> None:
         self._waiting: dict[LatencyKey, list[int]] = {}
         self._sketches: dict[LatencyKey, LogBuckets] = {}
 
     def add(self, what: LatencyKey, us: int) -> None:
-        """One time."""
+        """Add one latency."""
         waiting = self._waiting.get(what)
         if waiting is None:
             waiting = self._waiting[what] = []
@@ -38,19 +38,19 @@ class LatencySketches:
             self._fold(what)
 
     def add_all(self, what: LatencyKey, us: Sequence[int]) -> None:
-        """Several at once."""
+        """Add several latencies."""
         self._waiting.setdefault(what, []).extend(us)
         if len(self._waiting[what]) >= WAITING_MAX:
             self._fold(what)
 
     def forget(self, operation: pb.Latency.Operation.ValueType) -> None:
-        """Drop what was taken of one operation."""
+        """Drop the latencies of one operation."""
         for what in [one for one in (*self._waiting, *self._sketches) if one[0] == operation]:
             self._waiting.pop(what, None)
             self._sketches.pop(what, None)
 
     def events(self) -> Iterator[pb.MetricEvent]:
-        """One event for each that took time since the last call."""
+        """Yield one event for each key with latencies since the last call."""
         for what in list(self._waiting):
             self._fold(what)
         sketches, self._sketches, self._waiting = self._sketches, {}, {}

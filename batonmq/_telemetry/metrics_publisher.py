@@ -1,8 +1,8 @@
-"""Publishes what a process tells of itself to the topic of the metrics, one batch at a time.
+"""Publishes the events of a process to the metrics topic, one batch at a time.
 
-A batch is sent until it is known to be stored, then the next one: so batches lie in order, and one
-that was stored twice has the same number twice. What happens meanwhile waits in a bounded buffer,
-which drops and counts. Nobody who publishes an event waits for any of this.
+A batch is retried until it is stored, then the next one is sent. So batches are stored in order,
+and a batch that is stored twice has the same sequence number twice. Meanwhile events wait in a
+bounded buffer, which drops the oldest ones and counts them. Publishing an event never waits.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from batonmq.errors import BatonError
 log = logging.getLogger(__name__)
 
 RETRY_S, DOUBLINGS_MAX = 1.0, 5
-"""After a failure it is tried again a little later; after each that follows, twice as late."""
-FAILURES_TOLD = 3
-"""After so many failures in a row the log is told."""
+"""Delay of the first retry, which doubles with each further failure, at most so often."""
+FAILURES_LOGGED = 3
+"""Number of consecutive failures after which a warning is logged."""
 
 Encode = Callable[[pb.MetricBatch], bytes]
 
 
 class MetricsSender(Protocol):
-    """The part of a producer that is needed."""
+    """The part of `Producer` that the publisher needs."""
 
     def send(
         self, topic: str, body: bytes, *, keys: tuple[str], ordering_key: str
     ) -> Awaitable[object]:
-        """Send one message and wait until it is safe."""
+        """Send one message and wait until it is stored."""
         ...
 
 
 def as_protobuf(batch: pb.MetricBatch) -> bytes:
-    """The batch as it is."""
+    """Encode a batch as protobuf."""
     return batch.SerializeToString()
 
 
 class MetricsPublisher:
-    """Empties a hub into the topic.
+    """Publishes the events of a hub to the metrics topic.
 
     Args:
-        opened: Makes a producer; called again after each failure.
-        encode: Makes the body of a message of a batch.
+        opened: Creates a producer; called again after each failure.
+        encode: Encodes a batch as the body of a message.
 
     Attributes:
-        dropped_count: Events that were lost, so far.
+        dropped_count: Number of events that were dropped.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class MetricsPublisher:
         self.dropped_count = 0
 
     def stop(self) -> None:
-        """Let `run` end once it has sent what there is; who can't wait for that cancels it."""
+        """Make `run` publish the remaining events and return. To stop at once, cancel it."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Publish until `stop`; to be run as one task.
+        """Publish until `stop`; run it as one task.
 
-        What goes wrong in telling is logged, and ends nothing but the telling.
+        An unexpected error is logged and ends the publishing only.
         """
         try:
             await self._run()
         except Exception:
-            log.exception("metrics are not published any more source=%s", self._hub.source)
+            log.exception("publishing of metrics has ended by an error source=%s", self._hub.source)
 
     async def _run(self) -> None:
         with self._hub.listen() as listener:
@@ -97,7 +97,7 @@ class MetricsPublisher:
         """Publish until `stop`.
 
         Raises:
-            BatonError: a batch may not be stored.
+            BatonError: A batch is not stored, or it is unknown whether it is.
         """
         while True:
             if not self._unsent:
@@ -118,15 +118,15 @@ class MetricsPublisher:
             source = self._hub.source
             await sender.send(METRICS_TOPIC, self._unsent, keys=(source,), ordering_key=source)
             self._unsent = b""
-            if self._failures >= FAILURES_TOLD:
+            if self._failures >= FAILURES_LOGGED:
                 log.info("metrics are published again seq=%d", self._seq)
             self._failures = 0
 
     def _failed(self, error: BatonError) -> None:
-        """Tell the log once: at the start of a cluster the topic may not be there yet."""
+        """Count a failure; warn once after several, as a new cluster may not have the topic yet."""
         self._failures += 1
-        level = logging.WARNING if self._failures == FAILURES_TOLD else logging.DEBUG
-        log.log(level, "metrics wait unpublished seq=%d error=%s", self._seq, error)
+        level = logging.WARNING if self._failures == FAILURES_LOGGED else logging.DEBUG
+        log.log(level, "metrics can't be published seq=%d error=%s", self._seq, error)
 
     async def _pause(self, seconds: float) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Who may do what in a cluster whose services ask: grants of roles to identities, and tokens."""
+"""Authorization: grants of roles to identities, and bearer tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batonmq.admin.pagination import iter_pages
 
 
 class Role(StrEnum):
-    """What somebody may do with a resource; `admin` is all of it."""
+    """A set of permissions on a resource; `admin` includes all permissions."""
 
     PRODUCE = "produce"
     CONSUME = "consume"
@@ -29,7 +29,7 @@ class RoleGrant:
     """A role on a resource.
 
     Attributes:
-        resource: `topic:NAME`, `group:NAME`, both also with `*` at the end, or `cluster`.
+        resource: `topic:NAME` or `group:NAME`, where NAME may end with `*`, or `cluster`.
     """
 
     role: Role
@@ -38,10 +38,10 @@ class RoleGrant:
 
 @dataclass(frozen=True, slots=True)
 class IssuedToken:
-    """What is known of a bearer token.
+    """A bearer token without its secret.
 
     Attributes:
-        by: Identity of who created it; empty if access was off.
+        by: Identity that created the token; empty if authorization was off.
     """
 
     token_id: str
@@ -51,7 +51,7 @@ class IssuedToken:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A bearer token. This is the only time that it is seen."""
+    """A new bearer token. The secret can't be read again later."""
 
     token_id: str
     token: Secret
@@ -59,7 +59,7 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class IdentityGrants:
-    """Everything that one identity has."""
+    """The grants and tokens of one identity."""
 
     identity: str
     grants: tuple[RoleGrant, ...]
@@ -68,11 +68,11 @@ class IdentityGrants:
 
 @dataclass(frozen=True, slots=True)
 class AccessCheck:
-    """Whether somebody may do something.
+    """The result of a permission check.
 
     Attributes:
-        by: The grant that allows it; None if none does.
-        access_on: Whether services ask at all.
+        by: The grant that allows the request; None if no grant does.
+        access_on: Whether the services check permissions.
     """
 
     identity: str
@@ -82,30 +82,30 @@ class AccessCheck:
 
 
 class AccessControl:
-    """Asks a nameserver; failures are the classes of `batonmq.errors`.
+    """Reads and changes grants and tokens. Failures raise classes of `batonmq.errors`.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
     async def grant(self, identity: str, grant: RoleGrant) -> bool:
-        """Give somebody a role on a resource; False if that was so already.
+        """Grant a role on a resource to an identity; return False if it has the grant already.
 
         Raises:
-            InvalidArgument, InvalidName, LimitExceeded: as they say.
+            InvalidArgument, InvalidName, LimitExceeded: The identity or the grant is not valid.
         """
         request = pb.GrantRequest(identity=identity, grant=_to_pb(grant))
         answer = await self._admin.ask(lambda limit_s: self._stub().Grant(request, timeout=limit_s))
         return answer.changed
 
     async def revoke(self, identity: str, grant: RoleGrant | None = None) -> int:
-        """Take a grant away, or all; how many there were.
+        """Revoke one grant, or all grants of the identity; return how many were revoked.
 
-        Calls are refused from then on, and those that wait end, as soon as etcd has told the
-        services: within a second while it is well.
+        The services reject new calls and end long polls when they receive the change from etcd,
+        normally within a second.
         """
         request = pb.RevokeRequest(
             identity=identity, grant=_to_pb(grant) if grant is not None else None
@@ -116,7 +116,7 @@ class AccessControl:
         return answer.revoked_count
 
     async def list(self, identity: str = "") -> tuple[IdentityGrants, ...]:
-        """Everybody who has a grant or a token, or one of them."""
+        """Return the identities that have a grant or a token; with `identity`, only this one."""
 
         def page(page_token: str) -> Awaitable[pb.ListAccessResponse]:
             request = pb.ListAccessRequest(identity=identity, page_token=page_token)
@@ -137,23 +137,24 @@ class AccessControl:
         )
 
     async def check(self, wanted: RoleGrant, identity: str = "") -> AccessCheck:
-        """Whether somebody may do something; whoever asks if nobody is named."""
+        """Return whether an identity has the role `wanted`; empty means the caller's identity."""
         request = pb.CheckRequest(identity=identity, wanted=_to_pb(wanted))
         answer = await self._admin.ask(lambda limit_s: self._stub().Check(request, timeout=limit_s))
         by = _from_pb(answer.by) if answer.HasField("by") else None
         return AccessCheck(answer.identity, answer.allowed, by, answer.access_on)
 
     async def create_token(self, identity: str) -> NewToken:
-        """A new bearer token that stands for somebody.
+        """Create a bearer token for an identity.
 
-        Asked once: if it fails, a token that nobody has seen may be listed; revoke it.
+        The call is not retried. If it fails, the token may exist although its secret is lost; find
+        it with `list` and revoke it.
         """
         request = pb.CreateTokenRequest(identity=identity)
         answer = await answered(self._stub().CreateToken(request, timeout=CALL_TIMEOUT_S))
         return NewToken(answer.token_id, Secret(answer.token))
 
     async def revoke_token(self, token_id: str) -> bool:
-        """Let a token stand for nobody any more; False if there was none."""
+        """Revoke a token; return False if it does not exist."""
         request = pb.RevokeTokenRequest(token_id=token_id)
         answer = await self._admin.ask(
             lambda limit_s: self._stub().RevokeToken(request, timeout=limit_s)

@@ -1,4 +1,4 @@
-"""Looking messages up, without owning a queue and without moving anybody's progress."""
+"""Reads stored messages by id, key or offset, without locks and without committing progress."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from batonmq.errors import InvalidArgument, MessageNotFound
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """A message as it is stored.
+    """A message as storage has it.
 
     Attributes:
-        message_id: As in the producer's receipt.
-        born_unix_ms: Producer's wall clock, of the batch.
-        store_unix_ms: Storage's wall clock, of the batch.
-        topic_id: Of the queue's topic; a later topic of the name has a greater one.
-        producer_id: Of the batch, as are `producer_epoch` and `sequence`; 0 for none; negative
-            if it came by the schedule.
-        record_bytes: Length of the message in its batch before compression, all of it.
-        batch_count: Messages in its batch.
+        message_id: Id of the message, as in the producer's receipt.
+        born_unix_ms: Time of the batch by the producer's wall clock.
+        store_unix_ms: Time of the batch by storage's wall clock.
+        topic_id: Id of the topic; a later topic with the same name has a greater id.
+        producer_id: Producer id of the batch, as `producer_epoch` and `sequence`. 0 for none;
+            negative for a scheduled message.
+        record_bytes: Size of the whole message in its batch before compression.
+        batch_count: Number of messages in the batch.
     """
 
     message_id: str
@@ -47,13 +47,13 @@ class StoredMessage:
 
     @property
     def scheduled_unix_ms(self) -> int | None:
-        """When it was to be delivered, if it was sent for later: such a batch names that time."""
+        """Scheduled time of delivery; None if the message was not scheduled."""
         return -self.producer_id if self.producer_id < 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePage:
-    """A part of a queue; what comes behind it begins at `next_offset`."""
+    """Consecutive messages of a queue; the next page starts at `next_offset`."""
 
     messages: tuple[StoredMessage, ...]
     next_offset: int
@@ -61,7 +61,7 @@ class MessagePage:
 
 @dataclass(frozen=True, slots=True)
 class KeyMatches:
-    """Messages, newest first; `more` if there may be others."""
+    """Messages with a key, newest first; `more` if there may be further messages."""
 
     messages: tuple[StoredMessage, ...]
     more: bool
@@ -69,33 +69,33 @@ class KeyMatches:
 
 @dataclass(frozen=True, slots=True)
 class StoreTimeRange:
-    """Store times [from_unix_ms, to_unix_ms); 0 is no bound."""
+    """The store times [from_unix_ms, to_unix_ms); 0 means no bound."""
 
     from_unix_ms: int = 0
     to_unix_ms: int = 0
 
 
 class MessageQueries:
-    """Asks the storage nodes; failures are the classes of `batonmq.errors`.
+    """Reads messages from storage. Failures raise classes of `batonmq.errors`.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
     async def message(self, message_id: str) -> StoredMessage:
-        """The message with an id.
+        """Return the message with an id.
 
         Raises:
-            MessageNotFound: there is none, or it is no longer kept.
-            InvalidArgument: it is no message id.
+            MessageNotFound: The message does not exist or is no longer stored.
+            InvalidArgument: `message_id` is malformed.
         """
         broker, *numbers = message_id.rsplit("-", 2)
         if len(numbers) != 2 or not broker:
             raise InvalidArgument(
-                f"{message_id!r} is no message id",
+                f"{message_id!r} is not a message id",
                 remedy="Use the id of a producer's receipt: broker-position-index.",
                 facts={"field": "message_id"},
             )
@@ -111,13 +111,14 @@ class MessageQueries:
     async def with_key(
         self, topic: str, key: str, span: StoreTimeRange = StoreTimeRange(), count_max: int = 0
     ) -> KeyMatches:
-        """Messages of a topic that carry a key, of all brokers together, newest first.
+        """Return the messages of a topic that have a key, from all brokers, newest first.
 
         Args:
-            count_max: At most so many, up to 1,000; 0 for 64.
+            span: Only messages stored in this time range.
+            count_max: Most messages, up to 1,000; 0 means 64.
 
         Raises:
-            TopicNotFound: there is no such topic.
+            TopicNotFound: The topic does not exist.
         """
         detail = await self._admin.describe_topic(topic)
         request = pb.FindByKeyRequest(
@@ -141,11 +142,11 @@ class MessageQueries:
         return KeyMatches(tuple(messages[:limit]), more)
 
     async def at_offset(self, queue: QueueRef, offset: int) -> StoredMessage:
-        """The message at an offset of a queue.
+        """Return the message at an offset of a queue.
 
         Raises:
-            MessageNotFound: the queue ends there.
-            OffsetOutOfRange: it is beyond the end, or no longer kept.
+            MessageNotFound: The offset is the end of the queue.
+            OffsetOutOfRange: The offset is beyond the end, or no longer stored.
         """
         for message in (await self.page(queue, offset, count_max=1)).messages:
             return message
@@ -154,10 +155,10 @@ class MessageQueries:
         )
 
     async def page(self, queue: QueueRef, offset: int, count_max: int = 1_000) -> MessagePage:
-        """Messages of a queue from an offset on, about 1 MiB at most; none at its end.
+        """Return messages of a queue from an offset on, at most about 1 MiB; none at its end.
 
         Raises:
-            OffsetOutOfRange: the offset is beyond the end, or no longer kept.
+            OffsetOutOfRange: The offset is beyond the end, or no longer stored.
         """
         request = pb.ReadRequest(queue=queue_to_pb(queue), offset=offset, messages_max=count_max)
 
@@ -175,7 +176,7 @@ class MessageQueries:
         return MessagePage(tuple(messages), answer.next_offset)
 
     async def offset_at(self, queue: QueueRef, unix_ms: int) -> int:
-        """The first offset of a queue that was stored at or after a time; its end if none was."""
+        """Return the first offset stored at or after a time; the end of the queue if none was."""
         request = pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
 
         async def ask(limit_s: float) -> pb.SearchOffsetResponse:
@@ -204,7 +205,7 @@ def _decoded(broker: str, batch: bytes, index: int) -> StoredMessage:
 
 
 def _decoded_from(broker: str, batch: bytes, offset: int) -> Iterator[StoredMessage]:
-    """The messages of a batch that are not below `offset`."""
+    """Yield the messages of a batch whose offset is at least `offset`."""
     header = check_batch(batch, stamped=True)
     indexes = range(max(offset - header.first_offset, 0), header.count)
     lengths = record_lengths(batch, header)

@@ -1,7 +1,7 @@
-"""The story of a message: where it is stored, and what became of it for each group.
+"""Traces a message: where it and its copies are stored, and its state for each group.
 
-Asked of the services as they are: storage has the message and the copies that were sent back,
-offsets has who held the queues and what is acknowledged, the nameserver has who subscribes.
+Storage has the message and its copies in retry and dead-letter topics, offsets has the owners of
+the queues and the acknowledgements, and the nameserver has the subscriptions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from batonmq.admin.reports import enum_name, queue_to_pb
 from batonmq.errors import BatonError, MessageNotFound, Retry, TopicNotFound
 
 ACKED_RANGES_TOLD = 64
-"""Acked ranges that are told of a hold."""
+"""Most acknowledged ranges that offsets returns for one hold."""
 COPIES_MAX = 1_000
 QUERIES_PER_CALL = 1_024
 
@@ -52,16 +52,16 @@ class MessageCopy:
     """The message, or a copy of it, in one queue, as one group sees it.
 
     Attributes:
-        kind: original; retry: sent back for another attempt; dead: given up; redriven: sent again
-            by an operator.
-        reason: Why the attempt before failed, `error` what it said, `client_id` whose it was; empty
-            for an original.
-        attempts: Attempts before, since it was sent or redriven last.
-        former_attempts: And before that.
-        replay_id: Of the redrive; `redriven_by` who did it.
-        trace: What became of it here; None where nobody handles it, or nobody knows.
-        token: The present token of the queue.
-        owner: Who holds the queue now; None for nobody.
+        kind: original; retry: sent back for another attempt; dead: a dead letter; redriven: sent
+            again by an operator.
+        reason: Reason of the previous failed attempt, with its `error` text and the `client_id` of
+            its consumer; empty for an original.
+        attempts: Previous attempts since the message was sent or last redriven.
+        former_attempts: Attempts before the last redrive.
+        replay_id: Id of the redrive, by the operator `redriven_by`.
+        trace: Deliveries of the message in this queue; None if the group has no progress there.
+        token: The current fencing token of the queue.
+        owner: The current owner of the queue; None if it has none.
     """
 
     kind: str
@@ -84,17 +84,17 @@ class MessageCopy:
 
 @dataclass(frozen=True, slots=True)
 class GroupTrace:
-    """What became of a message for one group.
+    """The trace of a message for one group.
 
     Attributes:
-        expression: What the group wants of the topic; None if it does not subscribe to it now.
-        passes: Whether the message passes that; None without one.
-        recorded: Whether deliveries of the group are recorded: its queues are owned.
-        copies: In order of time.
-        state: acked: handled, as far as anybody can know; in_flight, maybe_in_flight, waiting: see
-            `MessageState`; retry_or_done: acknowledged, and either handled or waiting for its next
-            attempt, which nobody sees before its time; dead; filtered; not_subscribed; local: its
-            members keep their own progress; unknown.
+        expression: Filter expression of the group for the topic; None if it does not subscribe.
+        passes: Whether the message passes the filter; None without an expression.
+        recorded: Whether deliveries of the group are recorded, because its queues are owned.
+        copies: The message and its copies, oldest first.
+        state: acked: acknowledged; in_flight, maybe_in_flight, waiting: see `MessageState`;
+            retry_or_done: acknowledged, and either handled or scheduled for its next attempt,
+            which is not visible before its time; dead; filtered; not_subscribed; local: the members
+            store their own progress; unknown.
     """
 
     group: str
@@ -108,13 +108,13 @@ class GroupTrace:
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """The story of a message.
+    """The trace of a message for all groups.
 
     Attributes:
-        message: As it was sent; if that is no longer kept, the copy that was asked for.
-        origin: Where it was at first.
-        kept: Whether the message itself is still stored.
-        problems: What could not be found out, and why.
+        message: The original message; if it is no longer stored, the copy that was traced.
+        origin: Queue, offset and id of the original message.
+        kept: Whether the original message is still stored.
+        problems: Errors of the parts of the trace that failed.
     """
 
     message: StoredMessage
@@ -125,10 +125,10 @@ class TraceReport:
 
 
 class MessageTracer:
-    """Asks the services; failures are the classes of `batonmq.errors`.
+    """Traces messages. Failures raise classes of `batonmq.errors`.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin) -> None:
@@ -136,25 +136,26 @@ class MessageTracer:
         self._problems: list[str] = []
 
     async def trace(self, message: StoredMessage) -> TraceReport:
-        """The story of a message, or of the message that it is a copy of.
+        """Trace a message; a copy is traced to its original.
 
         Raises:
-            Unreachable: the nameserver or offsets do not answer.
+            Unreachable: The nameserver or offsets does not answer.
         """
         self._problems = []
         message, origin, kept = await self._original(message)
         topics = {topic.name for topic in await self._admin.list_topics()}
         groups = await self._admin.list_groups()
-        standings = await self._standings(groups, [origin.queue])
-        concerned = [
+        progress_by_queue = await self._progress(groups, [origin.queue])
+        related = [
             group
             for group in groups
-            if (group.name, origin.queue) in standings or _expression(group, origin) is not None
+            if (group.name, origin.queue) in progress_by_queue
+            or _expression(group, origin) is not None
         ]
         async with asyncio.TaskGroup() as tasks:
             asked = [
                 tasks.create_task(self._group(group, message, origin, kept, topics))
-                for group in concerned
+                for group in related
             ]
         found = tuple(task.result() for task in asked)
         return TraceReport(message, origin, kept, found, tuple(self._problems))
@@ -183,9 +184,11 @@ class MessageTracer:
         copies.sort(key=lambda each: each.store_unix_ms)
         if group.model != "broadcasting":
             queues = [each.queue for each in copies]
-            standings = await self._standings([group], queues)
+            progress_by_queue = await self._progress([group], queues)
             copies = [
-                await self._with_stay(each, group, standings.get((group.name, each.queue)))
+                await self._with_deliveries(
+                    each, group, progress_by_queue.get((group.name, each.queue))
+                )
                 for each in copies
             ]
         expression, passes = _expression(group, origin), None
@@ -211,7 +214,7 @@ class MessageTracer:
     async def _copies(
         self, group: Group, message: StoredMessage, origin: Origin, topics: set[str]
     ) -> list[MessageCopy]:
-        """The copies that were sent back, given up or sent again, of this group."""
+        """Return the group's copies of the message: retries, dead letters and redriven copies."""
         kinds = {
             retry_topic(group.name): "retry",
             dead_letter_topic(group.name): "dead",
@@ -251,20 +254,20 @@ class MessageTracer:
 
     # ---- offsets
 
-    async def _standings(
+    async def _progress(
         self, groups: Iterable[Group], queues: Sequence[QueueRef]
     ) -> dict[tuple[str, QueueRef], CurrentProgress]:
-        """Where groups are on queues, of those that have progress there."""
+        """Return the progress of groups on queues; without queues that have none."""
         found = {}
         for group in groups:
             asked = list(dict.fromkeys(queues))
             for start in range(0, len(asked), QUERIES_PER_CALL):
                 part = asked[start : start + QUERIES_PER_CALL]
-                for queue, standing in (await self._standing_of(group, part)).items():
-                    found[group.name, queue] = standing
+                for queue, progress in (await self._progress_of(group, part)).items():
+                    found[group.name, queue] = progress
         return found
 
-    async def _standing_of(
+    async def _progress_of(
         self, group: Group, queues: Sequence[QueueRef]
     ) -> dict[QueueRef, CurrentProgress]:
         request = pb.QueryRequest(queues=[_key(group.name, queue) for queue in queues])
@@ -277,15 +280,15 @@ class MessageTracer:
 
         outcomes = (await self._admin.ask(ask)).outcomes
         return {
-            queue: _standing(outcome.progress, owned=group.ownership == "on")
+            queue: _current_progress(outcome.progress, owned=group.ownership == "on")
             for queue, outcome in zip(queues, outcomes, strict=True)
             if outcome.HasField("progress")
         }
 
-    async def _with_stay(
-        self, copy: MessageCopy, group: Group, standing: CurrentProgress | None
+    async def _with_deliveries(
+        self, copy: MessageCopy, group: Group, progress: CurrentProgress | None
     ) -> MessageCopy:
-        if standing is None:
+        if progress is None:
             return copy
         queue = _key(group.name, copy.queue)
 
@@ -305,12 +308,12 @@ class MessageTracer:
                 raise
             self._problems.append(f"holds of {copy.queue}: {error.reason}: {error.message}")
             holds = []
-        story = trace_message(holds, standing, copy.offset, copy.store_unix_ms)
-        return replace(copy, trace=story, token=standing.token, owner=standing.client_id)
+        story = trace_message(holds, progress, copy.offset, copy.store_unix_ms)
+        return replace(copy, trace=story, token=progress.token, owner=progress.client_id)
 
 
 def _state(trace: GroupTrace, *, reads_retries: bool) -> str:
-    """Where the message is for a group, by its newest copy."""
+    """Return the state of the message for a group, from its newest copy."""
     if trace.model == "broadcasting":
         return "local"
     last = trace.copies[-1] if trace.copies else None
@@ -326,7 +329,7 @@ def _state(trace: GroupTrace, *, reads_retries: bool) -> str:
 
 
 def _copied_from(message: StoredMessage) -> str | None:
-    """Id of the message that was sent at first, of a copy in whatever topic."""
+    """Return the id of the original of a copy; None if the message is not a copy."""
     found = origin_of(message.properties)
     if found is not None:
         return found[0].message_id
@@ -360,7 +363,7 @@ def _expression(group: Group, origin: Origin) -> str | None:
     return next((each.expression for each in group.subscriptions if each.topic == topic), None)
 
 
-def _standing(progress: pb.Progress, *, owned: bool) -> CurrentProgress:
+def _current_progress(progress: pb.Progress, *, owned: bool) -> CurrentProgress:
     acked = [(each.first_offset, each.next_offset) for each in progress.acked]
     held = progress.HasField("holder") and not progress.closed
     return CurrentProgress(

@@ -1,4 +1,4 @@
-"""All pages of a list call, one after the other."""
+"""Iteration over the pages of a list call."""
 
 from __future__ import annotations
 

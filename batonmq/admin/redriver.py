@@ -1,8 +1,8 @@
-"""Sends dead letters again: in requests of many, at a rate, each once however often it is tried.
+"""Redrives dead letters: sends copies in batched requests, at a bounded rate, each copy once.
 
-A copy is a batch of its own, whose producer id names the replay and the dead letter: storage knows
-it again and keeps one. What is stored is then acknowledged in the name of the group that keeps the
-books, so that other replays pass it over.
+A copy is its own batch, whose producer id is derived from the redrive and the dead letter, so
+storage stores it once. A redriven dead letter is then acknowledged for the group that records
+redrives, so that other redrives pass it over.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from batonmq.errors import (
 LETTERS_PER_STEP = 500
 BYTES_PER_STEP = 8 * 1024 * 1024
 STEPS_PER_S = 5
-"""With a rate, so many steps a second, if that makes them one letter at least."""
+"""Steps per second if a rate is set; fewer if a step would have less than one dead letter."""
 _KNOWN_WITHIN_S = 10.0
-"""The services know a new group within this time."""
+"""Time within which all services know a new group."""
 _PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedriveOptions:
-    """How dead letters are sent again.
+    """Options of a redrive.
 
     Attributes:
-        operation: Who does it and why; its `op_id` is the id of the replay.
-        to_topic: To the topic they came from, so to every group that reads it. By default to the
-            retry topic of their own group: others have handled them, or have their own copy.
-        again: Those too that were sent again before.
-        per_s: At most so many a second; None for no bound.
+        operation: Operator and reason; `op_id` is the id of the redrive.
+        to_topic: Send to the original topic, so to every group that reads it. By default the
+            copies go to the retry topic of the group, so no other group receives them.
+        again: Also send dead letters that were redriven before.
+        per_s: Most dead letters per second; None for no limit.
     """
 
     operation: Operation
@@ -65,18 +65,20 @@ class RedriveOptions:
 
     def __post_init__(self) -> None:
         if self.per_s is not None and self.per_s <= 0:
-            raise InvalidArgument(f"a rate of {self.per_s}", facts={"field": "per_s"})
+            raise InvalidArgument(
+                f"per_s must be positive, got {self.per_s}", facts={"field": "per_s"}
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class RedriveResult:
-    """What became of one dead letter.
+    """The result for one dead letter.
 
     Attributes:
-        outcome: `redriven`; `repeated`: an earlier run of this replay had sent it; `passed_over`:
-            it was sent again before; `refused`: see `error`.
-        message_id: Of the copy; empty without one.
-        queue: Where the copy is, at `offset`.
+        outcome: `redriven`; `repeated`: an earlier run of this redrive had sent it; `passed_over`:
+            another redrive had sent it; `refused`: see `error`.
+        message_id: Id of the copy; empty if there is none.
+        queue: Queue of the copy, at `offset`.
     """
 
     letter: DeadLetter
@@ -95,13 +97,13 @@ class _RedriveCopy:
 
 
 class Redriver:
-    """One run of a replay."""
+    """One run of a redrive."""
 
     def __init__(self, admin: Admin, group: str, order: RedriveOptions) -> None:
         self._admin, self._group, self._order = admin, group, order
         self._queues: dict[str, tuple[QueueRef, ...]] = {}
         self._reset_epochs: dict[QueueRef, int] = defaultdict(int)
-        self._kept = False
+        self._record_group_exists = False
 
     async def run(self, letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[RedriveResult, None]:
         """See `DeadLetters.redrive`."""
@@ -137,14 +139,13 @@ class Redriver:
         group = await self._admin.describe_group(self._group)
         if topic not in {each.topic for each in group.subscriptions}:
             raise NotSubscribed(
-                f"group {self._group} does not read {topic}: nobody would get what is sent there",
-                remedy="Start its consumers with send_back, or send to the topics that the "
-                "messages came from: to_topic.",
+                f"group {self._group} does not read {topic}: it would not receive the copies",
+                remedy="Start its consumers with send_back, or redrive with to_topic.",
                 facts={"group": self._group, "topic": topic},
             )
 
     async def _step(self, letters: Sequence[DeadLetter]) -> list[RedriveResult]:
-        """Send some, record what is stored, and tell of each."""
+        """Send dead letters, record the stored ones, and return the result of each."""
         done, copies = list[RedriveResult](), defaultdict[str, list[_RedriveCopy]](list)
         for letter in letters:
             try:
@@ -167,9 +168,7 @@ class Redriver:
         topic = retry_topic(self._group)
         if order.to_topic:
             if letter.origin is None:
-                raise InvalidArgument(
-                    f"dead letter {letter.message_id} does not say where it came from"
-                )
+                raise InvalidArgument(f"dead letter {letter.message_id} has no origin")
             topic = letter.origin.queue.topic
         once = redrive_producer_id(operation.op_id, letter.message_id)
         queue = destination(letter, await self._queues_of(topic), once)
@@ -193,7 +192,7 @@ class Redriver:
             route = await self._admin.ask(lambda _: query_route(self._admin.directory, topic))
             self._queues[topic] = writable_queues_of(route)
         if not self._queues[topic]:
-            raise NotWritable(f"topic {topic} takes no messages", facts={"topic": topic})
+            raise NotWritable(f"topic {topic} has no writable queue", facts={"topic": topic})
         return self._queues[topic]
 
     async def _append(self, broker: str, copies: Sequence[_RedriveCopy]) -> list[RedriveResult]:
@@ -210,23 +209,23 @@ class Redriver:
             _outcome(copy, outcome) for copy, outcome in zip(copies, answer.outcomes, strict=True)
         ]
 
-    # ---- the books
+    # ---- record of redriven dead letters
 
     async def _record(self, letters: Sequence[DeadLetter]) -> None:
-        """Note durably what was sent again."""
+        """Record durably that dead letters were redriven."""
         offsets = defaultdict[QueueRef, list[int]](list)
         for letter in letters:
             offsets[letter.queue].append(letter.offset)
         if not offsets:
             return
-        books = dead_letter_topic(self._group)
-        if not self._kept:
-            await self._admin.update_group(books, ownership="off")
-            self._kept = True
+        record_group = dead_letter_topic(self._group)
+        if not self._record_group_exists:
+            await self._admin.update_group(record_group, ownership="off")
+            self._record_group_exists = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _KNOWN_WITHIN_S
         while True:
-            refused = await self._commit(books, offsets)
+            refused = await self._commit(record_group, offsets)
             for queue, error in refused.items():
                 if isinstance(error, Fenced):
                     self._reset_epochs[queue] = error.detail.reset_epoch or 0
@@ -238,12 +237,12 @@ class Redriver:
             await asyncio.sleep(_PAUSE_S)
 
     async def _commit(
-        self, books: str, offsets: Mapping[QueueRef, Sequence[int]]
+        self, record_group: str, offsets: Mapping[QueueRef, Sequence[int]]
     ) -> dict[QueueRef, BatonError]:
-        """Acknowledge; which queues were refused, and why."""
+        """Acknowledge offsets; return the error of each rejected queue."""
         items = [
             offsets_pb.CommitItem(
-                queue=queue_pb2.GroupQueue(group=books, queue=queue_to_pb(queue)),
+                queue=queue_pb2.GroupQueue(group=record_group, queue=queue_to_pb(queue)),
                 reset_epoch=self._reset_epochs[queue],
                 acked=[
                     queue_pb2.OffsetRange(first_offset=first, next_offset=end)
@@ -255,7 +254,7 @@ class Redriver:
         request = offsets_pb.CommitRequest(items=items)
 
         async def ask(limit_s: float) -> offsets_pb.CommitResponse:
-            stub = await self._admin.directory.offsets(books)
+            stub = await self._admin.directory.offsets(record_group)
             answer = await stub.Commit(request, timeout=limit_s)
             raise_if_moved(answer.outcomes)
             return answer

@@ -1,4 +1,4 @@
-"""Claim, handle, mark as done: what makes a handler idempotent. Knows nothing of databases."""
+"""Idempotent handlers: claim a message in a store, handle it, mark it as done."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ log = logging.getLogger(__name__)
 Handler = Callable[[ReceivedMessage], Awaitable[object] | object]
 
 RELEASE_TIMEOUT_MS = 2_000
-"""A claim that can't be released in this time is left to expire."""
+"""Timeout of releasing a claim; after it the claim is left to expire."""
 
 
 def by_origin(message: ReceivedMessage) -> str:
-    """`topic/broker/queue/offset/message id` of where it was at first: one send, one message.
+    """Return `topic/broker/queue/offset/message id` of the original message.
 
-    The id tells a message from that of an earlier topic of the same name.
+    Retries and redriven copies have the same key; two sends have different keys. The message id
+    distinguishes messages of an earlier topic with the same name.
     """
     origin = message.origin
     return f"{origin.queue}/{origin.offset}/{origin.message_id}"
 
 
 def by_key(message: ReceivedMessage) -> str:
-    """The first of the keys that the producer gave: a second send with it is the same message.
+    """Return the first key of the message; two sends with the same key are the same message.
 
     Raises:
-        InvalidArgument: the message has no key.
+        InvalidArgument: The message has no key.
     """
     if not message.keys:
         raise InvalidArgument(
-            f"{message!r} has no key to be recognized by",
+            f"{message!r} has no key, which by_key requires",
             remedy="Send with keys=[...], or use by_origin.",
             facts={"field": "keys"},
         )
@@ -54,34 +55,35 @@ def idempotent(
     done_ms: int,
     key: Callable[[ReceivedMessage], str] = by_origin,
 ) -> Callable[[ReceivedMessage], Coroutine[Any, Any, object]]:
-    """A handler for `Consumer.run` that hands each message to `handler` at most once.
+    """Return a handler for `Consumer.run` that handles each message at most once.
 
-    It claims the message in `store`, calls `handler`, and marks the message as done. A message
-    that is done is acknowledged and not handled. One that is claimed is tried again later. If
-    `handler` raises, is cancelled or asks for a retry, the claim is released for the next
-    delivery. If the process dies in between, the claim stands until it expires; then the message
-    is handled again, as nobody can know how far it came.
+    It claims the message in `store`, calls `handler`, and marks the message as done. A message that
+    is done is acknowledged without a call. A message that another delivery has claimed is retried
+    later. If `handler` raises, is cancelled or requests a retry, the claim is released for the next
+    delivery. If the process dies while it handles the message, the claim expires after `claim_ms`
+    and the message is handled again, because its effects are unknown.
 
     Args:
-        handler: A coroutine function; or a plain one, which runs in a thread.
-        store: Shared by all members of the group. What stands under a key must be this group's.
-        claim_ms: How long a claim is good for; also the time limit of `handler`, which is
-            cancelled then. A plain function can't be cancelled: it must be faster.
-        done_ms: How long it is known that the message is done. Choose more than the time in which
-            it may be delivered again, such as the topic's retention.
-        key: What makes two deliveries the same message: `by_origin`, `by_key`, or your own.
+        handler: A coroutine function, or a plain function, which runs in a thread.
+        store: Shared by all members of the group; its keys must belong to this group alone.
+        claim_ms: Lifetime of a claim, and timeout of `handler`, which is then cancelled. A plain
+            function can't be cancelled, so it must be faster.
+        done_ms: Time for which a message stays marked as done. Choose more than the time in which
+            it may be delivered again, such as the retention of the topic.
+        key: Returns the same key for deliveries of the same message: `by_origin`, `by_key`, or
+            your own function.
 
     Returns:
-        A coroutine function. It returns what `handler` does; None for a message that was done
-        before; `RetryLater` while somebody else has a claim. It raises what `handler`, `key` and
-        `store` raise, and TimeoutError after `claim_ms`.
+        A coroutine function. It returns the result of `handler`; None if the message was done
+        before; `RetryLater` while another delivery has a claim. It raises the errors of `handler`,
+        `key` and `store`, and TimeoutError after `claim_ms`.
 
     Raises:
-        InvalidArgument: a time is not positive.
+        InvalidArgument: `claim_ms` or `done_ms` is not positive.
     """
     for field, value in (("claim_ms", claim_ms), ("done_ms", done_ms)):
         if value <= 0:
-            raise InvalidArgument(f"{field} is {value}, not positive", facts={"field": field})
+            raise InvalidArgument(f"{field} must be positive, got {value}", facts={"field": field})
     stops_when_cancelled = inspect.iscoroutinefunction(handler)
 
     async def call(message: ReceivedMessage) -> object:
@@ -92,11 +94,11 @@ def idempotent(
 
     async def handle_once(message: ReceivedMessage) -> object:
         name, owner = key(message), secrets.token_hex(16)
-        # Begun before the store counts: the handler ends before its claim does.
+        # The timeout starts before the claim does, so the handler ends before the claim expires.
         async with asyncio.timeout(claim_ms / 1000):
             found = await store.put(name, owner, owner, claim_ms)
             if found == DONE:
-                log.info("done before message=%r key=%s", message, name)
+                log.info("message was already done message=%r key=%s", message, name)
                 return None
             if found != owner:
                 return RetryLater(reason=f"{name} is claimed by another delivery")
@@ -109,7 +111,7 @@ def idempotent(
         if failure_of(result) is not None:
             await _release(store, name, owner)
         elif await store.put(name, owner, DONE, done_ms) != DONE:
-            log.warning("claim lost before it was marked as done key=%s", name)
+            log.warning("claim expired before the message was marked as done key=%s", name)
             return RetryLater(reason=f"{name} took too long and is claimed by another delivery")
         return result
 
@@ -117,7 +119,7 @@ def idempotent(
 
 
 async def _release(store: Store, name: str, owner: str) -> None:
-    """Free the claim if that works; the handler's failure matters more than this one."""
+    """Release the claim; log a failure, so that the error of the handler is raised instead."""
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
             await store.remove(name, owner)

@@ -1,7 +1,7 @@
-"""Goal: the page on subscriptions shows what happens: who is refused, with which diff, and how the
-subscription of a group is changed.
+"""Goal: the page on subscriptions shows real output: the rejected client, the differences, and the
+change of a subscription.
 
-Method: its commands are run in their order, and each must print what the page shows.
+Method: run its commands in their order; each must print the output on the page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: what an option means is what docs/reference/spark.md says, and a mistake is told at once.
+"""Goal: options mean what docs/reference/spark.md says, and invalid options are rejected.
 
 Method: options as users write them. No Spark.
 """
@@ -25,11 +25,11 @@ def test_defaults() -> None:
     assert pickle.loads(pickle.dumps(found)) == found
 
 
-def test_names_are_taken_in_any_case() -> None:
+def test_option_names_are_not_case_sensitive() -> None:
     assert read_options(LEAST | {"MAXROWSPERTRIGGER": "7"}).rows_max == 7
 
 
-def test_metrics_have_a_topic_of_their_own() -> None:
+def test_view_metrics_has_a_default_topic() -> None:
     assert read_options({"nameserver": "ns:1", "view": "metrics"}).topic == "BATON_SYS_METRICS"
 
 

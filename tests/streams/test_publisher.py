@@ -145,4 +145,4 @@ async def test_what_goes_wrong_in_telling_ends_nothing_else(
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(publisher.run())
     assert not hub.watched
-    assert "metrics are not published any more source=storage/a" in caplog.text
+    assert "publishing of metrics has ended by an error source=storage/a" in caplog.text

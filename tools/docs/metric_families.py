@@ -66,8 +66,8 @@ class _Recording(CollectorRegistry):
 
 
 def families() -> dict[str, list[Family]]:
-    """Metrics by who has them, by name: `common` is every service's, `clients` are programs."""
-    return {who: _families(make) for who, make in _REGISTER.items()}
+    """Return the metrics of each owner, by name; `common`: all services, `clients`: programs."""
+    return {owner: _families(make) for owner, make in _REGISTER.items()}
 
 
 def _families(make: Callable[[CollectorRegistry], object]) -> list[Family]:
