@@ -80,7 +80,8 @@ def page(report: Mapping[str, Any]) -> str:
     )
     text += _table(counts, [[f"{traffic[key]:,}" for key in counts]])
     text += (
-        "\n`sent` were confirmed; `unsure` were not, and may be stored. `duplicated` counts\n"
+        "\n`sent` were confirmed; `unsure` were not confirmed and may be stored. `duplicated` "
+        "counts\n"
         "handlings beyond the first, `unflagged` those of them not marked as redelivered.\n"
         f"Verdict: **{_verdict(traffic['ok'])}**.\n"
     )
@@ -94,8 +95,9 @@ def _demo(demo: Mapping[str, Any]) -> str:
 
 def _renewal(found: Mapping[str, Any]) -> str:
     return (
-        f"After {found['shown_after_s']} s all {found['pods']} pods presented the new one to\n"
-        f"new connections. Sending stood for at most {found['sent_stood_s']} s, handling for "
+        f"After {found['shown_after_s']} s all {found['pods']} pods presented their new one to "
+        "new\n"
+        f"connections. Sending stood for at most {found['sent_stood_s']} s, handling for "
         f"{found['handled_stood_s']} s.\n"
     )
 
