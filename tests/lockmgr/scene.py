@@ -38,6 +38,7 @@ from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.service_runtime import Runtime
+from tests.support.clock import MovableClock
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -56,16 +57,6 @@ OPEN: dict[str, Any] = {
 """A gate under which every request is admitted."""
 Proceed = Callable[[], Awaitable[Any]]
 Rule = Callable[[Any, Proceed], Awaitable[Any]]
-
-
-class MovableClock(Clock):
-    """The real clock, `ahead_ms` ahead."""
-
-    def __init__(self) -> None:
-        self.ahead_ms = 0
-
-    def monotonic_ms(self) -> int:
-        return super().monotonic_ms() + self.ahead_ms
 
 
 class Session(EtcdSession):
