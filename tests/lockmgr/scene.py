@@ -457,11 +457,8 @@ async def waits(node: Node, client_id: str) -> bool:
 
 
 @asynccontextmanager
-async def scene(endpoint: str, folder: Path) -> AsyncIterator[Scene]:
-    """Yield an empty cluster with offsets running, without a lock manager.
-
-    Use it in the body of a test, not in a fixture: it belongs to the task that enters it.
-    """
+async def open_scene(endpoint: str, folder: Path) -> AsyncIterator[Scene]:
+    """Yield an empty cluster with offsets running, without a lock manager."""
     cluster = f"test-{Random().getrandbits(64):x}"
     clock, rules = MovableClock(), Rules()
     values: dict[str, Any] = {"cluster": cluster, "etcd": endpoint}

@@ -21,7 +21,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
 from batonmq._connection.channels import connect
 from batonmq_server.local.child_process import ChildProcess, Program
-from tests.lockmgr.scene import TIMEOUT_S, Member, Scene, scene
+from tests.lockmgr.scene import TIMEOUT_S, Member, Scene
 from tests.support.cluster import fork_server
 from tests.support.waiting import until
 
@@ -78,43 +78,39 @@ async def leading(s: Scene, number: int) -> AsyncIterator[pb_grpc.LockmgrService
         yield pb_grpc.LockmgrServiceStub(channel)
 
 
-async def test_locks_survive_kill_9_and_sigterm(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        a = Member("a")
-        generation = await s.set_group(a)
-        async with process(s, 0, tmp_path) as first:
-            async with leading(s, 0) as stub:
-                grant = await a.acquire(stub, generation)
-            async with process(s, 1, tmp_path) as second:
-                first.send(signal.SIGKILL)
-                async with leading(s, 1) as stub:
-                    assert await a.state(stub, grant.token) == "OK"
-                second.send(signal.SIGTERM)
-                assert await second.ended() == 0
-        assert "lockmgr-1" not in [node.node_id for node in await s.registered("lockmgr")]
-        assert (await s.progress()).token == grant.token
+async def test_locks_survive_kill_9_and_sigterm(scene: Scene, tmp_path: Path) -> None:
+    a = Member("a")
+    generation = await scene.set_group(a)
+    async with process(scene, 0, tmp_path) as first:
+        async with leading(scene, 0) as stub:
+            grant = await a.acquire(stub, generation)
+        async with process(scene, 1, tmp_path) as second:
+            first.send(signal.SIGKILL)
+            async with leading(scene, 1) as stub:
+                assert await a.state(stub, grant.token) == "OK"
+            second.send(signal.SIGTERM)
+            assert await second.ended() == 0
+    assert "lockmgr-1" not in [node.node_id for node in await scene.registered("lockmgr")]
+    assert (await scene.progress()).token == grant.token
 
 
-async def test_sigterm_ends_a_held_request_with_a_reason(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        a, b = Member("a"), Member("b")
-        async with process(s, 0, tmp_path) as running, leading(s, 0) as stub:
-            await a.acquire(stub, await s.set_group(a))
-            await s.deliver(1, 0, 5)
-            generation = await s.set_group(a, b)
-            async with asyncio.TaskGroup() as tasks:
-                acquiring = tasks.create_task(b.refusal(stub, generation, hold_ms=15_000))
+async def test_sigterm_ends_a_held_request_with_a_reason(scene: Scene, tmp_path: Path) -> None:
+    a, b = Member("a"), Member("b")
+    async with process(scene, 0, tmp_path) as running, leading(scene, 0) as stub:
+        await a.acquire(stub, await scene.set_group(a))
+        await scene.deliver(1, 0, 5)
+        generation = await scene.set_group(a, b)
+        async with asyncio.TaskGroup() as tasks:
+            acquiring = tasks.create_task(b.refusal(stub, generation, hold_ms=15_000))
 
-                async def waiting() -> bool:
-                    entries = (await stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries
-                    return list(entries[0].waiters) == ["b"]
+            async def waiting() -> bool:
+                entries = (await stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries
+                return list(entries[0].waiters) == ["b"]
 
-                await until(waiting)
-                running.send(signal.SIGTERM)
-            assert acquiring.result().reason == "NOT_SERVING"
-            assert await running.ended() == 0
+            await until(waiting)
+            running.send(signal.SIGTERM)
+        assert acquiring.result().reason == "NOT_SERVING"
+        assert await running.ended() == 0
 
 
 async def test_settings_are_printed_and_unknown_ones_rejected(tmp_path: Path) -> None:
