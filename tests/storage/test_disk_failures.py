@@ -10,8 +10,6 @@ kernel would (tests/storage/failing_disk.py). T26 and T28 of the standing test l
 from __future__ import annotations
 
 import errno
-import secrets
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -21,19 +19,12 @@ from batonmq_server.storage.node import StorageNode
 from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.failing_disk import DiskFailure, FailingDisks, failing_disks
-from tests.storage.replicas import Replica, Scene, replica_set
+from tests.storage.replicas import Replica, Scene
 from tests.storage.test_replication import numbered, others, three
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(180)
 SYNC, REPLACE, CREATE = (frozenset({name}) for name in ("sync", "replace", "create"))
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
-    name = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
-        yield scene
 
 
 @pytest.fixture

@@ -10,25 +10,15 @@ offsets.
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from batonmq_server.storage.flusher import Flusher
 from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
-from tests.storage.replicas import Scene, replica_set
+from tests.storage.replicas import Scene
 from tests.storage.test_replication import numbered, others, three
 from tests.support.waiting import until
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
-    name = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
-        yield scene
 
 
 async def test_batch_stored_when_the_lease_expired_is_not_reported_as_rejected(
