@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from batonmq._core.queues import QueueRef
     from batonmq._core.records import Message
     from batonmq._core.retries import Origin
-    from batonmq._producer.placing import ProducerClosed
     from batonmq._producer.producer import Producer
-    from batonmq._producer.receipts import Pending, Receipt
-    from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt
-    from batonmq._producer.settings import Durability, ProducerSettings
+    from batonmq._producer.producer_settings import Durability, ProducerSettings
+    from batonmq._producer.receipts import PendingReceipt, Receipt
+    from batonmq._producer.scheduled_sender import PendingSchedule, ScheduleReceipt
+    from batonmq._producer.send_buffer import ProducerClosed
     from batonmq._telemetry.client_metrics import ClientMetrics
     from batonmq.admin.admin import Admin
     from batonmq.errors import BatonError, Retry
@@ -58,7 +58,7 @@ __all__ = [
     "MessageFailed",
     "Origin",
     "OwnershipEvent",
-    "Pending",
+    "PendingReceipt",
     "PendingSchedule",
     "Producer",
     "ProducerClosed",
@@ -88,16 +88,16 @@ _HOMES = {
     "ClientMetrics": "batonmq._telemetry.client_metrics",
     "Consumer": "batonmq._consumer.consumer",
     "ConsumerSettings": "batonmq._consumer.consumer_settings",
-    "Durability": "batonmq._producer.settings",
+    "Durability": "batonmq._producer.producer_settings",
     "Message": "batonmq._core.records",
     "MessageFailed": "batonmq._consumer.handler_results",
     "Origin": "batonmq._core.retries",
     "OwnershipEvent": "batonmq._consumer.session",
-    "Pending": "batonmq._producer.receipts",
-    "PendingSchedule": "batonmq._producer.scheduling",
+    "PendingReceipt": "batonmq._producer.receipts",
+    "PendingSchedule": "batonmq._producer.scheduled_sender",
     "Producer": "batonmq._producer.producer",
-    "ProducerClosed": "batonmq._producer.placing",
-    "ProducerSettings": "batonmq._producer.settings",
+    "ProducerClosed": "batonmq._producer.send_buffer",
+    "ProducerSettings": "batonmq._producer.producer_settings",
     "Puller": "batonmq._consumer.puller",
     "PullerSettings": "batonmq._consumer.puller",
     "QueueRef": "batonmq._core.queues",
@@ -105,7 +105,7 @@ _HOMES = {
     "ReceivedMessage": "batonmq._consumer.message",
     "Retry": "batonmq.errors",
     "RetryLater": "batonmq._consumer.handler_results",
-    "ScheduleReceipt": "batonmq._producer.scheduling",
+    "ScheduleReceipt": "batonmq._producer.scheduled_sender",
     "Secret": "batonmq._common.secret",
     "Security": "batonmq._connection.security",
     "Suspend": "batonmq._consumer.handler_results",

@@ -23,9 +23,9 @@ from batonmq._consumer.puller import Puller, PullerSettings, SeekTarget
 from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import Receipt
-from batonmq._producer.scheduling import ScheduleReceipt
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.scheduled_sender import ScheduleReceipt
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.errors import Unreachable
 

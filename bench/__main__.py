@@ -27,11 +27,11 @@ from bench import (
     rebuilds,
     replication,
     spark,
-    starts,
     streams,
     tls,
     wire,
 )
+from bench import start_times as starts
 from bench.figures import Figure, write
 from bench.setup import Setup
 

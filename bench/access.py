@@ -13,17 +13,17 @@ from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import Durability, ProducerSettings
-from batonmq.admin.access import AccessControl, Grant, Role
+from batonmq._producer.producer_settings import Durability, ProducerSettings
+from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from bench.bench_cluster import TIMEOUT_S
+from bench.cluster_comparison import append_rates, send_times
 from bench.figures import Figure, Goal, figure, interleaved, seconds
 from bench.setup import TOPIC, Setup
-from bench.sides import append_rates, send_times
-from bench.site import TIMEOUT_S
 from bench.wire import QUEUES
 
 _ON = {"off": False, "on": True}
@@ -94,8 +94,8 @@ async def _side(stack: AsyncExitStack, folder: Path, *, on: bool) -> _Side:
     await admin.create_topic(TOPIC, QUEUES)
     control = AccessControl(admin)
     for number in range(_GROUPS_GRANTED):
-        await control.grant("bench", Grant(Role.CONSUME, f"group:bench-{number}"))
-    await control.grant("bench", Grant(Role.PRODUCE, f"topic:{TOPIC}"))
+        await control.grant("bench", RoleGrant(Role.CONSUME, f"group:bench-{number}"))
+    await control.grant("bench", RoleGrant(Role.PRODUCE, f"topic:{TOPIC}"))
     made = await control.create_token("bench")
     settings = ProducerSettings(
         durability=Durability.MEMORY, security=replace(security, token=made.token)

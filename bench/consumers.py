@@ -18,9 +18,9 @@ from batonmq.admin.admin import Admin
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from bench.bench_cluster import TIMEOUT_S
 from bench.figures import Figure, Goal, figure, interleaved
 from bench.setup import TOPIC, Setup, batch
-from bench.site import TIMEOUT_S
 
 QUEUES = 8
 RECORD_BYTES, BATCH_RECORDS = 100, 1_000

@@ -33,10 +33,10 @@ from batonmq_server.demo.member_processes import MemberGroup, MemberOptions, Mem
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from bench.bench_cluster import BROKER, TIMEOUT_S, BenchCluster, bench_cluster, group_queue
 from bench.figures import Figure, Goal, figure, interleaved
 from bench.pulls import fill
 from bench.setup import TOPIC, Setup
-from bench.site import BROKER, TIMEOUT_S, Site, group_queue, site
 
 QUEUES, MEMBERS = 64, 4
 SENT_PER_S, TICKS_PER_S = 1_000, 20
@@ -138,26 +138,28 @@ async def _send_steadily(nameserver: str) -> None:
 async def checks(setup: Setup) -> list[Figure]:
     """Pulls of a hot backlog by a group whose queues are owned, and by one without ownership."""
     async with AsyncExitStack() as stack:
-        here = await stack.enter_async_context(site(setup.folder, queue_count=CHECKED_QUEUES))
+        cluster = await stack.enter_async_context(
+            bench_cluster(setup.folder, queue_count=CHECKED_QUEUES)
+        )
         nameserver = nameserver_grpc.NameserverServiceStub(
-            await stack.enter_async_context(connect(here.cluster.nameserver))
+            await stack.enter_async_context(connect(cluster.local.nameserver))
         )
         setup.say("filling")
-        await fill(here, CHECKED_QUEUES, setup.sized(64, 8), record_bytes=100)
+        await fill(cluster, CHECKED_QUEUES, setup.sized(64, 8), record_bytes=100)
         await nameserver.UpdateGroup(
             nameserver_pb.UpdateGroupRequest(group="free", ownership=nameserver_pb.OWNERSHIP_OFF),
             timeout=TIMEOUT_S,
         )
-        await _gate_seen(here)
+        await _gate_seen(cluster)
         setup.say("pulling")
 
         async def owned() -> float:
             group = f"owned-{next(_groups)}"
-            token = await here.own(group, CHECKED_QUEUES)
-            return await _pull_rate(partial(_pull_all, here, group, token))
+            token = await cluster.own(group, CHECKED_QUEUES)
+            return await _pull_rate(partial(_pull_all, cluster, group, token))
 
         async def free() -> float:
-            return await _pull_rate(partial(_pull_all, here, "free", 0))
+            return await _pull_rate(partial(_pull_all, cluster, "free", 0))
 
         await owned()
         rates = await interleaved({"owned": owned, "free": free}, setup.sized(9, 1))
@@ -214,11 +216,11 @@ async def consumption(setup: Setup) -> list[Figure]:
     ]
 
 
-async def _gate_seen(here: Site) -> None:
+async def _gate_seen(cluster: BenchCluster) -> None:
     """Until storage knows that nobody owns the queues of `free`."""
     while True:
         try:
-            await _pull(here, "free", 0, 0, 0)
+            await _pull(cluster, "free", 0, 0, 0)
         except grpc.aio.AioRpcError:
             await asyncio.sleep(0.01)
         else:
@@ -233,16 +235,16 @@ async def _pull_rate(pull_queue: Callable[[int], Coroutine[None, None, int]]) ->
     return sum(task.result() for task in found) / (perf_counter() - begin)
 
 
-async def _pull_all(here: Site, group: str, token: int, queue_id: int) -> int:
+async def _pull_all(cluster: BenchCluster, group: str, token: int, queue_id: int) -> int:
     offset = 0
-    while (next_offset := await _pull(here, group, token, queue_id, offset)) > offset:
+    while (next_offset := await _pull(cluster, group, token, queue_id, offset)) > offset:
         offset = next_offset
     return offset
 
 
-async def _pull(here: Site, group: str, token: int, queue_id: int, offset: int) -> int:
+async def _pull(cluster: BenchCluster, group: str, token: int, queue_id: int, offset: int) -> int:
     request = pb.PullRequest(queue=group_queue(group, queue_id), offset=offset, token=token)
-    return (await here.storage.Pull(request, timeout=TIMEOUT_S)).next_offset
+    return (await cluster.storage.Pull(request, timeout=TIMEOUT_S)).next_offset
 
 
 async def keep_alives(setup: Setup) -> list[Figure]:

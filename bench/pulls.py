@@ -11,9 +11,9 @@ from pathlib import Path
 from time import perf_counter
 
 from baton.storage.v1 import storage_service_pb2 as pb
+from bench.bench_cluster import TIMEOUT_S, BenchCluster, bench_cluster, group_queue
 from bench.figures import MIB, Figure, Goal, figure, interleaved
 from bench.setup import Setup, batch
-from bench.site import TIMEOUT_S, Site, group_queue, site
 
 QUEUES = 8
 PULL_BYTES = 4 * MIB
@@ -22,23 +22,23 @@ _groups = count()
 
 async def pulls(setup: Setup) -> list[Figure]:
     """Whole backlogs of 1 KiB records, one pull per queue in flight, 4 MiB each."""
-    async with site(setup.folder, queue_count=QUEUES) as here:
+    async with bench_cluster(setup.folder, queue_count=QUEUES) as cluster:
         setup.say("filling")
         batches_per_queue = setup.sized(128, 16)
-        await fill(here, QUEUES, batches_per_queue)
+        await fill(cluster, QUEUES, batches_per_queue)
         rounds = setup.sized(7, 1)
         size = QUEUES * batches_per_queue // 2 * MIB
 
         async def hot() -> float:
-            return await _measured(here, size)
+            return await _measured(cluster, size)
 
         async def cold() -> float:
-            await asyncio.to_thread(forget_pages, here.log_folder)
-            return await _measured(here, size)
+            await asyncio.to_thread(forget_pages, cluster.log_folder)
+            return await _measured(cluster, size)
 
         setup.say("hot and cold")
         rates = await interleaved(
-            {"echo": lambda: _echo_rate(here, size), "hot": hot, "cold": cold}, rounds
+            {"echo": lambda: _echo_rate(cluster, size), "hot": hot, "cold": cold}, rounds
         )
     return [
         figure(
@@ -53,7 +53,7 @@ async def pulls(setup: Setup) -> list[Figure]:
 
 
 async def fill(
-    here: Site, queue_count: int, batches_per_queue: int, record_bytes: int = 1_024
+    cluster: BenchCluster, queue_count: int, batches_per_queue: int, record_bytes: int = 1_024
 ) -> None:
     """Append that many batches of 512 KiB to each queue, and wait until all are on disk."""
 
@@ -63,7 +63,7 @@ async def fill(
         for index in range(batches_per_queue):
             if index == batches_per_queue - 1:
                 request.durability = pb.DURABILITY_FSYNCED
-            answer = await here.storage.Append(request, timeout=TIMEOUT_S)
+            answer = await cluster.storage.Append(request, timeout=TIMEOUT_S)
             assert answer.outcomes[0].HasField("receipt"), answer
 
     async with asyncio.TaskGroup() as tasks:
@@ -81,13 +81,13 @@ def forget_pages(folder: Path) -> None:
             os.close(fd)
 
 
-async def _measured(here: Site, size: int) -> float:
+async def _measured(cluster: BenchCluster, size: int) -> float:
     group = f"bench-{next(_groups)}"
-    token = await here.own(group, QUEUES)
-    return await _rate(size, lambda queue_id: partial(_pull_all, here, group, token, queue_id))
+    token = await cluster.own(group, QUEUES)
+    return await _rate(size, lambda queue_id: partial(_pull_all, cluster, group, token, queue_id))
 
 
-async def _pull_all(here: Site, group: str, token: int, queue_id: int) -> None:
+async def _pull_all(cluster: BenchCluster, group: str, token: int, queue_id: int) -> None:
     offset = 0
     while True:
         request = pb.PullRequest(
@@ -97,17 +97,17 @@ async def _pull_all(here: Site, group: str, token: int, queue_id: int) -> None:
             bytes_max=PULL_BYTES,
             messages_max=65_535,
         )
-        answer = await here.storage.Pull(request, timeout=TIMEOUT_S)
+        answer = await cluster.storage.Pull(request, timeout=TIMEOUT_S)
         if answer.next_offset == offset:
             return
         offset = answer.next_offset
 
 
-async def _echo_rate(here: Site, size: int) -> float:
+async def _echo_rate(cluster: BenchCluster, size: int) -> float:
     async def pull_as_many() -> None:
         request = pb.PullRequest(bytes_max=PULL_BYTES)
         for _ in range(size // PULL_BYTES // QUEUES):
-            await here.echo.Pull(request, timeout=TIMEOUT_S)
+            await cluster.echo.Pull(request, timeout=TIMEOUT_S)
 
     return await _rate(size, lambda _: pull_as_many)
 

@@ -18,9 +18,9 @@ from batonmq.admin.replication import Replica, replicas_of
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from bench.bench_cluster import BROKER, TIMEOUT_S
 from bench.figures import MIB, Figure, Goal, figure, interleaved
 from bench.setup import TOPIC, Setup, batch
-from bench.site import BROKER, TIMEOUT_S
 
 COPIES = (1, 2, 3)
 QUEUES = 8

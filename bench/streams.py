@@ -14,9 +14,9 @@ from pathlib import Path
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from bench.bench_cluster import TIMEOUT_S, BenchCluster, bench_cluster, group_queue
 from bench.figures import Figure, Goal, figure, interleaved
 from bench.setup import Setup, batch
-from bench.site import TIMEOUT_S, Site, group_queue, site
 
 QUEUES, IN_FLIGHT = 8, 16
 RECORD_BYTES, BATCH_RECORDS = 100, 100
@@ -32,23 +32,31 @@ async def streams(setup: Setup) -> list[Figure]:
     """Small appends, small pulls whose acks ride along, and the same with a filter."""
     requests = setup.sized(1_600, 80)
     async with AsyncExitStack() as stack:
-        sites = {
-            "on": await stack.enter_async_context(site(setup.folder / "on", queue_count=QUEUES)),
+        clusters = {
+            "on": await stack.enter_async_context(
+                bench_cluster(setup.folder / "on", queue_count=QUEUES)
+            ),
             "off": await stack.enter_async_context(
-                site(setup.folder / "off", queue_count=QUEUES, **_OFF)
+                bench_cluster(setup.folder / "off", queue_count=QUEUES, **_OFF)
             ),
         }
         setup.say("produce")
-        for here in sites.values():
-            await _produce(here, requests)
+        for cluster in clusters.values():
+            await _produce(cluster, requests)
         rounds = setup.sized(17, 1)
-        produced = await _by_turns(sites, lambda here: _produce(here, requests), rounds)
+        produced = await _by_turns(clusters, lambda cluster: _produce(cluster, requests), rounds)
         setup.say("consume")
-        consumed = await _by_turns(sites, lambda here: _consume(here, requests, ""), rounds)
+        consumed = await _by_turns(
+            clusters, lambda cluster: _consume(cluster, requests, ""), rounds
+        )
         setup.say("consume with a filter")
-        filtered = await _by_turns(sites, lambda here: _consume(here, requests, "a"), rounds)
+        filtered = await _by_turns(
+            clusters, lambda cluster: _consume(cluster, requests, "a"), rounds
+        )
         setup.say("a little")
-        little = await _by_turns(sites, lambda here: _produce_a_little(here, setup), rounds)
+        little = await _by_turns(
+            clusters, lambda cluster: _produce_a_little(cluster, setup), rounds
+        )
     # Of equal work in equal time: what is more is the publishing.
     percent = {name: 100 * TRICKLE_PER_S / rate for name, rate in little.items()}
     publishing = figure(
@@ -78,27 +86,29 @@ async def streams(setup: Setup) -> list[Figure]:
 
 
 async def _by_turns(
-    sites: dict[str, Site], work: Callable[[Site], Awaitable[int]], rounds: int
+    clusters: dict[str, BenchCluster], work: Callable[[BenchCluster], Awaitable[int]], rounds: int
 ) -> dict[str, float]:
-    def measured(here: Site) -> Callable[[], Awaitable[float]]:
+    def measured(cluster: BenchCluster) -> Callable[[], Awaitable[float]]:
         async def measure() -> float:
-            begin_s = _cpu_s(here)
-            messages = await work(here)
-            return messages / (_cpu_s(here) - begin_s)
+            begin_s = _cpu_s(cluster)
+            messages = await work(cluster)
+            return messages / (_cpu_s(cluster) - begin_s)
 
         return measure
 
-    return await interleaved({name: measured(here) for name, here in sites.items()}, rounds)
+    return await interleaved(
+        {name: measured(cluster) for name, cluster in clusters.items()}, rounds
+    )
 
 
-def _cpu_s(here: Site) -> float:
+def _cpu_s(cluster: BenchCluster) -> float:
     """CPU that the services have used."""
-    pids = filter(None, map(here.cluster.pid, here.cluster.options.names))
+    pids = filter(None, map(cluster.local.pid, cluster.local.options.names))
     threads = (path for pid in pids for path in Path(f"/proc/{pid}/task").iterdir())
     return sum(int((path / "schedstat").read_text().split()[0]) for path in threads) / 1e9
 
 
-async def _produce(here: Site, requests: int) -> int:
+async def _produce(cluster: BenchCluster, requests: int) -> int:
     """Append so many batches; how many messages that was."""
     raws = [
         batch(RECORD_BYTES, queue_id=queue_id, count=BATCH_RECORDS, tags=_EVERY_OTHER)
@@ -111,7 +121,7 @@ async def _produce(here: Site, requests: int) -> int:
             request = pb.AppendRequest(
                 batches=[raws[index % QUEUES]], durability=pb.DURABILITY_FSYNCED
             )
-            answer = await here.storage.Append(request, timeout=TIMEOUT_S)
+            answer = await cluster.storage.Append(request, timeout=TIMEOUT_S)
             assert answer.outcomes[0].HasField("receipt"), answer
 
     async with asyncio.TaskGroup() as tasks:
@@ -120,21 +130,21 @@ async def _produce(here: Site, requests: int) -> int:
     return requests * BATCH_RECORDS
 
 
-async def _produce_a_little(here: Site, setup: Setup) -> int:
+async def _produce_a_little(cluster: BenchCluster, setup: Setup) -> int:
     """Append a batch now and then; how many."""
     raw = batch(RECORD_BYTES, count=1)
     request = pb.AppendRequest(batches=[raw], durability=pb.DURABILITY_FSYNCED)
     count_ = setup.sized(10, 2) * TRICKLE_PER_S
     for _ in range(count_):
-        await here.storage.Append(request, timeout=TIMEOUT_S)
+        await cluster.storage.Append(request, timeout=TIMEOUT_S)
         await asyncio.sleep(1 / TRICKLE_PER_S)
     return count_
 
 
-async def _consume(here: Site, requests: int, expression: str) -> int:
+async def _consume(cluster: BenchCluster, requests: int, expression: str) -> int:
     """Pull so many messages as a group of its own; how many were looked at."""
     group = f"streams-{next(_groups)}"
-    token = await here.own(group, QUEUES)
+    token = await cluster.own(group, QUEUES)
     each = requests * BATCH_RECORDS // QUEUES
 
     async def pull_all(queue_id: int) -> None:
@@ -149,7 +159,7 @@ async def _consume(here: Site, requests: int, expression: str) -> int:
                 client_id="bench",
                 progress=offsets_pb.Acks(committed_offset=offset) if offset else None,
             )
-            answer = await here.storage.Pull(request, timeout=TIMEOUT_S)
+            answer = await cluster.storage.Pull(request, timeout=TIMEOUT_S)
             assert answer.next_offset > offset, answer
             offset = answer.next_offset
 

@@ -10,14 +10,14 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.health import SERVING, ask_health
 from batonmq._connection.channels import Connect
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import Durability, ProducerSettings
+from batonmq._producer.producer_settings import Durability, ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from bench.cluster_comparison import append_rates, send_times
 from bench.figures import Figure, Goal, figure, interleaved, seconds
 from bench.setup import TOPIC, Setup
-from bench.sides import append_rates, send_times
 from bench.wire import QUEUES
 
 _SECURE = {"plain": False, "tls": True}

@@ -12,10 +12,10 @@ from time import perf_counter
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import Durability, ProducerSettings
+from batonmq._producer.producer_settings import Durability, ProducerSettings
+from bench.bench_cluster import TIMEOUT_S, BenchCluster, bench_cluster
 from bench.figures import MIB, Figure, Goal, figure, interleaved, seconds
 from bench.setup import TOPIC, Setup, batch
-from bench.site import TIMEOUT_S, Site, site
 
 QUEUES = 8
 IN_FLIGHT = 64
@@ -24,11 +24,11 @@ SENDS_IN_FLIGHT = 2_000
 
 async def appends(setup: Setup) -> list[Figure]:
     """Bytes per second of batches of 512 KiB, 64 requests in flight."""
-    async with site(setup.folder, queue_count=QUEUES) as here:
-        return await _appends(setup, here, 1_024) + await _appends(setup, here, 100)
+    async with bench_cluster(setup.folder, queue_count=QUEUES) as cluster:
+        return await _appends(setup, cluster, 1_024) + await _appends(setup, cluster, 100)
 
 
-async def _appends(setup: Setup, here: Site, record_bytes: int) -> list[Figure]:
+async def _appends(setup: Setup, cluster: BenchCluster, record_bytes: int) -> list[Figure]:
     setup.say(f"end to end, {record_bytes} B")
     batches = [batch(record_bytes, queue_id=queue_id) for queue_id in range(QUEUES)]
     memory = _requests(batches, pb.DURABILITY_MEMORY)
@@ -37,13 +37,13 @@ async def _appends(setup: Setup, here: Site, record_bytes: int) -> list[Figure]:
 
     async def stored(requests: Sequence[pb.AppendRequest]) -> float:
         await asyncio.to_thread(os.sync)  # else the disk is busy with the round before
-        return await rate(here.storage, requests, count)
+        return await rate(cluster.storage, requests, count)
 
-    for stub in (here.echo, here.storage):
+    for stub in (cluster.echo, cluster.storage):
         await rate(stub, memory, IN_FLIGHT)
     rates = await interleaved(
         {
-            "echo": lambda: rate(here.echo, memory, count),
+            "echo": lambda: rate(cluster.echo, memory, count),
             "async": lambda: stored(memory),
             "fsync": lambda: stored(synced),
         },
@@ -78,8 +78,8 @@ async def latency(setup: Setup) -> list[Figure]:
     body = os.urandom(1_024)
     request = pb.AppendRequest(batches=[batch(1_024, count=1)])
     async with (
-        site(setup.folder, queue_count=QUEUES) as here,
-        Producer(here.cluster.nameserver) as producer,
+        bench_cluster(setup.folder, queue_count=QUEUES) as cluster,
+        Producer(cluster.local.nameserver) as producer,
     ):
         with _preallocated(setup.folder / "plain") as fd:
 
@@ -92,7 +92,7 @@ async def latency(setup: Setup) -> list[Figure]:
             await producer.send(TOPIC, body)
             times = await interleaved(
                 {
-                    "empty": lambda: seconds(here.echo.Append(request, timeout=TIMEOUT_S)),
+                    "empty": lambda: seconds(cluster.echo.Append(request, timeout=TIMEOUT_S)),
                     "send": lambda: seconds(producer.send(TOPIC, body)),
                     "sync": sync,
                 },
@@ -116,8 +116,8 @@ async def sends(setup: Setup) -> list[Figure]:
     settings = ProducerSettings(durability=Durability.MEMORY)
     count = setup.sized(100, 10)
     async with (
-        site(setup.folder, queue_count=QUEUES) as here,
-        Producer(here.cluster.nameserver, settings) as producer,
+        bench_cluster(setup.folder, queue_count=QUEUES) as cluster,
+        Producer(cluster.local.nameserver, settings) as producer,
     ):
 
         async def sender() -> None:

@@ -1,13 +1,13 @@
-"""The jobs beside a busy cluster, and whether what they say is true: `make spark-demo`.
+"""Run the jobs beside a busy cluster and check their results: `make spark-demo`.
 
-1. A local cluster; bronze, rollup and alerts run beside it, in one process of their own.
-2. New York's flights flow through a group whose members come and go (`baton demo`). Meanwhile a
-   member of another group is killed with one message in hand, so that its queue is taken from it;
-   and somebody joins with a subscription that the group does not have.
-3. Once the alerts have come and gone, the reports run. The events are counted once more, by a
-   reader that has nothing to do with Spark.
+1. Start a local cluster, and bronze, rollup and alerts in one process.
+2. Send New York's flights through a group whose members join and leave (`baton demo`). Meanwhile a
+   member of another group is killed with one message in flight, so that its queue is taken over;
+   and a client with a different subscription tries to join that group.
+3. When the alerts have fired and are resolved, run the reports. Count the events again with a
+   reader that does not use Spark.
 
-Exit status 1 unless every number is as it must be.
+The exit status is 1 unless every number is as expected.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ steals: {count_max: 0, window_ms: 15000}
 subscription_conflict: {severity: critical, clear_ms: 15000}
 silent_client: {forget_ms: 15000}
 """
-"""Alerts are to be resolved while somebody waits for it."""
+"""Rules with short times, so that the demo can wait until the alerts are resolved."""
 REPORTS = ("duplicate_audit", "handover_report", "capacity_forecast")
 AWAITED = frozenset({"steals", "subscription_conflict"})
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Where everything lies, and how jobs are told."""
+class DemoPaths:
+    """Folder, nameserver and settings of the demo."""
 
     folder: Path
     nameserver: str
@@ -70,7 +70,7 @@ class Stage:
 
     @property
     def settings(self) -> Mapping[str, str]:
-        """Of every job."""
+        """Settings of every job, as environment variables."""
         return {
             "BATON_SPARK_NAMESERVER": self.nameserver,
             "BATON_SPARK_DATA_DIR": str(self.folder / "spark"),
@@ -81,27 +81,27 @@ class Stage:
         }
 
     def table(self, name: str) -> str:
-        """Where a table lies."""
+        """Return the path of a table."""
         return str(self.folder / "spark" / "tables" / name)
 
     def report(self, name: str, file: str) -> Path:
-        """A file of a report."""
+        """Return the path of a file of a report."""
         return self.folder / "spark" / "reports" / name / file
 
     async def job(self, name: str, log: Path) -> Process:
-        """Start a job: what it tells goes into a file beside its log."""
+        """Start a job; its output goes to a file beside its log."""
         given = [f"{key}={value}" for key, value in self.settings.items()]
         program = ["env", *given, sys.executable, "-m", f"batonspark.jobs.{name}"]
-        with log.open("wb") as said, log.with_suffix(".txt").open("wb") as told:
-            return await asyncio.create_subprocess_exec(*program, stdout=told, stderr=said)
+        with log.open("wb") as errors, log.with_suffix(".txt").open("wb") as output:
+            return await asyncio.create_subprocess_exec(*program, stdout=output, stderr=errors)
 
 
 async def demo(folder: Path, flight_count: int, cores: int) -> bool:
-    """All of it; whether everything was as it must be."""
+    """Run the demo; return whether every result is as expected."""
     flights = load_flights()[:flight_count]
     settings = {"storage": {"segment_bytes": SEGMENT_BYTES}}
     async with LocalCluster(folder / "cluster", ClusterOptions(settings=settings)) as cluster:
-        stage = Stage(folder, cluster.nameserver, cores)
+        stage = DemoPaths(folder, cluster.nameserver, cores)
         (folder / "rules.yaml").write_text(RULES)
         say(f"cluster is up at {stage.nameserver}; the jobs start beside it")
         async with streaming(stage) as jobs, asyncio.TaskGroup() as tasks:
@@ -119,8 +119,8 @@ async def demo(folder: Path, flight_count: int, cores: int) -> bool:
 
 
 @asynccontextmanager
-async def streaming(stage: Stage) -> AsyncIterator[Process]:
-    """Bronze, rollup and alerts run, and end cleanly."""
+async def streaming(stage: DemoPaths) -> AsyncIterator[Process]:
+    """Run bronze, rollup and alerts; raise RuntimeError unless they end with status 0."""
     log = stage.folder / "stream.log"
     process = await stage.job("stream", log)
     try:
@@ -136,7 +136,7 @@ async def streaming(stage: Stage) -> AsyncIterator[Process]:
 
 
 async def plant(nameserver: str) -> None:
-    """One redelivery, one steal, one conflict."""
+    """Cause one redelivery, one takeover and one subscription conflict."""
     async with Admin(nameserver) as admin:
         await admin.create_topic(TOPIC, 1)
     async with Producer(nameserver) as producer:
@@ -145,18 +145,18 @@ async def plant(nameserver: str) -> None:
     holder = await asyncio.create_subprocess_exec(*hold, stdout=PIPE)
     assert holder.stdout is not None
     try:
-        taken = await holder.stdout.readline()
+        output = await holder.stdout.readline()
     finally:
         holder.kill()
         await holder.wait()
-    if taken.strip() != b"taken":
-        raise RuntimeError("the member that was to be killed took nothing")
-    say("a member was killed with one message in hand; its lease runs out in 30 s")
+    if output.strip() != b"received":
+        raise RuntimeError("the member to be killed received no message")
+    say("a member was killed with one message in flight; its lease expires in 30 s")
     await take_over(nameserver)
 
 
 async def take_over(nameserver: str) -> None:
-    """Another member gets the message; then somebody disagrees with it about the subscription."""
+    """Receive the message with another member; then join with a different subscription."""
     got = asyncio.Event()
     flagged: list[bool] = []
 
@@ -167,21 +167,21 @@ async def take_over(nameserver: str) -> None:
     async with member(nameserver, "second") as second, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(second.run(handle))
         await got.wait()
-        say(f"the other member got it, marked as redelivered: {flagged[0]}")
+        say(f"the other member received it, marked as redelivered: {flagged[0]}")
         try:
-            async with member(nameserver, "stranger", "window"):
-                raise RuntimeError("a subscription that differs was let in")
+            async with member(nameserver, "third", "window"):
+                raise RuntimeError("a member with a different subscription joined the group")
         except SubscriptionConflict:
-            say("a third one was refused: its subscription differs")
+            say("a third member was rejected: its subscription differs")
         second.stop()
         await running
 
 
 async def hold(nameserver: str) -> None:
-    """Be the member that is killed."""
+    """Run the member that is killed."""
 
     async def handle(_: ReceivedMessage) -> None:
-        print("taken", flush=True)
+        print("received", flush=True)
         await asyncio.Event().wait()
 
     async with member(nameserver, "first") as first:
@@ -189,16 +189,16 @@ async def hold(nameserver: str) -> None:
 
 
 def member(nameserver: str, client_id: str, expression: str = "*") -> Consumer:
-    """A member of the group; only the expression differs."""
+    """Return a member of the group with a filter expression."""
     settings = ConsumerSettings(consume_from="first", send_back=False)
     return Consumer(nameserver, GROUP, {TOPIC: expression}, settings, client_id=client_id)
 
 
-async def resolved(stage: Stage, jobs: Process) -> Counter[tuple[str, str]]:
-    """How many alerts of each rule were firing and resolved, once the awaited ones are.
+async def resolved(stage: DemoPaths, jobs: Process) -> Counter[tuple[str, str]]:
+    """Wait until the awaited alerts are resolved; return the number of alerts by rule and state.
 
     Raises:
-        RuntimeError: they are not, or the jobs have ended.
+        RuntimeError: they are not resolved in time, or the jobs have ended.
     """
     log = stage.folder / "stream.log"
     try:
@@ -209,12 +209,12 @@ async def resolved(stage: Stage, jobs: Process) -> Counter[tuple[str, str]]:
                     return found
                 await asyncio.sleep(1)
     except TimeoutError:
-        raise RuntimeError(f"no end of the alerts in {TABLE_LIMIT_S} s: see {log}") from None
+        raise RuntimeError(f"alerts are not resolved after {TABLE_LIMIT_S} s: see {log}") from None
     raise RuntimeError(f"the streaming jobs ended: see {log}")
 
 
-async def changes(stage: Stage) -> Counter[tuple[str, str]]:
-    """Rows of the table of alerts by rule and state."""
+async def changes(stage: DemoPaths) -> Counter[tuple[str, str]]:
+    """Return the number of rows of the table `alerts` by rule and state."""
     path = stage.table("alerts")
     if not deltalake.DeltaTable.is_deltatable(path):
         return Counter()
@@ -222,8 +222,8 @@ async def changes(stage: Stage) -> Counter[tuple[str, str]]:
     return Counter((row["rule"], row["state"]) for row in rows.to_pylist())
 
 
-async def reported(stage: Stage, name: str) -> None:
-    """Run one report; what it finds is judged later."""
+async def reported(stage: DemoPaths, name: str) -> None:
+    """Run one report; `verdict` checks its result."""
     log = stage.folder / f"{name}.log"
     process = await stage.job(name, log)
     async with asyncio.timeout(JOB_LIMIT_S):
@@ -232,10 +232,10 @@ async def reported(stage: Stage, name: str) -> None:
         raise RuntimeError(f"{name} failed: see {log}")
 
 
-async def counted(stage: Stage) -> tuple[int, int]:
-    """Events in the topic as far as bronze has read it, and rows in bronze.
+async def counted(stage: DemoPaths) -> tuple[int, int]:
+    """Return the number of events in the topic, up to the end of bronze, and of rows in bronze.
 
-    A queue of which bronze has nothing counts whole: it has missed it.
+    All events of a queue without rows in bronze count, because bronze missed them.
     """
     columns = ["sys_broker", "sys_queue_id", "sys_offset"]
     rows = await asyncio.to_thread(read, stage.table("bronze"), columns)
@@ -266,7 +266,7 @@ async def counted(stage: Stage) -> tuple[int, int]:
 
 
 def _events_of(body: bytes, seen: set[tuple[str, int, int]]) -> int:
-    """Events of a batch, and the row that tells what was dropped; 0 if the batch is known."""
+    """Return the rows that a batch makes in bronze; 0 if it is a repeated batch."""
     batch = MetricBatch.FromString(body)
     name = (batch.source, batch.incarnation_id, batch.seq)
     if name in seen:
@@ -276,9 +276,9 @@ def _events_of(body: bytes, seen: set[tuple[str, int, int]]) -> int:
 
 
 def verdict(
-    stage: Stage, result: DemoResult, alerts: Counter[tuple[str, str]], counts: tuple[int, int]
+    stage: DemoPaths, result: DemoResult, alerts: Counter[tuple[str, str]], counts: tuple[int, int]
 ) -> bool:
-    """Say what was found; whether it is as it must be."""
+    """Print the results; return whether they are as expected."""
     audit = json.loads(stage.report("duplicate_audit", "report.json").read_text())
     for name in REPORTS:
         print(f"\n--- {name}\n{(stage.folder / f'{name}.txt').read_text().strip()}")
@@ -313,25 +313,25 @@ def _causes(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read(path: str, columns: list[str]) -> pa.Table:
-    """Some columns of a table."""
+    """Return columns of a table."""
     table = deltalake.DeltaTable(path)
     return pa.table(table.scan(columns).read_all())
 
 
 def progress() -> Callable[[str, int, int], None]:
-    """Says what is going on whenever that changes."""
-    told: set[str] = set()
+    """Return a callback that prints each new phase of the demo."""
+    seen: set[str] = set()
 
     def tell(what: str, done: int, total: int) -> None:
-        if what not in told:
-            told.add(what)
+        if what not in seen:
+            seen.add(what)
             say(f"flights: {what}, {done:,} of {total:,}")
 
     return tell
 
 
 def say(text: str) -> None:
-    """To the person who waits."""
+    """Print a line of progress."""
     print(text, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures every test may ask for, and the order of the files."""
+"""Fixtures of all tests, and the order of the test files."""
 
 from __future__ import annotations
 
@@ -15,48 +15,56 @@ from tests.support.cluster import fork_server
 pytest_plugins = ["tests.support.etcd", "tests.support.skips"]
 
 
-# A parent that ignores SIGINT (nohup, a shell's background job) hands that down to every process
-# that a test starts, and those would not end by Ctrl-C.
+# A parent that ignores SIGINT (nohup, a background job of a shell) passes this on to every process
+# that a test starts, and Ctrl-C would not end them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def default_sighup() -> Iterator[None]:
+    """Handle SIGHUP by default also under nohup, which ignores it in all processes it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _fork_server_ends() -> Iterator[None]:
-    """Whoever has asked for it, nobody does any more."""
+def _close_fork_server() -> Iterator[None]:
+    """Close the fork server at the end of the session."""
     yield
     if fork_server.cache_info().currsize:
         fork_server().close()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests that use a real etcd: the inner loop leaves them out."""
+    """Mark the tests that use a real etcd: `make quick` leaves them out."""
     if "etcd_endpoint" in getattr(item, "fixturenames", ()):
         item.add_marker("etcd")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that may take long come first, so that no worker ends with a long one."""
-    patience_s: dict[Path, float] = {}
+    """Run files with long tests first, so that no worker starts a long one at the end."""
+    longest_s: dict[Path, float] = {}
     for item in items:
-        asked_s = asked_for_s(item.get_closest_marker("timeout"))
-        patience_s[item.path] = max(asked_s, patience_s.get(item.path, 0))
-    items.sort(key=lambda item: -patience_s[item.path])
+        limit_s = time_limit_s(item.get_closest_marker("timeout"))
+        longest_s[item.path] = max(limit_s, longest_s.get(item.path, 0))
+    items.sort(key=lambda item: -longest_s[item.path])
 
 
 class FilesAndSpark(LoadFileScheduling):  # type: ignore[misc]
-    """Workers take a file each; all of Spark is one: a session takes a GB and half a minute."""
+    """Assign whole files to workers, all Spark files to one: a session costs 1 GB and 30 s."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "tests/spark" if nodeid.startswith("tests/spark/") else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndSpark | None:
-    """What `--dist loadfile` means here."""
+    """Return the scheduler of `--dist loadfile`."""
     return FilesAndSpark(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def asked_for_s(limit: pytest.Mark | None) -> float:
-    """How long a test may take by its `timeout` mark; 0 if it has none, or one without a time."""
+def time_limit_s(limit: pytest.Mark | None) -> float:
+    """Return the limit of a `timeout` mark; 0 without a mark or a time."""
     if limit is None:
         return 0
     found = limit.args[0] if limit.args else limit.kwargs.get("timeout")

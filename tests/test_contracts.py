@@ -74,7 +74,7 @@ def below(cls: type) -> Iterator[type]:
 # ---- services
 
 
-def test_there_are_contracts_and_services_to_compare() -> None:
+def test_contracts_and_services_exist() -> None:
     assert {"StorageService", "OffsetsService", "LockmgrService", "NameserverService"} <= {
         service.name for service in SERVICES
     }
@@ -93,7 +93,7 @@ def test_every_call_is_served(service: ServiceDescriptor) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.full_name)
-def test_no_call_takes_a_stream_and_only_open_ended_ones_are_called_watch(
+def test_no_call_takes_a_stream_and_only_server_streams_are_named_watch(
     service: ServiceDescriptor,
 ) -> None:
     """The edge of the services relies on both."""
@@ -116,7 +116,7 @@ def test_every_reason_has_one_class_and_every_class_a_reason() -> None:
     assert set(ERROR_OF.values()) == set(ERRORS), "whatever subclasses some module has"
 
 
-def test_every_advice_on_retrying_has_its_value() -> None:
+def test_every_retry_advice_has_its_value() -> None:
     values = [name.removeprefix("RETRY_") for name in error_pb2.Retry.keys()]  # noqa: SIM118
     assert values[1:] == [retry.value for retry in Retry]
 
@@ -198,7 +198,23 @@ def test_absent_detail_reads_as_its_defaults(error: type[BatonError]) -> None:
     assert got.facts == {}
 
 
-def test_field_that_is_not_known_is_no_fact() -> None:
+@pytest.mark.parametrize("error", DETAILS, ids=lambda error: error.reason)
+def test_detail_of_an_earlier_version_is_read_from_its_facts(error: type[BatonError]) -> None:
+    facts = DETAILS[error].facts()
+    reason = error_pb2.Reason.Value(f"REASON_{error.reason}")
+    got = error_from_pb(error_pb2.Error(reason=reason, facts=facts))
+    assert got.detail == DETAILS[error]
+    assert got.facts == facts
+
+
+def test_malformed_fact_of_an_earlier_version_is_not_in_the_detail() -> None:
+    facts = {"token": "unknown", "current": "7", "why": "LATER", "queue": "t/b/0"}
+    got = error_from_pb(error_pb2.Error(reason=error_pb2.REASON_FENCED, facts=facts))
+    assert got.detail == errors.FencedDetail(current=7)
+    assert got.facts == facts
+
+
+def test_unknown_field_is_not_a_fact() -> None:
     assert errors.FencedDetail(token=1).facts() == {
         "token": "1",
         "current": "0",

@@ -1,4 +1,4 @@
-"""Goal: files with tests that ask for much time come first, however they ask.
+"""Goal: files with tests that have a long time limit come first.
 
 Method: marks as tests carry them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import asked_for_s
+from tests.conftest import time_limit_s
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ from tests.conftest import asked_for_s
         (pytest.mark.timeout(None), 0),
     ],
 )
-def test_a_mark_tells_its_time_by_place_or_by_name(
+def test_mark_gives_its_time_by_position_or_by_name(
     mark: pytest.MarkDecorator, asked_s: int
 ) -> None:
-    assert asked_for_s(mark.mark) == asked_s
+    assert time_limit_s(mark.mark) == asked_s
 
 
-def test_a_test_without_a_mark_asks_for_nothing() -> None:
-    assert asked_for_s(None) == 0
+def test_test_without_a_mark_has_no_time() -> None:
+    assert time_limit_s(None) == 0

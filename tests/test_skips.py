@@ -1,4 +1,4 @@
-"""Goal: where everything is required no test is skipped, except for what is allowed by name.
+"""Goal: with `--required` a skipped test fails, unless its reason is on the list.
 
 Method: pytest itself, with files that skip in every way there is, on workers as `make test` has
 them; and the reasons that are allowed held against the tests and the page.
@@ -43,7 +43,7 @@ MODULE = 'import pytest\npytest.importorskip("nobody_has_this")\ndef test_whole(
 
 
 def outcomes(folder: Path, text: str, *options: str) -> tuple[int, dict[str, str]]:
-    """Of pytest, and by test or file."""
+    """Return the exit status of pytest and the outcome of each test or file."""
     (folder / "test_it.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\n")
     plugins = ("-p", "tests.support.skips", "-p", "no:cacheprovider")
@@ -56,7 +56,7 @@ def outcomes(folder: Path, text: str, *options: str) -> tuple[int, dict[str, str
     return done.returncode, {test: outcome for outcome, test in told}
 
 
-def test_what_is_skipped_fails_where_everything_is_required(tmp_path: Path) -> None:
+def test_skipped_test_fails_if_everything_is_required(tmp_path: Path) -> None:
     assert outcomes(tmp_path, TESTS, "--required", "-n", "1", "--dist", "loadfile") == (
         1,
         {
@@ -70,20 +70,20 @@ def test_what_is_skipped_fails_where_everything_is_required(tmp_path: Path) -> N
     )
 
 
-def test_a_file_that_is_skipped_as_a_whole_fails_too(tmp_path: Path) -> None:
+def test_skipped_file_fails_if_everything_is_required(tmp_path: Path) -> None:
     status, told = outcomes(tmp_path, MODULE, "--required", "-n", "1")
     assert (status, told) == (1, {"": "ERROR"})
 
 
 @pytest.mark.parametrize("text", [TESTS, MODULE])
-def test_elsewhere_a_skip_is_no_failure(tmp_path: Path, text: str) -> None:
+def test_skip_is_not_a_failure_without_the_option(tmp_path: Path, text: str) -> None:
     status, told = outcomes(tmp_path, text)
     assert status in (0, 5)
     assert {"ERROR", "FAILED"}.isdisjoint(told.values())
     assert "SKIPPED" in told.values()
 
 
-def test_what_is_allowed_is_what_tests_say_and_the_page_tells() -> None:
+def test_allowed_skips_are_those_of_tests_and_documentation() -> None:
     sources = "".join(
         path.read_text()
         for path in (ROOT / "tests").rglob("*.py")

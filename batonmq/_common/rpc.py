@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import NoReturn, TypeVar
 
@@ -93,14 +94,15 @@ def error_from_pb(error: error_pb2.Error) -> BatonError:
     except ValueError:
         name = "UNKNOWN"
     kind = ERROR_OF.get(name, Internal)
-    return kind(
+    found = kind(
         error.message,
         remedy=error.remedy,
         retry_after_ms=error.retry_after_ms,
-        facts=dict(error.facts),
         detail=_unpack_detail(error, kind.detail_type),
         differences=differences_from_pb(error.differences),
     )
+    found.facts = dict(error.facts)  # as sent: the sender has added those of the detail
+    return found
 
 
 def _pack_detail(detail: Detail, packed: Message) -> None:
@@ -115,9 +117,11 @@ def _pack_detail(detail: Detail, packed: Message) -> None:
 
 
 def _unpack_detail(error: error_pb2.Error, kind: type[Detail] | None) -> Detail | None:
-    """Inverse of `_pack_detail`; None if the detail is absent or of another class."""
-    if kind is None or error.WhichOneof("detail") != _DETAIL_FIELD[kind]:
+    """Inverse of `_pack_detail`; None if the class of the error has no detail."""
+    if kind is None:
         return None
+    if error.WhichOneof("detail") != _DETAIL_FIELD[kind]:
+        return _detail_of_facts(error.facts, kind)
     packed = getattr(error, _DETAIL_FIELD[kind])
     values = {}
     for field in packed.DESCRIPTOR.fields:
@@ -125,6 +129,22 @@ def _unpack_detail(error: error_pb2.Error, kind: type[Detail] | None) -> Detail 
             continue
         value = getattr(packed, field.name)
         values[field.name] = _fence_cause(value) if field.enum_type is not None else value
+    return kind(**values)
+
+
+def _detail_of_facts(facts: Mapping[str, str], kind: type[Detail]) -> Detail:
+    """Return the detail of an error from a peer that sends the values as facts only.
+
+    Peers of versions without typed details do. Facts that are no values of their field are left
+    out.
+    """
+    values: dict[str, str | int | FenceCause] = {}
+    for field in fields(kind):
+        if (text := facts.get(field.name)) is None:
+            continue
+        parse = type(field.default) if isinstance(field.default, str | FenceCause) else int
+        with suppress(ValueError):
+            values[field.name] = parse(text)
     return kind(**values)
 
 

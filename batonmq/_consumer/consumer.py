@@ -44,7 +44,7 @@ from batonmq._core.subscription import parse_filter
 from batonmq._producer.producer import stream_of
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.client_stream import ClientStream
-from batonmq._telemetry.tallies import ConsumerTally
+from batonmq._telemetry.event_counters import ConsumerEventCounter
 from batonmq.errors import TopicNotFound
 
 
@@ -82,7 +82,7 @@ class Consumer:
             default the host name and a random part.
         on_ownership: Called in the event loop when the ownership of a queue changes.
         metrics: Counts what this consumer does, if given.
-        surroundings: Clock, random numbers and transport, for tests.
+        environment: Clock, random numbers and transport, for tests.
 
     Raises:
         BadExpression, LimitExceeded: an expression is invalid.
@@ -106,31 +106,33 @@ class Consumer:
         client_id: str = "",
         on_ownership: Callable[[OwnershipEvent], None] = _ignore,
         metrics: ClientMetrics | None = None,
-        surroundings: ClientEnvironment | None = None,
+        environment: ClientEnvironment | None = None,
     ) -> None:
         chosen = settings or ConsumerSettings()
-        outside = (surroundings or ClientEnvironment()).secured(chosen.security)
-        random, host = outside.random, socket.gethostname()
+        secured = (environment or ClientEnvironment()).secured(chosen.security)
+        random, host = secured.random, socket.gethostname()
         incarnation_id = random.getrandbits(63) or 1
         self.client_id = client_id or f"{host}-{incarnation_id:016x}"
         counted = None if metrics is None else metrics.of_consumer(group, self.client_id)
         self._stream: ClientStream | None = None
-        tally: ConsumerTally | None = None
+        event_counter: ConsumerEventCounter | None = None
         if chosen.metrics_stream:
-            self._stream = stream_of(self.client_id, nameserver, outside)
-            tally = ConsumerTally(self._stream.hub, group, self.client_id, outside.clock)
+            self._stream = stream_of(self.client_id, nameserver, secured)
+            event_counter = ConsumerEventCounter(
+                self._stream.hub, group, self.client_id, secured.clock
+            )
         self._session = Session(
             group=group,
             incarnation=queue_pb2.Incarnation(
                 client_id=self.client_id, incarnation_id=incarnation_id
             ),
             settings=chosen,
-            directory=Directory(nameserver, random, outside.connect),
-            clock=outside.clock,
+            directory=Directory(nameserver, random, secured.connect),
+            clock=secured.clock,
             random=random,
             on_ownership=on_ownership,
             metrics=counted,
-            tally=tally,
+            event_counter=event_counter,
             local=LocalOffsets(Path(chosen.offsets_file), group) if chosen.offsets_file else None,
         )
         if chosen.sends_back:
@@ -286,15 +288,15 @@ class Consumer:
 
     async def __anext__(self) -> ReceivedMessage:
         """Acknowledge the previous message and wait for the next."""
-        tally, finished = self._session.tally, self._rotation.finish()
-        if tally is not None and finished is not None:
-            tally.handled(finished.topic, 1, (), self._loop_s() - self._returned_s)
+        event_counter, finished = self._session.event_counter, self._rotation.finish()
+        if event_counter is not None and finished is not None:
+            event_counter.handled(finished.topic, 1, (), self._loop_s() - self._returned_s)
         if self._rotation.run_ended:
             await asyncio.sleep(0)
         while not self._stopped.is_set():
             if (message := self._rotation.take()) is not None:
-                if tally is not None:
-                    tally.begun(message.topic, [message.store_unix_ms])
+                if event_counter is not None:
+                    event_counter.begun(message.topic, [message.store_unix_ms])
                     self._returned_s = self._loop_s()
                 return message
             self._session.available.clear()

@@ -55,7 +55,7 @@ class MessageDispatcher:
         self._session, self._adapter, self._retry_sender = session, adapter, retry_sender
         self._tasks, self._on_stop = tasks, on_stop
         self._policy, self._metrics = settings.policy, session.metrics
-        self._tally = session.tally
+        self._event_counter = session.event_counter
         self._threads: DaemonThreads | None = None
         if not inspect.iscoroutinefunction(adapter.handler):
             self._threads = DaemonThreads("handler")
@@ -192,7 +192,7 @@ class MessageDispatcher:
         return sent
 
     def _count_failed(self, message: ReceivedMessage, *, dead: bool) -> None:
-        for counts in (self._metrics, self._tally):
+        for counts in (self._metrics, self._event_counter):
             if counts is not None:
                 (counts.dead if dead else counts.retried)(message.topic)
 
@@ -220,15 +220,15 @@ class MessageDispatcher:
         The caller has acquired a slot, which is released here.
         """
         call = HandlerCall(self.deadlines)
-        if self._tally is not None:
+        if self._event_counter is not None:
             stored = [message.store_unix_ms for message in messages]
-            self._tally.begun(messages[0].topic, stored)
+            self._event_counter.begun(messages[0].topic, stored)
         failures = await self._call_within(call, messages)
         seconds = self.deadlines.loop.time() - call.begin_s
         if self._metrics is not None:
             self._metrics.handled(messages[0].topic, len(messages), failures or (), seconds)
-        if self._tally is not None:
-            self._tally.handled(messages[0].topic, len(messages), failures or (), seconds)
+        if self._event_counter is not None:
+            self._event_counter.handled(messages[0].topic, len(messages), failures or (), seconds)
         return failures
 
     async def _call_within(

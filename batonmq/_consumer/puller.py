@@ -116,7 +116,7 @@ class Puller:
         group: Name of the group; empty for none.
         filters: Topic to expression, as a consumer's subscriptions; topics that are not named are
             not filtered.
-        surroundings: Clock, random numbers and transport, for tests.
+        environment: Clock, random numbers and transport, for tests.
     """
 
     def __init__(
@@ -126,16 +126,16 @@ class Puller:
         settings: PullerSettings | None = None,
         *,
         filters: Mapping[str, str] | None = None,
-        surroundings: ClientEnvironment | None = None,
+        environment: ClientEnvironment | None = None,
     ) -> None:
         self._settings = settings or PullerSettings()
-        outside = (surroundings or ClientEnvironment()).secured(self._settings.security)
+        secured = (environment or ClientEnvironment()).secured(self._settings.security)
         self._group = check_group(group) if group else ""
         self._filters = {topic: parse_filter(text) for topic, text in (filters or {}).items()}
-        self._random = outside.random
-        self._directory = Directory(nameserver, outside.random, outside.connect)
+        self._random = secured.random
+        self._directory = Directory(nameserver, secured.random, secured.connect)
         start_unix_ms = self._settings.start_unix_ms
-        self._start_at_unix_ms = start_unix_ms or outside.clock.unix_ms() - TIMESTAMP_AGE_MS
+        self._start_at_unix_ms = start_unix_ms or secured.clock.unix_ms() - TIMESTAMP_AGE_MS
         self._budget = ByteBudget(self._settings.prefetch_bytes_max)
         self._limits = FlowLimits(messages_max=self._settings.prefetch_messages_max, span_max=1)
         self._source = FetchSource(

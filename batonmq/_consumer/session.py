@@ -21,7 +21,7 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range
 from batonmq._core.start_offset import TIMESTAMP_AGE_MS
 from batonmq._telemetry.client_metrics import ConsumerMetrics
-from batonmq._telemetry.tallies import ConsumerTally
+from batonmq._telemetry.event_counters import ConsumerEventCounter
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Session:
         drain_timeout_ms: As in the settings, until `Consumer.close` sets another one.
         paused: Queues that the application has paused, assigned or not.
         metrics: Prometheus metrics; None if the application gave no registry.
-        tally: Counts for the metrics stream; None if it is off.
+        event_counter: Counts for the metrics stream; None if it is off.
     """
 
     group: str
@@ -86,7 +86,7 @@ class Session:
     drain_timeout_ms: int | None = field(init=False)
     paused: set[QueueRef] = field(default_factory=set)
     metrics: ConsumerMetrics | None = None
-    tally: ConsumerTally | None = None
+    event_counter: ConsumerEventCounter | None = None
 
     def __post_init__(self) -> None:
         """Fill in what follows from the settings."""

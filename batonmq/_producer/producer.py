@@ -1,4 +1,4 @@
-"""Sends messages: many concurrent sends become few batches, retries never store twice."""
+"""The producer: sends messages in batches, with idempotent retries."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
-from batonmq._producer.placing import Placing, ProducerClosed
-from batonmq._producer.receipts import ANY, Pending, Receipt, Wish
-from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt, Scheduling
-from batonmq._producer.settings import METRICS_PRODUCER, ProducerSettings
-from batonmq._producer.topic import TopicQueues
+from batonmq._producer.producer_settings import METRICS_PRODUCER, ProducerSettings
+from batonmq._producer.receipts import ANY_QUEUE, PendingReceipt, Receipt, SendOptions
+from batonmq._producer.scheduled_sender import PendingSchedule, ScheduledSender, ScheduleReceipt
+from batonmq._producer.send_buffer import ProducerClosed, SendBuffer
+from batonmq._producer.topic_queues import TopicQueues
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.client_stream import ClientStream
-from batonmq._telemetry.tallies import ProducerTally
+from batonmq._telemetry.event_counters import ProducerEventCounter
 from batonmq.errors import BatonError, Unreachable
 
 log = logging.getLogger(__name__)
@@ -32,16 +32,18 @@ class Producer:
     """Sends messages to topics. Use it as an async context manager; share one per process.
 
     Args:
-        nameserver: host:port of a nameserver; several separated by commas.
-        client_id: Names it where it tells of itself; by default host and a random part.
-        metrics: Counts what happens here, if given.
-        surroundings: Clock, randomness and transport; the real ones by default.
+        nameserver: host:port of a nameserver, or several separated by commas.
+        settings: Settings; None for the defaults.
+        client_id: Name of this producer in the metrics stream; by default the host and a random
+            part.
+        metrics: Prometheus metrics; None for none.
+        environment: Clock, random numbers and transport, for tests.
 
-    Every send is idempotent: a batch that had to be repeated is stored once, and the receipt is
-    that of the first time, also when the storage node was killed in between.
+    Every send is idempotent: a batch that is retried is stored once, and the receipt is that of
+    the first attempt, also if the storage node was killed in between.
 
-    Leaving the block closes it, see `close`; leaving it by an error waits for nothing: what has no
-    outcome then fails, stored or not.
+    The end of the block calls `close`. If the block ends with an error, the producer does not wait:
+    messages without an outcome fail, and may be stored or not.
     """
 
     def __init__(
@@ -51,39 +53,39 @@ class Producer:
         *,
         client_id: str = "",
         metrics: ClientMetrics | None = None,
-        surroundings: ClientEnvironment | None = None,
+        environment: ClientEnvironment | None = None,
     ) -> None:
         self._settings = settings or ProducerSettings()
-        outside = (surroundings or ClientEnvironment()).secured(self._settings.security)
+        secured = (environment or ClientEnvironment()).secured(self._settings.security)
         self._metrics = None if metrics is None else metrics.of_producer()
-        self._clock = outside.clock
-        self._directory = Directory(nameserver, outside.random, outside.connect)
+        self._clock = secured.clock
+        self._directory = Directory(nameserver, secured.random, secured.connect)
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
-        self._lines, self._closing = KeyedLocks(), asyncio.Event()
+        self._send_order, self._closing = KeyedLocks(), asyncio.Event()
         self._stream: ClientStream | None = None
-        tally: ProducerTally | None = None
+        event_counter: ProducerEventCounter | None = None
         if self._settings.metrics_stream:
-            name = client_id or f"{socket.gethostname()}-{outside.random.getrandbits(64):016x}"
-            self._stream = stream_of(name, nameserver, outside)
-            tally = ProducerTally(self._stream.hub, name)
-        self._placing = Placing(
+            name = client_id or f"{socket.gethostname()}-{secured.random.getrandbits(64):016x}"
+            self._stream = stream_of(name, nameserver, secured)
+            event_counter = ProducerEventCounter(self._stream.hub, name)
+        self._buffer = SendBuffer(
             self._settings,
             self._directory,
-            outside,
+            secured,
             self._start,
             metrics=self._metrics,
-            tally=tally,
+            event_counter=event_counter,
         )
-        self._scheduling = Scheduling(
-            self._directory, self._clock, outside.random, self._tasks, self._settings
+        self._scheduled = ScheduledSender(
+            self._directory, self._clock, secured.random, self._tasks, self._settings
         )
 
     async def __aenter__(self) -> Producer:
         await self._tasks.__aenter__()
         if self._metrics is not None:
             bound = self._settings.in_flight_bytes_max
-            self._metrics.watch(lambda: bound - self._placing.room)
+            self._metrics.watch(lambda: bound - self._buffer.free_bytes)
         if self._stream is not None:
             self._loops.append(self._stream.start(self._tasks))
         return self
@@ -101,7 +103,7 @@ class Producer:
                     await self._stream.close()
         finally:
             self._closing.set()
-            self._scheduling.close()
+            self._scheduled.close()
             for task in self._loops:
                 task.cancel()
             try:
@@ -110,7 +112,7 @@ class Producer:
                 if (only := only_error(group)) is not error:
                     raise only from None
             finally:
-                self._placing.abandon()
+                self._buffer.fail_all()
                 if self._metrics is not None:
                     self._metrics.unwatch()
                 await self._directory.close()
@@ -158,40 +160,51 @@ class Producer:
         delay_ms: int | None = None,
         delay_level: int | None = None,
     ) -> Receipt | ScheduleReceipt:
-        """Send one message and wait until it is as safe as the settings ask.
+        """Send one message and return its receipt when it has the durability of the settings.
 
-        With one of the last three it is stored now, durably, and becomes visible later; the receipt
-        then is a `ScheduleReceipt`. Until then `cancel` takes it back.
+        With `deliver_at_unix_ms`, `delay_ms` or `delay_level` the message is a scheduled message:
+        it is stored durably now and delivered later. The receipt is a `ScheduleReceipt`; until the
+        delivery, `cancel` cancels the message.
 
         Args:
+            topic: The topic.
             body: At most 4 MiB.
-            tag: For filters; at most 127 bytes, no white space, no `|`.
-            keys: For look-ups.
+            tag: Tag for filters; at most 127 bytes, without white space and `|`.
+            keys: Keys by which the message can be found.
             properties: At most 32 KiB.
             ordering_key: Messages with the same key go to the same queue, in the order in which
-                this producer was given them. When queues are added, few keys move to a new queue:
-                such a message leaves once what was under way of its key has its outcome.
-            queue: Exactly this queue.
-            deliver_at_unix_ms: When, up to 40 days ahead; a time that has passed means at once.
-            delay_ms: How much later than now, by this machine's clock.
+                they were passed to this producer. If queues are added, a few keys move to a new
+                queue; a message of such a key is sent when the earlier messages of the key have an
+                outcome.
+            queue: Send to this queue.
+            deliver_at_unix_ms: Time of delivery, at most 40 days ahead; a time in the past means
+                at once.
+            delay_ms: Delay of the delivery, from now by the clock of this machine.
             delay_level: 1 to 18 for 1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h.
 
         Raises:
-            TopicNotFound: there is no such topic.
-            LimitExceeded: the message is too large, or its time too far ahead.
-            Unreachable: no outcome within the delivery timeout: the message may be stored or not.
-            BatonError: as storage refused it.
+            TopicNotFound: The topic does not exist.
+            LimitExceeded: The message is too large, or its delivery is too far ahead.
+            Unreachable: No outcome within the delivery timeout; the message may be stored or not.
+            ProducerClosed: The producer is closed.
+            BatonError: Storage rejected the message.
         """
         message = Message(body, tag, tuple(keys), properties or {})
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
             when = (deliver_at_unix_ms, delay_ms, delay_level)
-            return await (await self._schedule(topic, message, when, Wish(ordering_key, queue)))
+            return await (
+                await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
+            )
         record = encode_record(message)
         known = self._ready(topic, record, ordering_key) or await self._admitted(
             topic, record, ordering_key
         )
-        wish = ANY if ordering_key is None and queue is None else Wish(ordering_key, queue)
-        outcome, index = self._placing.place(known, wish, message, record)
+        options = (
+            ANY_QUEUE
+            if ordering_key is None and queue is None
+            else SendOptions(ordering_key, queue)
+        )
+        outcome, index = self._buffer.place(known, options, message, record)
         return await outcome.wait(index)
 
     @overload
@@ -202,7 +215,7 @@ class Producer:
         *,
         ordering_key: str | None = ...,
         queue: QueueRef | None = ...,
-    ) -> Pending: ...
+    ) -> PendingReceipt: ...
 
     @overload
     async def submit(
@@ -227,28 +240,33 @@ class Producer:
         deliver_at_unix_ms: int | None = None,
         delay_ms: int | None = None,
         delay_level: int | None = None,
-    ) -> Pending | PendingSchedule:
-        """Hand over a message; waits only while too many bytes are in flight.
+    ) -> PendingReceipt | PendingSchedule:
+        """Start to send a message; wait only while too many bytes are in flight.
 
-        The last three are as for `send`. Messages for the same time are delivered in the order in
-        which they were stored: await a receipt before the next `submit` where that matters.
+        The other arguments are those of `send`. Scheduled messages with the same time are delivered
+        in the order in which they were stored: if that order matters, await each receipt before the
+        next `submit`.
 
         Returns:
-            What to await for the receipt. Errors of the sending are raised there.
+            An awaitable that returns the receipt, or raises the error of the send.
 
         Raises:
-            TopicNotFound, LimitExceeded: as `send`.
-            ProducerClosed: the producer is closed.
+            TopicNotFound, LimitExceeded: As for `send`.
+            ProducerClosed: The producer is closed.
         """
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
             when = (deliver_at_unix_ms, delay_ms, delay_level)
-            return await self._schedule(topic, message, when, Wish(ordering_key, queue))
+            return await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
         record = encode_record(message)
         known = self._ready(topic, record, ordering_key) or await self._admitted(
             topic, record, ordering_key
         )
-        wish = ANY if ordering_key is None and queue is None else Wish(ordering_key, queue)
-        return Pending(*self._placing.place(known, wish, message, record))
+        options = (
+            ANY_QUEUE
+            if ordering_key is None and queue is None
+            else SendOptions(ordering_key, queue)
+        )
+        return PendingReceipt(*self._buffer.place(known, options, message, record))
 
     async def send_one_way(  # noqa: PLR0913  keyword-only, each with a default
         self,
@@ -261,84 +279,84 @@ class Producer:
         ordering_key: str | None = None,
         queue: QueueRef | None = None,
     ) -> None:
-        """Hand over a message whose receipt nobody wants; waits only as `submit` does.
+        """Start to send a message without a receipt; wait only as `submit` does.
 
-        It is repeated, and stored once, like any other. If it fails all the same, that is counted
-        in `one_way_failures`, and the log tells of it at most every 10 s. `flush` waits for its
-        outcome, as leaving the producer does. Arguments and their limits are those of `send`.
+        The message is retried and stored once, like any other. If it fails, it is counted in
+        `one_way_failures`, and a warning is logged at most every 10 s. `flush` and `close` wait for
+        its outcome. The arguments are those of `send`.
 
         Raises:
-            TopicNotFound, LimitExceeded: as `send`.
-            ProducerClosed: the producer is closed.
+            TopicNotFound, LimitExceeded: As for `send`.
+            ProducerClosed: The producer is closed.
         """
         message = Message(body, tag, tuple(keys), properties or {})
         record = encode_record(message)
         known = self._ready(topic, record, ordering_key) or await self._admitted(
             topic, record, ordering_key
         )
-        self._placing.place(known, Wish(ordering_key, queue, one_way=True), message, record)
+        self._buffer.place(known, SendOptions(ordering_key, queue, one_way=True), message, record)
 
     @property
     def one_way_failures(self) -> int:
-        """How many messages of `send_one_way` have failed since the producer was made."""
-        return self._placing.losses.count
+        """Number of messages of `send_one_way` that have failed since the producer was created."""
+        return self._buffer.one_way_failures.count
 
     async def cancel(self, schedule_id: str) -> None:
-        """Take back a message that was sent for later.
+        """Cancel a scheduled message.
 
         Args:
-            schedule_id: Of its receipt, whoever sent it.
+            schedule_id: Id from the receipt; the message may come from another producer.
 
         Raises:
-            NotScheduled: it is delivered, or cancelled: perhaps by this very call, if an answer was
-                lost on the way and it had to be repeated.
-            Unreachable: no outcome within the delivery timeout: it may be cancelled or not.
+            NotScheduled: The message is already delivered or cancelled. An earlier attempt of this
+                call may have cancelled it, if the response was lost and the call was retried.
+            Unreachable: No outcome within the delivery timeout; the message may be cancelled.
         """
-        await self._scheduling.cancel(schedule_id)
+        await self._scheduled.cancel(schedule_id)
 
     async def flush(self) -> None:
-        """Wait until every message handed over has an outcome, good or bad."""
-        await self._scheduling.flush()
-        await self._placing.flush()
+        """Wait until every submitted message is stored or has failed."""
+        await self._scheduled.flush()
+        await self._buffer.flush()
 
     async def close(self) -> None:
-        """Take nothing more, and wait until every message handed over has an outcome.
+        """Accept no more messages, and wait until every submitted message has an outcome.
 
-        Those of `send_one_way` and those for later count too. What is sent from now on, and what
-        still waits for room or for its topic, is refused with `ProducerClosed`. Doing it again is
-        harmless; the end of the block does it by itself.
+        This includes messages of `send_one_way` and scheduled messages. A later send, and a send
+        that still waits for the byte limit or for its topic, raises `ProducerClosed`. A second call
+        does nothing more. The end of the block calls this method.
         """
         self._closing.set()
         await self.flush()
 
     def _ready(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues | None:
-        """The topic; None if the record has to wait for anything."""
-        known = self._placing.topics.get(topic)
+        """Return the topic if the record can be added at once, else None."""
+        known = self._buffer.topics.get(topic)
         waits = (
             known is None
             or self._closing.is_set()
-            or len(record) > self._placing.room
-            or (self._lines.count and (topic, ordering_key) in self._lines)
-            or (ordering_key is not None and known.has_to_wait(ordering_key))
+            or len(record) > self._buffer.free_bytes
+            or (self._send_order.count and (topic, ordering_key) in self._send_order)
+            or (ordering_key is not None and known.must_wait(ordering_key))
         )
         return None if waits else known
 
     async def _admitted(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues:
-        """The topic, once it is the record's turn: nothing of its key overtakes it."""
+        """Return the topic when the record may be added; records of a key keep their order."""
         begin_ms = self._clock.monotonic_ms()
-        async with self._lines.acquire((topic, ordering_key)):
-            known = self._placing.topics.get(topic)
+        async with self._send_order.acquire((topic, ordering_key)):
+            known = self._buffer.topics.get(topic)
             if known is None:
                 known = await self._open_topic(topic, self._clock.monotonic_ms() - begin_ms)
             self._refuse_if_closing()
-            await self._placing.admit(known, record, ordering_key)
+            await self._buffer.admit(known, record, ordering_key)
             self._refuse_if_closing()
             return known
 
     def _refuse_if_closing(self) -> None:
         if self._closing.is_set():
             raise ProducerClosed(
-                "the producer is closed", remedy="Open another Producer: this message was not sent."
+                "the producer is closed", remedy="Open another Producer; this message was not sent."
             )
 
     async def _schedule(
@@ -346,7 +364,7 @@ class Producer:
         topic: str,
         message: Message,
         when: tuple[int | None, int | None, int | None],
-        wish: Wish,
+        options: SendOptions,
     ) -> PendingSchedule:
         at_unix_ms, delay_ms, level = when
         deliver_unix_ms = deliver_time(
@@ -356,34 +374,35 @@ class Producer:
             delay_level=level,
         )
         record = encode_record(message)
-        known = self._placing.topics.get(topic) or await self._open_topic(topic)
+        known = self._buffer.topics.get(topic) or await self._open_topic(topic)
 
         def choose() -> QueueRef:
-            queue = known.choose(wish, self._clock.monotonic_ms())
+            queue = known.choose(options, self._clock.monotonic_ms())
             known.next_turn()
             return queue
 
-        await self._scheduling.admit(record)
+        await self._scheduled.admit(record)
         self._refuse_if_closing()
-        return self._scheduling.submit(message, record, deliver_unix_ms, choose)
+        return self._scheduled.submit(message, record, deliver_unix_ms, choose)
 
     async def _open_topic(self, topic: str, waited_ms: int = 0) -> TopicQueues:
-        """The topic, once a nameserver has told of it.
+        """Wait for the route of a topic and return the topic.
 
         Raises:
-            TopicNotFound: there is no such topic.
-            Unreachable: nobody tells, or the producer is closed.
+            TopicNotFound: The topic does not exist.
+            Unreachable: No nameserver returned the route in time.
+            ProducerClosed: The producer was closed meanwhile.
         """
         timeout_ms = self._settings.delivery_timeout_ms - waited_ms
         if timeout_ms <= 0:
-            raise Unreachable(f"no nameserver told of topic {topic} in time")
+            raise Unreachable(f"timed out waiting for the route of topic {topic}")
         route = await unless(self._closing, wait_for_route(self._directory, topic, timeout_ms))
         self._refuse_if_closing()
         assert route is not None
-        topics = self._placing.topics
+        topics = self._buffer.topics
         known = topics.get(topic)
         if known is None:
-            known = topics[topic] = TopicQueues(route, self._placing.troubled)
+            known = topics[topic] = TopicQueues(route, self._buffer.broker_health)
             self._start(self._follow(topic, known))
         return known
 
@@ -392,18 +411,20 @@ class Producer:
             await follow_route(
                 self._directory,
                 topic,
-                lambda route: known.change(route, self._placing.last(known)),
+                lambda route: known.change(route, self._buffer.last(known)),
             )
         except BatonError as error:
-            log.warning("topic lost topic=%s error=%s", topic, error)
-            self._placing.topics.pop(topic, None)
+            log.warning("topic is no longer available topic=%s error=%s", topic, error)
+            self._buffer.topics.pop(topic, None)
 
     def _start(self, loop: Coroutine[Any, Any, None]) -> None:
         self._loops.append(self._tasks.create_task(loop))
 
 
-def stream_of(client_id: str, nameserver: str, outside: ClientEnvironment) -> ClientStream:
-    """The stream of a client, with a producer of its own."""
+def stream_of(client_id: str, nameserver: str, environment: ClientEnvironment) -> ClientStream:
+    """Return the metrics stream of a client, with its own producer."""
     return ClientStream(
-        client_id, outside, lambda: Producer(nameserver, METRICS_PRODUCER, surroundings=outside)
+        client_id,
+        environment,
+        lambda: Producer(nameserver, METRICS_PRODUCER, environment=environment),
     )

@@ -1,4 +1,4 @@
-"""Receipts, and what waits for them."""
+"""Receipts of sent messages, and the outcome of a batch that senders wait for."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import NamedTuple
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.queues import QueueRef
-from batonmq._producer.settings import Durability
+from batonmq._producer.producer_settings import Durability
 from batonmq.errors import BatonError
 
 WOKEN_AT_ONCE = 64
-"""Senders of a batch that go on in one turn of the event loop."""
+"""Waiting senders of a batch that are woken in one iteration of the event loop."""
 
 
 class Receipt(NamedTuple):
     """Proof that a message is stored.
 
     Attributes:
-        queue: Where it is.
-        offset: Its place in the queue, in messages.
-        position: Where its batch is in the log of the broker, in bytes.
+        queue: The queue of the message.
+        offset: Offset of the message in the queue.
+        position: Position of its batch in the log of the broker, in bytes.
         place: Index of the message in its batch.
-        store_unix_ms: Wall clock of the storage node.
-        durability: What was really reached.
-        duplicate: Whether an earlier try had stored it already.
+        store_unix_ms: Time of storing, by the wall clock of the storage node.
+        durability: The durability that was reached.
+        duplicate: Whether an earlier attempt had stored the message already.
     """
 
     queue: QueueRef
@@ -39,17 +39,17 @@ class Receipt(NamedTuple):
 
     @property
     def message_id(self) -> str:
-        """Names the message in the cluster."""
+        """Id of the message, unique in the cluster."""
         return f"{self.queue.broker}-{self.position:x}-{self.place:x}"
 
 
-class Wish(NamedTuple):
-    """What a message asks for.
+class SendOptions(NamedTuple):
+    """Options of one message.
 
     Attributes:
-        ordering_key: Its queue is that of this key.
-        queue: Exactly this queue.
-        one_way: Nobody waits for a receipt.
+        ordering_key: The message goes to the queue of this key.
+        queue: The message goes to this queue.
+        one_way: The sender does not wait for a receipt.
     """
 
     ordering_key: str | None = None
@@ -57,59 +57,64 @@ class Wish(NamedTuple):
     one_way: bool = False
 
     @property
-    def free(self) -> bool:
-        """Whether any queue will do."""
+    def any_queue(self) -> bool:
+        """Whether the message may go to any queue of its topic."""
         return self.ordering_key is None and self.queue is None
 
 
-ANY = Wish()
+ANY_QUEUE = SendOptions()
 
 
-class Pending:
-    """A message on its way; await it for the receipt."""
+class PendingReceipt:
+    """A message in flight; await it to get the receipt."""
 
     __slots__ = ("_index", "_outcome")
 
-    def __init__(self, outcome: Outcome, index: int) -> None:
+    def __init__(self, outcome: BatchOutcome, index: int) -> None:
         self._outcome, self._index = outcome, index
 
     def __await__(self) -> Generator[object, None, Receipt]:
         return self._outcome.wait(self._index).__await__()
 
 
-class Outcome:
-    """What the senders of one batch wait for: each on a future of its own, made when it waits.
+class BatchOutcome:
+    """The outcome of one batch, which the senders of its messages wait for.
 
-    One that all share would need a shield for each of them, and every message pays for it.
+    Each sender waits on its own future, created when it starts to wait. One shared future would
+    need a shield per sender, which costs time for every message.
 
     Attributes:
-        wishes: What messages ask for, by index; those that ask for nothing are not in it.
-        moved: Where the messages are now, if the queue did not take them.
+        options: Options of messages, by index; a message without options has no entry.
+        moved: The messages in their new batches, if the queue did not accept this batch.
     """
 
-    __slots__ = ("_error", "_stored", "_waiters", "bytes_count", "moved", "queue", "wishes")
+    __slots__ = ("_error", "_stored", "_waiters", "bytes_count", "moved", "options", "queue")
 
     def __init__(self, queue: QueueRef) -> None:
         self.queue = queue
         self.bytes_count = 0
-        self.wishes: dict[int, Wish] = {}
-        self.moved: list[Pending] = []
+        self.options: dict[int, SendOptions] = {}
+        self.moved: list[PendingReceipt] = []
         self._error: BatonError | None = None
         self._stored = (0, 0, 0, Durability.MEMORY, False)
         self._waiters: list[asyncio.Future[None]] | None = []
 
     @property
     def settled(self) -> bool:
-        """Whether it is known what became of the batch."""
+        """Whether the batch has its outcome."""
         return self._waiters is None
 
     @property
-    def free(self) -> bool:
-        """Whether any queue will do for each of the messages."""
-        return all(wish.free for wish in self.wishes.values())
+    def any_queue(self) -> bool:
+        """Whether every message of the batch may go to any queue."""
+        return all(options.any_queue for options in self.options.values())
 
     async def wait(self, index: int) -> Receipt:
-        """The receipt of one of the messages."""
+        """Return the receipt of the message at `index`, when the batch has its outcome.
+
+        Raises:
+            BatonError: The batch failed.
+        """
         if self._waiters is not None:
             future: asyncio.Future[None] = asyncio.Future()
             self._waiters.append(future)
@@ -124,7 +129,7 @@ class Outcome:
         )
 
     def settle(self, outcome: pb.AppendReceipt | BatonError) -> None:
-        """Let those who wait go on with what became of the batch."""
+        """Set the outcome of the batch and wake the waiting senders."""
         assert self._waiters is not None
         if isinstance(outcome, BatonError):
             self._error = outcome
@@ -138,8 +143,8 @@ class Outcome:
             )
         self._wake()
 
-    def move(self, moved: list[Pending]) -> None:
-        """Let those who wait go on with what each message waits for now."""
+    def move(self, moved: list[PendingReceipt]) -> None:
+        """Replace this outcome by those of the batches that now have the messages."""
         self.moved = moved
         self._wake()
 
@@ -150,9 +155,9 @@ class Outcome:
 
 
 def _wake(waiters: Iterator[asyncio.Future[None]]) -> None:
-    """Wake some, and the others in the next turns of the loop.
+    """Wake `WOKEN_AT_ONCE` senders now and the others in later iterations of the event loop.
 
-    Who wakes sends again; so the first batch can leave while the next is being filled.
+    A woken sender often sends again, so the next batch can leave while another is filled.
     """
     woken = list(islice(waiters, WOKEN_AT_ONCE))
     for future in woken:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from batonmq.admin.diagnostics import Diagnostics
     from batonmq.admin.event_watch import EventWatch
     from batonmq.admin.locks import Locks
+    from batonmq.admin.message_queries import MessageQueries
+    from batonmq.admin.message_tracer import MessageTracer
     from batonmq.admin.operation import Operation
-    from batonmq.admin.query import Queries
-    from batonmq.admin.redriving import Redriving
-    from batonmq.admin.resets import Resets, Scope
+    from batonmq.admin.redriver import Redriver
+    from batonmq.admin.resets import Resets, ResetScope
     from batonmq.admin.topic_stats import TopicStats
-    from batonmq.admin.trace import Tracer
 
 __all__ = [
     "AccessControl",
@@ -35,19 +35,19 @@ __all__ = [
     "Diagnostics",
     "EventWatch",
     "Locks",
+    "MessageQueries",
+    "MessageTracer",
     "Operation",
-    "Queries",
-    "Redriving",
+    "Redriver",
+    "ResetScope",
     "Resets",
     "Role",
-    "Scope",
     "ShiftBy",
     "ToEarliest",
     "ToLatest",
     "ToOffset",
     "ToTime",
     "TopicStats",
-    "Tracer",
 ]
 
 _HOMES = {
@@ -60,18 +60,18 @@ _HOMES = {
     "EventWatch": "batonmq.admin.event_watch",
     "Locks": "batonmq.admin.locks",
     "Operation": "batonmq.admin.operation",
-    "Queries": "batonmq.admin.query",
-    "Redriving": "batonmq.admin.redriving",
+    "MessageQueries": "batonmq.admin.message_queries",
+    "Redriver": "batonmq.admin.redriver",
     "Resets": "batonmq.admin.resets",
     "Role": "batonmq.admin.access",
-    "Scope": "batonmq.admin.resets",
+    "ResetScope": "batonmq.admin.resets",
     "ShiftBy": "batonmq._core.reset_targets",
     "ToEarliest": "batonmq._core.reset_targets",
     "ToLatest": "batonmq._core.reset_targets",
     "ToOffset": "batonmq._core.reset_targets",
     "ToTime": "batonmq._core.reset_targets",
     "TopicStats": "batonmq.admin.topic_stats",
-    "Tracer": "batonmq.admin.trace",
+    "MessageTracer": "batonmq.admin.message_tracer",
 }
 
 

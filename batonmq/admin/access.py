@@ -1,4 +1,4 @@
-"""Who may do what in a cluster whose services ask: grants of roles to identities, and tokens."""
+"""Authorization: grants of roles to identities, and bearer tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from batonmq._common.rpc import answered
 from batonmq._common.secret import Secret
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq.admin.admin import Admin
-from batonmq.admin.pages import pages
+from batonmq.admin.pagination import iter_pages
 
 
 class Role(StrEnum):
-    """What somebody may do with a resource; `admin` is all of it."""
+    """A set of permissions on a resource; `admin` includes all permissions."""
 
     PRODUCE = "produce"
     CONSUME = "consume"
@@ -25,11 +25,11 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class RoleGrant:
     """A role on a resource.
 
     Attributes:
-        resource: `topic:NAME`, `group:NAME`, both also with `*` at the end, or `cluster`.
+        resource: `topic:NAME` or `group:NAME`, where NAME may end with `*`, or `cluster`.
     """
 
     role: Role
@@ -38,10 +38,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class IssuedToken:
-    """What is known of a bearer token.
+    """A bearer token without its secret.
 
     Attributes:
-        by: Identity of who created it; empty if access was off.
+        by: Identity that created the token; empty if authorization was off.
     """
 
     token_id: str
@@ -51,61 +51,61 @@ class IssuedToken:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A bearer token. This is the only time that it is seen."""
+    """A new bearer token. The secret can't be read again later."""
 
     token_id: str
     token: Secret
 
 
 @dataclass(frozen=True, slots=True)
-class IdentityAccess:
-    """Everything that one identity has."""
+class IdentityGrants:
+    """The grants and tokens of one identity."""
 
     identity: str
-    grants: tuple[Grant, ...]
+    grants: tuple[RoleGrant, ...]
     tokens: tuple[IssuedToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Whether somebody may do something.
+class AccessCheck:
+    """The result of a permission check.
 
     Attributes:
-        by: The grant that allows it; None if none does.
-        access_on: Whether services ask at all.
+        by: The grant that allows the request; None if no grant does.
+        access_on: Whether the services check permissions.
     """
 
     identity: str
     allowed: bool
-    by: Grant | None
+    by: RoleGrant | None
     access_on: bool
 
 
 class AccessControl:
-    """Asks a nameserver; failures are the classes of `batonmq.errors`.
+    """Reads and changes grants and tokens. Failures raise classes of `batonmq.errors`.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
-    async def grant(self, identity: str, grant: Grant) -> bool:
-        """Give somebody a role on a resource; False if that was so already.
+    async def grant(self, identity: str, grant: RoleGrant) -> bool:
+        """Grant a role on a resource to an identity; return False if it has the grant already.
 
         Raises:
-            InvalidArgument, InvalidName, LimitExceeded: as they say.
+            InvalidArgument, InvalidName, LimitExceeded: The identity or the grant is not valid.
         """
         request = pb.GrantRequest(identity=identity, grant=_to_pb(grant))
         answer = await self._admin.ask(lambda limit_s: self._stub().Grant(request, timeout=limit_s))
         return answer.changed
 
-    async def revoke(self, identity: str, grant: Grant | None = None) -> int:
-        """Take a grant away, or all; how many there were.
+    async def revoke(self, identity: str, grant: RoleGrant | None = None) -> int:
+        """Revoke one grant, or all grants of the identity; return how many were revoked.
 
-        Calls are refused from then on, and those that wait end, as soon as etcd has told the
-        services: within a second while it is well.
+        The services reject new calls and end long polls when they receive the change from etcd,
+        normally within a second.
         """
         request = pb.RevokeRequest(
             identity=identity, grant=_to_pb(grant) if grant is not None else None
@@ -115,8 +115,8 @@ class AccessControl:
         )
         return answer.revoked_count
 
-    async def list(self, identity: str = "") -> tuple[IdentityAccess, ...]:
-        """Everybody who has a grant or a token, or one of them."""
+    async def list(self, identity: str = "") -> tuple[IdentityGrants, ...]:
+        """Return the identities that have a grant or a token; with `identity`, only this one."""
 
         def page(page_token: str) -> Awaitable[pb.ListAccessResponse]:
             request = pb.ListAccessRequest(identity=identity, page_token=page_token)
@@ -126,34 +126,35 @@ class AccessControl:
 
         return tuple(
             [
-                IdentityAccess(
+                IdentityGrants(
                     found.identity,
                     tuple(map(_from_pb, found.grants)),
                     tuple(IssuedToken(t.token_id, t.create_unix_ms, t.by) for t in found.tokens),
                 )
-                async for answer in pages(page)
+                async for answer in iter_pages(page)
                 for found in answer.identities
             ]
         )
 
-    async def check(self, wanted: Grant, identity: str = "") -> Answer:
-        """Whether somebody may do something; whoever asks if nobody is named."""
+    async def check(self, wanted: RoleGrant, identity: str = "") -> AccessCheck:
+        """Return whether an identity has the role `wanted`; empty means the caller's identity."""
         request = pb.CheckRequest(identity=identity, wanted=_to_pb(wanted))
         answer = await self._admin.ask(lambda limit_s: self._stub().Check(request, timeout=limit_s))
         by = _from_pb(answer.by) if answer.HasField("by") else None
-        return Answer(answer.identity, answer.allowed, by, answer.access_on)
+        return AccessCheck(answer.identity, answer.allowed, by, answer.access_on)
 
     async def create_token(self, identity: str) -> NewToken:
-        """A new bearer token that stands for somebody.
+        """Create a bearer token for an identity.
 
-        Asked once: if it fails, a token that nobody has seen may be listed; revoke it.
+        The call is not retried. If it fails, the token may exist although its secret is lost; find
+        it with `list` and revoke it.
         """
         request = pb.CreateTokenRequest(identity=identity)
         answer = await answered(self._stub().CreateToken(request, timeout=CALL_TIMEOUT_S))
         return NewToken(answer.token_id, Secret(answer.token))
 
     async def revoke_token(self, token_id: str) -> bool:
-        """Let a token stand for nobody any more; False if there was none."""
+        """Revoke a token; return False if it does not exist."""
         request = pb.RevokeTokenRequest(token_id=token_id)
         answer = await self._admin.ask(
             lambda limit_s: self._stub().RevokeToken(request, timeout=limit_s)
@@ -164,11 +165,11 @@ class AccessControl:
         return self._admin.directory.access()
 
 
-def _to_pb(grant: Grant) -> stored_access_pb2.AccessGrant:
+def _to_pb(grant: RoleGrant) -> stored_access_pb2.AccessGrant:
     role = stored_access_pb2.Role.Value(f"ROLE_{grant.role.name}")
     return stored_access_pb2.AccessGrant(role=role, resource=grant.resource)
 
 
-def _from_pb(grant: stored_access_pb2.AccessGrant) -> Grant:
+def _from_pb(grant: stored_access_pb2.AccessGrant) -> RoleGrant:
     role = stored_access_pb2.Role.Name(grant.role).removeprefix("ROLE_")
-    return Grant(Role[role], grant.resource)
+    return RoleGrant(Role[role], grant.resource)

@@ -1,10 +1,9 @@
-"""Looking at a cluster and changing its topics and groups, from one nameserver address.
+"""Reads the state of a cluster, and changes its topics and groups.
 
-What the commands of `baton` show, as values of `batonmq.admin.reports` and
-`batonmq.admin.group_reports`. A report that joins several services says in `problems` which of them
-did not answer, and has None where their values would stand. Progress is moved in
-`batonmq.admin.resets`, locks in `batonmq.admin.locks`, messages are looked up in
-`batonmq.admin.query`.
+The results are values of `batonmq.admin.reports` and `batonmq.admin.group_reports`, which `baton`
+commands print. A report from several services lists in `problems` the services that did not answer;
+their values are None. For resets of progress see `batonmq.admin.resets`, for locks
+`batonmq.admin.locks`, for stored messages `batonmq.admin.message_queries`.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from batonmq._connection.security import Security
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
 from batonmq.admin.group_reports import (
-    Diagnosis,
     Group,
     GroupProgress,
+    QueueDiagnosis,
     RefusedClient,
     diagnosis_from_pb,
     group_from_pb,
     join_progress,
     refused_from_pb,
 )
-from batonmq.admin.pages import pages
+from batonmq.admin.pagination import iter_pages
 from batonmq.admin.reports import (
-    Cluster,
+    ClusterNodes,
     CreatedTopic,
     Lock,
     QueueExtent,
@@ -71,14 +70,16 @@ Strategy = Literal["", "sticky", "average", "average_by_circle", "consistent_has
 
 
 class Admin:
-    """Runs inside `async with`. Failures are raised as the classes of `batonmq.errors`.
+    """Client for administration. Use it as an async context manager.
+
+    Failures raise classes of `batonmq.errors`.
 
     Args:
-        nameserver: host:port of a nameserver; several, separated by commas, are tried in turn.
-        timeout_s: Bound of every question to a service. What may be asked again (the service
-            starts, moves, or can't be reached) is, within that bound.
-        security: How to use TLS; None for none.
-        surroundings: Randomness and transport; the real ones by default.
+        nameserver: host:port of a nameserver, or several separated by commas, tried in turn.
+        timeout_s: Timeout of each call, including its retries. A call is retried if its error
+            allows that, for example while a service starts or can't be reached.
+        security: TLS and credentials; None for a connection without TLS.
+        environment: Clock, random numbers and transport, for tests.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class Admin:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         security: Security | None = None,
-        surroundings: ClientEnvironment | None = None,
+        environment: ClientEnvironment | None = None,
     ) -> None:
-        outside = (surroundings or ClientEnvironment()).secured(security)
-        self.directory = Directory(nameserver, outside.random, outside.connect)
+        secured = (environment or ClientEnvironment()).secured(security)
+        self.directory = Directory(nameserver, secured.random, secured.connect)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
@@ -104,15 +105,17 @@ class Admin:
         await self.directory.close()
 
     async def create_topic(self, name: str, queue_count: int = 0) -> CreatedTopic:
-        """Create a topic, or find it with the same settings.
+        """Create a topic, or return the existing one if it has the same settings.
 
         Args:
             name: 1 to 127 characters of A-Z a-z 0-9 _ % -.
-            queue_count: On all brokers together; 0 for the server's default, 8.
+            queue_count: Number of queues on all brokers; 0 for the server's default, 8.
 
         Raises:
-            TopicExists: it exists with another number of queues.
-            InvalidName, LimitExceeded, NoBroker: as they say.
+            TopicExists: The topic exists with another number of queues.
+            InvalidName: The name is not valid.
+            LimitExceeded: There are too many queues.
+            NoBroker: No broker is registered.
         """
         request = pb.CreateTopicRequest(topic=name, queue_count=queue_count)
         answer = await self.ask(
@@ -121,7 +124,7 @@ class Admin:
         return CreatedTopic(topic_from_pb(answer.topic), answer.created)
 
     async def list_topics(self) -> tuple[Topic, ...]:
-        """All topics by name, also those that the system uses itself: BATON_SYS_..."""
+        """Return all topics by name, including the system topics BATON_SYS_..."""
 
         def page(page_token: str) -> Awaitable[pb.ListTopicsResponse]:
             request = pb.ListTopicsRequest(page_token=page_token)
@@ -129,13 +132,13 @@ class Admin:
                 lambda limit_s: self.directory.nameserver().ListTopics(request, timeout=limit_s)
             )
 
-        return tuple([topic_from_pb(t) async for answer in pages(page) for t in answer.topics])
+        return tuple([topic_from_pb(t) async for answer in iter_pages(page) for t in answer.topics])
 
     async def describe_topic(self, name: str) -> TopicDetail:
-        """A topic, and what its queues hold.
+        """Return a topic and the offsets of its queues.
 
         Raises:
-            TopicNotFound: there is none.
+            TopicNotFound: The topic does not exist.
         """
         request = pb.DescribeTopicRequest(topic=name)
         answer = await self.ask(
@@ -154,18 +157,19 @@ class Admin:
         permission: Literal["", "read_write", "read", "write"] = "",
         inherited: bool | None = None,
     ) -> Topic:
-        """Change a topic; what it is now.
+        """Change a topic and return it.
 
         Args:
-            queue_count: On all brokers together; 0 leaves it. More are there at once. Fewer: the
-                last ones take no more messages, and are gone once every group has read them.
-            permission: Empty leaves it.
+            queue_count: New number of queues on all brokers; 0 for no change. Added queues exist at
+                once. If the number is lowered, the last queues become read-only, and are removed
+                when every group has read them.
+            permission: Empty for no change.
             inherited: Whether topics that are created on demand may take their settings from this
-                one, if it is the nameserver's `auto_create_template`; None leaves it.
+                one, if it is the nameserver's `auto_create_template`; None for no change.
 
         Raises:
-            TopicNotFound: there is none.
-            LimitExceeded: more than 1,024 queues, or fewer than brokers that have some.
+            TopicNotFound: The topic does not exist.
+            LimitExceeded: More than 1,024 queues, or fewer queues than brokers that have some.
         """
         request = pb.UpdateTopicRequest(topic=name, queue_count=queue_count, inherited=inherited)
         if permission:
@@ -176,10 +180,11 @@ class Admin:
         return topic_from_pb(answer.topic)
 
     async def delete_topic(self, name: str) -> None:
-        """Delete a topic and all its messages. Asked once: see `TopicNotFound` after a failure.
+        """Delete a topic and all its messages. Not retried.
 
         Raises:
-            TopicNotFound: there is none.
+            TopicNotFound: The topic does not exist. After a failed call this may mean that the
+                failed call has deleted it.
         """
         request = pb.DeleteTopicRequest(topic=name)
         try:
@@ -187,8 +192,8 @@ class Admin:
         except grpc.aio.AioRpcError as failure:
             raise from_rpc_error(failure) from failure
 
-    async def cluster(self) -> Cluster:
-        """The live processes."""
+    async def cluster(self) -> ClusterNodes:
+        """Return the live processes of the cluster."""
         asked = ""
 
         def describe(limit_s: float) -> Awaitable[pb.DescribeClusterResponse]:
@@ -199,10 +204,10 @@ class Admin:
 
         answer = await self.ask(describe)
         nodes = tuple(map(node_from_pb, with_reachable_addresses(answer.nodes, asked)))
-        return Cluster(answer.cluster, answer.generation, nodes)
+        return ClusterNodes(answer.cluster, answer.generation, nodes)
 
     async def list_groups(self) -> tuple[Group, ...]:
-        """All groups by name, those without members included."""
+        """Return all groups by name, including groups without members."""
 
         def page(page_token: str) -> Awaitable[pb.ListGroupsResponse]:
             request = pb.ListGroupsRequest(page_token=page_token)
@@ -210,21 +215,23 @@ class Admin:
                 lambda limit_s: self.directory.nameserver().ListGroups(request, timeout=limit_s)
             )
 
-        return tuple([group_from_pb(g) async for answer in pages(page) for g in answer.groups])
+        return tuple([group_from_pb(g) async for answer in iter_pages(page) for g in answer.groups])
 
     async def describe_group(self, name: str) -> Group:
-        """One group.
+        """Return one group.
 
         Raises:
-            GroupNotFound: nobody ever joined it or created it.
+            GroupNotFound: The group does not exist.
         """
         return (await self._described(name))[0]
 
     async def group_progress(self, name: str) -> GroupProgress:
-        """A group's progress on every queue it subscribes to or ever had, and who is not let in.
+        """Return the progress of a group on all its queues, and the clients that can't join.
+
+        The queues are those of the subscription and those with progress.
 
         Raises:
-            GroupNotFound: nobody ever joined it or created it.
+            GroupNotFound: The group does not exist.
         """
         (group, refused), topics = await self._described(name), await self.list_topics()
         problems: list[str] = []
@@ -235,7 +242,7 @@ class Admin:
         wanted = {subscription.topic for subscription in group.subscriptions}
         queues = {queue for topic in topics if topic.name in wanted for queue in topic.queues}
         queues.update(queue_from_pb(found.queue.queue) for found in progress)
-        # Read after the committed offsets, which so can't have passed the ends.
+        # Read after the committed offsets, so that no committed offset is above an end.
         extents, away = await self.extents(sorted(queues))
         ends = {queue: next_offset for queue, (_, next_offset) in extents.items()}
         rows = join_progress(group, queues, progress, locks.result(), ends)
@@ -249,16 +256,16 @@ class Admin:
         ownership: Literal["", "on", "off"] = "",
         strategy: Strategy = "",
     ) -> Group:
-        """Change the settings of a group, which is created if there is none; what it is now.
+        """Change the settings of a group and return it; create the group if it does not exist.
 
         Args:
-            policy: What happens to another subscription than the group's; empty leaves it.
-            ownership: Whether queues are owned; empty leaves it.
-            strategy: How queues are dealt out; empty leaves it.
+            policy: Handling of members with another subscription; empty for no change.
+            ownership: Whether queues are owned; empty for no change.
+            strategy: Assignment of queues to members; empty for no change.
 
         Raises:
-            GroupInUse: ownership changes only while the group has no live member.
-            InvalidName: no group can have this name.
+            GroupInUse: `ownership` can change only while the group has no live member.
+            InvalidName: The name is not valid.
         """
         request = pb.UpdateGroupRequest(group=name)
         if policy:
@@ -271,14 +278,14 @@ class Admin:
         return await self._update_group(request)
 
     async def pause_group(self, name: str, by: str, reason: str) -> Group:
-        """Stop the deliveries of a group; what was delivered is still handled and acknowledged.
+        """Stop deliveries to a group; messages in flight are still handled and acknowledged.
 
         Args:
-            by: Who does it.
-            reason: Why; both are shown to whoever wonders.
+            by: Name of the operator, shown in reports of the group.
+            reason: Reason of the pause, shown in reports of the group.
 
         Raises:
-            GroupNotFound: there is none.
+            GroupNotFound: The group does not exist.
         """
         await self.describe_group(name)
         return await self._update_group(
@@ -286,12 +293,12 @@ class Admin:
         )
 
     async def resume_group(self, name: str, by: str, reason: str = "") -> Group:
-        """Let the deliveries of a paused group go on; no error if they do.
+        """Resume deliveries to a group; no error if the group is not paused.
 
         `by` and `reason` are as for `pause_group`.
 
         Raises:
-            GroupNotFound: there is none.
+            GroupNotFound: The group does not exist.
         """
         await self.describe_group(name)
         return await self._update_group(
@@ -299,16 +306,16 @@ class Admin:
         )
 
     async def delete_group(self, name: str) -> int:
-        """Delete a group without members, and its progress; on how many queues it had some.
+        """Delete a group without members; return the number of queues that had progress.
 
-        Its retry topic goes too, with what still waits there to be handled again. Its dead letters
-        stay: they are nobody's progress, and somebody may want them.
+        Its progress and its retry topic are deleted, including messages that wait for a retry. Its
+        dead letters stay.
 
-        Asked once; asking again after a failure finishes what was begun.
+        Not retried; after a failure, call again to complete the deletion.
 
         Raises:
-            GroupNotFound: there is none.
-            GroupInUse: it has live members, or was created again meanwhile.
+            GroupNotFound: The group does not exist.
+            GroupInUse: The group has live members, or was created again meanwhile.
         """
         request = pb.DeleteGroupRequest(group=name)
         try:
@@ -322,24 +329,26 @@ class Admin:
         return answer.queue_count
 
     async def _delete_retries(self, group: str) -> None:
-        with contextlib.suppress(TopicNotFound, InvalidName):  # or none can be of that name
+        with contextlib.suppress(
+            TopicNotFound, InvalidName
+        ):  # there is none, or no topic can have that name
             await self.delete_topic(retry_topic(group))
 
     async def why_stuck(
         self, group: str, topic: str = "", broker: str = "", queue_id: int | None = None
-    ) -> tuple[Diagnosis, ...]:
-        """Why the queues of a group are not moving, by topic, broker and queue.
+    ) -> tuple[QueueDiagnosis, ...]:
+        """Return for each queue why the group makes no progress, by topic, broker and queue.
 
         Args:
-            topic: Only this topic; empty for all that the group subscribes to.
+            topic: Only this topic; empty for all topics of the subscription.
             broker: Only queues of this broker; empty for all.
-            queue_id: Only the queue of this index.
+            queue_id: Only queues with this id; None for all.
 
-        The nameserver asks the others, and says so if one does not answer: the bound is three
-        times that of other questions.
+        The nameserver queries the other services, and reports if one does not answer. The timeout
+        is therefore three times that of other calls.
 
         Raises:
-            GroupNotFound, TopicNotFound: as they say.
+            GroupNotFound, TopicNotFound: The group or the topic does not exist.
         """
         request = pb.WhyStuckRequest(group=group, topic=topic, broker=broker, queue_id=queue_id)
         answer = await self.ask(
@@ -373,7 +382,7 @@ class Admin:
 
             return self.ask(ask)
 
-        async for answer in pages(page):
+        async for answer in iter_pages(page):
             yield tuple(map(lock_from_pb, answer.entries))
 
     async def progress(self, group: str) -> Sequence[offsets_pb.Progress]:
@@ -388,12 +397,12 @@ class Admin:
 
             return self.ask(ask)
 
-        return [queue async for answer in pages(page) for queue in answer.queues]
+        return [queue async for answer in iter_pages(page) for queue in answer.queues]
 
     async def extents(
         self, queues: Iterable[QueueRef]
     ) -> tuple[dict[QueueRef, tuple[int, int]], tuple[str, ...]]:
-        """First and next offset of the queues that their brokers know, and who did not answer."""
+        """Return first and next offset of the queues, and the errors of brokers that failed."""
         by_broker: dict[str, list[QueueRef]] = defaultdict(list)
         for queue in queues:
             by_broker[queue.broker].append(queue)
@@ -442,13 +451,13 @@ class Admin:
     async def ask(
         self, ask: Callable[[float], Awaitable[Value]], *, timeout_s: float | None = None
     ) -> Value:
-        """The answer of `ask(limit_s)`, which is called again while that may help.
+        """Return the result of `ask(limit_s)`; retry while the error allows it.
 
         Args:
-            timeout_s: Another bound than the usual one.
+            timeout_s: Timeout of the call with its retries; None for that of this client.
 
         Raises:
-            BatonError: why there is none.
+            BatonError: The last error.
         """
         loop = asyncio.get_running_loop()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -475,11 +484,11 @@ class Admin:
 
 
 async def _or_problem(
-    who: str, asking: Coroutine[Any, Any, Value], otherwise: Value, problems: list[str]
+    service: str, asking: Coroutine[Any, Any, Value], otherwise: Value, problems: list[str]
 ) -> Value:
-    """The answer of `who`, or `otherwise` and an entry in `problems`."""
+    """Return the result; if `service` fails, add the error to `problems` and return `otherwise`."""
     try:
         return await asking
     except BatonError as error:
-        problems.append(f"{who}: {error.reason}: {error.message}")
+        problems.append(f"{service}: {error.reason}: {error.message}")
         return otherwise

@@ -1,8 +1,8 @@
-"""Dead letters: what the groups have given up, to be looked at, exported and sent again.
+"""Dead letters: messages whose retries are exhausted; list, read and redrive them.
 
-They lie in topics of their own, `%DLQ%<group>`, until those are cleaned like any other. Which of
-them were sent again is kept as the progress of a group of the same name, which has no members:
-acknowledged is what was redriven.
+The dead letters of a group are in the topic `%DLQ%<group>`, with the retention of any topic. The
+redriven dead letters are recorded as progress of a group with the same name as the topic, which has
+no members: an acknowledged offset is a redriven dead letter.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from batonmq._core.ranges import Range, contains, normalize
 from batonmq._core.records import Message
 from batonmq._core.retries import dead_letter_topic
 from batonmq.admin.admin import Admin
-from batonmq.admin.query import Queries, StoredMessage
-from batonmq.admin.redriving import Redrive, Redriven, Redriving
+from batonmq.admin.message_queries import MessageQueries, StoredMessage
+from batonmq.admin.redriver import RedriveOptions, Redriver, RedriveResult
 from batonmq.admin.reports import queue_from_pb
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail, Unreachable
 
 __all__ = [
     "Criteria",
-    "DeadGroup",
     "DeadLetter",
+    "DeadLetterSummary",
     "DeadLetters",
-    "Redrive",
-    "Redriven",
+    "RedriveOptions",
+    "RedriveResult",
 ]
 
 ALL = Criteria()
 
 
 @dataclass(frozen=True, slots=True)
-class DeadGroup:
-    """The dead letters of a group, all together.
+class DeadLetterSummary:
+    """Counts and times of a group's dead letters.
 
     Attributes:
-        count: Dead letters that are still kept.
-        redriven_count: Those of them that were sent again.
-        oldest_unix_ms: When the oldest died; None without any, as `newest_unix_ms`.
+        count: Dead letters that are still stored.
+        redriven_count: Stored dead letters that were redriven.
+        oldest_unix_ms: Store time of the oldest dead letter; None if unknown, as
+            `newest_unix_ms`.
     """
 
     group: str
@@ -52,25 +53,25 @@ class DeadGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadGroups:
-    """What `DeadLetters.groups` found; `problems`: brokers that did not answer."""
+class DeadLetterSummaries:
+    """The groups with dead letters; `problems` lists brokers that did not answer."""
 
-    groups: tuple[DeadGroup, ...]
+    groups: tuple[DeadLetterSummary, ...]
     problems: tuple[str, ...]
 
 
 class DeadLetters:
-    """Asks storage and offsets; failures are the classes of `batonmq.errors`.
+    """Lists, reads and redrives dead letters. Failures raise classes of `batonmq.errors`.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin) -> None:
-        self._admin, self._queries = admin, Queries(admin)
+        self._admin, self._queries = admin, MessageQueries(admin)
 
-    async def groups(self) -> DeadGroups:
-        """The groups that have dead letters, by name."""
+    async def groups(self) -> DeadLetterSummaries:
+        """Return the groups that have dead letters, by name."""
         topics = [
             one
             for one in await self._admin.list_topics()
@@ -83,34 +84,34 @@ class DeadLetters:
             kept = [(queue, extent) for queue, extent in kept if extent[0] < extent[1]]
             if kept:
                 found.append(await self._group(topic.name, kept))
-        return DeadGroups(tuple(found), problems)
+        return DeadLetterSummaries(tuple(found), problems)
 
     async def extent(self, group: str) -> dict[QueueRef, Range]:
-        """The queues of a group's dead letters: first and next offset of each.
+        """Return the first and next offset of each queue of a group's dead letters.
 
         Raises:
-            TopicNotFound: the group never had any.
-            Unreachable: a broker does not answer.
+            TopicNotFound: The group never had a dead letter.
+            Unreachable: A broker does not answer.
         """
         topic = dead_letter_topic(group)
         for one in await self._admin.list_topics():
             if one.name == topic:
                 extents, problems = await self._admin.extents(one.queues)
                 if problems:
-                    raise Unreachable(f"not all dead letters can be seen: {'; '.join(problems)}")
+                    raise Unreachable(f"can't read all dead letters: {'; '.join(problems)}")
                 return extents
         raise TopicNotFound(
             f"group {group} has no dead letters: there is no topic {topic}",
-            remedy="The groups that have some: baton dlq list.",
+            remedy="List the groups with dead letters: baton dlq list.",
             detail=TopicNotFoundDetail(topic=topic),
         )
 
     async def read(self, group: str, criteria: Criteria = ALL) -> AsyncGenerator[DeadLetter, None]:
-        """The dead letters of a group that were there at the call, queue by queue, oldest first.
+        """Yield the dead letters that existed at the call, queue by queue, oldest first.
 
         Raises:
-            TopicNotFound: the group never had any.
-            Unreachable: a broker or service does not answer.
+            TopicNotFound: The group never had a dead letter.
+            Unreachable: A broker or service does not answer.
         """
         extents = await self.extent(group)
         redriven = await self.redriven(group)
@@ -130,30 +131,30 @@ class DeadLetters:
                 offset = page.next_offset
 
     async def redriven(self, group: str) -> dict[QueueRef, Sequence[Range]]:
-        """By queue the offsets of the dead letters that were sent again.
+        """Return the offsets of redriven dead letters, by queue.
 
-        Of more than 1,000 separate ranges the first ones are known.
+        If a queue has more than 1,000 separate ranges, only the first ones are returned.
         """
         progress = await self._admin.progress(dead_letter_topic(group))
         return {queue_from_pb(one.queue.queue): _handled(one) for one in progress}
 
     def redrive(
-        self, group: str, order: Redrive, criteria: Criteria = ALL
-    ) -> AsyncGenerator[Redriven, None]:
-        """Send dead letters again, and tell of each what became of it.
+        self, group: str, order: RedriveOptions, criteria: Criteria = ALL
+    ) -> AsyncGenerator[RedriveResult, None]:
+        """Redrive dead letters, and yield the result of each.
 
-        What was sent again before, by whatever replay, is passed over, unless `order.again`. To
-        repeat a replay that ended early, call it with the same `order.operation.op_id`: of each
-        dead letter there is one copy, however often that is done within 7 days.
+        Dead letters that any redrive has sent before are passed over, unless `order.again`. To
+        continue a redrive that ended early, call this with the same `order.operation.op_id`: within
+        7 days each dead letter is copied once, however often the redrive is repeated.
 
         Raises:
-            TopicNotFound: the group never had any.
-            NotSubscribed: the group does not read its retry topic: see `order.to_topic`.
-            Unreachable: a broker or service does not answer; what was told is done.
+            TopicNotFound: The group never had a dead letter.
+            NotSubscribed: The group does not read its retry topic; see `order.to_topic`.
+            Unreachable: A broker or service does not answer; the results yielded so far are done.
         """
-        return Redriving(self._admin, group, order).run(self.read(group, criteria))
+        return Redriver(self._admin, group, order).run(self.read(group, criteria))
 
-    async def _group(self, topic: str, kept: Sequence[tuple[QueueRef, Range]]) -> DeadGroup:
+    async def _group(self, topic: str, kept: Sequence[tuple[QueueRef, Range]]) -> DeadLetterSummary:
         group = topic.removeprefix(DEAD_LETTER_PREFIX)
         redriven = await self.redriven(group)
         count = sum(end - first for _, (first, end) in kept)
@@ -167,9 +168,11 @@ class DeadLetters:
             for offset, times in ((first, oldest), (end - 1, newest)):
                 try:
                     times.append((await self._queries.at_offset(queue, offset)).store_unix_ms)
-                except BatonError:  # cleaned since, or damaged: the count stands
+                except BatonError:  # removed meanwhile, or damaged; the count is still right
                     continue
-        return DeadGroup(group, count, done, min(oldest, default=None), max(newest, default=None))
+        return DeadLetterSummary(
+            group, count, done, min(oldest, default=None), max(newest, default=None)
+        )
 
 
 def _letter(message: StoredMessage, *, redriven: bool) -> DeadLetter:

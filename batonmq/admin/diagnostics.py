@@ -1,7 +1,7 @@
-"""Everything that somebody who helps from afar wants to see of a cluster, as files.
+"""A diagnostics bundle: the state of a cluster as files, for remote support.
 
-Reads only. What does not answer is noted in `problems.txt` and the rest goes on. Bodies, keys and
-properties of messages are not in it; values that look like secrets are blacked out.
+The collection only reads. A failed call is noted in `problems.txt`, and the collection continues.
+The bundle has no bodies, keys and properties of messages; values that look like secrets are masked.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from batonmq._common.clock import Clock
 from batonmq._common.health import ask_health
 from batonmq._connection.security import Security
 from batonmq.admin.admin import Admin
-from batonmq.admin.reports import Cluster, Node
+from batonmq.admin.reports import ClusterNodes, Node
 from batonmq.admin.resets import Resets
 from batonmq.errors import BatonError
 
 LOG_BYTES = 256 * 1024
-"""So much of the end of each log."""
+"""Bytes from the end of each log file."""
 _PACKAGES = ("batonmq", "grpcio", "protobuf", "numpy", "pydantic", "lmdb")
 _AT_ONCE = 8
 _TIMEOUT_S = 3.0
 _WHOLE_TIMEOUT_S = 60.0
-"""A service that hangs costs every question about it its time: there has to be an end."""
+"""Timeout of the whole collection; calls to a service that hangs time out one by one."""
 _SCRAPE_BYTES_MAX = 32 * 1024 * 1024
 _SECRET_KEY = re.compile(r"passw|passphrase|secret|credential|api_?key|private_?key", re.I)
 _SECRET_LINE = re.compile(r"(?i)((?:passw\w*|secret\w*|credential\w*|api_?key)\W{0,3}[=:]\s*)\S+")
@@ -41,7 +41,7 @@ Value = TypeVar("Value")
 
 
 class Diagnostics:
-    """Collects the files.
+    """Collects the files of the bundle.
 
     Args:
         told: Called with the number of files so far.
@@ -65,7 +65,7 @@ class Diagnostics:
         self.problems: list[str] = []
 
     async def collect(self) -> None:
-        """Ask the cluster everything, for a minute at most."""
+        """Collect the state of the cluster, for at most a minute."""
         self.add_json("about.json", self._about())
         try:
             async with (
@@ -80,17 +80,17 @@ class Diagnostics:
         self.add_text("problems.txt", "".join(f"{problem}\n" for problem in self.problems))
 
     def add_json(self, name: str, value: object) -> None:
-        """One more file, of plain values and dataclasses."""
+        """Add a JSON file with plain values and dataclasses."""
         plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
         self.add_text(name, json.dumps(without_secrets(plain), indent=2, default=str) + "\n")
 
     def add_text(self, name: str, text: str) -> None:
-        """One more file."""
+        """Add a text file."""
         self.files[name] = _USER_INFO.sub(rf"\1{_BLACK}@", text).encode()
         self._told(len(self.files))
 
     def add_folder(self, folder: Path) -> None:
-        """Ends of the logs and the recovery reports of a cluster that keeps its files here."""
+        """Add the ends of logs and the recovery reports of a cluster with its files in `folder`."""
         found = [*folder.glob("logs/*.log"), *folder.glob("*/recovery.json")]
         if not found:
             self.problems.append(f"{folder}: no logs and no recovery report")
@@ -117,7 +117,7 @@ class Diagnostics:
         }
 
     async def _tried(self, what: str, asking: Coroutine[Any, Any, Value]) -> Value | None:
-        """The answer, or None and a problem."""
+        """Return the result; on failure note the problem and return None."""
         async with self._room:
             try:
                 return await asking
@@ -127,7 +127,7 @@ class Diagnostics:
                 self.problems.append(f"{what}: {type(error).__name__} {error}".rstrip())
             return None
 
-    async def _cluster(self, admin: Admin, cluster: Cluster) -> None:
+    async def _cluster(self, admin: Admin, cluster: ClusterNodes) -> None:
         self.add_json("cluster.json", cluster)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._health(admin, cluster.nodes))
@@ -206,10 +206,10 @@ class Diagnostics:
 
 
 async def describe_broker(admin: Admin, broker: str) -> dict[str, Any]:
-    """What a storage node says of itself, by the names of `DescribeResponse`.
+    """Return the description of a storage node, with the field names of `DescribeResponse`.
 
     Raises:
-        BatonError: it does not answer.
+        BatonError: The node does not answer.
     """
 
     async def ask(limit_s: float) -> storage_pb.DescribeResponse:
@@ -225,10 +225,10 @@ async def describe_broker(admin: Admin, broker: str) -> dict[str, Any]:
 
 
 async def scrape(address: str) -> str:
-    """The metrics page of a node, host:port.
+    """Return the metrics page of a node at `address`, host:port.
 
     Raises:
-        OSError, EOFError, TimeoutError: there is none.
+        OSError, EOFError, TimeoutError: The page can't be read.
     """
     async with asyncio.timeout(_TIMEOUT_S):
         host, _, port = address.rpartition(":")
@@ -245,7 +245,7 @@ async def scrape(address: str) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """`value` with blacked-out values where a key says that they are secret."""
+    """Return `value` with masked values for keys that name a secret."""
     if isinstance(value, dict):
         return {
             key: _BLACK if _SECRET_KEY.search(str(key)) and item else without_secrets(item)

@@ -1,4 +1,4 @@
-"""Follows the live events of every node of a cluster."""
+"""Receives the live metric events of all nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ LOOK_INTERVAL_S = 5.0
 
 
 class EventWatch:
-    """Watches each node that a nameserver tells of, also those that come later.
+    """Watches the metric events of each registered node, including nodes that register later.
 
     Args:
-        nameserver: host:port of a nameserver; several separated by commas.
-        take: Is given each batch.
-        security: How to use TLS; None for none.
+        nameserver: host:port of a nameserver, or several separated by commas.
+        take: Called with each batch.
+        environment: Clock, random numbers and transport, for tests.
+        security: TLS and credentials; None for a connection without TLS.
 
     Attributes:
-        following: Addresses of the nodes that are listened to at the moment.
+        following: Addresses of the nodes that are being watched.
     """
 
     def __init__(
         self,
         nameserver: str,
         take: Callable[[pb.MetricBatch], None],
-        surroundings: ClientEnvironment | None = None,
+        environment: ClientEnvironment | None = None,
         *,
         security: Security | None = None,
     ) -> None:
-        outside = (surroundings or ClientEnvironment()).secured(security)
-        self._directory = Directory(nameserver, outside.random, outside.connect)
-        self._connect, self._take = outside.connect, take
+        secured = (environment or ClientEnvironment()).secured(security)
+        self._directory = Directory(nameserver, secured.random, secured.connect)
+        self._connect, self._take = secured.connect, take
         self.following: set[str] = set()
 
     async def run(self) -> None:
-        """Follow for ever; to be run as one task.
+        """Watch until cancelled; run it as one task.
 
         Raises:
-            BatonError: no nameserver answers at the start.
+            BatonError: No nameserver answers at the start.
         """
         try:
             nodes = await self._directory.refresh()
@@ -67,7 +68,7 @@ class EventWatch:
             await self._directory.close()
 
     async def _follow(self, address: str) -> None:
-        """Until the node goes away; if it is still registered then, it is followed anew."""
+        """Watch one node until the call ends; `run` watches it again if it is still registered."""
         channel = self._connect(address)
         try:
             call = pb_grpc.MetricsServiceStub(channel).Watch(pb.WatchRequest())

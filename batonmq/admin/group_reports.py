@@ -1,4 +1,4 @@
-"""What `Admin` answers of consumer groups: plain values, made from the services' messages."""
+"""Reports of `Admin` about consumer groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batonmq.errors import BatonError
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """One topic of a group, and the tags the group wants of it."""
+    """A topic of a group, and the filter expression of the group."""
 
     topic: str
     expression: str
@@ -26,7 +26,8 @@ class Member:
     """A live member of a group.
 
     Attributes:
-        differs: It asks for another subscription than the group has.
+        differs: Whether its subscription differs from the group's.
+        room: Machine room of the member; empty if it has none.
     """
 
     client_id: str
@@ -39,7 +40,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The member a queue is dealt to; None for nobody."""
+    """The member that a queue is assigned to; `client_id` is None if there is none."""
 
     topic: str
     broker: str
@@ -48,8 +49,8 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """The next subscription of a group; once `draining`, all queues are being given back."""
+class StagedSubscriptions:
+    """The next subscription of a group; while `draining`, members release all queues."""
 
     subscriptions: tuple[Subscription, ...]
     draining: bool
@@ -58,7 +59,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Who has stopped the deliveries of a group, why and when."""
+    """A pause of a group: operator, reason and start."""
 
     by: str
     reason: str
@@ -72,8 +73,8 @@ class Group:
     Attributes:
         policy: What happens to other subscriptions: reject, staged, staged_latest or warn.
         ownership: Whether queues are owned: on or off.
-        strategy: How queues are dealt out: sticky, average, average_by_circle, consistent_hash
-            or machine_room.
+        strategy: Assignment of queues: sticky, average, average_by_circle, consistent_hash or
+            machine_room.
         assignments: By topic, broker and queue; none for a broadcasting group.
         staged: None if no other subscription waits.
         pause: None if the group is not paused.
@@ -91,13 +92,13 @@ class Group:
     ownership: str
     strategy: str
     assignments: tuple[Assignment, ...]
-    staged: Staged | None
+    staged: StagedSubscriptions | None
     pause: Pause | None
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedClient:
-    """A client that is not let into a group at this time; the error has every difference."""
+    """A client that can't join the group; the error lists every difference."""
 
     client_id: str
     incarnation_id: int
@@ -108,17 +109,17 @@ class RefusedClient:
 
 @dataclass(frozen=True, slots=True)
 class QueueProgress:
-    """How far a group is on one queue, and who has the queue.
+    """Progress of a group on one queue, and the owner of the queue.
 
     Attributes:
-        committed_offset: Everything below is handled; None if the group never had the queue.
+        committed_offset: All messages below it are handled; None if there is no progress.
         log_end_offset: Offset of the next message to arrive.
         lag: Messages between the two.
-        unacked_count: Messages that were delivered and not acked.
-        client_id: The owner; None if nobody owns the queue.
+        unacked_count: Messages that are delivered and not acknowledged.
+        client_id: The owner; None if the queue has none.
         host: The owner's host, if it is a live member.
-        token: The present fencing token.
-        assigned: The member that the queue is dealt to; None for nobody.
+        token: The current fencing token.
+        assigned: Client id of the member that the queue is assigned to; None for none.
     """
 
     group: str
@@ -140,7 +141,7 @@ class GroupProgress:
     """A group and its progress by topic, broker and queue.
 
     Attributes:
-        refused: Clients that are not let in at this time, by client id.
+        refused: Clients that can't join at the moment, by client id.
     """
 
     group: Group
@@ -150,18 +151,18 @@ class GroupProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """Why a group is not moving on a queue, or that it is. None where a value is not known.
+class QueueDiagnosis:
+    """Why a group makes no progress on a queue, or that it does. Unknown values are None.
 
     Attributes:
         reason: A `baton.nameserver.v1.StuckReason` without its prefix.
-        message: The same in a sentence, with the values.
-        remedy: What to do; empty where nothing has to be done.
-        evidence: Values behind it, as the comment of the reason lists them.
+        message: The reason as a sentence with its values.
+        remedy: What to do; empty if nothing has to be done.
+        evidence: Values that led to the reason, as listed in the comment of the enum value.
         lag: Messages that are not handled yet.
-        lag_ms: Age of the oldest of them; 0 if there is none.
-        client_id: The owner; None if nobody owns the queue.
-        unmoved_ms: Since the committed offset was seen to move.
+        lag_ms: Age of the oldest of these messages; 0 if there is none.
+        client_id: The owner; None if the queue has none.
+        unmoved_ms: Time since the committed offset last moved.
     """
 
     group: str
@@ -181,12 +182,12 @@ class Diagnosis:
 
     @property
     def stuck(self) -> bool:
-        """Whether something has to be mended."""
+        """Whether the queue needs attention."""
         return self.reason not in ("MOVING", "IDLE", "FILTERED")
 
 
 def group_from_pb(group: pb.Group) -> Group:
-    """As the nameserver tells it."""
+    """Convert the value that the nameserver returned."""
     model = group.model or pb.MESSAGE_MODEL_CLUSTERING
     consume_from = group.consume_from or pb.CONSUME_FROM_LAST
     policy = group.policy or pb.SUBSCRIPTION_POLICY_REJECT
@@ -216,7 +217,9 @@ def group_from_pb(group: pb.Group) -> Group:
         ownership=enum_name(pb.Ownership.Name, ownership, "OWNERSHIP_").lower(),
         strategy=enum_name(pb.Strategy.Name, strategy, "STRATEGY_").lower(),
         assignments=tuple(_assignments(group)),
-        staged=Staged(_subscriptions(staged.subscriptions), staged.draining, staged.since_unix_ms)
+        staged=StagedSubscriptions(
+            _subscriptions(staged.subscriptions), staged.draining, staged.since_unix_ms
+        )
         if group.HasField("staged")
         else None,
         pause=Pause(pause.by, pause.reason, pause.since_unix_ms)
@@ -226,7 +229,7 @@ def group_from_pb(group: pb.Group) -> Group:
 
 
 def refused_from_pb(refused: pb.RefusedClient) -> RefusedClient:
-    """As the nameserver tells it."""
+    """Convert the value that the nameserver returned."""
     return RefusedClient(
         client_id=refused.incarnation.client_id,
         incarnation_id=refused.incarnation.incarnation_id,
@@ -236,10 +239,10 @@ def refused_from_pb(refused: pb.RefusedClient) -> RefusedClient:
     )
 
 
-def diagnosis_from_pb(found: pb.Diagnosis) -> Diagnosis:
-    """As the nameserver tells it."""
+def diagnosis_from_pb(found: pb.Diagnosis) -> QueueDiagnosis:
+    """Convert the value that the nameserver returned."""
     queue = found.queue.queue
-    return Diagnosis(
+    return QueueDiagnosis(
         group=found.queue.group,
         topic=queue.topic,
         broker=queue.broker,
@@ -264,11 +267,11 @@ def join_progress(
     locks: Iterable[Lock],
     log_ends: Mapping[QueueRef, int],
 ) -> tuple[QueueProgress, ...]:
-    """One row for each of `queues`, ascending, from whatever the services told."""
+    """Return one row for each of `queues`, ascending, from the values that are known."""
     known = {queue_from_pb(found.queue.queue): found for found in progress}
     owners = {QueueRef(lock.topic, lock.broker, lock.queue_id): lock for lock in locks}
     hosts = {member.client_id: member.host for member in group.members}
-    dealt = {QueueRef(a.topic, a.broker, a.queue_id): a.client_id for a in group.assignments}
+    assigned = {QueueRef(a.topic, a.broker, a.queue_id): a.client_id for a in group.assignments}
     rows = []
     for queue in sorted(queues):
         found, lock, end = known.get(queue), owners.get(queue), log_ends.get(queue)
@@ -287,7 +290,7 @@ def join_progress(
                 client_id=client_id,
                 host=hosts.get(client_id) if client_id else None,
                 token=lock.token if lock else found.token if found else None,
-                assigned=dealt.get(queue),
+                assigned=assigned.get(queue),
             )
         )
     return tuple(rows)
@@ -306,5 +309,5 @@ def _assignments(group: pb.Group) -> Iterable[Assignment]:
 
 
 def _known(number: int) -> int | None:
-    """None for -1, which stands for a value that nobody knows."""
+    """Return `number`, or None for -1, which means unknown."""
     return None if number == -1 else number

@@ -1,4 +1,4 @@
-"""Looking at one lock closely, and taking queues back from their owners."""
+"""Locks of queues: describe one lock, and release queues from their owners."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batonmq.errors import BatonError
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """Somebody was refused a queue, `age_ms` ago."""
+    """A request for the lock that was denied `age_ms` ago."""
 
     client_id: str
     error: BatonError
@@ -25,16 +25,17 @@ class Denial:
 
 @dataclass(frozen=True, slots=True)
 class LockDetail:
-    """A lock with everything known about it.
+    """A lock with all its details.
 
     Attributes:
-        term: Of the leader that answers.
-        lease_left_ms: Until the owner's lease ends; 0 if there is none, or it is over.
-        pending_step: How far a hand-over is: fence, persist or release; empty if none is under way.
+        term: Term of the lock manager's leader that answered.
+        lease_left_ms: Time until the owner's lease expires; 0 if there is no valid lease.
+        pending_step: Step of the current hand-over: fence, persist or release; empty if there is
+            no hand-over.
         pending_attempt: Id of the hand-over's fence attempt.
-        offsets_token: Token at offsets when it was last looked at; None if it was not.
-        owner_evicted: The owner is no member of the group any more.
-        denials: The last refusals, newest first.
+        offsets_token: Last known token of the queue at offsets; None if it was never queried.
+        owner_evicted: Whether the owner is no longer a member of the group.
+        denials: The last denied requests, newest first.
     """
 
     lock: Lock
@@ -48,14 +49,14 @@ class LockDetail:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A queue that was taken from its owner.
+class ForcedRelease:
+    """The result of a forced release.
 
     Attributes:
-        client_id: The owner before; None if there was none.
-        token: The token now.
-        maybe_seen_count: Messages that may have been in its hands: if they are delivered again,
-            they are flagged.
+        client_id: The previous owner; None if the queue had none.
+        token: The new fencing token of the queue.
+        maybe_seen_count: Messages that may have been in flight at the previous owner. If they are
+            delivered again, they are flagged as redelivered.
     """
 
     client_id: str | None
@@ -65,13 +66,13 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
-    """What a client gave back.
+class ReleasedQueues:
+    """The queues of a client that were released.
 
     Attributes:
-        incarnation_ids: Lives of the client that owned queues.
-        kept: Group and queue of what it has not closed: it stays until the owner has, or until its
-            lease ends.
+        incarnation_ids: Incarnations of the client that owned queues.
+        kept: Group and queue of each lock that was not released, because its owner has not closed
+            the queue. The lock stays until the owner closes the queue or its lease expires.
     """
 
     incarnation_ids: tuple[int, ...]
@@ -80,17 +81,17 @@ class Released:
 
 
 class Locks:
-    """Asks the lock manager; failures are the classes of `batonmq.errors`.
+    """Describes and releases locks. Failures raise classes of `batonmq.errors`.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
     async def describe(self, group: str, queue: QueueRef) -> LockDetail:
-        """One lock; it is free with token 0 if nobody has ever owned the queue."""
+        """Return one lock; a queue that never had an owner is free and has token 0."""
         request = pb.DescribeRequest(queue=_group_queue(group, queue))
 
         async def ask(limit_s: float) -> pb.DescribeResponse:
@@ -99,15 +100,17 @@ class Locks:
 
         return _detail_from_pb(await self._admin.ask(ask))
 
-    async def force_release(self, group: str, queue: QueueRef, operation: Operation) -> Taken:
-        """Take a queue from its owner, whatever it is doing.
+    async def force_release(
+        self, group: str, queue: QueueRef, operation: Operation
+    ) -> ForcedRelease:
+        """Release a queue from its owner without waiting for the owner.
 
-        Its acknowledgements are refused from now on. Another owner gets what was in its hands
-        again, flagged as redelivered, while the old one may still be at work on it. The same one,
-        if it lives and is still dealt the queue, asks for it at once and goes on.
+        The owner is fenced: its acknowledgements are rejected. The next owner receives the messages
+        in flight again, flagged as redelivered, while the old owner may still handle them. If the
+        queue is still assigned to the old owner, that owner acquires it again at once.
 
         Raises:
-            UnknownQueue: nobody has ever owned it.
+            UnknownQueue: The queue never had an owner.
         """
         request = pb.ForceReleaseRequest(
             queue=_group_queue(group, queue),
@@ -122,20 +125,20 @@ class Locks:
 
         answer = await self._admin.ask(ask)
         owned = answer.HasField("previous_owner")
-        return Taken(
+        return ForcedRelease(
             answer.previous_owner.client_id if owned else None,
             answer.previous_owner.incarnation_id if owned else None,
             answer.token,
             answer.maybe_seen_count,
         )
 
-    async def release_all(self, client_id: str, group: str = "") -> Released:
-        """Give back what a client has closed and not released, as one that died in between.
+    async def release_all(self, client_id: str, group: str = "") -> ReleasedQueues:
+        """Release the queues that a client has closed but not released, as after a crash.
 
-        What it has not closed it keeps: nothing is taken from a client that is at work.
+        Queues that the client has not closed stay locked, so a running client loses nothing.
 
         Args:
-            group: Only in this group; empty for all.
+            group: Only this group; empty for all groups.
         """
         lives = sorted(
             {
@@ -157,7 +160,7 @@ class Locks:
             answer = await self._release_all(request)
             released_count += answer.released_count
             kept += ((left.group, queue_from_pb(left.queue)) for left in answer.kept)
-        return Released(tuple(lives), released_count, tuple(sorted(kept)))
+        return ReleasedQueues(tuple(lives), released_count, tuple(sorted(kept)))
 
     async def _release_all(self, request: pb.ReleaseAllRequest) -> pb.ReleaseAllResponse:
         async def ask(limit_s: float) -> pb.ReleaseAllResponse:

@@ -1,4 +1,4 @@
-"""What is recorded of a change that an operator makes to progress or ownership."""
+"""The record of a change that an operator makes to progress or ownership."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One change.
+    """Author, reason and id of one change.
 
     Attributes:
-        by: Who does it, 1 to 255 characters.
-        reason: Why, 1 to 1,024 characters.
-        op_id: The same when the change is repeated, which then has no other effect; 1 to 64
-            characters.
+        by: Name of the operator, 1 to 255 characters.
+        reason: Reason of the change, 1 to 1,024 characters.
+        op_id: Id of the change, 1 to 64 characters. A repeated call with the same id has no
+            further effect.
     """
 
     by: str

@@ -1,4 +1,4 @@
-"""Which offsets set keeps the progress of a group, and moving it to another one."""
+"""The offsets set that keeps the progress of a group, and moves to another set."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from batonmq.admin.admin import Admin
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a group is kept.
+class OffsetsPlacement:
+    """The placement of a group.
 
     Attributes:
-        move: How often it was moved.
-        from_set: The set it comes from, until it has arrived; else empty.
+        move: Number of moves so far.
+        from_set: Previous set while the group is moving; else empty.
     """
 
     offsets_set: str
@@ -23,24 +23,24 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """What a move does. A group that is where it is to be stays: both places are equal."""
+class GroupMove:
+    """A move of a group; both placements are equal if the group is already on the set."""
 
     group: str
-    before: Place
-    after: Place
+    before: OffsetsPlacement
+    after: OffsetsPlacement
 
     @property
     def stays(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the group already is on the target set."""
         return self.before == self.after
 
 
-async def locate_group(admin: Admin, group: str) -> Place:
-    """Where a group is kept, or is about to be.
+async def locate_group(admin: Admin, group: str) -> OffsetsPlacement:
+    """Return the placement of a group; a new group is placed by this call.
 
     Raises:
-        OffsetsUnreachable: nobody has asked for it before, and no node of offsets is registered.
+        OffsetsUnreachable: The group has no placement yet, and no offsets node is registered.
     """
     request = pb.LocateGroupRequest(group=group)
     answer = await admin.ask(
@@ -49,26 +49,29 @@ async def locate_group(admin: Admin, group: str) -> Place:
     return _place(answer.placement)
 
 
-async def move_group(admin: Admin, group: str, to_set: str = "", *, dry_run: bool = False) -> Move:
-    """Have another offsets set keep a group. It stands still for the moment of the move.
+async def move_group(
+    admin: Admin, group: str, to_set: str = "", *, dry_run: bool = False
+) -> GroupMove:
+    """Move a group to another offsets set. The group makes no progress during the move.
 
-    Returns once it is decided; `locate_group` tells when it has arrived. Repeating it does no harm.
+    Returns when the move is decided; `locate_group` shows when it is complete. The call may be
+    repeated.
 
     Args:
-        to_set: Empty for the set that a new group of the name would be given.
-        dry_run: Tell what would happen, and change nothing.
+        to_set: Target set; empty for the set on which a new group of this name would be placed.
+        dry_run: Return the move without carrying it out.
 
     Raises:
-        GroupNotFound: there is none.
-        SetNotFound: there is no such set.
-        GroupMoving: its last move does not come to an end.
+        GroupNotFound: The group does not exist.
+        SetNotFound: The set does not exist.
+        GroupMoving: The previous move of the group is not complete.
     """
     request = pb.MoveGroupRequest(group=group, to_set=to_set, dry_run=dry_run)
     answer = await admin.ask(
         lambda limit_s: admin.directory.nameserver().MoveGroup(request, timeout=limit_s)
     )
-    return Move(group, _place(answer.before), _place(answer.placement))
+    return GroupMove(group, _place(answer.before), _place(answer.placement))
 
 
-def _place(place: pb.Placement) -> Place:
-    return Place(place.offsets_set, place.move, place.from_set)
+def _place(place: pb.Placement) -> OffsetsPlacement:
+    return OffsetsPlacement(place.offsets_set, place.move, place.from_set)

@@ -1,5 +1,8 @@
-"""How far the copies of a cluster's state have come, as their leaders tell it; and what to do when
-all that have everything are lost."""
+"""Replication state of offsets and storage, and unclean election.
+
+The leader of each replica set reports the state. If every in-sync node of a set is lost, an
+operator can allow another node to be elected, which loses data.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from batonmq.errors import BatonError
 
 ELECT_TIMEOUT_S = 10.0
 LEADER_TIMEOUT_S = 3.0
-"""Bound of the question to a leader: that there is none just now is an answer, too."""
+"""Timeout of a call to a leader; short, because a set may have no leader at the moment."""
 
 
 _WITH_COPIES = ("offsets", "storage")
@@ -32,13 +35,13 @@ class Replica:
     """One node of a replica set.
 
     Attributes:
-        leader: Whether it is the one that answers.
-        epoch: Of the leader.
-        in_sync: Whether it has everything that was answered for, and so may be elected.
-        position: Up to where it has everything, durably: a version, or bytes of the log.
-        lag: What it lacks, in the same unit.
-        lag_ms: For how long it has not had everything; None if nobody knows.
-        problem: Why it can't follow, if that does not pass by itself; else empty.
+        leader: Whether it is the leader, which reported this.
+        epoch: Epoch of the leader.
+        in_sync: Whether it has every acknowledged write, and so may be elected.
+        position: End of what it has durably: a version at offsets, bytes of the log at storage.
+        lag: Distance to the leader, in the same unit.
+        lag_ms: Time since it last had everything; None if unknown.
+        problem: Permanent error that stops replication; empty if there is none.
     """
 
     service: str
@@ -56,10 +59,10 @@ class Replica:
 async def replicas(
     admin: Admin, nodes: Iterable[Node]
 ) -> tuple[dict[tuple[str, str], Replica], list[str]]:
-    """Every copy, by service and node id, and which leaders do not answer.
+    """Return the replicas by service and node id, and the errors of leaders that failed.
 
     Args:
-        nodes: All that are up.
+        nodes: All live nodes.
     """
     sets = sorted({(n.service, n.replica_set) for n in nodes if n.service in _WITH_COPIES})
     found: dict[tuple[str, str], Replica] = {}
@@ -82,15 +85,15 @@ async def replicas(
 async def replicas_of(
     admin: Admin, service: str, replica_set: str, *, timeout_s: float | None = None
 ) -> list[Replica]:
-    """The nodes of a replica set, by node id; none if it is a single node without followers.
+    """Return the nodes of a replica set; empty if it is a single node without replication.
 
     Args:
         service: `offsets` or `storage`.
-        replica_set: Its name; of storage that of the broker.
-        timeout_s: Another bound than the usual one.
+        replica_set: Name of the set; for storage the name of the broker.
+        timeout_s: Timeout; None for that of `admin`.
 
     Raises:
-        BatonError: the leader does not answer.
+        BatonError: The leader does not answer.
     """
 
     async def ask(limit_s: float) -> _Described | None:
@@ -129,8 +132,8 @@ async def replicas_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A node of a set that is up, and how far its copy had come when it registered."""
+class ReplicaPosition:
+    """A live node of a set, and the end of its log when it registered."""
 
     node_id: str
     epoch: int
@@ -139,7 +142,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedLoss:
-    """That somebody has let `node_id` be elected without those that were in sync."""
+    """An unclean election: `by` allowed `node_id` to be elected instead of the in-sync nodes."""
 
     node_id: str
     lost: tuple[str, ...]
@@ -150,14 +153,14 @@ class AcceptedLoss:
 
 @dataclass(frozen=True, slots=True)
 class ElectionPlan:
-    """What is given up if a node is elected that is not in sync.
+    """The effect of an unclean election of a node.
 
     Attributes:
-        epoch: Of the last leader.
-        served_epoch: The last one in which anything was answered.
-        lost: Those that are in sync, none of them up: what only they have is given up.
-        up: Who could be elected in their place.
-        accepted: Earlier losses, the newest last.
+        epoch: Epoch of the last leader.
+        served_epoch: Last epoch in which a leader answered requests.
+        lost: The in-sync nodes, all down; writes that only they have are lost.
+        up: The live nodes, which could be elected.
+        accepted: Earlier unclean elections, newest last.
     """
 
     service: str
@@ -166,22 +169,25 @@ class ElectionPlan:
     epoch: int
     served_epoch: int
     lost: tuple[str, ...]
-    up: tuple[Standing, ...]
+    up: tuple[ReplicaPosition, ...]
     accepted: tuple[AcceptedLoss, ...]
 
 
 async def elect(
     admin: Admin, service: str, replica_set: str, node_id: str, *, by: str = ""
 ) -> ElectionPlan:
-    """Let a node be elected that is not in sync, as all that are in sync are lost; asked once.
+    """Allow an unclean election of `node_id`, after all in-sync nodes are lost. Not retried.
 
     Args:
         service: `offsets` or `storage`.
-        by: Who does it; empty changes nothing, and tells what would be given up.
+        by: Name of the operator; empty for a dry run, which changes nothing.
+
+    Returns:
+        What the election loses.
 
     Raises:
-        InvalidArgument: there is no such set, or the node is not up.
-        StillInSync: somebody can be elected without a loss.
+        InvalidArgument: The set does not exist, or the node is not up.
+        StillInSync: A node can be elected without loss.
     """
     request = nameserver_pb.ElectReplicaRequest(
         service=nameserver_pb.ServiceKind.Value(f"SERVICE_KIND_{service.upper()}"),
@@ -203,7 +209,7 @@ async def elect(
         before.epoch,
         before.served_epoch,
         tuple(before.in_sync),
-        tuple(Standing(n.node_id, n.replica_epoch, n.replica_version) for n in answer.up),
+        tuple(ReplicaPosition(n.node_id, n.replica_epoch, n.replica_version) for n in answer.up),
         tuple(
             AcceptedLoss(loss.node_id, tuple(loss.lost), loss.epoch, loss.unix_ms, loss.by)
             for loss in before.accepted_losses

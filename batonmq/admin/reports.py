@@ -1,4 +1,4 @@
-"""What `Admin` answers of topics, nodes and locks: plain values, made from services' messages."""
+"""Reports of `Admin` about topics, nodes and locks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Topic:
         queue_counts: Queues by broker, ascending by broker.
         permission: read_write, read or write.
         inherited: Whether topics that are created on demand may take their settings from it.
-        writable_counts: Queues that take messages, by broker; the first ones of each. Those
-            beyond are gone once every group has read them.
+        writable_counts: Number of writable queues by broker: the first ones of each broker. The
+            other queues are removed when every group has read them.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Topic:
 
     @property
     def queue_count(self) -> int:
-        """Queues on all brokers together."""
+        """Number of queues on all brokers."""
         return sum(self.queue_counts.values())
 
     @property
@@ -49,7 +49,7 @@ class Topic:
 
 @dataclass(frozen=True, slots=True)
 class CreatedTopic:
-    """A topic, and False if it existed already with the same settings."""
+    """A topic; `created` is False if it existed already with the same settings."""
 
     topic: Topic
     created: bool
@@ -57,7 +57,7 @@ class CreatedTopic:
 
 @dataclass(frozen=True, slots=True)
 class QueueExtent:
-    """The messages a queue holds: [first_offset, next_offset). None if its broker is away."""
+    """The offsets [first_offset, next_offset) of a queue; None if its broker did not answer."""
 
     queue: QueueRef
     first_offset: int | None
@@ -78,7 +78,7 @@ class Node:
     """A live process of the cluster; `service` is storage, offsets, lockmgr or nameserver.
 
     Attributes:
-        replica_set: What it is a replica of: of storage the broker.
+        replica_set: Name of its replica set; for storage the name of the broker.
     """
 
     service: str
@@ -92,7 +92,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterNodes:
     """The live processes, by service and node id."""
 
     name: str
@@ -106,11 +106,11 @@ class Lock:
 
     Attributes:
         client_id: The owner; None if there is none.
-        lease_age_ms: Since the lease was last renewed.
-        held_ms: Since the owner was granted the queue.
+        lease_age_ms: Time since the lease was last renewed.
+        held_ms: Time since the queue was granted to the owner.
         waiters: Client ids that wait for the queue.
         generation: Generation of the group at the grant.
-        subscription_generation: Of the subscription the grant is for; 0 if it is bound to none.
+        subscription_generation: Generation of the subscription at the grant; 0 for none.
     """
 
     group: str
@@ -129,7 +129,7 @@ class Lock:
 
 
 def topic_from_pb(topic: pb.Topic) -> Topic:
-    """As the nameserver tells it."""
+    """Convert the value that the nameserver returned."""
     permission = topic.permission or pb.TOPIC_PERMISSION_READ_WRITE
     return Topic(
         name=topic.name,
@@ -145,7 +145,7 @@ def topic_from_pb(topic: pb.Topic) -> Topic:
 
 
 def node_from_pb(node: pb.Node) -> Node:
-    """As the nameserver tells it."""
+    """Convert the value that the nameserver returned."""
     return Node(
         service=enum_name(pb.ServiceKind.Name, node.service, "SERVICE_KIND_").lower(),
         node_id=node.node_id,
@@ -159,7 +159,7 @@ def node_from_pb(node: pb.Node) -> Node:
 
 
 def lock_from_pb(entry: lockmgr_pb.LockEntry) -> Lock:
-    """As the lock manager tells it."""
+    """Convert the entry that the lock manager returned."""
     queue, owned = entry.queue.queue, entry.HasField("owner")
     return Lock(
         group=entry.queue.group,
@@ -179,17 +179,17 @@ def lock_from_pb(entry: lockmgr_pb.LockEntry) -> Lock:
 
 
 def queue_from_pb(queue: queue_pb2.QueueRef) -> QueueRef:
-    """The queue as a value."""
+    """Convert a queue from its message."""
     return QueueRef(queue.topic, queue.broker, queue.queue_id)
 
 
 def queue_to_pb(queue: QueueRef) -> queue_pb2.QueueRef:
-    """Inverse of `queue_from_pb`."""
+    """Convert a queue to its message."""
     return queue_pb2.QueueRef(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id)
 
 
 def enum_name(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
-    """Name of an enum's value without its prefix; the number if this version has no name."""
+    """Return the name of an enum value without `prefix`; its number if the name is unknown."""
     try:
         return name_of(number).removeprefix(prefix)
     except ValueError:

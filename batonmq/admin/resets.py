@@ -1,8 +1,8 @@
-"""Moving a group's progress: resets, undoing them, and taking over another group's.
+"""Resets of a group's progress: plan, carry out, undo, and clone from another group.
 
-The one way back or forth. It works while members are at work: offsets moves a queue and ends its
-token in one durable step, and the owner goes on from the new place. A plan says where each queue
-goes; a dry run says what that would do, and changes nothing.
+Only a reset moves committed progress back. It works while members consume: offsets moves the queue
+and fences its token in one durable step, and the owner continues at the new offset. A plan has the
+target offset of each queue; a dry run reports the effect and changes nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from batonmq._core.reset_targets import (
 from batonmq._core.retries import retry_topic
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
+from batonmq.admin.message_queries import MessageQueries
 from batonmq.admin.operation import Operation
-from batonmq.admin.pages import pages
-from batonmq.admin.query import Queries
+from batonmq.admin.pagination import iter_pages
 from batonmq.admin.reports import Topic, enum_name, queue_from_pb, queue_to_pb
 from batonmq.errors import (
     InvalidArgument,
@@ -45,12 +45,12 @@ _SEARCHES_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
-    """Which queues of a group are meant.
+class ResetScope:
+    """The queues of a group that a reset moves.
 
     Attributes:
-        topic: Only this topic; empty for all that the group subscribes to or has progress on, but
-            for its retry topic: what was sent back there comes again in any case.
+        topic: Only this topic. Empty for all topics that the group subscribes to or has progress
+            on, except its retry topic: messages waiting there are delivered again in any case.
         queue: Only this broker and queue id of the topic; None for all.
     """
 
@@ -59,11 +59,11 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Where each queue of a group goes.
+class ResetPlan:
+    """The target offset of each queue of a group.
 
     Attributes:
-        notes: On which queues that is not what was asked for.
+        notes: Queues whose target differs from the request, and why.
     """
 
     group: str
@@ -72,14 +72,14 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What a reset did, or would do, to one queue.
+class ResetStep:
+    """The effect of a reset on one queue.
 
     Attributes:
         from_offset: Committed offset before.
         to_offset: Committed offset after.
         replayed_count: Messages that were acknowledged and are delivered again.
-        skipped_count: Messages that were not acknowledged and count as handled now.
+        skipped_count: Messages that were not acknowledged and now count as handled.
     """
 
     group: str
@@ -95,24 +95,24 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """What an operation did, or would do, by topic, broker and queue.
+class ResetResult:
+    """The effect of an operation, by topic, broker and queue.
 
     Attributes:
-        problems: Queues that were refused, and why: those are as they were.
+        problems: Queues that were rejected and are unchanged, with the error.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ResetStep, ...]
     problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """An operation that was carried out.
+class RecordedReset:
+    """An operation in the history of a group.
 
     Attributes:
         kind: reset or clone.
-        undone_op_id: Operation that this one has undone; None if it is none.
+        undone_op_id: Id of the operation that this one has undone; None if it is not an undo.
     """
 
     op_id: str
@@ -120,66 +120,68 @@ class Recorded:
     by: str
     reason: str
     unix_ms: int
-    steps: tuple[Step, ...]
+    steps: tuple[ResetStep, ...]
     undone_op_id: str | None
 
 
 class Resets:
-    """Asks offsets and storage; failures are the classes of `batonmq.errors`.
+    """Plans and carries out resets. Failures raise classes of `batonmq.errors`.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
     async def plan(
-        self, group: str, target: ResetTarget, scope: Scope = Scope(), op_id: str = ""
-    ) -> Plan:
-        """Where `target` is on every queue in `scope`, as far as the queue goes.
+        self, group: str, target: ResetTarget, scope: ResetScope = ResetScope(), op_id: str = ""
+    ) -> ResetPlan:
+        """Return the offset of `target` on every queue in `scope`, within the bounds of the queue.
 
         Args:
-            op_id: An operation that is perhaps being repeated: where it has put a queue is where
-                the queue goes, although the target may be elsewhere by now.
+            op_id: Id of an operation that may be a repetition. A queue that it has already moved
+                keeps that offset, although the target may now be at another offset.
 
         Raises:
-            GroupNotFound, TopicNotFound, QueueNotFound: as they say.
-            InvalidArgument: there is nothing to move.
-            Unreachable: a broker or service does not answer.
+            GroupNotFound, TopicNotFound, QueueNotFound: Named in `group` or `scope`, but missing.
+            InvalidArgument: There is nothing to move.
+            Unreachable: A broker or service does not answer.
         """
         found = await self._movable(group)
         progress = await self._admin.progress(group)
         committed = {queue_from_pb(p.queue.queue): p.committed_offset for p in progress}
         queues = queues_in(scope, found, committed, await self._admin.list_topics())
-        standings = await self._standings(queues, committed, target)
-        places = {queue: resolve_target(target, standing) for queue, standing in standings.items()}
-        return _plan(group, places | await self._moved_by(op_id, group, places))
+        bounds = await self._bounds(queues, committed, target)
+        targets = {queue: resolve_target(target, bound) for queue, bound in bounds.items()}
+        return _plan(group, targets | await self._moved_by(op_id, group, targets))
 
     async def plan_offsets(
         self, group: str, offsets: Mapping[QueueRef, int], op_id: str = ""
-    ) -> Plan:
-        """An offset of its own for each queue, as far as the queue goes.
+    ) -> ResetPlan:
+        """Return a plan with a given offset for each queue, within the bounds of the queue.
 
         Args:
             op_id: As for `plan`.
 
         Raises:
-            GroupNotFound, QueueNotFound: as they say.
-            InvalidArgument: there is nothing to move.
-            Unreachable: a broker or service does not answer.
+            GroupNotFound, QueueNotFound: The group or a queue does not exist.
+            InvalidArgument: There is nothing to move.
+            Unreachable: A broker or service does not answer.
         """
         await self._movable(group)
-        standings = await self._standings(sorted(offsets), {}, ToEarliest())
-        places = {
-            queue: resolve_target(ToOffset(offsets[queue]), standing)
-            for queue, standing in standings.items()
+        bounds = await self._bounds(sorted(offsets), {}, ToEarliest())
+        targets = {
+            queue: resolve_target(ToOffset(offsets[queue]), bound)
+            for queue, bound in bounds.items()
         }
-        return _plan(group, places | await self._moved_by(op_id, group, places))
+        return _plan(group, targets | await self._moved_by(op_id, group, targets))
 
-    async def reset(self, plan: Plan, operation: Operation, *, dry_run: bool = False) -> Done:
+    async def reset(
+        self, plan: ResetPlan, operation: Operation, *, dry_run: bool = False
+    ) -> ResetResult:
         """Move the queues of a plan."""
-        steps, problems = list[Step](), list[str]()
+        steps, problems = list[ResetStep](), list[str]()
         for start in range(0, len(plan.offsets), QUEUES_PER_CALL):
             part = plan.offsets[start : start + QUEUES_PER_CALL]
             items = [
@@ -195,20 +197,20 @@ class Resets:
                     steps.append(_step_from_pb(outcome.step))
                 else:
                     problems.append(_problem(outcome.error, str(queue)))
-        return Done(tuple(steps), tuple(problems))
+        return ResetResult(tuple(steps), tuple(problems))
 
     async def undo(
         self, group: str, op_id: str, operation: Operation, *, dry_run: bool = False
-    ) -> Done:
-        """Bring every queue that `op_id` has moved back to where it was, acks included.
+    ) -> ResetResult:
+        """Restore the progress that the queues had before operation `op_id`, including acks.
 
         Raises:
-            OperationNotFound: no recorded operation of the group has this id.
+            OperationNotFound: The history of the group has no operation with this id.
         """
         outcomes = await self._reset(
             group, _request(operation, dry_run, undo_group=group, undo_op_id=op_id)
         )
-        return Done(
+        return ResetResult(
             tuple(_step_from_pb(o.step) for o in outcomes if o.HasField("step")),
             tuple(_problem(o.error, op_id) for o in outcomes if o.HasField("error")),
         )
@@ -221,17 +223,17 @@ class Resets:
         *,
         topic: str = "",
         dry_run: bool = False,
-    ) -> Done:
-        """Give one group the progress of another, acks above the committed offsets included.
+    ) -> ResetResult:
+        """Copy the progress of one group to another, including acks above the committed offsets.
 
         Args:
-            topic: Only this topic; empty for all, but the retry topic of `from_group`.
-            dry_run: Tell what it would do, and change nothing.
+            topic: Only this topic; empty for all except the retry topic of `from_group`.
+            dry_run: Return the effect without carrying it out.
 
         Raises:
-            GroupNotFound: nobody ever joined or created `from_group`.
-            OperationExists: the id was used for something else.
-            GroupsApart: the groups are kept by two offsets sets; the remedy says which to move.
+            GroupNotFound: `from_group` does not exist.
+            OperationExists: The operation id was used for another operation.
+            GroupsApart: The groups are on different offsets sets; the remedy names the move.
         """
         await self._admin.describe_group(from_group)
         request = pb.CloneRequest(
@@ -248,13 +250,13 @@ class Resets:
             stub = await self._admin.directory.offsets(to_group)
             return await stub.Clone(request, timeout=limit_s)
 
-        return Done(tuple(map(_step_from_pb, (await self._admin.ask(ask)).steps)))
+        return ResetResult(tuple(map(_step_from_pb, (await self._admin.ask(ask)).steps)))
 
-    async def history(self, group: str) -> tuple[Recorded, ...]:
+    async def history(self, group: str) -> tuple[RecordedReset, ...]:
         """Return the recorded operations of a group, newest first."""
         return tuple([recorded async for recorded in self.iter_history(group)])
 
-    async def iter_history(self, group: str) -> AsyncGenerator[Recorded, None]:
+    async def iter_history(self, group: str) -> AsyncGenerator[RecordedReset, None]:
         """Yield the recorded operations of a group, newest first, page by page."""
 
         def page(page_token: str) -> Awaitable[pb.ListResetsResponse]:
@@ -266,7 +268,7 @@ class Resets:
 
             return self._admin.ask(ask)
 
-        async for answer in pages(page):
+        async for answer in iter_pages(page):
             for reset in answer.resets:
                 yield _recorded_from_pb(reset)
 
@@ -274,8 +276,8 @@ class Resets:
         found = await self._admin.describe_group(group)
         if found.model == "broadcasting":
             raise InvalidArgument(
-                f"group {group} is broadcasting: each member keeps its progress itself",
-                remedy="Reset it where its members keep it.",
+                f"group {group} is broadcasting: each member stores its own progress",
+                remedy="Reset the offset file of each member.",
                 facts={"field": "group"},
             )
         return found
@@ -283,7 +285,7 @@ class Resets:
     async def _moved_by(
         self, op_id: str, group: str, queues: Collection[QueueRef]
     ) -> dict[QueueRef, ResetOffset]:
-        """Where an operation, if there was one of this id, has put which of the queues."""
+        """Return the offsets to which an operation has moved queues; empty if there is none."""
         if not op_id:
             return {}
         return {
@@ -301,7 +303,7 @@ class Resets:
 
         return (await self._admin.ask(ask)).outcomes
 
-    async def _standings(
+    async def _bounds(
         self, queues: Sequence[QueueRef], committed: dict[QueueRef, int], target: ResetTarget
     ) -> dict[QueueRef, ResetBounds]:
         extents, problems = await self._admin.extents(queues)
@@ -316,7 +318,7 @@ class Resets:
         }
 
     async def _offsets_at(self, queues: Iterable[QueueRef], unix_ms: int) -> dict[QueueRef, int]:
-        queries, turns = Queries(self._admin), asyncio.Semaphore(_SEARCHES_AT_ONCE)
+        queries, turns = MessageQueries(self._admin), asyncio.Semaphore(_SEARCHES_AT_ONCE)
 
         async def find(queue: QueueRef) -> int:
             async with turns:
@@ -331,17 +333,17 @@ class Resets:
 
 
 def queues_in(
-    scope: Scope, group: Group, progress: Iterable[QueueRef], topics: Iterable[Topic]
+    scope: ResetScope, group: Group, progress: Iterable[QueueRef], topics: Iterable[Topic]
 ) -> tuple[QueueRef, ...]:
-    """The queues that a scope means, ascending; those of topics that are gone are left out.
+    """Return the queues of a scope, ascending, without those of deleted topics.
 
     Args:
         progress: Queues that the group has progress on.
-        topics: All there are.
+        topics: All topics.
 
     Raises:
-        TopicNotFound, QueueNotFound: what the scope names does not exist.
-        InvalidArgument: the scope means nothing.
+        TopicNotFound, QueueNotFound: The topic or queue of the scope does not exist.
+        InvalidArgument: The scope has no queue.
     """
     there = {topic.name: topic for topic in topics}
     if scope.topic and scope.topic not in there:
@@ -370,16 +372,16 @@ def queues_in(
     return chosen
 
 
-def _plan(group: str, places: dict[QueueRef, ResetOffset]) -> Plan:
-    offsets = tuple((q, found.offset) for q, found in places.items() if found.offset is not None)
-    notes = tuple(f"{queue}: {found.note}" for queue, found in places.items() if found.note)
+def _plan(group: str, targets: dict[QueueRef, ResetOffset]) -> ResetPlan:
+    offsets = tuple((q, found.offset) for q, found in targets.items() if found.offset is not None)
+    notes = tuple(f"{queue}: {found.note}" for queue, found in targets.items() if found.note)
     if not offsets:
         raise InvalidArgument(
             f"group {group} has no progress to shift",
-            remedy="Say where to go: an offset, a time, the earliest or the latest.",
+            remedy="Give a target: an offset, a time, the earliest or the latest.",
             facts={"field": "shift"},
         )
-    return Plan(group, offsets, notes)
+    return ResetPlan(group, offsets, notes)
 
 
 def _request(
@@ -406,9 +408,9 @@ def _problem(error: error_pb2.Error, what: str) -> str:
     return f"{what}: {refused.reason}: {refused.message}"
 
 
-def _step_from_pb(step: pb.ResetStep) -> Step:
+def _step_from_pb(step: pb.ResetStep) -> ResetStep:
     queue = step.queue.queue
-    return Step(
+    return ResetStep(
         group=step.queue.group,
         topic=queue.topic,
         broker=queue.broker,
@@ -422,8 +424,8 @@ def _step_from_pb(step: pb.ResetStep) -> Step:
     )
 
 
-def _recorded_from_pb(found: pb.RecordedReset) -> Recorded:
-    return Recorded(
+def _recorded_from_pb(found: pb.RecordedReset) -> RecordedReset:
+    return RecordedReset(
         op_id=found.op_id,
         kind=enum_name(pb.ProgressSource.Name, found.kind, "PROGRESS_SOURCE_").lower(),
         by=found.by,

@@ -1,4 +1,4 @@
-"""What the queues of a topic hold, when they last got something, and how fast they grow."""
+"""Statistics of the queues of a topic: offsets, time of the last message, and rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
-from batonmq.admin.query import Queries
+from batonmq.admin.message_queries import MessageQueries
 from batonmq.errors import BatonError, MessageNotFound, OffsetOutOfRange
 
 _AT_ONCE = 32
@@ -16,10 +16,10 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """One queue at one moment.
+    """Statistics of one queue at one moment.
 
     Attributes:
-        first_offset: None, as the next one, if the broker is away.
+        first_offset: First stored offset; None, as `next_offset`, if the broker does not answer.
         last_store_unix_ms: When its last message was stored, by the clock of storage; None if it
             holds none.
         per_s: Messages a second since the look before; None at the first look.
@@ -33,17 +33,17 @@ class QueueStats:
 
     @property
     def count(self) -> int | None:
-        """Messages that it holds."""
+        """Number of stored messages; None if the broker does not answer."""
         if self.first_offset is None or self.next_offset is None:
             return None
         return self.next_offset - self.first_offset
 
 
 class TopicStats:
-    """Looks at one topic again and again.
+    """Reads the statistics of one topic repeatedly.
 
     Args:
-        admin: Of the cluster; stays the caller's.
+        admin: Client of the cluster; the caller closes it.
     """
 
     def __init__(self, admin: Admin, topic: str) -> None:
@@ -53,10 +53,10 @@ class TopicStats:
         self._before_s = 0.0
 
     async def look(self) -> tuple[tuple[QueueStats, ...], tuple[str, ...]]:
-        """The queues, ascending, and which brokers do not answer.
+        """Return the queues, ascending, and the errors of brokers that failed.
 
         Raises:
-            TopicNotFound: there is no such topic.
+            TopicNotFound: The topic does not exist.
         """
         detail = await self._admin.describe_topic(self._topic)
         now_s = asyncio.get_running_loop().time()
@@ -96,7 +96,7 @@ class TopicStats:
             return None
         async with self._room:
             try:
-                found = await Queries(self._admin).at_offset(queue, end - 1)
+                found = await MessageQueries(self._admin).at_offset(queue, end - 1)
             except (MessageNotFound, OffsetOutOfRange):  # retention was quicker
                 return None
             except BatonError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from click.exceptions import Exit
 
-from batonmq.admin.access import AccessControl, Answer, Grant, IdentityAccess, Role
+from batonmq.admin.access import AccessCheck, AccessControl, IdentityGrants, Role, RoleGrant
 from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item, OutputFormat, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
@@ -54,10 +54,10 @@ _HELD: Columns = {
 @cluster_session
 def grant(session: CommandSession, identity: str, role: str, resource: str) -> None:
     """Grant a role on a resource to an identity. Granting it again is not an error."""
-    session.run(_grant(session, identity, Grant(Role(role), resource)))
+    session.run(_grant(session, identity, RoleGrant(Role(role), resource)))
 
 
-async def _grant(session: CommandSession, identity: str, wanted: Grant) -> None:
+async def _grant(session: CommandSession, identity: str, wanted: RoleGrant) -> None:
     async with session.admin() as admin:
         changed = await AccessControl(admin).grant(identity, wanted)
     if not changed:
@@ -84,10 +84,10 @@ def revoke(
     """Revoke a grant of an identity, or with --all every grant. Its tokens stay valid."""
     if all_ == bool(role) or bool(role) != bool(resource):
         raise click.UsageError("ROLE and RESOURCE are required, or else --all")
-    session.run(_revoke(session, identity, Grant(Role(role), resource) if role else None))
+    session.run(_revoke(session, identity, RoleGrant(Role(role), resource) if role else None))
 
 
-async def _revoke(session: CommandSession, identity: str, unwanted: Grant | None) -> None:
+async def _revoke(session: CommandSession, identity: str, unwanted: RoleGrant | None) -> None:
     async with session.admin() as admin:
         count = await AccessControl(admin).revoke(identity, unwanted)
     session.output.line(
@@ -109,7 +109,7 @@ async def _list(session: CommandSession, identity: str) -> None:
     session.output.items([item for one in found for item in _items(one)], _HELD)
 
 
-def _items(one: IdentityAccess) -> list[Item]:
+def _items(one: IdentityGrants) -> list[Item]:
     """Return an item for each grant and for each token."""
     nothing = {"role": None, "resource": None, "token_id": None, "create_unix_ms": None, "by": None}
     held = [*map(asdict, one.grants), *map(asdict, one.tokens)]
@@ -126,12 +126,12 @@ def check(session: CommandSession, role: str, resource: str, identity: str) -> N
 
     Exit status 1 if it has not.
     """
-    answer = session.run(_check(session, Grant(Role(role), resource), identity))
+    answer = session.run(_check(session, RoleGrant(Role(role), resource), identity))
     if answer.access_on and not answer.allowed:
         raise Exit(1)
 
 
-async def _check(session: CommandSession, wanted: Grant, identity: str) -> Answer:
+async def _check(session: CommandSession, wanted: RoleGrant, identity: str) -> AccessCheck:
     async with session.admin() as admin:
         answer = await AccessControl(admin).check(wanted, identity)
     what = f"{answer.identity} {wanted.role} {wanted.resource}"

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import click
 
 from batonmq._core.records import BODY_BYTES_MAX
-from batonmq._producer.settings import Durability, ProducerSettings
+from batonmq._producer.producer_settings import Durability, ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.cli.benchmark import (
     SIZE_BYTES_MIN,

@@ -15,7 +15,13 @@ import click
 
 from batonmq._common.clock import Clock
 from batonmq._core.delays import parse_duration_ms
-from batonmq.admin.dead_letters import Criteria, DeadLetter, DeadLetters, Redrive, Redriven
+from batonmq.admin.dead_letters import (
+    Criteria,
+    DeadLetter,
+    DeadLetters,
+    RedriveOptions,
+    RedriveResult,
+)
 from batonmq.cli.arguments import group_argument
 from batonmq.cli.change_options import by_option, operation, reason_option
 from batonmq.cli.command_classes import LazyGroup
@@ -184,7 +190,7 @@ def redrive(
     """
     if execute and not reason:
         raise click.UsageError("--reason is required with --execute")
-    order = Redrive(
+    order = RedriveOptions(
         operation=operation(by, reason, replay_id), to_topic=to_topic, again=again, per_s=rate
     )
     criteria = _criteria(cause, since, tag, key, sql)
@@ -243,7 +249,9 @@ async def _show(session: CommandSession, group: str, criteria: Criteria, limit: 
         session.output.note("there are more; see --limit")
 
 
-async def _plan(session: CommandSession, group: str, criteria: Criteria, order: Redrive) -> None:
+async def _plan(
+    session: CommandSession, group: str, criteria: Criteria, order: RedriveOptions
+) -> None:
     output, rows, causes, passed = session.output, list[Item](), Counter[str](), 0
     async with session.admin() as admin:
         with progress("dead letters read") as seen:
@@ -277,14 +285,16 @@ async def _plan(session: CommandSession, group: str, criteria: Criteria, order: 
     output.note("nothing was changed; do it with --execute --reason WHY")
 
 
-async def _execute(session: CommandSession, group: str, criteria: Criteria, order: Redrive) -> None:
+async def _execute(
+    session: CommandSession, group: str, criteria: Criteria, order: RedriveOptions
+) -> None:
     output, outcomes, replay_id = session.output, Counter[str](), order.operation.op_id
     print(
         f"replay {replay_id}: if it is interrupted, continue it with --replay-id {replay_id}",
         file=sys.stderr,
     )
     async with session.admin() as admin:
-        run: AsyncIterator[Redriven] = DeadLetters(admin).redrive(group, order, criteria)
+        run: AsyncIterator[RedriveResult] = DeadLetters(admin).redrive(group, order, criteria)
         with progress("dead letters sent") as sent:
             async for one in run:
                 outcomes[one.outcome] += 1
@@ -364,7 +374,7 @@ def _item(letter: DeadLetter) -> dict[str, Any]:
     return {**item, **body_of(letter)}
 
 
-def _result(one: Redriven, replay_id: str) -> Item:
+def _result(one: RedriveResult, replay_id: str) -> Item:
     queue = one.queue
     return {
         "replay_id": replay_id,
@@ -379,7 +389,7 @@ def _result(one: Redriven, replay_id: str) -> Item:
     }
 
 
-def _result_text(one: Redriven) -> str:
+def _result_text(one: RedriveResult) -> str:
     words = [one.outcome.replace("_", " "), one.letter.message_id]
     if one.queue is not None:
         words.append(f"as {one.message_id} {one.queue}@{one.offset}")

@@ -10,7 +10,7 @@ import click
 
 from batonmq.admin.admin import Strategy
 from batonmq.admin.group_reports import Group, GroupProgress, RefusedClient, Subscription
-from batonmq.admin.placement import Place, locate_group
+from batonmq.admin.placement import OffsetsPlacement, locate_group
 from batonmq.cli.arguments import group_argument
 from batonmq.cli.change_options import by_option, check_can_ask, confirm, yes_option
 from batonmq.cli.command_classes import LazyCommand, LazyGroup
@@ -303,7 +303,7 @@ async def _delete(session: CommandSession, name: str) -> None:
     )
 
 
-def describe_settings(progress: GroupProgress, place: Place | None) -> Iterator[str]:
+def describe_settings(progress: GroupProgress, place: OffsetsPlacement | None) -> Iterator[str]:
     """Yield the settings of a group and its unusual states, as lines of text.
 
     Args:

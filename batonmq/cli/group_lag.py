@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.exceptions import Exit
 
-from batonmq.admin.group_reports import Diagnosis
+from batonmq.admin.group_reports import QueueDiagnosis
 from batonmq.cli.arguments import group_argument, parse_queue, queue_option, topic_option
 from batonmq.cli.command_classes import command
 from batonmq.cli.output import Columns, counted
@@ -82,7 +82,7 @@ def lag(session: CommandSession, group: str, topic: str, queue: str) -> None:
         )
 
 
-def total(found: Sequence[Diagnosis]) -> dict[str, int]:
+def total(found: Sequence[QueueDiagnosis]) -> dict[str, int]:
     """Return the total lag, the age of the oldest message, and how many queues are unknown."""
     return {
         "lag": sum(d.lag for d in found if d.lag is not None),
@@ -98,11 +98,11 @@ def seconds(milliseconds: int | None) -> str | None:
 
 async def _diagnose(
     session: CommandSession, group: str, topic: str, place: tuple[str, int] | None
-) -> tuple[Diagnosis, ...]:
+) -> tuple[QueueDiagnosis, ...]:
     broker, queue_id = place or ("", None)
     async with session.admin() as admin:
         return await admin.why_stuck(group, topic, broker, queue_id)
 
 
-def _item(diagnosis: Diagnosis) -> dict[str, Any]:
+def _item(diagnosis: QueueDiagnosis) -> dict[str, Any]:
     return asdict(diagnosis) | {"stuck": diagnosis.stuck}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 
 from batonmq.admin.admin import Admin
-from batonmq.admin.placement import Move, locate_group, move_group
+from batonmq.admin.placement import GroupMove, locate_group, move_group
 from batonmq.cli.arguments import group_argument
 from batonmq.cli.change_options import dry_run_option
 from batonmq.cli.command_classes import command
@@ -62,7 +62,7 @@ def spread_groups(session: CommandSession, dry_run: bool) -> None:
 async def _move(
     session: CommandSession, names: list[str] | None, to_set: str, *, dry_run: bool
 ) -> None:
-    moves: list[Move] = []
+    moves: list[GroupMove] = []
     problems: list[str] = []
     states: dict[str, str] = {}
     async with session.admin() as admin:
@@ -97,7 +97,7 @@ async def _move(
     session.output.problems(problems)
 
 
-async def _outcome(admin: Admin, move: Move, *, dry_run: bool) -> str:
+async def _outcome(admin: Admin, move: GroupMove, *, dry_run: bool) -> str:
     """Return the outcome of a move: stays, would move, moved, or moving after a timeout."""
     if move.stays:
         return "stays"

@@ -18,7 +18,7 @@ from batonmq._core.delays import parse_duration_ms
 from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.operation import Operation
-from batonmq.admin.resets import Done, Plan, Resets, Scope
+from batonmq.admin.resets import ResetPlan, ResetResult, Resets, ResetScope
 from batonmq.cli.arguments import group_argument, parse_queue, queue_option, topic_option
 from batonmq.cli.change_options import (
     by_option,
@@ -203,7 +203,7 @@ def reset_offsets(
         raise click.UsageError("--topic and --queue can't be combined with --undo or --from-file")
     if export and (execute or undo):
         raise click.UsageError("--export can't be combined with --execute or --undo")
-    scope = Scope(topic, parse_queue(topic, queue))
+    scope = ResetScope(topic, parse_queue(topic, queue))
     execution = _execution(
         by, reason or (f"undo of {undo}" if undo else ""), op_id, execute, dry_run
     )
@@ -298,8 +298,8 @@ def _execution(by: str, reason: str, op_id: str, execute: bool, dry_run: bool) -
 
 
 async def _plan(
-    session: CommandSession, group: str, wanted: TargetOptions, scope: Scope, op_id: str
-) -> Plan:
+    session: CommandSession, group: str, wanted: TargetOptions, scope: ResetScope, op_id: str
+) -> ResetPlan:
     async with session.admin() as admin:
         if wanted.from_file is not None:
             with wanted.from_file.open(newline="") as lines:
@@ -334,7 +334,7 @@ def parse_offsets(lines: Iterable[str]) -> dict[QueueRef, int]:
     return offsets
 
 
-def _export(plan: Plan) -> None:
+def _export(plan: ResetPlan) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     for queue, offset in plan.offsets:
         writer.writerow((queue.topic, queue.broker, queue.queue_id, offset))
@@ -345,12 +345,12 @@ def _export(plan: Plan) -> None:
 def _carry_out(
     session: CommandSession,
     execution: _Execution,
-    work: Callable[[Resets, bool], Awaitable[Done]],
+    work: Callable[[Resets, bool], Awaitable[ResetResult]],
     notes: tuple[str, ...] = (),
 ) -> None:
     """Run `work(resets, dry_run)`, and print what it changed or would change."""
 
-    async def once() -> Done:
+    async def once() -> ResetResult:
         async with session.admin() as admin:
             return await work(Resets(admin), not execution.execute)
 
@@ -358,7 +358,7 @@ def _carry_out(
 
 
 def _print_result(
-    session: CommandSession, execution: _Execution, done: Done, notes: tuple[str, ...]
+    session: CommandSession, execution: _Execution, done: ResetResult, notes: tuple[str, ...]
 ) -> None:
     steps = [asdict(step) for step in done.steps]
     item = {
@@ -382,7 +382,7 @@ def _print_result(
     session.output.problems(done.problems)
 
 
-def plan_summary(expected: Done) -> str:
+def plan_summary(expected: ResetResult) -> str:
     """Return a plan's summary as text."""
     replayed = sum(step.replayed_count for step in expected.steps)
     skipped = sum(step.skipped_count for step in expected.steps)

@@ -9,7 +9,7 @@ import click
 from batonmq._core.dead_letters import DeadLetter
 from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
-from batonmq.admin.query import Queries, StoredMessage
+from batonmq.admin.message_queries import MessageQueries, StoredMessage
 from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
 from batonmq.cli.output import Item, printable, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
@@ -89,12 +89,12 @@ def get(
 
 async def _get(session: CommandSession, message_id: str) -> None:
     async with session.admin() as admin:
-        _show(session, await Queries(admin).message(message_id))
+        _show(session, await MessageQueries(admin).message(message_id))
 
 
 async def _find(session: CommandSession, topic: str, key: str, count: int) -> None:
     async with session.admin() as admin:
-        found = await Queries(admin).with_key(topic, key, count_max=count)
+        found = await MessageQueries(admin).with_key(topic, key, count_max=count)
     if not found.messages:
         raise MessageNotFound(f"topic {topic} has no message with key {key}")
     for one in found.messages:
@@ -106,7 +106,7 @@ async def _find(session: CommandSession, topic: str, key: str, count: int) -> No
 async def _read(session: CommandSession, wanted: QueueRef, offset: int | None, time: str) -> None:
     async with session.admin() as admin:
         queue = await find_queue(admin, wanted)
-        queries = Queries(admin)
+        queries = MessageQueries(admin)
         if offset is None:
             offset = await queries.offset_at(queue, parse_unix_ms(time))
         _show(session, await queries.at_offset(queue, offset))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.cli.command_classes import argument, command
 from batonmq.cli.session import CommandSession, cluster_session
 

@@ -10,8 +10,8 @@ import click
 
 from batonmq._core.message_trace import TraceEvent, TraceEventKind
 from batonmq._core.queues import QueueRef
-from batonmq.admin.query import Queries, StoredMessage
-from batonmq.admin.trace import Copy, GroupTrace, Trace, Tracer
+from batonmq.admin.message_queries import MessageQueries, StoredMessage
+from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
 from batonmq.cli.command_classes import argument, command
 from batonmq.cli.message import body_of, find_queue
 from batonmq.cli.output import Columns, Item, counted, wall_time
@@ -108,20 +108,22 @@ async def _trace(
     offset: int | None,
 ) -> None:
     async with session.admin() as admin:
-        queries = Queries(admin)
+        queries = MessageQueries(admin)
         if message_id is not None:
             message = await queries.message(message_id)
         elif place is not None and offset is not None:
             message = await queries.at_offset(await find_queue(admin, place), offset)
         else:
             message = await _newest(session, queries, *keyed)
-        found = await Tracer(admin).trace(message)
+        found = await MessageTracer(admin).trace(message)
     events = sorted(_events(found), key=lambda item: item["unix_ms"] or _TIME_MAX_MS)
     session.output.detail(_item(found, events), events, _COLUMNS)
     session.output.problems(found.problems)
 
 
-async def _newest(session: CommandSession, queries: Queries, topic: str, key: str) -> StoredMessage:
+async def _newest(
+    session: CommandSession, queries: MessageQueries, topic: str, key: str
+) -> StoredMessage:
     found = await queries.with_key(topic, key)
     if not found.messages:
         raise MessageNotFound(f"topic {topic} has no message with key {key}")
@@ -134,7 +136,7 @@ async def _newest(session: CommandSession, queries: Queries, topic: str, key: st
     return found.messages[0]
 
 
-def _events(found: Trace) -> Iterator[dict[str, Any]]:
+def _events(found: TraceReport) -> Iterator[dict[str, Any]]:
     message, origin = found.message, found.origin
     place = f"{origin.queue}@{origin.offset}"
     if found.kept:
@@ -173,7 +175,7 @@ def _group_events(group: GroupTrace) -> Iterator[dict[str, Any]]:
     yield _event(None, "now", detail, name)
 
 
-def _copy_events(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
+def _copy_events(copy: MessageCopy, group: str) -> Iterator[dict[str, Any]]:
     place = f"as {copy.message_id} {copy.queue}@{copy.offset}"
     error = f": {copy.error}" if copy.error else ""
     failed = f"attempt {copy.attempts} {copy.reason} at {copy.client_id}{error}; {place}"
@@ -192,7 +194,7 @@ def _copy_events(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
         yield _step_event(step, group)
 
 
-def _skipped_by_filter(copy: Copy, group: str) -> Iterator[dict[str, Any]]:
+def _skipped_by_filter(copy: MessageCopy, group: str) -> Iterator[dict[str, Any]]:
     """Yield the deliveries that offsets assumes, although the filter skipped the message."""
     for step in copy.trace.events if copy.trace is not None else ():
         if step.what in (
@@ -252,7 +254,7 @@ def _stored(message: StoredMessage) -> str:
     )
 
 
-def _item(found: Trace, events: list[dict[str, Any]]) -> Item:
+def _item(found: TraceReport, events: list[dict[str, Any]]) -> Item:
     message = found.message
     return {
         "message_id": found.origin.message_id,

@@ -17,7 +17,7 @@ import click
 from batonmq._common.clock import Clock
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.cli import cluster, group, message, topic
 from batonmq.cli.change_options import resolve_by, yes_option
 from batonmq.cli.command_classes import LazyGroup

@@ -14,9 +14,9 @@ from batonmq._core.delays import LEVEL_NAMES
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BODY_BYTES_MAX, Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending, Receipt
-from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import PendingReceipt, Receipt
+from batonmq._producer.scheduled_sender import PendingSchedule, ScheduleReceipt
 from batonmq.cli.arguments import parse_queue, topic_argument
 from batonmq.cli.command_classes import command
 from batonmq.cli.line_reader import read_lines
@@ -217,7 +217,9 @@ class _LineSender:
     parse: ParseLine
     per_s: float | None
     summary: _ReceiptSummary
-    pending: asyncio.Queue[Pending | PendingSchedule | None] = field(default_factory=asyncio.Queue)
+    pending: asyncio.Queue[PendingReceipt | PendingSchedule | None] = field(
+        default_factory=asyncio.Queue
+    )
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PENDING_MAX))
 
     async def submit(self, producer: Producer, lines: AsyncIterator[bytes]) -> None:

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from batonmq.idempotence.handling import by_key, by_origin, idempotent
+    from batonmq.idempotence.idempotent_handler import by_key, by_origin, idempotent
     from batonmq.idempotence.memory_store import MemoryStore
     from batonmq.idempotence.redis_store import RedisStore
     from batonmq.idempotence.sql_store import SqlStore
@@ -33,9 +33,9 @@ _HOMES = {
     "RedisStore": "batonmq.idempotence.redis_store",
     "SqlStore": "batonmq.idempotence.sql_store",
     "Store": "batonmq.idempotence.store",
-    "by_key": "batonmq.idempotence.handling",
-    "by_origin": "batonmq.idempotence.handling",
-    "idempotent": "batonmq.idempotence.handling",
+    "by_key": "batonmq.idempotence.idempotent_handler",
+    "by_origin": "batonmq.idempotence.idempotent_handler",
+    "idempotent": "batonmq.idempotence.idempotent_handler",
 }
 
 _EXTRAS = {"redis": "redis", "sqlalchemy": "sql"}

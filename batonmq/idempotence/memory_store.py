@@ -1,4 +1,4 @@
-"""Claims in the memory of one process."""
+"""A store of claims in the memory of one process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class _Entry:
 
 
 class MemoryStore:
-    """A `Store` for tests, and for a group with a single member: it ends with the process.
+    """A `Store` for tests and for groups with one member; it is lost when the process ends.
 
-    Holds every message for its `done_ms`, about 300 bytes each.
+    Each message takes about 300 bytes for `done_ms`.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:

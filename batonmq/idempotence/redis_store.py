@@ -1,4 +1,4 @@
-"""Claims in Redis: one key each, which Redis itself lets expire."""
+"""A store of claims in Redis: one key per claim, with an expiry."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 class RedisStore:
     """A `Store` in Redis 6.2 or later. Use it as an async context manager.
 
-    The time is that of the Redis server. It is as safe as the server: what a failover or a
-    restart of Redis forgets, or `maxmemory-policy` evicts, may be handled again.
+    Expiry uses the clock of the Redis server. Claims are as durable as the server: if a failover
+    or a restart loses a key, or `maxmemory-policy` evicts it, the message may be handled again.
 
     Args:
         redis: `redis://…` or `rediss://…`, or a client of `redis.asyncio`, which stays the
             caller's.
-        namespace: Such as the name of the group: keys are `namespace:key`.
+        namespace: Prefix of the keys, such as the name of the group: `namespace:key`.
     """
 
     def __init__(self, redis: str | Redis, namespace: str) -> None:

@@ -1,4 +1,4 @@
-"""Claims in a table of SQLite or PostgreSQL: one row each, one statement per step."""
+"""A store of claims in a table of SQLite or PostgreSQL: one row per claim."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from batonmq.errors import InvalidArgument
 
 PURGE_EVERY = 1_000
-"""After so many calls rows whose time is over are deleted, twice as many at most."""
+"""Number of calls after which expired rows are deleted, at most twice as many."""
 
 CLAIMS = sa.Table(
     "batonmq_claims",
@@ -31,22 +31,22 @@ _NOW: dict[str, sa.ColumnElement[int]] = {
         "CAST(extract(epoch FROM clock_timestamp()) * 1000 AS BIGINT)", sa.BigInteger
     ),
 }
-"""Milliseconds since the Unix epoch at the database, not at its clients, when it is evaluated."""
+"""Current time of the database, not of the client, in milliseconds since the Unix epoch."""
 
 
 class SqlStore:
     """A `Store` in SQLite or PostgreSQL. Use it as an async context manager.
 
-    Entering makes the table `batonmq_claims` if there is none. The calls run in threads, so the
-    engine is a synchronous one.
+    The start of the block creates the table `batonmq_claims` if it does not exist. Calls run in
+    threads, so the engine must be synchronous.
 
     Args:
         engine: `sqlite:///file` or `postgresql+psycopg://…`, or an engine of SQLAlchemy, which
             stays the caller's. SQLite needs a file: in memory, each thread has its own.
-        namespace: Such as the name of the group; a part of the primary key.
+        namespace: A part of the primary key, such as the name of the group.
 
     Raises:
-        InvalidArgument: the engine is asynchronous, in memory, or of another database.
+        InvalidArgument: The engine is asynchronous, in memory, or for another database.
     """
 
     def __init__(self, engine: str | sa.Engine, namespace: str) -> None:
@@ -88,10 +88,10 @@ class SqlStore:
         await asyncio.to_thread(self._run, mine)
 
     async def purge(self) -> int:
-        """Delete rows whose time is over, of every namespace; `put` does it now and then.
+        """Delete expired rows of every namespace; `put` calls this regularly.
 
         Returns:
-            How many were deleted; at most twice `PURGE_EVERY`.
+            The number of deleted rows, at most twice `PURGE_EVERY`.
         """
         return await asyncio.to_thread(self._run, purge_statement(self._dialect))
 
@@ -101,7 +101,7 @@ class SqlStore:
         with self._engine.begin() as connection:
             if connection.execute(write).rowcount == 1:
                 return value
-            # The same transaction: the row is locked, by the statement before.
+            # Same transaction: the previous statement has locked the row.
             there = connection.execute(sa.select(CLAIMS.c.value).where(self._is(key)))
             return str(there.scalar_one())
 
@@ -113,7 +113,7 @@ class SqlStore:
         try:
             CLAIMS.metadata.create_all(self._engine)
         except sa.exc.DBAPIError:
-            # Two that begin at once both try, and one of them fails.
+            # If two processes create the table at the same time, one of them fails.
             if not sa.inspect(self._engine).has_table(CLAIMS.name):
                 raise
 
@@ -124,13 +124,13 @@ class SqlStore:
 def put_statement(
     dialect: str, row: dict[str, Any], owner: str, keep_ms: int
 ) -> postgresql.Insert | sqlite.Insert:
-    """Write `row` unless the key has a live value that is not `owner`; then no row counts."""
+    """Return a statement that writes `row`, unless the key has a live value other than `owner`."""
     now = _NOW[dialect]
     insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
     values: Any = insert(CLAIMS).values(row | {"expires_unix_ms": now + keep_ms})
     statement: postgresql.Insert | sqlite.Insert = values.on_conflict_do_update(
         index_elements=[CLAIMS.c.namespace, CLAIMS.c.key],
-        # Not `excluded`: the time after waiting for whoever else writes the row.
+        # Not `excluded`: the time must be read after the wait for the row lock.
         set_={"value": row["value"], "expires_unix_ms": now + keep_ms},
         where=sa.or_(CLAIMS.c.expires_unix_ms <= now, CLAIMS.c.value == owner),
     )
@@ -138,7 +138,7 @@ def put_statement(
 
 
 def purge_statement(dialect: str) -> sa.Delete:
-    """Delete some rows whose time is over; not those that somebody writes at the moment."""
+    """Return a statement that deletes some expired rows; it skips locked rows."""
     over = (
         sa.select(CLAIMS.c.namespace, CLAIMS.c.key)
         .where(CLAIMS.c.expires_unix_ms <= _NOW[dialect])
@@ -149,7 +149,7 @@ def purge_statement(dialect: str) -> sa.Delete:
 
 
 def _problem(engine: sa.Engine) -> str:
-    """Why claims can't be kept there; empty if they can."""
+    """Return why the engine can't be used; empty if it can."""
     if engine.dialect.is_async:
         return "an asynchronous driver; name a synchronous one, such as postgresql+psycopg"
     if engine.dialect.name not in _NOW:

@@ -1,27 +1,27 @@
-"""What `idempotent` asks of the place where claims are kept."""
+"""The interface of stores that keep the claims of `idempotent`."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 DONE = "done"
-"""What stands at a key whose message is handled. No owner has this name."""
+"""Value of a key whose message is handled. No owner has this name."""
 
 
 class Store(Protocol):
-    """Short texts under keys, each until its time is over.
+    """A store of short texts by key, each with an expiry.
 
-    Both calls are atomic among all processes that share the store, and both may be repeated: a
-    client that lost the answer asks again. A text whose time is over is not there any more.
-    Failures are those of the database's client.
+    Both calls must be atomic for all processes that share the store, and safe to retry, because a
+    client may lose a response. An expired text must not be returned. Failures raise the errors of
+    the database client.
     """
 
     async def put(self, key: str, owner: str, value: str, keep_ms: int) -> str:
-        """Write `value` for `keep_ms`, if the key is free or has `owner`.
+        """Write `value` for `keep_ms` if the key has no value or the value `owner`.
 
         Returns:
-            What stands at the key afterwards: `value`, or what somebody else has written.
+            The value of the key afterwards: `value`, or the value of another owner.
         """
 
     async def remove(self, key: str, owner: str) -> None:
-        """Free the key, if it has `owner`."""
+        """Delete the key if its value is `owner`."""

@@ -18,7 +18,7 @@ from batonmq._common.clock import Clock
 from batonmq._connection.security import Security
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq_server.demo.delivery_report import DeliveryReport, compare_deliveries, handovers_ms
 from batonmq_server.demo.flights import Flight

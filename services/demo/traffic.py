@@ -18,8 +18,8 @@ from pathlib import Path
 from batonmq._connection.security import Security
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import PendingReceipt
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError, TopicExists
 from batonmq_server.demo.delivery_report import DeliveryReport, compare_deliveries
@@ -72,7 +72,7 @@ class TrafficProducer:
 
     async def produce(self, plan: TrafficPlan) -> None:
         """Send until `stop` is set, and wait for all receipts."""
-        waiting: asyncio.Queue[tuple[str, int, Pending] | None] = asyncio.Queue(WAITING_MAX)
+        waiting: asyncio.Queue[tuple[str, int, PendingReceipt] | None] = asyncio.Queue(WAITING_MAX)
         number = 0
         settings = replace(PATIENT, security=plan.security)
         async with Producer(plan.nameserver, settings) as producer, asyncio.TaskGroup() as tasks:
@@ -87,7 +87,7 @@ class TrafficProducer:
                 await asyncio.sleep(1 / TICKS_PER_S)
             await waiting.put(None)
 
-    async def _settle(self, waiting: asyncio.Queue[tuple[str, int, Pending] | None]) -> None:
+    async def _settle(self, waiting: asyncio.Queue[tuple[str, int, PendingReceipt] | None]) -> None:
         while (one := await waiting.get()) is not None:
             key, number, pending = one
             try:

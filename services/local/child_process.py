@@ -25,7 +25,7 @@ class NotReady(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program and its surroundings.
+    """A program and its environment.
 
     Attributes:
         name: Name of the process, for messages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from baton.common.v1 import queue_pb2
@@ -30,6 +31,7 @@ from batonmq_server.runtime.paging import key_of_token, malformed_token
 WatchNotice = tuple[GroupQueue, int, WantedNotice | None]
 """A queue and its token, with the notice for its owner; None if the queue is free instead."""
 
+_QUEUE_ID = re.compile(r"[0-9]{1,10}")
 _HOLD_STATES = {state: pb.HoldState.Value(f"HOLD_STATE_{state.value}") for state in HoldState}
 _WANTED_REASONS = {r: pb.WantedReason.Value(f"WANTED_REASON_{r.value}") for r in WantedReason}
 _LOCK_STATES = {state: pb.LockState.Value(f"LOCK_STATE_{state.name}") for state in LockState}
@@ -67,7 +69,7 @@ def key_from_page_token(page_token: str) -> GroupQueue | None:
     if not encoded:
         return None
     match encoded.split("/"):
-        case [group, topic, broker, queue_id] if queue_id.isdecimal():
+        case [group, topic, broker, queue_id] if _QUEUE_ID.fullmatch(queue_id):
             return GroupQueue(group, topic, broker, int(queue_id))
     raise malformed_token(page_token)
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from baton.common.v1 import error_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import BatonError
 from batonmq_server.lockmgr.core.lock_entry import LockState
 from batonmq_server.lockmgr.core.lock_table import HoldReport

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.rpc import differences_to_pb
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import BatonError, SubscriptionConflict
 from batonmq_server.nameserver.core.differences import longest_member
 from batonmq_server.nameserver.core.groups import (

@@ -15,7 +15,7 @@ from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis
 from batonmq_server.nameserver.inspector import InspectionTarget, QueueInspector

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq._telemetry.events import EventHub
-from batonmq._telemetry.latencies import Latencies, Timed
+from batonmq._telemetry.event_hub import EventHub
+from batonmq._telemetry.latency_sketches import LatencyKey, LatencySketches
 from batonmq.errors import Fenced
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import RangeSet
@@ -22,7 +22,7 @@ from batonmq_server.offsets.responses import queue_pb
 
 HOLDERS_MAX = 100_000
 """Queues for which the last two holders are kept, to report a fenced call by client id."""
-_COMMIT = Timed(pb.Latency.OPERATION_COMMIT)
+_COMMIT = LatencyKey(pb.Latency.OPERATION_COMMIT)
 _CALLS = {
     "touch": "Touch",
     "commit": "Commit",
@@ -51,7 +51,7 @@ class EventPublisher:
         self._committed: dict[tuple[GroupQueue, int], _Committed] = {}
         self._fenced: Counter[_Refusal] = Counter()
         self._holders: OrderedDict[GroupQueue, dict[int, str]] = OrderedDict()
-        self._latencies = Latencies()
+        self._latencies = LatencySketches()
         hub.gatherers.append(self._events)
 
     def now_s(self) -> float:

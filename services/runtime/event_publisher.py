@@ -11,13 +11,13 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._connection.directory import ClientEnvironment
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import METRICS_PRODUCER
-from batonmq._telemetry.publishing import Encode, Publisher, as_protobuf
+from batonmq._producer.producer_settings import METRICS_PRODUCER
+from batonmq._telemetry.metrics_publisher import Encode, MetricsPublisher, as_protobuf
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.service_runtime import Runtime
 
 
-def event_publisher(runtime: Runtime) -> Publisher:
+def event_publisher(runtime: Runtime) -> MetricsPublisher:
     """Return the publisher; it finds the nameservers in etcd and encodes as the settings say."""
     environment = ClientEnvironment(
         clock=runtime.clock, random=runtime.random, connect=runtime.connect
@@ -26,10 +26,10 @@ def event_publisher(runtime: Runtime) -> Publisher:
     @asynccontextmanager
     async def opened() -> AsyncIterator[Producer]:
         addresses = await _nameservers(runtime.nodes)
-        async with Producer(addresses, METRICS_PRODUCER, surroundings=environment) as producer:
+        async with Producer(addresses, METRICS_PRODUCER, environment=environment) as producer:
             yield producer
 
-    return Publisher(runtime.hub, opened, _encoder(runtime.settings.metrics_encoding))
+    return MetricsPublisher(runtime.hub, opened, _encoder(runtime.settings.metrics_encoding))
 
 
 def _encoder(encoding: Literal["protobuf", "arrow"]) -> Encode:

@@ -8,7 +8,7 @@ import grpc.aio
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 
 
 class MetricsServicer(pb_grpc.MetricsServiceServicer):

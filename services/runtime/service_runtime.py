@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from batonmq._common.aio import unless
 from batonmq._connection.channels import connect
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.names import METRICS_TOPIC
-from batonmq._telemetry.events import EventHub
-from batonmq._telemetry.latencies import Latencies, Timed
+from batonmq._telemetry.event_hub import EventHub
+from batonmq._telemetry.latency_sketches import LatencyKey, LatencySketches
 from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDelivery, ReportedRange
 from batonmq_server.storage.core.retention import DiskUsage
 from batonmq_server.storage.core.store import ReadResult
 from batonmq_server.storage.long_polls import QueueOwner
 
 VOLUME_INTERVAL_S = 10.0
-APPEND = Timed(pb.Latency.OPERATION_APPEND)
-FSYNC = Timed(pb.Latency.OPERATION_FSYNC)
-REPLICATION = Timed(pb.Latency.OPERATION_REPLICATION)
-PULL = Timed(pb.Latency.OPERATION_PULL)
+APPEND = LatencyKey(pb.Latency.OPERATION_APPEND)
+FSYNC = LatencyKey(pb.Latency.OPERATION_FSYNC)
+REPLICATION = LatencyKey(pb.Latency.OPERATION_REPLICATION)
+PULL = LatencyKey(pb.Latency.OPERATION_PULL)
 
 
 class StorageMetricStream:
@@ -42,7 +42,7 @@ class StorageMetricStream:
         self._appended: dict[tuple[str, int], tuple[int, int, int]] = {}
         self._delivered: dict[tuple[QueueOwner, str], DeliveredRange] = {}
         self._closed: list[tuple[QueueOwner, str, DeliveredRange]] = []
-        self._latencies = Latencies()
+        self._latencies = LatencySketches()
         self._volume_due_s = 0.0
         hub.gatherers.append(self._events)
 
@@ -50,11 +50,11 @@ class StorageMetricStream:
         """Return the loop's time in seconds: the start time for `observe_since`."""
         return asyncio.get_running_loop().time()
 
-    def observe_since(self, what: Timed, begin_s: float) -> None:
+    def observe_since(self, what: LatencyKey, begin_s: float) -> None:
         """Record the latency of an operation that began at `begin_s` and has ended now."""
         self.observe_us(what, int((self.now_s() - begin_s) * 1e6))
 
-    def observe_us(self, what: Timed, us: int) -> None:
+    def observe_us(self, what: LatencyKey, us: int) -> None:
         """Record the latency of an operation, in microseconds."""
         if self.hub.watched:
             self._latencies.add(what, us)

@@ -20,7 +20,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import CreatedTopic
 from batonmq.errors import BatonError, InvalidArgument, Retry
@@ -62,7 +62,7 @@ class MemoryBroker:
             as `{"nameserver": {"auto_create_topics": True}}`.
 
     Attributes:
-        nameserver: Address for clients, together with `surroundings`.
+        nameserver: Address for clients, together with `environment`.
     """
 
     nameserver = "nameserver-0:1"
@@ -91,7 +91,7 @@ class MemoryBroker:
         self._running: dict[str, SimulatedService] = {}
         self._client_count = 0
         self._own = SimulatedProcess(environment, "client", 0)
-        self._admin = Admin(self.nameserver, surroundings=self.surroundings)
+        self._admin = Admin(self.nameserver, environment=self.environment)
         try:
             for service in services.cluster(environment, self._brokers, self._settings):
                 self._start(service)
@@ -121,9 +121,9 @@ class MemoryBroker:
     # ---- clients
 
     @property
-    def surroundings(self) -> ClientEnvironment:
+    def environment(self) -> ClientEnvironment:
         """For clients that the code under test makes, with the address `nameserver`."""
-        return self._own.surroundings()
+        return self._own.client_environment()
 
     @property
     def clock(self) -> Clock:
@@ -134,7 +134,7 @@ class MemoryBroker:
         """Return a producer; enter it with `async with`."""
         process = self._client()
         return self._known(
-            Producer(self.nameserver, settings, surroundings=process.surroundings()), process
+            Producer(self.nameserver, settings, environment=process.client_environment()), process
         )
 
     def consumer(
@@ -163,7 +163,7 @@ class MemoryBroker:
             subscriptions,
             settings,
             client_id=client_id or process.name,
-            surroundings=process.surroundings(),
+            environment=process.client_environment(),
         )
         return self._known(consumer, process)
 
@@ -176,16 +176,18 @@ class MemoryBroker:
     ) -> Puller:
         """Return a puller; enter it with `async with`."""
         process = self._client()
-        surroundings = process.surroundings()
+        environment = process.client_environment()
         return self._known(
-            Puller(self.nameserver, group, settings, filters=filters, surroundings=surroundings),
+            Puller(self.nameserver, group, settings, filters=filters, environment=environment),
             process,
         )
 
     def admin(self) -> Admin:
         """Return a client for topics, groups and queries; enter it with `async with`."""
         process = self._client()
-        return self._known(Admin(self.nameserver, surroundings=process.surroundings()), process)
+        return self._known(
+            Admin(self.nameserver, environment=process.client_environment()), process
+        )
 
     # ---- operations for tests
 
@@ -202,7 +204,7 @@ class MemoryBroker:
             TopicNotFound: there is no such topic.
         """
         found: list[ReceivedMessage] = []
-        async with Puller(self.nameserver, surroundings=self.surroundings) as puller:
+        async with Puller(self.nameserver, environment=self.environment) as puller:
             queues = await _retry(lambda: puller.queues(topic))
             ends = await self._ends(queues)
             await puller.assign(queue for queue, end in ends.items() if end)

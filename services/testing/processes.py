@@ -197,7 +197,7 @@ class SimulatedProcess:
             self.environment.thawed()
             self.host.thaw()
 
-    def surroundings(self) -> ClientEnvironment:
+    def client_environment(self) -> ClientEnvironment:
         """Return what clients in this process take from their environment."""
         return ClientEnvironment(
             clock=self.clock,

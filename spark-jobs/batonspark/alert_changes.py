@@ -1,4 +1,4 @@
-"""What the watches see and what they say. Pure values."""
+"""Input of the rule evaluators (signals) and their output (alert changes). Pure values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pydantic import BaseModel
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One event as the watches see it.
+    """One metric event, reduced to what the rule evaluators need.
 
     Attributes:
-        reason: As in StuckChanged.
-        text: The event in words, where it has some.
+        reason: Name of the StuckReason, as in StuckChanged.
+        text: Description in the event; may be empty.
         acked_beyond_count: As in QueueLag.
-        oldest_unacked_ms: As in QueueLag; negative if not known.
+        oldest_unacked_ms: As in QueueLag; negative if unknown.
         silent_ms: As in MemberExpired.
-        generation: Of a rebalance, which comes in several events if many queues move; else 0.
+        generation: Of a rebalance; else 0. A rebalance that moves many queues has several events.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Signal:
 
 
 class AlertState(StrEnum):
-    """What became of an alert."""
+    """State of an alert."""
 
     FIRING = "FIRING"
     RESOLVED = "RESOLVED"
@@ -47,12 +47,12 @@ class AlertState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AlertChange:
-    """An alert began or ended.
+    """An alert starts to fire or is resolved.
 
     Attributes:
-        detail: What tells alerts of one rule and subject apart: a verdict, a client; may be empty.
-        since_unix_ms: When it began; with rule, subject and detail it names the alert for ever.
-        reason: Name of a StuckReason, or why the alert ended; may be empty.
+        detail: Distinguishes alerts of one rule and subject: verdict or client id; may be empty.
+        since_unix_ms: Time it started to fire; with rule, subject and detail it is the identity.
+        reason: Name of a StuckReason, or why the alert was resolved; may be empty.
     """
 
     state: AlertState
@@ -67,7 +67,7 @@ class AlertChange:
 
 @dataclass(frozen=True, slots=True)
 class AlertText:
-    """What a change says besides its name and its times."""
+    """Summary, reason and values of an alert change."""
 
     summary: str
     reason: str = ""
@@ -76,24 +76,24 @@ class AlertText:
 
 
 class FiringAlerts(BaseModel):
-    """The alerts of one rule and subject that are firing: by detail, since when."""
+    """The firing alerts of one rule and subject: start time by detail."""
 
     since: dict[str, int] = {}
 
     def fire(self, detail: str, unix_ms: int, telling: AlertText) -> Iterator[AlertChange]:
-        """Begin the alert, unless it is firing."""
+        """Fire the alert unless it is firing already."""
         if detail not in self.since:
             self.since[detail] = unix_ms
             yield _change(AlertState.FIRING, detail, unix_ms, unix_ms, telling)
 
     def resolve(self, detail: str, unix_ms: int, telling: AlertText) -> Iterator[AlertChange]:
-        """End the alert, if it is firing."""
+        """Resolve the alert if it is firing."""
         since = self.since.pop(detail, None)
         if since is not None:
             yield _change(AlertState.RESOLVED, detail, since, unix_ms, telling)
 
     def resolve_all(self, unix_ms: int, telling: AlertText) -> Iterator[AlertChange]:
-        """End every alert."""
+        """Resolve every alert."""
         for detail in sorted(self.since):
             yield from self.resolve(detail, unix_ms, telling)
 

@@ -1,7 +1,7 @@
-"""When to raise an alert: one validated YAML, whose every value has a default.
+"""The rules of the alerts: one validated YAML file in which every value has a default.
 
-An override names groups and topics by patterns (`billing-*`) and says only what is different
-there; of several that match the later wins.
+An override selects groups and topics by patterns (`billing-*`) and has only the values that differ
+there. If several overrides match, the later one wins.
 """
 
 from __future__ import annotations
@@ -19,73 +19,73 @@ Severity = Literal["info", "warning", "critical"]
 
 
 class RulesPart(BaseModel):
-    """One part of the file. A name that is not known is an error."""
+    """Base of each part of the file. An unknown name is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Rule(RulesPart):
-    """What every rule has."""
+    """Fields of every rule."""
 
     enabled: bool = True
     severity: Severity = "warning"
 
 
 class LagRule(Rule):
-    """A queue of a group is not `ok` (see docs/reference/spark.md for the verdicts)."""
+    """Fires if the verdict on a queue is not `ok`; docs/reference/spark.md has the verdicts."""
 
     samples: int = Field(default=6, ge=2, le=100)
-    """Length of the window, in samples of about 10 s each."""
+    """Length of the window in samples; there is one about every 10 s."""
     clear_samples: int = Field(default=2, ge=1, le=100)
-    """So many samples in a row must be fine before the alert is resolved."""
+    """Consecutive samples with the verdict `ok` before the alert is resolved."""
     lag_min: int = Field(default=1, ge=1)
-    """Less lag counts as none, in messages."""
+    """Lag below this many messages counts as none."""
     age_ms_max: int = Field(default=300_000, ge=0)
-    """An older message makes the queue slow; 0 for no limit."""
+    """The queue is slow if its oldest message is older than this; 0 for no limit."""
     ignored_reasons: tuple[str, ...] = ("PAUSED",)
-    """Names of StuckReason for which a blocked queue raises nothing."""
+    """Names of StuckReason for which a blocked queue raises no alert."""
     gone_ms: int = Field(default=300_000, ge=30_000)
-    """Without a sample for so long the queue is forgotten, and its alert resolved."""
+    """After this time without a sample the queue is forgotten and its alert resolved."""
 
 
 class CountRule(Rule):
-    """More events than allowed within a window."""
+    """Fires if a window has more events than allowed."""
 
     count_max: int = Field(ge=0)
-    """More than this raises the alert."""
+    """The alert fires above this number of events."""
     window_ms: int = Field(default=300_000, ge=1_000)
-    """The window."""
+    """Length of the window."""
 
 
 class ConflictRule(Rule):
-    """A member was refused for its subscription, or let in with a differing one."""
+    """Fires if a member is rejected for its subscription, or joins with a different one."""
 
     clear_ms: int = Field(default=120_000, ge=1_000)
-    """Without another for so long the alert is resolved."""
+    """After this time without another conflict the alert is resolved."""
 
 
 class SilenceRule(Rule):
-    """A member was expelled for its silence."""
+    """Fires if a member expires because its heartbeats stopped."""
 
     forget_ms: int = Field(default=600_000, ge=1_000)
-    """One that is not seen again within this is taken for gone, and the alert resolved."""
+    """The alert is resolved if the member does not rejoin within this time."""
     clients_max: int = Field(default=100, ge=1, le=10_000)
-    """Of one group at most so many are watched at a time."""
+    """Maximum members of a group with a firing alert."""
 
 
 class LatencyRule(Rule):
-    """An operation of one process takes too long."""
+    """Fires if a latency percentile of an operation of one process is above a limit."""
 
     operation: str = Field(pattern=r"^[A-Z][A-Z_]*$")
     """Name of a Latency.Operation without its prefix, such as APPEND."""
     percentile: float = Field(default=99.0, gt=0, lt=100)
-    """Which percentile is held against the limit."""
+    """The percentile that is compared with the limit."""
     limit_ms: float = Field(gt=0)
-    """More than this raises the alert."""
+    """The alert fires above this latency."""
     window_ms: int = Field(default=60_000, ge=10_000)
-    """Over which the percentile is taken."""
+    """Length of the window of the percentile."""
     count_min: int = Field(default=20, ge=1)
-    """Fewer values in the window say nothing."""
+    """Minimum of values in the window for the alert to fire."""
 
 
 STORM = CountRule(count_max=5)
@@ -97,24 +97,24 @@ LATENCIES = (
 
 
 class GroupRules(RulesPart):
-    """Rules that hold for groups, each as a whole."""
+    """The rules of a consumer group."""
 
     lag: LagRule = LagRule()
     rebalance_storm: CountRule = STORM
-    """Queues were dealt anew too often."""
+    """The group was rebalanced too often."""
     steals: CountRule = STEALS
-    """Queues were taken over because the owner's lease ran out."""
+    """Queues were taken over because their owner's lease expired."""
     subscription_conflict: ConflictRule = ConflictRule(severity="critical")
     silent_client: SilenceRule = SilenceRule()
 
 
 class Override(RulesPart):
-    """What is different for some groups and topics."""
+    """Values that differ for some groups and topics."""
 
     group: str = "*"
     """Pattern of the group's name."""
     topic: str = "*"
-    """Pattern of the topic's name; only `lag` knows a topic, other rules ask for `*`."""
+    """Pattern of the topic's name. Must be `*` for all rules but `lag`."""
     lag: dict[str, Any] = {}
     rebalance_storm: dict[str, Any] = {}
     steals: dict[str, Any] = {}
@@ -125,19 +125,19 @@ class Override(RulesPart):
     def _fits(self) -> Override:
         if self.topic != "*" and any(getattr(self, name) for name in _NAMES if name != "lag"):
             raise ValueError("only lag can be overridden for a topic")
-        _overridden(GroupRules(), self)  # its values, against the defaults
+        _overridden(GroupRules(), self)  # validates the values
         return self
 
 
 class RuleBook(GroupRules):
-    """The file."""
+    """The whole file of rules."""
 
     version: Literal[1] = 1
     latency: tuple[LatencyRule, ...] = LATENCIES
     overrides: tuple[Override, ...] = ()
 
     def of(self, group: str, topic: str = "") -> GroupRules:
-        """Rules that hold for a group, or for its queues of one topic."""
+        """Return the rules of a group, or of its queues of one topic."""
         rules = GroupRules(**{name: getattr(self, name) for name in _NAMES})
         for override in self.overrides:
             topics = override.topic == "*" or (topic and fnmatchcase(topic, override.topic))
@@ -150,11 +150,10 @@ _NAMES = tuple(GroupRules.model_fields)
 
 
 def load_rules(path: Path | None) -> RuleBook:
-    """The rules of a file, or the defaults without one.
+    """Return the rules of a file, or the defaults if `path` is None.
 
     Raises:
-        ConfigError: the file can't be read, or does not describe valid rules; every problem is
-            named.
+        ConfigError: the file can't be read or is not valid; the error lists every problem.
     """
     if path is None:
         return RuleBook()

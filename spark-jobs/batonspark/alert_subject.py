@@ -1,7 +1,7 @@
-"""One subject with all its watches: what the state of one key of the alerts query is. Pure.
+"""The state of one key of the query `alerts`: a subject with the evaluators of its rules. Pure.
 
-A subject is `queue|group|topic|broker|queue_id`, `group|group` or `latency|source|operation`. That
-of `clock|source` has no rule: its signals only tell that time passes.
+A subject is `queue|group|topic|broker|queue_id`, `group|group` or `latency|source|operation`. The
+subject `clock|source` has no rule: its signals only advance the event time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "silent_client": ("member_seen", "member_expired"),
     "latency": ("latency",),
 }
-"""What each rule looks at. Of lock_granted only those are fed that were stolen."""
+"""Kinds of events that each rule reads; of lock_granted only takeovers (`stolen`)."""
 _GROUP_RULES = ("rebalance_storm", "steals", "subscription_conflict", "silent_client")
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A change with the name and the weight of its rule."""
+    """An alert change with the name and the severity of its rule."""
 
     rule: str
     severity: str
@@ -53,16 +53,16 @@ class Alert:
 
 
 class AlertSubject:
-    """The watches of one key, as far as rules are on.
+    """The evaluators of the enabled rules of one subject.
 
     Args:
-        stored: What `stored` gave before; empty for a subject that is new.
+        stored: The state, as `stored` returned it; empty for a new subject.
     """
 
     def __init__(self, key: str, book: RuleBook, stored: str = "") -> None:
         told: dict[str, Any] = json.loads(stored) if stored else {"version": _STATE_VERSION}
         if told["version"] != _STATE_VERSION:
-            raise ValueError(f"state of version {told['version']}, {_STATE_VERSION} is known")
+            raise ValueError(f"state has version {told['version']}, expected {_STATE_VERSION}")
         self._rules = dict(_rules(key, book))
         known = told.get("watches", {})
         self._watches: dict[str, RuleEvaluator[Any]] = {
@@ -74,7 +74,7 @@ class AlertSubject:
         }
 
     def feed(self, signals: Iterable[Signal]) -> Iterator[Alert]:
-        """Take signals in, oldest first."""
+        """Process signals, oldest first."""
         for signal in signals:
             yield from self.advance(signal.unix_ms)
             for name, watch in self._watches.items():
@@ -82,7 +82,7 @@ class AlertSubject:
                     yield from self._alerts(name, watch.feed(self._rules[name], signal))
 
     def advance(self, unix_ms: int) -> Iterator[Alert]:
-        """Event time has come so far: do what was to be done until then, each when it was due."""
+        """Advance the event time: run each tick that is due, in order of its time."""
         yield from self._orphaned(unix_ms)
         while (due := self.wake_unix_ms) is not None and due <= unix_ms:
             for name, watch in self._watches.items():
@@ -91,21 +91,21 @@ class AlertSubject:
 
     @property
     def wake_unix_ms(self) -> int | None:
-        """When `advance` has something to do; None if nothing has to be remembered."""
+        """When `advance` has to be called; None if there is no state to keep."""
         wakes = [watch.wake_unix_ms(self._rules[name]) for name, watch in self._watches.items()]
         return min((wake for wake in wakes if wake is not None), default=None)
 
     @property
     def stored(self) -> str:
-        """The state, for the next life."""
+        """The state as JSON."""
         watches = {name: watch.model_dump() for name, watch in self._watches.items()}
         return json.dumps({"version": _STATE_VERSION, "watches": watches})
 
     def _orphaned(self, unix_ms: int) -> Iterator[Alert]:
-        """Resolve what rules have raised that are off by now."""
+        """Resolve the alerts of rules that are now disabled."""
         orphans, self._orphans = self._orphans, {}
         for name, alarm in orphans.items():
-            changes = alarm.resolve_all(unix_ms, AlertText("the rule is off", "RULE_OFF"))
+            changes = alarm.resolve_all(unix_ms, AlertText("the rule is disabled", "RULE_OFF"))
             yield from (Alert(name, "info", change) for change in changes)
 
     def _alerts(self, name: str, changes: Iterator[AlertChange]) -> Iterator[Alert]:
@@ -114,7 +114,7 @@ class AlertSubject:
 
 
 def _kind(name: str) -> str:
-    """`latency` of `latency_APPEND_p99`; else the name."""
+    """Return `latency` for `latency_APPEND_p99`; else the name itself."""
     return "latency" if name.startswith("latency_") else name
 
 

@@ -1,7 +1,7 @@
-"""Alerts to their table, to their topic, and to Prometheus.
+"""Write alerts to their table, to their topic, and to Prometheus.
 
-A micro-batch that comes again after a crash has the same rows: the table knows it by its number,
-and storage knows its messages. Gauges are set, not counted.
+A micro-batch that is repeated after a crash has the same rows: the table recognizes its number,
+and storage recognizes its messages. Gauges are set, not incremented.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TELLING = ("rule", "severity", "consumer_group", "topic")
 
 
 class AlertGauges:
-    """`baton_alert{...}` is 1 for each alert that is firing; one that is resolved has no series."""
+    """The metric `baton_alert{...}`: 1 for each firing alert; a resolved alert has no series."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._gauge = Gauge(
@@ -37,7 +37,7 @@ class AlertGauges:
         )
 
     def set(self, alerts: Iterable[Mapping[str, Any]]) -> None:
-        """Take changes in, oldest first."""
+        """Apply alert changes, oldest first."""
         for alert in alerts:
             values = ["" if (value := alert[name]) is None else str(value) for name in LABELS]
             if alert["state"] == "FIRING":
@@ -48,10 +48,10 @@ class AlertGauges:
 
 @dataclass(frozen=True, slots=True)
 class AlertWriter:
-    """Writes one micro-batch after the other.
+    """Writes the alerts of each micro-batch.
 
     Attributes:
-        query_id: Gives the id of the query whose micro-batches they are.
+        query_id: Returns the id of the streaming query.
         topic: Options of `format("baton")`; None to send no messages.
     """
 
@@ -61,11 +61,11 @@ class AlertWriter:
     gauges: AlertGauges
 
     def restore(self) -> None:
-        """Set the gauges of what the table says is firing."""
+        """Set the gauges of the alerts that are firing according to the table."""
         self.gauges.set(_open(self._all()))
 
     def close_all(self, session: SparkSession) -> bool:
-        """Resolve what is firing, since its state is gone; False if there never was an alert."""
+        """Resolve every firing alert, because its state is lost; False if the table is empty."""
         rows = self._all()
         unix_ms = Clock().unix_ms()
         now = datetime.fromtimestamp(unix_ms / 1000, UTC)
@@ -78,7 +78,7 @@ class AlertWriter:
         return bool(rows)
 
     def write(self, alerts: DataFrame, batch_id: int) -> None:
-        """Take the alerts of a micro-batch to all three places."""
+        """Write the alerts of a micro-batch to the table, the topic and the gauges."""
         found = alerts.orderBy("time", "alert_id", "state").toArrow()
         if found.num_rows:
             self._put(alerts.sparkSession, found, self.query_id(), batch_id)
@@ -100,13 +100,13 @@ class AlertWriter:
 
 
 def _open(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The alerts that are firing."""
+    """Return the alerts that are firing."""
     resolved = {row["alert_id"] for row in rows if row["state"] == "RESOLVED"}
     return [row for row in rows if row["alert_id"] not in resolved]
 
 
 def messages(alerts: DataFrame) -> DataFrame:
-    """Messages of alerts: JSON under the alert's id, with the state as tag."""
+    """Return messages of alerts: JSON with the alert's id as key and its state as tag."""
     body = F.to_json(F.struct(*(name for name in alerts.columns if name != "date")))
     told = F.map_filter(
         F.create_map(*(each for name in _TELLING for each in (F.lit(name), F.col(name)))),

@@ -1,6 +1,6 @@
-"""From metric events to alerts: signals by subject, the watches over them, and what they tell.
+"""From metric events to alerts: signals by subject, then the evaluators of the rules.
 
-The watches run in event time: what an alert says depends on the events alone, however they come.
+Evaluators run in event time: alerts depend on the events alone, not on when they are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batonspark.alert_subject import KINDS, Alert, AlertSubject
 from batonspark.event_columns import alert_time, attribute, has_attribute, struct
 
 STATE_VERSION = 1
-"""Of what the query keeps in Spark's state: another one begins a new checkpoint."""
+"""Version of the state in Spark; a new version starts a new checkpoint."""
 SIGNALS = """
     subject STRING, kind STRING, at TIMESTAMP, unix_ms BIGINT, client_id STRING, reason STRING,
     text STRING, committed_offset BIGINT, delivered_offset BIGINT, next_offset BIGINT,
@@ -44,15 +44,15 @@ COLUMNS = (
     " first_bucket, buckets,"
     " attrs, store_time"
 )
-"""What of bronze the alerts are made of."""
+"""The columns of bronze that alerts need."""
 _STATE = "stored STRING, wake_unix_ms BIGINT"
 _QUEUE_KINDS = KINDS["lag"]
 _CLOCK = "volume_state"
-"""What brokers tell even if nothing happens."""
+"""Kind of event that brokers publish even without traffic."""
 
 
 def signals(events: DataFrame, book: RuleBook) -> DataFrame:
-    """Rows of SIGNALS from those of `schemas.METRICS`: what some rule looks at."""
+    """Return rows of SIGNALS from rows of `schemas.METRICS`: the events that a rule reads."""
     kind = F.col("kind")
     operations = sorted({rule.operation for rule in book.latency})
     group_kinds = {each for kinds in KINDS.values() for each in kinds} - {*_QUEUE_KINDS, "latency"}
@@ -87,7 +87,7 @@ def signals(events: DataFrame, book: RuleBook) -> DataFrame:
 
 
 def alerts(seen: DataFrame, book: RuleBook, watermark_s: int) -> DataFrame:
-    """Rows of ALERTS from those of SIGNALS, by a query with state."""
+    """Return rows of ALERTS from rows of SIGNALS, by a stateful query."""
     changes = (
         seen.withWatermark("at", f"{watermark_s} seconds")
         .groupBy("subject")
@@ -102,7 +102,7 @@ def alerts(seen: DataFrame, book: RuleBook, watermark_s: int) -> DataFrame:
 
 
 def alert_rows(changes: DataFrame) -> DataFrame:
-    """Rows of ALERTS from those of CHANGES."""
+    """Return rows of ALERTS from rows of CHANGES."""
     parts = F.split("subject", r"\|")
     of_kind = parts[0]
 
@@ -125,7 +125,7 @@ def alert_rows(changes: DataFrame) -> DataFrame:
 
 
 class SubjectProcessor(StatefulProcessor):
-    """Keeps one subject for each key, in JSON, with one timer for when it wants to be told."""
+    """Keeps the state of each subject as JSON, with one timer for its next wake-up."""
 
     def __init__(self, book: RuleBook) -> None:
         self._book = book
@@ -136,7 +136,7 @@ class SubjectProcessor(StatefulProcessor):
         self._state = handle.getValueState("subject", _STATE)
 
     def handleInputRows(self, key: Any, rows: Iterator[Row], timerValues: Any) -> Iterator[Row]:
-        """Feed the signals of a micro-batch, in the order of their time."""
+        """Process the signals of a micro-batch in the order of their time."""
         (name,) = key
         subject, wake = self._opened(name)
         found = sorted(map(_signal, rows), key=lambda signal: signal.unix_ms)
@@ -147,7 +147,7 @@ class SubjectProcessor(StatefulProcessor):
     def handleExpiredTimer(
         self, key: Any, timerValues: Any, expiredTimerInfo: Any
     ) -> Iterator[Row]:
-        """Tell the subject how late it is."""
+        """Advance the event time of the subject."""
         (name,) = key
         subject, _ = self._opened(name)
         for alert in subject.advance(timerValues.getCurrentWatermarkInMs()):
@@ -155,7 +155,7 @@ class SubjectProcessor(StatefulProcessor):
         self._keep(subject, None)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no resource to release."""
 
     def _opened(self, name: str) -> tuple[AlertSubject, int | None]:
         stored = self._state.get()
@@ -164,10 +164,10 @@ class SubjectProcessor(StatefulProcessor):
         return AlertSubject(name, self._book, stored[0]), stored[1]
 
     def _keep(self, subject: AlertSubject, timer: int | None) -> None:
-        """Store the subject, or forget one that remembers nothing.
+        """Store the subject, or remove it if there is no state to keep.
 
         Args:
-            timer: The one that is set now.
+            timer: Time of the timer that is registered now.
         """
         wake = subject.wake_unix_ms
         if timer is not None and timer != wake:

@@ -1,7 +1,7 @@
-"""The life of a job's process: settings, session, queries, SIGTERM, end.
+"""Run a job as a process: settings, session, queries, signals, exit status.
 
-Exit status 0: SIGTERM or SIGINT, or all is done. 1: a query has failed, and the supervisor starts
-the process again; it goes on where it was. 2: the settings are not valid.
+Exit status 0: SIGTERM, SIGINT, or the work is complete. 1: a query failed; when the supervisor
+restarts the process, it continues at the checkpoint. 2: the settings are not valid.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from batonspark.settings import PREFIX, JobSettings
 log = logging.getLogger(__name__)
 
 START_ATTEMPTS_MAX = 3
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def run(*names: str) -> NoReturn:
     """Run streaming queries in one session until SIGTERM, or until one ends.
 
     Args:
-        names: Of `QUERIES`. Those that read a table are started after those that write it.
+        names: Keys of `QUERIES`. A query starts after the query that writes its input table.
     """
     run_job("+".join(names), lambda settings, ended: _stream(names, settings, ended))
 
@@ -76,7 +76,7 @@ def run_job(name: str, job: Callable[[JobSettings, threading.Event], bool]) -> N
 
 @contextmanager
 def session(name: str, settings: JobSettings) -> Iterator[SparkSession]:
-    """A session of Spark for a job."""
+    """Return a Spark session for a job; it stops when the context ends."""
     built = build_session(f"baton-{name}", settings.master, settings.spark_config)
     built.sparkContext.setLogLevel("WARN")
     try:
@@ -94,28 +94,28 @@ def _stream(names: Sequence[str], settings: JobSettings, ended: threading.Event)
             spark.streams.addListener(ProgressListener(registry))
             context = QueryContext(spark, settings, AlertGauges(registry))
             queries = [
-                _begun(start, context, ended)
+                _start_query(start, context, ended)
                 for name, start in QUERIES.items()
                 if name in names and not ended.is_set()
             ]
-            return _watch(queries, ended)
+            return _wait(queries, ended)
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-def _begun(
+def _start_query(
     start: Callable[[QueryContext], StreamingQuery], context: QueryContext, ended: threading.Event
 ) -> StreamingQuery:
-    """Start a query, and wait for its first progress; start it again if it fails before that.
+    """Start a query and wait for its first progress; start it again if it fails before that.
 
-    It starts processes that Spark gives ten seconds, which on a busy machine may not be enough.
-    So those of several queries had better not all start at once, either.
+    A query starts processes to which Spark gives ten seconds; on a busy machine this may be too
+    short. For the same reason queries are started one after the other.
     """
     for attempt in range(1, START_ATTEMPTS_MAX + 1):
         query = start(context)
-        while query.isActive and query.lastProgress is None and not ended.wait(_LOOK_S):
+        while query.isActive and query.lastProgress is None and not ended.wait(_POLL_S):
             pass
         if query.exception() is None or query.lastProgress is not None or ended.is_set():
             break
@@ -123,9 +123,9 @@ def _begun(
     return query
 
 
-def _watch(queries: Sequence[StreamingQuery], ended: threading.Event) -> bool:
-    """Wait until the process is to end, a query fails, or all have ended; whether none failed."""
-    while not ended.wait(_LOOK_S):
+def _wait(queries: Sequence[StreamingQuery], ended: threading.Event) -> bool:
+    """Wait until the process has to stop, a query fails, or all end; whether none failed."""
+    while not ended.wait(_POLL_S):
         running = [query for query in queries if query.isActive]
         failed = [query for query in queries if query.exception() is not None]
         if failed or not running:

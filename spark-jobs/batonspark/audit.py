@@ -1,6 +1,6 @@
-"""Messages that a group was delivered more than once, and whether the events can tell at all.
+"""The report `duplicate_audit`: messages that a group received more than once.
 
-What was delivered is known exactly, so the result is exact; where events are missing it says so.
+Delivery events have exact offsets, so the result is exact. Missing events are reported as gaps.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ REPEATS = f"""
     previous_client_id STRING, previous_token BIGINT, previous_time TIMESTAMP,
     client_id STRING, token BIGINT, time TIMESTAMP, flagged_count BIGINT, why STRING
 """
-"""One row for a range of messages that were delivered once more, by one owner after another."""
+"""One row for each range of messages that was delivered to one owner and then to another."""
 GAPS = "what STRING, place STRING, begin TIMESTAMP, end TIMESTAMP, count BIGINT"
-"""What the events can't tell: `what` is missing, dropped, restarted, silent, data_loss, unreadable,
+"""Gaps in the events: `what` is missing, dropped, restarted, silent, data_loss, unreadable,
 unheard, or uncovered; `place` is a source, or a queue with offsets."""
 SILENT_S = 30
-"""A storage node that tells nothing for so long is away: while it is there it tells how full its
-disk is every ten seconds."""
+"""A storage node without events for this long is down: a running one publishes the state of its
+disk every ten seconds."""
 SETTLING_MS = 10_000
-"""What was committed so shortly before the last event of all may have been told of before its
-delivery: whether that is there is not looked at."""
+"""Commits in this time before the newest event are not checked against the deliveries: the event
+of a commit may be published before that of its delivery."""
 ROWS_MAX = 100
 _SERVICES = ("storage", "lockmgr", "offsets")
-"""Those whose events the audit needs."""
+"""Services whose events the audit needs."""
 _KINDS = (
     "delivered", "committed", "lock_granted", "lock_forced", "handed_over", "progress_reset",
 )  # fmt: skip
@@ -63,7 +63,7 @@ _UNCOVERED = f"{_QUEUE_DDL}, first_offset BIGINT, next_offset BIGINT"
 
 
 def repeat_rows(events: DataFrame, scope: ReportScope) -> DataFrame:
-    """Rows of REPEATS, of what was delivered in the time that is asked for."""
+    """Return rows of REPEATS for the deliveries in the scope."""
     found = _history(events, scope).groupBy(*QUEUE).applyInPandas(_repeats_of, REPEATS)
     for name, bound, clip in (
         ("first_offset", scope.first_offset, F.greatest),
@@ -77,12 +77,12 @@ def repeat_rows(events: DataFrame, scope: ReportScope) -> DataFrame:
 
 
 def gap_rows(events: DataFrame, scope: ReportScope) -> DataFrame:
-    """Rows of GAPS: none if the events tell everything."""
+    """Return rows of GAPS; none if the events are complete."""
     parts = [
         _of_batches(events),
         _silent(events, scope),
         _lost(events),
-        _unheard(events),
+        _without_offsets_events(events),
         _uncovered(events, scope),
     ]
     found = parts[0]
@@ -92,7 +92,7 @@ def gap_rows(events: DataFrame, scope: ReportScope) -> DataFrame:
 
 
 def audit(events: DataFrame, scope: ReportScope) -> Report:
-    """All of it."""
+    """Return the report."""
     events = events.cache()
     rows, missing = repeat_rows(events, scope).cache(), gap_rows(events, scope).cache()
     by_group = rows.groupBy("consumer_group", "cause").agg(F.sum("count").alias("n")).collect()
@@ -127,7 +127,7 @@ def audit(events: DataFrame, scope: ReportScope) -> Report:
 
 
 def lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """The summary for a terminal."""
+    """Return the summary as lines for a terminal."""
     yield f"duplicate audit: {summary['verdict'].upper()}"
     yield (
         f"{summary['delivered_count']:,} messages delivered "
@@ -147,7 +147,7 @@ def lines(summary: Mapping[str, Any]) -> Iterator[str]:
             f"{row['client_id']} token {row['token']}: {row['why']}"
         )
     if summary["gap_count"]:
-        yield f"incomplete, events are missing in {summary['gap_count']:,} places:"
+        yield f"incomplete: {summary['gap_count']:,} gaps in the events:"
         for row in summary["gaps"]:
             yield f"  {row['what']} {row['place']} {row['begin']} - {row['end']}: {row['count']:,}"
 
@@ -161,7 +161,7 @@ def _verdict(bugs: int, delivered: int | None, incomplete: bool) -> str:
 
 
 def _history(events: DataFrame, scope: ReportScope) -> DataFrame:
-    """Rows of _HISTORY."""
+    """Return rows of _HISTORY."""
     rows = scope.of_subject(events.where(F.col("kind").isin(*_KINDS)))
     newest = _needed(events).agg(F.max(F.unix_millis(event_time())).alias("newest"))
     settled = (newest.collect()[0].newest or 0) - SETTLING_MS
@@ -178,7 +178,7 @@ def _history(events: DataFrame, scope: ReportScope) -> DataFrame:
 
 
 def _of_pandas(rows: pd.DataFrame) -> QueueHistory:
-    """What is known of one queue."""
+    """Return the history of one queue."""
     found: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
     for row in rows.astype(object).where(rows.notna(), None).itertuples(index=False):
         found[row.kind].append(_EVENT_OF[row.kind](row))
@@ -260,7 +260,7 @@ def _row(one: RepeatedRange) -> list[Any]:
 
 
 def _of_batches(events: DataFrame) -> DataFrame:
-    """Batches that are missing, events that were dropped, and sources that began anew."""
+    """Return gaps: missing batches, dropped events and restarted sources."""
     rows = _needed(events).where("event_index >= 0 OR kind = 'dropped'")
     dropped = F.max(F.when(F.col("kind") == "dropped", F.col("count")))
     batches = rows.groupBy("source", "producer_id", "seq").agg(
@@ -299,7 +299,7 @@ def _of_batches(events: DataFrame) -> DataFrame:
 
 
 def _silent(events: DataFrame, scope: ReportScope) -> DataFrame:
-    """Storage nodes that tell nothing of the end of the time that is asked for."""
+    """Return gaps: storage nodes without events at the end of the scope."""
     each = events.where(F.col("source").startswith("storage/")).groupBy("source")
     last = each.agg(F.max(event_time()).alias("begin"))
     newest = last.withColumn("newest", F.max("begin").over(Window.partitionBy()))
@@ -317,7 +317,7 @@ def _silent(events: DataFrame, scope: ReportScope) -> DataFrame:
 
 
 def _lost(events: DataFrame) -> DataFrame:
-    """Messages of the metrics topic that are gone, or that nobody can read."""
+    """Return gaps: messages of the metrics topic that are lost or unreadable."""
     rows = events.where(F.col("kind").isin("data_loss", "unreadable"))
     place = F.concat_ws("/", F.lit("BATON_SYS_METRICS"), "sys_broker", "sys_queue_id")
     return rows.groupBy(F.col("kind").alias("what"), place.alias("place")).agg(
@@ -327,23 +327,23 @@ def _lost(events: DataFrame) -> DataFrame:
     )
 
 
-def _unheard(events: DataFrame) -> DataFrame:
-    """Offsets, if it tells nothing while messages are delivered: what was acked is not known."""
+def _without_offsets_events(events: DataFrame) -> DataFrame:
+    """Return a gap if messages are delivered and the offsets service has no events."""
     of_offsets = F.col("source").startswith("offsets/")
     is_delivery = F.col("kind") == "delivered"
     found = events.agg(
-        F.max(of_offsets.cast("int")).alias("heard"),
+        F.max(of_offsets.cast("int")).alias("has_offsets_events"),
         F.count_if(is_delivery).alias("count"),
         F.min(F.when(is_delivery, F.col("time"))).alias("begin"),
         F.max(F.when(is_delivery, F.col("time"))).alias("end"),
     )
-    return found.where("count > 0 AND heard = 0").select(
+    return found.where("count > 0 AND has_offsets_events = 0").select(
         F.lit("unheard").alias("what"), F.lit("offsets").alias("place"), "begin", "end", "count"
     )
 
 
 def _uncovered(events: DataFrame, scope: ReportScope) -> DataFrame:
-    """Offsets that were committed, though no delivery of them was told."""
+    """Return gaps: committed offsets without an event of their delivery."""
     history = _history(events, scope)
     found = history.groupBy(*QUEUE).applyInPandas(
         _unseen_of, f"{_UNCOVERED}, begin TIMESTAMP, end TIMESTAMP"
@@ -373,7 +373,7 @@ def _unseen_of(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _needed(events: DataFrame) -> DataFrame:
-    """Events of the services that tell what the audit needs."""
+    """Return the events of the services that the audit needs."""
     return events.where(F.split_part("source", F.lit("/"), F.lit(1)).isin(*_SERVICES))
 
 

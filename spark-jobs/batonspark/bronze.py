@@ -1,7 +1,7 @@
-"""Messages of BATON_SYS_METRICS to the events in them, without those of a batch stored twice.
+"""Decode the messages of BATON_SYS_METRICS into events, without batches that were stored twice.
 
-Batches are told apart before they are opened: what the query has to remember is one row for a
-message, and not one for each event.
+Repeated batches are removed before they are decoded, so that the state of the query has one row
+for each message and not one for each event.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from batonspark.metric_rows import MetricMessages, metric_rows
 from batonspark.schemas import MESSAGES as MESSAGES_DDL
 
 STATE_VERSION = 1
-"""Of what the query keeps in Spark's state: another one begins a new checkpoint."""
+"""Version of the state in Spark; a new version starts a new checkpoint."""
 DATED = METRICS.append(pa.field("date", pa.date32()))
-"""Rows of METRICS with the day of their storing, by which the table is partitioned."""
+"""Rows of METRICS with the date of their store time, the partition column of the table."""
 PORTION_BYTES = 4 << 20
 
 
 def bronze(messages: DataFrame) -> DataFrame:
-    """Messages of BATON_SYS_METRICS without those whose batch has come before.
+    """Return the messages of BATON_SYS_METRICS without repeated batches.
 
-    What writes them opens them, with `events_of`: a row of 36 columns for each event would cost
-    more to hand over than to make and to write.
+    The sink decodes them, with `events_of`: passing a row of 36 columns for each event through
+    Spark would cost more than to make and to write it.
     """
     named = messages.mapInArrow(with_names, f"{MESSAGES_DDL}, producer_id STRING, seq BIGINT")
     return without_repeats(named).drop("producer_id", "seq")
 
 
 def with_names(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Add the name of the batch that each message holds."""
+    """Add the columns producer_id and seq, which identify the batch in each message."""
     for batch in batches:
         queues = _queues(batch)
         offsets = batch.column("offset").to_pylist()
@@ -57,7 +57,7 @@ def with_names(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _name(body: bytes | None, queue: QueueRef, offset: int) -> tuple[str, int]:
-    """(producer_id, seq); the place of what holds no batch."""
+    """Return (producer_id, seq) of a batch; queue and offset for any other body."""
     try:
         batch = shallow_batch().FromString(body or b"")
     except DecodeError:
@@ -68,7 +68,7 @@ def _name(body: bytes | None, queue: QueueRef, offset: int) -> tuple[str, int]:
 
 
 def events_of(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The events in messages, and the rows that stand for lost ones, as rows of DATED."""
+    """Return the events in messages, and a row for lost messages, as rows of DATED."""
     for batch in batches:
         places: defaultdict[QueueRef, list[int]] = defaultdict(list)
         for place, queue in enumerate(_queues(batch)):
@@ -80,7 +80,7 @@ def events_of(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _portions(messages: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The messages in parts with some MB of bodies: what they hold takes some ten times as much."""
+    """Split messages by the size of their bodies: decoded events need about ten times as much."""
     lengths = pc.fill_null(pc.binary_length(messages["body"]), 0).to_numpy(zero_copy_only=False)
     portion = np.cumsum(lengths, dtype=np.int64) // PORTION_BYTES
     bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(portion)]
@@ -108,6 +108,6 @@ def _of_queue(messages: pa.RecordBatch, queue: QueueRef) -> Iterator[pa.RecordBa
 
 
 def _queues(messages: pa.RecordBatch) -> list[QueueRef]:
-    """The queue of each message."""
+    """Return the queue of each message."""
     columns = [messages.column(name).to_pylist() for name in ("topic", "broker", "queue_id")]
     return [QueueRef(*each) for each in zip(*columns, strict=True)]

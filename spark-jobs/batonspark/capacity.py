@@ -1,4 +1,4 @@
-"""How fast topics grow, when disks are full, which queues are hot, how many queues are needed."""
+"""The report `capacity_forecast`: growth, full disks, hot queues and suggested queues."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from batonspark.event_columns import attribute
 from batonspark.reports import Report, ReportScope
 
 PEAK_S = 10
-"""Rates of a queue are averaged over so long before the highest is taken."""
+"""Length of the intervals whose highest average rate is the peak."""
 BEHIND_MIN = 1_000
-"""With less lag a queue is not known to have been delivered as fast as is possible."""
+"""Minimum lag at which the delivery rate of a queue counts as its maximum."""
 HEADROOM = 1.5
-"""So much more than the peak is planned for."""
+"""Factor on the peak rate for which queues are suggested."""
 SKEW_MAX = 2.0
-"""A queue that gets so many times the mean is hot."""
+"""A queue with this many times the mean rate of its topic is hot."""
 _QUEUE = ("topic", "broker", "queue_id")
 
 
 def growth(events: DataFrame) -> DataFrame:
-    """One row for each queue: what was appended, per second on average and at the peak.
+    """Return one row for each queue: append rates, on average and at the peak.
 
-    `share` is that of the queue in its topic, `skew` how many times the mean of the topic's queues
-    it got: 1 if all get the same.
+    `share` is the share of the queue in its topic. `skew` is its rate divided by the mean of the
+    queues of the topic: 1 if all rates are equal.
     """
     told = events.where("kind = 'appended'")
     slot = F.floor(F.unix_millis("time") / (1000 * PEAK_S))
@@ -54,10 +54,10 @@ def growth(events: DataFrame) -> DataFrame:
 
 
 def volumes(events: DataFrame) -> DataFrame:
-    """One row for each storage node: how full it is, how fast that changes, when it is full.
+    """Return one row for each storage node: used and free bytes, growth, time until full.
 
-    `growth_rate` is the slope of a straight line through all samples, in bytes per second, so what
-    retention removes is in it. `hours_until_full` is null while the disk does not get fuller.
+    `growth_rate` is the slope of a straight line through all samples, in bytes per second, so
+    deletion by retention is included. `hours_until_full` is null unless the usage grows.
     """
     told = events.where("kind = 'volume_state'")
     at = F.col("time").cast("double")
@@ -121,7 +121,7 @@ def topics(events: DataFrame) -> DataFrame:
 
 
 def forecast(events: DataFrame, scope: ReportScope) -> Report:
-    """All of it."""
+    """Return the report."""
     within = scope.in_time(events)
     within = within.where(F.col("topic").isNull() | ~F.col("topic").startswith("BATON_SYS_"))
     within = within.cache()
@@ -138,10 +138,10 @@ def forecast(events: DataFrame, scope: ReportScope) -> Report:
 
 
 def lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """The summary for a terminal."""
+    """Return the summary as lines for a terminal."""
     for one in summary["volumes"]:
         hours = one["hours_until_full"]
-        until = "does not get fuller" if hours is None else f"full in {hours:,.1f} hours"
+        until = "does not grow" if hours is None else f"full in {hours:,.1f} hours"
         yield (
             f"{one['source']}: {one['used_bytes'] / 1e9:,.2f} GB used, "
             f"{one['free_bytes'] / 1e9:,.2f} GB free, "
@@ -176,13 +176,13 @@ def _peaks(events: DataFrame) -> DataFrame:
 
 
 def _known_queues(events: DataFrame) -> DataFrame:
-    """Queues that were named in any event, those of which nothing was appended included."""
+    """Return the number of queues of each topic in any event, idle queues included."""
     named = events.where("topic IS NOT NULL AND queue_id IS NOT NULL").select(*_QUEUE).distinct()
     return named.groupBy("topic").agg(F.count("*").alias("known_queues"))
 
 
 def _abilities(events: DataFrame) -> DataFrame:
-    """What one queue was delivered at most, of queues that were behind."""
+    """Return the highest delivery rate of a queue with lag, by topic."""
     key = ("consumer_group", *_QUEUE, "slot")
     slotted = events.withColumn("slot", F.floor(F.unix_millis("time") / (1000 * PEAK_S)))
     lag = F.col("next_offset") - F.col("committed_offset") - attribute("acked_beyond_count")
@@ -194,7 +194,7 @@ def _abilities(events: DataFrame) -> DataFrame:
 
 
 def _members(events: DataFrame) -> DataFrame:
-    """Members of the largest group of a topic, of groups that share its queues."""
+    """Return the number of members of the largest consumer group of each topic."""
     sizes = events.where("kind = 'rebalanced'").groupBy("consumer_group")
     members = sizes.agg(F.max_by("count", "time").alias("members"))
     delivered = events.where("kind = 'delivered' AND token > 0")
@@ -204,5 +204,5 @@ def _members(events: DataFrame) -> DataFrame:
 
 
 def _seconds(begin: Column, end: Column) -> Column:
-    """At least one second between two times."""
+    """Return the seconds between two times, at least 1."""
     return F.greatest(end.cast("double") - begin.cast("double"), F.lit(1.0))

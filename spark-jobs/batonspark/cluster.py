@@ -1,6 +1,6 @@
-"""A cluster as Spark sees it: which queues a topic has, where they begin and end, what is in them.
+"""Blocking client of a cluster for Spark: queues of a topic, their offsets and their messages.
 
-Spark calls without asyncio; the clients run in an event loop of their own, in a thread.
+Spark does not use asyncio, so the clients run in an event loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from batonspark.options import FETCH_BYTES_MAX, FETCH_MESSAGES_MAX, ConnectionOp
 
 T = TypeVar("T")
 _CALL_S = 15.0
-"""One try of a call; what does not answer is asked again, perhaps elsewhere."""
+"""Timeout of one attempt of a call; a later attempt may use another node."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredExtent:
-    """What a queue holds: offsets [first_offset, next_offset) of the topic with this id."""
+    """Offsets [first_offset, next_offset) that a queue stores, of the topic with this id."""
 
     first_offset: int
     next_offset: int
@@ -43,7 +43,7 @@ class StoredExtent:
 
 @dataclass(frozen=True, slots=True)
 class FetchedRange:
-    """Stored batches that hold the messages [offset, next_offset); the first may begin earlier."""
+    """Stored batches with the messages [offset, next_offset); the first may begin earlier."""
 
     offset: int
     next_offset: int
@@ -51,7 +51,7 @@ class FetchedRange:
 
 
 class LoopThread:
-    """An event loop in a thread; a context manager, in which work can be submitted to it."""
+    """An event loop in a thread; a context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -71,11 +71,11 @@ class LoopThread:
         self._thread.join()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin with `work`."""
+        """Start `work` in the event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; of tasks that fail together the first error alone."""
+        """Return the result of `work`; of a group of errors raise the first one alone."""
         try:
             return self.submit(work).result()
         except BaseExceptionGroup as group:
@@ -87,10 +87,10 @@ class LoopThread:
 
 
 class ClusterClient:
-    """Asks a cluster. A context manager; calls block.
+    """A client of a cluster whose calls block; a context manager.
 
-    Failures are raised as the classes of `batonmq.errors`, once `timeout_ms` is over
-    if waiting might have helped.
+    Failures are raised as the classes of `batonmq.errors`. Failures that may be temporary are
+    retried until `timeout_ms` has passed.
     """
 
     def __init__(self, connection: ConnectionOptions) -> None:
@@ -114,23 +114,23 @@ class ClusterClient:
             self._thread.__exit__(kind, error, trace)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin with `work`, which uses `admin`."""
+        """Start `work`, which uses `admin`."""
         return self._thread.submit(work)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which uses `admin`."""
+        """Return the result of `work`, which uses `admin`."""
         return self._thread.call(work)
 
     def extents(self, topic: str) -> dict[QueueRef, StoredExtent]:
-        """What the queues of a topic hold, as far as they are still there.
+        """Return the stored offsets of each queue of a topic; deleted queues are left out.
 
         Raises:
-            TopicNotFound: there is no such topic.
+            TopicNotFound: the topic does not exist.
         """
         return self._thread.call(_extents(self.admin, topic))
 
     def offsets_at(self, queues: Iterable[QueueRef], unix_ms: int) -> dict[QueueRef, int]:
-        """The first offset of each queue that was stored at or after a time; its end without."""
+        """Return the first offset of each queue stored at or after a time; its end if none is."""
         return self._thread.call(_offsets_at(self.admin, list(queues), unix_ms))
 
     async def _open(self) -> Admin:
@@ -138,10 +138,10 @@ class ClusterClient:
 
 
 class QueueFetcher:
-    """Fetches messages of one queue; its calls belong into the loop of `admin`.
+    """Fetches messages of one queue; call it in the event loop of `admin`.
 
     Args:
-        followers: Whether followers are asked first.
+        followers: Whether to read from followers first.
     """
 
     def __init__(self, admin: Admin, queue: QueueRef, *, followers: bool) -> None:
@@ -149,13 +149,13 @@ class QueueFetcher:
         self._node_id: str | None = None
 
     async def fetch(self, offset: int, next_offset: int) -> FetchedRange:
-        """The messages from `offset` on that one answer takes, none from `next_offset` on.
+        """Return the first messages of [offset, next_offset), as many as one response has.
 
-        An answer without messages waits until there are some: the end was known to be there.
+        A response without messages is retried, since the messages are known to exist.
 
         Raises:
-            OffsetOutOfRange: they are no longer kept.
-            BatonError: nobody could answer.
+            OffsetOutOfRange: the messages were removed.
+            BatonError: no node has answered.
         """
         request = query_pb.ReadRequest(
             queue=queue_to_pb(self._queue),
@@ -169,18 +169,18 @@ class QueueFetcher:
             try:
                 answer = await stub.Read(request, timeout=min(limit_s, _CALL_S))
             except grpc.aio.AioRpcError:
-                self._turn()
+                self._use_next_node()
                 raise
             if answer.next_offset == offset:
-                self._turn()
-                raise Unreachable(f"{self._queue} ends at {offset}, and had messages behind that")
+                self._use_next_node()
+                raise Unreachable(f"{self._queue} ends at {offset}, expected more messages")
             return answer
 
         answer = await self._admin.ask(ask)
         return FetchedRange(offset, min(answer.next_offset, next_offset), answer.batches)
 
-    def _turn(self) -> None:
-        """Ask another node next time, if there is a choice."""
+    def _use_next_node(self) -> None:
+        """Read from another node next time, if followers may be read."""
         if self._followers:
             directory = self._admin.directory
             self._node_id = directory.next_reader(self._queue.broker, self._node_id or "")

@@ -1,4 +1,4 @@
-"""Keeps the tables small: what is too old goes, small files are joined, loose ones removed."""
+"""Compaction of the tables: delete old rows, join small files, remove unused files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def compact(settings: JobSettings, ended: threading.Event) -> bool:
-    """Go over all tables once; between two of them the process may end."""
+    """Compact all tables once; stop between two tables if the process has to end."""
     warehouse = Warehouse(str(Path(settings.data_dir).absolute()))
     today = datetime.fromtimestamp(Clock().unix_ms() / 1000, UTC).date()
     for table in TABLES:
@@ -44,12 +44,12 @@ def _days(settings: JobSettings, table: Table) -> int:
     }.get(table.name, settings.rollup_retention_days)
 
 
-def _tell(tidied: CompactionResult) -> None:
+def _tell(result: CompactionResult) -> None:
     log.info(
-        "table tidied table=%s files_before=%d files_after=%d deleted_rows=%d removed_files=%d",
-        tidied.table,
-        tidied.files_before,
-        tidied.files_after,
-        tidied.deleted_rows,
-        tidied.removed_files,
+        "table compacted table=%s files_before=%d files_after=%d deleted_rows=%d removed_files=%d",
+        result.table,
+        result.files_before,
+        result.files_after,
+        result.deleted_rows,
+        result.removed_files,
     )

@@ -1,6 +1,6 @@
-"""Stored batches to Arrow rows: messages as they are, or the events in them. No loop per message.
+"""Decode stored batches to Arrow rows: messages, or the metric events in them. Pure.
 
-Pure: bytes in, record batches out.
+There is no Python loop over messages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class QueueSlice:
     """Messages [first_offset, next_offset) of a queue.
 
     Attributes:
-        topic_id: Of the queue's topic; 0 for any.
+        topic_id: Id of the queue's topic; 0 for any.
     """
 
     queue: QueueRef
@@ -66,17 +66,17 @@ class QueueSlice:
 
 
 def messages(batches: Sequence[bytes], wanted: QueueSlice) -> pa.RecordBatch:
-    """The wanted ones of the messages in stored batches.
+    """Return the messages of a slice, from stored batches.
 
     Raises:
         BadBatch, BadChecksum: a batch is damaged.
-        OldTopic: a batch is of another topic of the name.
+        OldTopic: a batch belongs to another topic with the same name.
     """
     return one_batch([_messages(part, wanted) for part in _parts(batches, wanted)], MESSAGES)
 
 
 def metrics(batches: Sequence[bytes], wanted: QueueSlice) -> pa.RecordBatch:
-    """The events in the wanted ones of the messages in stored batches.
+    """Return the metric events in the messages of a slice, from stored batches.
 
     Raises:
         BadBatch, BadChecksum, OldTopic: as `messages`.
@@ -98,7 +98,7 @@ def metrics(batches: Sequence[bytes], wanted: QueueSlice) -> pa.RecordBatch:
 
 
 def lost_messages(lost: QueueSlice, unix_ms: int) -> pa.RecordBatch:
-    """The row that stands for messages that are no longer kept."""
+    """Return the row that represents removed messages."""
     row = {
         "topic": lost.queue.topic,
         "broker": lost.queue.broker,
@@ -111,7 +111,7 @@ def lost_messages(lost: QueueSlice, unix_ms: int) -> pa.RecordBatch:
 
 
 def lost_metrics(lost: QueueSlice, unix_ms: int) -> pa.RecordBatch:
-    """As `lost_messages`, of the metrics topic."""
+    """Return the row that represents removed messages of the metrics topic."""
     queue = lost.queue
     row = {
         "source": "spark",
@@ -136,7 +136,7 @@ def lost_metrics(lost: QueueSlice, unix_ms: int) -> pa.RecordBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The wanted records of one batch."""
+    """The records of a batch that belong to the slice."""
 
     header: Header
     columns: RecordColumns
@@ -148,7 +148,7 @@ def _parts(batches: Sequence[bytes], wanted: QueueSlice) -> Iterator[_Part]:
         header = check_batch(batch, stamped=True)
         if wanted.topic_id not in (0, header.topic_id):
             raise OldTopic(
-                f"{wanted.queue} is of topic id {header.topic_id}, not {wanted.topic_id}",
+                f"{wanted.queue} has topic id {header.topic_id}, expected {wanted.topic_id}",
                 facts={"topic_id": header.topic_id, "current": wanted.topic_id},
             )
         begin = max(wanted.first_offset - header.first_offset, 0)
@@ -182,7 +182,7 @@ def _messages(part: _Part, wanted: QueueSlice) -> pa.RecordBatch:
 
 
 def _pieces(data: bytes, bounds: Int64Array) -> pa.BinaryArray:
-    """The pieces of `data` between one bound and the next, without a copy."""
+    """Return the pieces of `data` between consecutive bounds, without a copy."""
     offsets = pa.py_buffer(bounds.astype(np.int32))
     return pa.BinaryArray.from_buffers(
         pa.binary(), len(bounds) - 1, [None, offsets, pa.py_buffer(data)]
@@ -190,7 +190,7 @@ def _pieces(data: bytes, bounds: Int64Array) -> pa.BinaryArray:
 
 
 def _text(raw: pa.BinaryArray) -> pa.StringArray:
-    """Raw bytes as text; what is not UTF-8 comes with U+FFFD in it."""
+    """Return raw bytes as text; bytes that are not UTF-8 become U+FFFD."""
     try:
         return raw.cast(pa.string())
     except pa.ArrowInvalid:
@@ -202,7 +202,7 @@ def _text(raw: pa.BinaryArray) -> pa.StringArray:
 
 
 def _properties(data: bytes, begins: Int64Array, ends: Int64Array) -> pa.MapArray:
-    """Properties of each record: name 0x01 value 0x02, repeated, in `data` from begin to end."""
+    """Return the properties of each record: name 0x01 value 0x02, repeated, in [begin, end)."""
     if (begins == ends).all():
         offsets = pa.array(np.zeros(len(begins) + 1, np.int32))
         empty = pa.array([], pa.string())
@@ -216,7 +216,7 @@ def _properties(data: bytes, begins: Int64Array, ends: Int64Array) -> pa.MapArra
     closed = raw[ends[ends > begins] - 1] == _VALUE_END
     regular = len(marks) % 2 == 0 and closed.all()
     if not regular or (kinds[::2] != _NAME_END).any() or (kinds[1::2] != _VALUE_END).any():
-        return _odd_properties(data, begins, ends)
+        return _irregular_properties(data, begins, ends)
     name_ends, value_ends, owners = marks[::2], marks[1::2], record[1::2]
     first = np.append(True, owners[1:] != owners[:-1])
     name_begins = np.where(first, begins[owners], np.append(0, value_ends[:-1]) + 1)
@@ -228,14 +228,14 @@ def _properties(data: bytes, begins: Int64Array, ends: Int64Array) -> pa.MapArra
 
 
 def _cut(data: bytes, begins: Int64Array, ends: Int64Array) -> pa.BinaryArray:
-    """The pieces from begins[i] to ends[i], ascending, where others lie between them."""
+    """Return the pieces [begins[i], ends[i]) of `data`; the bounds ascend and may have gaps."""
     bounds = np.empty(2 * len(begins) + 1, np.int64)
     bounds[:-1:2], bounds[1::2], bounds[-1] = begins, ends, ends[-1]
     return _pieces(data, bounds).take(pa.array(2 * np.arange(len(begins))))
 
 
-def _odd_properties(data: bytes, begins: Int64Array, ends: Int64Array) -> pa.MapArray:
-    """As `_properties`, where somebody has written them otherwise."""
+def _irregular_properties(data: bytes, begins: Int64Array, ends: Int64Array) -> pa.MapArray:
+    """Return properties that do not have the usual form, one record at a time."""
     rows = [
         list(decode_properties(data[begin:end]).items())
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
@@ -244,6 +244,6 @@ def _odd_properties(data: bytes, begins: Int64Array, ends: Int64Array) -> pa.Map
 
 
 def rows_within(batch: pa.RecordBatch, rows_max: int) -> Iterator[pa.RecordBatch]:
-    """A record batch in parts of at most `rows_max` rows, without a copy."""
+    """Split a record batch into parts of at most `rows_max` rows, without a copy."""
     for begin in range(0, batch.num_rows, rows_max):
         yield batch.slice(begin, rows_max)

@@ -1,4 +1,4 @@
-"""The Parquet files of a Delta table before they are part of it, and whether they are by now."""
+"""Parquet files of a Delta table: write them, and find out whether they are committed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass(frozen=True)
 class DeltaTarget:
-    """Where rows go.
+    """The Delta table to which rows are written.
 
     Attributes:
         path: Folder of the table, the same on all nodes.
-        schema: Of the table's rows, in Arrow's terms.
-        partition_by: Columns by whose values the files are put into folders.
-        opened: Whether messages come, and the table has the events in them.
+        schema: Arrow schema of the table.
+        partition_by: Columns whose values decide the folder of a file.
+        opened: Whether the input rows are messages whose events are written.
     """
 
     path: str
@@ -42,13 +42,13 @@ class DeltaTarget:
 
     @property
     def file_schema(self) -> pa.Schema:
-        """Of the files: without the columns that their folders tell."""
+        """Schema of the files: without the partition columns."""
         return pa.schema([each for each in self.schema if each.name not in self.partition_by])
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A Parquet file, not part of the table yet."""
+    """A Parquet file that is not part of the table yet."""
 
     path: str
     bytes_count: int
@@ -57,7 +57,7 @@ class WrittenFile:
 
 
 def write_files(target: DeltaTarget, batches: Iterator[pa.RecordBatch]) -> list[WrittenFile]:
-    """One Parquet file for each partition of the table that has rows."""
+    """Write one Parquet file for each partition with rows."""
     files: dict[tuple[str | None, ...], _File] = {}
     try:
         for batch in events_of(batches) if target.opened else batches:
@@ -74,7 +74,7 @@ def write_files(target: DeltaTarget, batches: Iterator[pa.RecordBatch]) -> list[
 
 
 def has_transaction(table: deltalake.DeltaTable, transaction: tuple[str, int]) -> bool:
-    """Whether this write, or a later one of the same writer, is in the table."""
+    """Return whether the table has this write, or a later one of the same writer."""
     app_id, version = transaction
     done = table.transaction_version(app_id)
     return done is not None and done >= version
@@ -85,9 +85,9 @@ def is_committed(
     files: Sequence[WrittenFile],
     transaction: tuple[str, int] | None,
 ) -> bool:
-    """Whether the commit of these files is in the table.
+    """Return whether the table has the commit of these files.
 
-    The transaction tells it also when others have put the rows into new files since.
+    The transaction shows it even if a compaction has moved the rows to new files.
     """
     if transaction is not None and has_transaction(table, transaction):
         return True
@@ -96,7 +96,7 @@ def is_committed(
 
 
 def remove_files(target: DeltaTarget, files: Sequence[WrittenFile]) -> None:
-    """Throw files away."""
+    """Delete files."""
     for one in files:
         (Path(target.path) / one.path).unlink(missing_ok=True)
 
@@ -121,7 +121,7 @@ class _File:
             self._file,
             target.file_schema,
             compression=target.compression,
-            use_dictionary=texts or False,  # numbers are smaller and quicker without
+            use_dictionary=texts or False,  # numbers are smaller and faster without
         )
         self._waiting: list[pa.RecordBatch] = []
 
@@ -131,7 +131,7 @@ class _File:
             self._flush()
 
     def close(self) -> WrittenFile:
-        """The file, durable."""
+        """Make the file durable and return it."""
         self._flush()
         self._writer.close()
         self._file.flush()
@@ -154,7 +154,7 @@ class _File:
 def _split(
     rows: pa.RecordBatch, names: Sequence[str]
 ) -> Iterator[tuple[tuple[str | None, ...], pa.RecordBatch]]:
-    """The rows of each partition, and the partition's values as Delta writes them."""
+    """Split rows by partition; return the partition's values, as Delta writes them, and rows."""
     if not names:
         yield (), rows
         return
@@ -177,7 +177,7 @@ def _split(
 
 
 def _stats(metadata: Any) -> str:
-    """What readers may skip a file by, as the protocol of Delta wants it: counts and bounds."""
+    """Return the statistics of a file in Delta's format: its row count and column bounds."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     least: dict[str, int | str] = {}
     most: dict[str, int | str] = {}
@@ -189,7 +189,7 @@ def _stats(metadata: Any) -> str:
         try:
             low, high = min(each.min for each in found), max(each.max for each in found)
             after = high + timedelta(milliseconds=1) if isinstance(high, datetime) else None
-        except OverflowError:  # a time that Python does not know
+        except OverflowError:  # a time out of the range of Python
             continue
         if after is not None:
             least[name], most[name] = _bound(low), _bound(after)

@@ -1,9 +1,8 @@
-"""`readStream.format("batondelta")`: the rows of a Delta table as they are added.
+"""`readStream.format("batondelta")`: read the rows that are added to a Delta table.
 
-Offsets are versions of the table, so what a micro-batch holds is fixed by where it begins and ends.
-Only what a commit adds is read: compaction moves rows without changing them and adds nothing, and
-what retention takes away was read before. A table whose log does not reach back to its beginning
-any more is first read as it stands.
+Offsets are versions of the table, so start and end determine the rows of a micro-batch. Only rows
+that a commit adds are read: compaction adds none, and retention deletes rows that were read before.
+A table whose log no longer has its first commit is first read as a whole.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from pyspark.sql.types import StructType
 from batonspark.options import BadOption
 
 PARTITIONS_MAX = 8
-"""Files of one micro-batch are dealt to so many tasks at most."""
+"""Maximum tasks of a micro-batch; its files are distributed over them."""
 _ROWS_PER_BATCH = 8_192
 _OPTIONS = {"path", "columns", "maxrowspertrigger", "startingversion"}
 Offset = dict[str, int]
 
 
 class CommitsLost(Exception):
-    """The log or the files of the table do not reach back to where the stream stands."""
+    """The log or the files that the stream has to read next were removed."""
 
 
 @dataclass(frozen=True)
 class AddedFile:
-    """A file that a commit has added.
+    """A file that a commit added.
 
     Attributes:
-        partition: Values of the columns that its folder tells, as text.
+        partition: Values of the partition columns, as text.
     """
 
     path: str
@@ -56,19 +55,19 @@ class AddedFile:
 
 @dataclass(frozen=True)
 class AddedFiles(InputPartition):
-    """Files that one task reads."""
+    """The files of one task."""
 
     files: Sequence[AddedFile]
 
 
 @dataclass(frozen=True)
 class DeltaReadOptions:
-    """What to read.
+    """Options of a stream.
 
     Attributes:
         columns: Only these, in this order; empty for all.
-        rows_max: A micro-batch ends with the commit that reaches so many rows; 0 for no bound.
-        first_version: What earlier commits have added is left out.
+        rows_max: A micro-batch ends with the commit that reaches this many rows; 0 for no limit.
+        first_version: Rows of earlier commits are skipped.
     """
 
     path: str
@@ -78,10 +77,10 @@ class DeltaReadOptions:
 
 
 def delta_read_options(options: Mapping[str, str]) -> DeltaReadOptions:
-    """What the options of a read mean.
+    """Parse the options of a stream.
 
     Raises:
-        BadOption: one is missing, unknown, or has a value that it can't have.
+        BadOption: an option is missing, unknown or invalid.
     """
     given = {name.lower(): value for name, value in options.items()}
     if unknown := sorted(given.keys() - _OPTIONS):
@@ -92,7 +91,7 @@ def delta_read_options(options: Mapping[str, str]) -> DeltaReadOptions:
     for name in ("maxRowsPerTrigger", "startingVersion"):
         text = given.get(name.lower(), "0")
         if not text.isdecimal():
-            raise BadOption(f"option {name} can't be {text!r}")
+            raise BadOption(f"option {name} has an invalid value: {text!r}")
         numbers[name] = int(text)
     names = (name.strip() for name in given.get("columns", "").split(","))
     return DeltaReadOptions(
@@ -101,10 +100,10 @@ def delta_read_options(options: Mapping[str, str]) -> DeltaReadOptions:
 
 
 def delta_schema(reading: DeltaReadOptions) -> StructType:
-    """The columns that are read, of the table as it is now.
+    """Return the columns to read, by the current schema of the table.
 
     Raises:
-        BadOption: there is no such table or column.
+        BadOption: the table or a column does not exist.
     """
     if not deltalake.DeltaTable.is_deltatable(reading.path):
         raise BadOption(f"there is no Delta table at {reading.path}")
@@ -116,7 +115,7 @@ def delta_schema(reading: DeltaReadOptions) -> StructType:
 
 
 class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """See the module."""
+    """Reads the rows that are added to a table."""
 
     def __init__(self, reading: DeltaReadOptions, schema: StructType) -> None:
         self._reading, self._schema = reading, schema
@@ -128,20 +127,20 @@ class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {**self.__dict__, "_table": None}
 
     def initialOffset(self) -> Offset:
-        """Before the first commit that is wanted."""
+        """Return the version before the first commit to read."""
         return {"version": self._reading.first_version - 1}
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """`maxRowsPerTrigger`."""
+        """Return the limit of `maxRowsPerTrigger`."""
         rows_max = self._reading.rows_max
         return ReadMaxRows(rows_max) if rows_max else ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """The query ends with what is there now."""
+        """Limit the query to the present version of the table."""
         self._ceiling = self._newest()
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
-        """Where the next micro-batch ends."""
+        """Return the end of the next micro-batch."""
         newest = self._newest() if self._ceiling is None else self._ceiling
         self._seen = {"version": newest}
         begin = start["version"]
@@ -154,21 +153,21 @@ class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {"version": begin}
 
     def reportLatestOffset(self) -> Offset | None:
-        """The newest version: with the end of a batch it tells how far the query is behind."""
+        """Return the newest version, from which Spark computes the backlog."""
         return self._seen
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[AddedFiles]:
-        """The files of the commits after `start`, up to `end`."""
+        """Return the files that commits after `start`, up to `end`, have added."""
         begin, after = start["version"] + 1, end["version"] + 1
         if begin == 0 and not self._log(0).exists():
-            files = self._standing(end["version"])
+            files = self._all_files(end["version"])
         else:
             files = [file for version in range(begin, after) for file in self._added(version)]
-        dealt = (files[place::PARTITIONS_MAX] for place in range(PARTITIONS_MAX))
-        return [AddedFiles(some) for some in dealt if some]
+        shares = (files[place::PARTITIONS_MAX] for place in range(PARTITIONS_MAX))
+        return [AddedFiles(some) for some in shares if some]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of some files."""
+        """Return the rows of the files of a task."""
         assert isinstance(partition, AddedFiles)
         schema = to_arrow_schema(self._schema, timezone="UTC")
         for file in partition.files:
@@ -188,11 +187,13 @@ class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         try:
             lines = self._log(version).read_text().splitlines()
         except FileNotFoundError as error:
-            raise CommitsLost(f"commit {version} of {self._reading.path} is gone") from error
+            raise CommitsLost(
+                f"commit {version} of {self._reading.path} was removed before it was read"
+            ) from error
         added = [action["add"] for line in lines if "add" in (action := json.loads(line))]
         return [_file(add) for add in added if add["dataChange"]]
 
-    def _standing(self, version: int) -> list[AddedFile]:
+    def _all_files(self, version: int) -> list[AddedFile]:
         table = deltalake.DeltaTable(self._reading.path, version=version)
         rows = pa.table(table.get_add_actions()).to_pylist()
         return [
@@ -217,9 +218,9 @@ def _text(value: object) -> str | None:
 def _rows(
     path: Path, partition: Mapping[str, str | None], schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a file with the columns of `schema`; null where the file is older than one."""
+    """Return the rows of a file; a column that is newer than the file is null."""
     if not path.exists():
-        raise CommitsLost(f"{path} is gone: it was compacted and vacuumed before it was read")
+        raise CommitsLost(f"{path} was removed: it was compacted and vacuumed before it was read")
     with pq.ParquetFile(path) as file:
         names = [name for name in file.schema_arrow.names if name in schema.names]
         for batch in file.iter_batches(_ROWS_PER_BATCH, columns=names):

@@ -1,4 +1,4 @@
-"""What every job does first with rows of `schemas.METRICS`."""
+"""Columns that jobs derive from rows of `schemas.METRICS`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 CLOCK_SKEW_MAX_S = 60
-"""A source whose clock is further away from that of the broker is not believed."""
-TOLD_WITHIN_S = 10
-"""What is stored so much later than it happened has happened then, for alerts."""
+"""Maximum difference between the clocks of source and broker for the source's time to be used."""
+PUBLISH_DELAY_MAX_S = 10
+"""Maximum difference between an event's time for alerts and its store time."""
 
 
 def struct(ddl: str) -> StructType:
-    """The columns that DDL names; there has to be a session."""
+    """Return the schema of DDL; requires a Spark session."""
     found = StructType.fromDDL(ddl)
     assert isinstance(found, StructType)
     return found
 
 
 def event_time() -> Column:
-    """When it happened, by the clock of the source; by that of the broker if the two disagree.
+    """Return the time of an event by its source's clock, or the store time if they disagree.
 
-    One source with a wrong clock would otherwise move the watermark of all, or write into windows
-    of long ago.
+    Otherwise one source with a wrong clock would move the watermark of all sources, or change
+    old windows.
     """
     apart_s = F.abs(F.col("time").cast("double") - F.col("store_time").cast("double"))
     believed = apart_s <= CLOCK_SKEW_MAX_S
@@ -31,41 +31,42 @@ def event_time() -> Column:
 
 
 def alert_time() -> Column:
-    """When it happened by the clock of the source, but within some seconds of its storing.
+    """Return the time of an event by its source's clock, limited to the store time +- 10 s.
 
-    So an event that its source told late, because storage was away, is not too late for alerts, and
-    a wrong clock makes no others so. Events of a source keep their order.
+    An event that is published late, because storage was down, is thus not too late for alerts, and
+    a wrong clock does not make the events of other sources late. Events of a source keep their
+    order.
     """
     stored = F.coalesce("store_time", "time")
-    within = F.expr(f"INTERVAL {TOLD_WITHIN_S} SECONDS")
+    within = F.expr(f"INTERVAL {PUBLISH_DELAY_MAX_S} SECONDS")
     return F.greatest(F.least(F.coalesce("time", stored), stored + within), stored - within)
 
 
 def window_start(time: Column, width_s: Column | int) -> Column:
-    """Beginning of the window of so many seconds that a time lies in."""
+    """Return the start of the window of `width_s` seconds that contains a time."""
     width_ms = (F.lit(width_s) if isinstance(width_s, int) else width_s) * 1_000
     return F.timestamp_millis(F.floor(F.unix_millis(time) / width_ms) * width_ms)
 
 
 def attribute(name: str) -> Column:
-    """A number in `attrs`; what is 0 is not there."""
+    """Return a number in `attrs`; 0 if it is absent, as zeros are not stored."""
     return F.coalesce(F.try_element_at("attrs", F.lit(name)).try_cast("bigint"), F.lit(0))
 
 
 def has_attribute(name: str) -> Column:
-    """Whether something in `attrs` is neither 0, false nor empty."""
+    """Return whether a value in `attrs` is present: neither 0, false nor empty."""
     return F.try_element_at("attrs", F.lit(name)).isNotNull()
 
 
 def without_repeats(messages: DataFrame, within: str = "10 minutes") -> DataFrame:
-    """Of messages of BATON_SYS_METRICS that hold the same batch, the first that is read.
+    """Remove messages of BATON_SYS_METRICS whose batch was read before.
 
-    What counts is the time of reading: no message is ever too late to be taken, however long its
-    broker was away.
+    The watermark is in read time, so that no message is ever too late, however long its broker was
+    down.
 
     Args:
-        messages: With `producer_id` and `seq`.
-        within: A repeat that is read so much later is not known as one any more.
+        messages: Messages with the columns `producer_id` and `seq`.
+        within: A repeat that is read later than this is not recognized.
     """
     read = messages.withColumn("read_time", F.current_timestamp())
     known = read.withWatermark("read_time", within)

@@ -1,4 +1,4 @@
-"""The hand-overs as one HTML page that needs nothing else: style and plots are in it. Pure."""
+"""The page of the hand-overs: one HTML file with its style and plots. Pure."""
 
 from __future__ import annotations
 
@@ -35,46 +35,46 @@ i.dot{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right
 
 
 class PlotSection(NamedTuple):
-    """A plot and what is said of it."""
+    """A plot with its title and description."""
 
     title: str
     text: str
     draw: Callable[[pd.DataFrame], Figure]
 
     def section(self, rows: pd.DataFrame) -> str:
-        """As HTML."""
+        """Return the section as HTML."""
         return _section(self.title, self.text, plots.svg_of(self.draw, rows))
 
 
 _OWNERS = PlotSection(
-    "Who owned what",
-    "Each line is a queue, each colour an owner; gaps are times without one. Of many queues, the "
-    f"{plots.QUEUES_MAX} that changed hands most often.",
+    "Owners of the queues",
+    "Each line is a queue, each colour an owner; in a gap the queue has no owner. At most the "
+    f"{plots.QUEUES_MAX} queues with the most hand-overs.",
     plots.timeline,
 )
 _TIMES = PlotSection(
-    "When, and how long", "Until the new owner stood. Rings are outliers.", plots.scatter
+    "Duration over time",
+    "Time until the new owner holds the queue. Rings are outliers.",
+    plots.scatter,
 )
 _PHASES = PlotSection(
-    "What the time went into",
-    f"The {plots.BARS_MAX} slowest that are no outliers, with the first pull behind them.",
+    "Phases",
+    f"The {plots.BARS_MAX} slowest hand-overs that are not outliers, followed by the first pull.",
     plots.phases,
 )
 _SHARES = PlotSection(
-    "How many were how fast",
-    "Share of hand-overs that took at most so long, by manner.",
+    "Distribution",
+    "Share of hand-overs that took at most this long, by manner.",
     plots.shares,
 )
-_PERCENTILES_TEXT = (
-    "In milliseconds. The first pull is told within a second, and may be that much shorter."
-)
+_PERCENTILES_TEXT = "In milliseconds. The first pull may be up to one second shorter than shown."
 _OUTLIERS_TEXT = (
-    f"Three times the distance of the quartiles above the upper one; the {OUTLIERS_MAX} slowest."
+    f"Above the upper quartile by three interquartile ranges; the {OUTLIERS_MAX} slowest."
 )
 
 
 def page(handovers: pd.DataFrame, owners: pd.DataFrame, summary: Mapping[str, Any]) -> str:
-    """A whole HTML document.
+    """Return the whole HTML document.
 
     Args:
         handovers: As `handovers.handovers` makes them; may be empty.
@@ -164,7 +164,7 @@ def _outliers(rows: pd.DataFrame) -> str:
 
 
 def _table(head: Sequence[str], body: Iterable[Sequence[str]], text: int) -> str:
-    """Cells come as HTML; the first `text` columns are flush left."""
+    """Return a table of cells that are HTML; the first `text` columns are left-aligned."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         kinds = [' class="text"' if place < text else "" for place in range(len(cells))]

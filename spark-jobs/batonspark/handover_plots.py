@@ -1,4 +1,4 @@
-"""Plots of hand-overs, as SVG. Pure: rows come in, text goes out; no display is needed."""
+"""Plots of hand-overs as SVG text. Pure: needs no display."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 QUEUE = ["consumer_group", "topic", "broker", "queue_id"]
 PHASES = {
-    "contend_ms": ("wait for the owner to be told", "#8da0cb"),
+    "contend_ms": ("wait until the owner is notified", "#8da0cb"),
     "drain_ms": ("owner drains", "#fc8d62"),
     "fence_ms": ("fence the old token", "#66c2a5"),
     "persist_ms": ("persist in etcd", "#e78ac3"),
@@ -50,7 +50,7 @@ BARS_MAX = 30
 
 
 def svg_of(draw: Callable[[pd.DataFrame], Figure], rows: pd.DataFrame) -> str:
-    """The plot as an SVG element."""
+    """Return the plot as an SVG element."""
     with rc_context(_STYLE):
         figure = draw(rows)
         figure.set_layout_engine("constrained")
@@ -61,7 +61,7 @@ def svg_of(draw: Callable[[pd.DataFrame], Figure], rows: pd.DataFrame) -> str:
 
 
 def timeline(owners: pd.DataFrame) -> Figure:
-    """Who had which queue when: `owners` is not empty."""
+    """Draw the owners of each queue over time; `owners` must not be empty."""
     names = owners[QUEUE].astype(str).agg("/".join, axis=1)
     often = names.value_counts().sort_index().sort_values(ascending=False, kind="stable")
     shown = sorted(often.index[:QUEUES_MAX], reverse=True)
@@ -92,8 +92,8 @@ def timeline(owners: pd.DataFrame) -> Figure:
 
 
 def manner_label(manner: object) -> str:
-    """A manner for people."""
-    return str(manner or "not told").replace("_", " ").lower()
+    """Return the label of a manner."""
+    return str(manner or "unknown").replace("_", " ").lower()
 
 
 def _legend_below(axes: Any, handles: Sequence[Patch], lines: int) -> None:
@@ -105,7 +105,7 @@ def _legend_below(axes: Any, handles: Sequence[Patch], lines: int) -> None:
 
 
 def scatter(rows: pd.DataFrame) -> Figure:
-    """How long each took, over time."""
+    """Draw the duration of each hand-over over time."""
     figure = Figure(figsize=(10.4, 3.6))
     axes = figure.subplots()
     for manner, some in rows.groupby("manner", dropna=False):
@@ -123,7 +123,7 @@ def scatter(rows: pd.DataFrame) -> Figure:
         linewidths=1,
     )
     axes.set_yscale("log")
-    axes.set_ylabel("ms until the new owner stood")
+    axes.set_ylabel("ms until the new owner holds the queue")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _time_axis(axes)
     axes.legend(fontsize=8, frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.14))
@@ -131,7 +131,7 @@ def scatter(rows: pd.DataFrame) -> Figure:
 
 
 def phases(rows: pd.DataFrame) -> Figure:
-    """What the slowest spent their time on."""
+    """Draw the phases of the slowest hand-overs."""
     usual = rows[~rows["outlier"].astype(bool)]
     slowest = (usual if len(usual) else rows).nlargest(BARS_MAX, "total_ms").iloc[::-1]
     labels = [
@@ -166,7 +166,7 @@ def phases(rows: pd.DataFrame) -> Figure:
 
 
 def shares(rows: pd.DataFrame) -> Figure:
-    """Which share took at most so long."""
+    """Draw the cumulative distribution of the durations by manner."""
     figure = Figure(figsize=(10.4, 3.2))
     axes = figure.subplots()
     for manner, some in rows.groupby("manner", dropna=False):
@@ -177,7 +177,7 @@ def shares(rows: pd.DataFrame) -> Figure:
             linewidth=1.8,
         )
     axes.set_xscale("log")
-    axes.set_xlabel("ms until the new owner stood")
+    axes.set_xlabel("ms until the new owner holds the queue")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.legend(fontsize=8, frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))

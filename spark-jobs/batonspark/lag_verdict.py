@@ -1,12 +1,12 @@
-"""What a run of lag samples says of a queue, in the terms of LinkedIn's Burrow. Pure.
+"""Verdict on a queue from its lag samples, in the terms of LinkedIn's Burrow. Pure.
 
-No threshold on the lag decides: a group may be far behind and catching up. What decides is how
-progress and lag moved over a window of samples.
+There is no threshold on the lag: a group may be far behind and catching up. The verdict depends on
+how progress and lag changed over a window of samples.
 
 Source: Burrow, "Consumer Lag Evaluation Rules". Deviations: a nameserver samples every queue, so
-`stopped` is told from deliveries and not from missing commits; a queue that has nobody, or that
-something keeps from moving, is told apart, since the nameserver knows why; messages that are acked
-beyond the committed offset are no lag.
+`stopped` follows from deliveries and not from missing commits; a queue without a member, or one
+that is blocked, has a verdict of its own, since the nameserver knows the reason; messages that are
+acked beyond the committed offset are not lag.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from itertools import pairwise
 
 
 class LagVerdict(StrEnum):
-    """State of one queue of one group."""
+    """Verdict on one queue of one group."""
 
     OK = "ok"
     SLOW = "slow"
-    """Progress moves, and the lag grows or stays; or the oldest message is older than allowed."""
+    """Progress advances but the lag does not shrink, or the oldest message is too old."""
     STALLED = "stalled"
-    """Messages are in hand and none is finished."""
+    """Messages are in flight and none is acknowledged."""
     STOPPED = "stopped"
     """Messages wait and none is delivered."""
     REWOUND = "rewound"
-    """Progress went back, and no operator moved it."""
+    """Committed progress went back without a reset by an operator."""
     NO_MEMBER = "no_member"
     """Messages wait and the group has no member."""
     BLOCKED = "blocked"
-    """Messages wait and something named keeps them."""
+    """Messages wait, and the stuck reason says what blocks them."""
 
 
 BY_REASON = {
@@ -42,18 +42,18 @@ BY_REASON = {
     "NOT_PULLING": LagVerdict.STOPPED,
     "OWNER_SILENT": LagVerdict.STOPPED,
 }
-"""LagVerdict on a queue that does not move, by its StuckReason. Others block."""
+"""Verdict on a queue without progress, by its StuckReason; BLOCKED for any other reason."""
 NO_REASON = frozenset({"", "MOVING", "IDLE", "UNSPECIFIED"})
-"""Reasons that do not say why a queue stands."""
+"""Names of StuckReason that do not explain why a queue makes no progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class LagSample:
-    """Where a group was in a queue.
+    """Progress of a group in a queue at one time.
 
     Attributes:
-        lag: Messages that are not acked.
-        oldest_unacked_ms: Age of the oldest of them; negative if not known.
+        lag: Unacknowledged messages.
+        oldest_unacked_ms: Age of the oldest of them; negative if unknown.
     """
 
     unix_ms: int
@@ -65,12 +65,13 @@ class LagSample:
 
 @dataclass(frozen=True, slots=True)
 class LagLimits:
-    """When a queue is no longer fine.
+    """Limits of the verdict `ok`.
 
     Attributes:
-        samples: Length of the window.
-        lag_min: Less lag counts as none.
-        age_ms_max: Oldest message older than this in the whole window is slow; 0 for no limit.
+        samples: Length of the window in samples.
+        lag_min: Lag below this many messages counts as none.
+        age_ms_max: The queue is slow if the oldest message is older than this in every sample of
+            the window; 0 for no limit.
     """
 
     samples: int
@@ -79,11 +80,11 @@ class LagLimits:
 
 
 def judge(samples: Sequence[LagSample], reason: str, limits: LagLimits) -> LagVerdict:
-    """LagVerdict on a queue.
+    """Return the verdict on a queue.
 
     Args:
-        samples: Since the last time an operator moved the progress, oldest first.
-        reason: Name of the StuckReason that was told last; empty if none was.
+        samples: Samples since the last reset of the progress, oldest first.
+        reason: Name of the last StuckReason; empty if there is none.
     """
     if any(late.committed_offset < early.committed_offset for early, late in pairwise(samples)):
         return LagVerdict.REWOUND
@@ -92,16 +93,16 @@ def judge(samples: Sequence[LagSample], reason: str, limits: LagLimits) -> LagVe
         return LagVerdict.OK
     growing = all(late.lag >= early.lag for early, late in pairwise(window))
     if growing and window[0].committed_offset == window[-1].committed_offset:
-        return _standing(window, reason)
+        return _without_progress(window, reason)
     aged = limits.age_ms_max and all(s.oldest_unacked_ms > limits.age_ms_max for s in window)
     return LagVerdict.SLOW if growing or aged else LagVerdict.OK
 
 
-def _standing(window: Sequence[LagSample], reason: str) -> LagVerdict:
-    """LagVerdict on a queue whose progress did not move."""
+def _without_progress(window: Sequence[LagSample], reason: str) -> LagVerdict:
+    """Return the verdict on a queue without progress."""
     if reason not in NO_REASON:
         return BY_REASON.get(reason, LagVerdict.BLOCKED)
     last = window[-1]
     delivers = last.delivered_offset > window[0].delivered_offset
-    in_hand = last.delivered_offset > last.committed_offset
-    return LagVerdict.STALLED if delivers or in_hand else LagVerdict.STOPPED
+    in_flight = last.delivered_offset > last.committed_offset
+    return LagVerdict.STALLED if delivers or in_flight else LagVerdict.STOPPED

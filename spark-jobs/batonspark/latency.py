@@ -1,8 +1,8 @@
-"""Percentiles of what takes time, from sketches: windows of 10 s and of 1 min by source.
+"""Latency percentiles from sketches: windows of 10 s and of 1 min by source.
 
-A row of the result has the form of the events it is made of: first bucket, counts, sum. Sketches
-are merged by adding counts of equal buckets, so rows can be folded again, as those of the minutes
-are, in any order and in any portions.
+A row of the result has the form of its events: first bucket, counts, sum. Sketches are merged by
+adding the counts of equal buckets, so rows can be folded again, in any order and grouping; the
+rows of minutes are folded from those of 10 s.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LATENCY = f"""
     window_s INT, {BASE}, date DATE, minute TIMESTAMP,
     count BIGINT, mean_us DOUBLE, p50_us DOUBLE, p95_us DOUBLE, p99_us DOUBLE
 """
-"""`consumer_group` and `topic` are null where the source does not tell latencies apart by them."""
+"""`consumer_group` and `topic` are null if the source does not measure by group and topic."""
 
 
 def measures(events: DataFrame) -> DataFrame:
-    """Rows of BASE, one for each sketch that was told."""
+    """Return rows of BASE, one for each sketch."""
     told = events.where((F.col("kind") == "latency") & (F.size("buckets") > 0))
     start = window_start(event_time(), WINDOWS_S[0])
     columns = [field.name for field in struct(BASE)][1:]
@@ -38,7 +38,7 @@ def measures(events: DataFrame) -> DataFrame:
 
 
 def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
-    """Rows of BASE merged, one for each value of `keys`; in whatever portions they come."""
+    """Merge rows of BASE, one result for each value of `keys`; results may be folded again."""
     opened = rows.select(
         *keys, "first_bucket", "value_sum", F.posexplode("buckets").alias("place", "n")
     )
@@ -59,7 +59,7 @@ def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
 
 
 def windows(base: DataFrame) -> DataFrame:
-    """Rows of LATENCY from the folded rows of BASE of whole minutes."""
+    """Return rows of LATENCY from the folded rows of BASE of whole minutes."""
     wide = base.withColumn("window_s", F.explode(F.array(*map(F.lit, WINDOWS_S))))
     start = window_start(F.col("window_start"), F.col("window_s"))
     both = fold(wide.withColumn("window_start", start), ("window_s", *KEYS))
@@ -80,12 +80,12 @@ def windows(base: DataFrame) -> DataFrame:
 
 
 def latency(events: DataFrame) -> DataFrame:
-    """Rows of LATENCY from all the events of whole minutes."""
+    """Return rows of LATENCY from all events of whole minutes."""
     return windows(fold(measures(events)))
 
 
 def percentile(hundredth: int) -> Column:
-    """The same as `batonmq._core.log_buckets.percentile` of `buckets`, which has `count` values."""
+    """Return a percentile of `buckets`, as `batonmq._core.log_buckets.percentile` computes it."""
     wanted = F.greatest(F.col("count") * hundredth / 100, F.lit(1.0))
     start = F.struct(F.lit(0).cast("bigint").alias("seen"), F.lit(0).alias("place"))
 

@@ -1,4 +1,4 @@
-"""MetricMessages of BATON_SYS_METRICS to rows with the columns METRICS. Pure."""
+"""Decode bodies of BATON_SYS_METRICS to rows with the columns METRICS. Pure."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from batonmq._core.metric_columns import DROPPED, DROPPED_INDEX, UNREADABLE, pro
 from batonmq._core.queues import QueueRef
 
 TIME_MAX_US = 253_370_764_800_000_000
-"""Times in 9999 and later, and before 1970, are none: few readers of the rows know of such."""
+"""Times before 1970, or in 9999 and later, become null: few readers support them."""
 Int64Array = npt.NDArray[np.int64]
 Batches = Sequence[Any]
-"""MetricBatches whose events are bytes, None in place of what is none."""
+"""MetricBatches whose events are bytes; None for a body that is not a MetricBatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricMessages:
-    """Messages of one queue: shape (count,) each, by message."""
+    """Messages of one queue; each field has one value for each message."""
 
     queue: QueueRef
     bodies: Sequence[bytes]
@@ -36,7 +36,7 @@ class MetricMessages:
 
 
 class _Head(NamedTuple):
-    """What all rows of a message have."""
+    """Values that all rows of a message share."""
 
     source: str
     producer_id: str
@@ -46,7 +46,7 @@ class _Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of events: which message each is of, and its place in that message's batch."""
+    """Rows of events, with the message of each and its index in the batch of that message."""
 
     events: pa.RecordBatch
     message: Int64Array
@@ -54,9 +54,9 @@ class _Rows:
 
 
 def metric_rows(found: MetricMessages, schema: pa.Schema) -> pa.RecordBatch:
-    """All events of the messages, and the rows that tell what a source has dropped.
+    """Return all events of the messages, and rows for dropped events and unreadable messages.
 
-    Those of one message need not lie together.
+    Rows of one message need not be adjacent.
     """
     batches = [_parsed(body) for body in found.bodies]
     parts = [
@@ -88,8 +88,8 @@ def metric_rows(found: MetricMessages, schema: pa.Schema) -> pa.RecordBatch:
     }
     for name, column in zip(EVENTS.names, events.columns, strict=True):
         columns[name] = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    columns["time"] = _told_times(columns["time"])
-    if columns["time"].null_count:  # of rows that are no events, or do not know when they were
+    columns["time"] = _valid_times(columns["time"])
+    if columns["time"].null_count:  # rows without an event, or without its time
         columns["time"] = pc.coalesce(columns["time"], columns["store_time"])
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
@@ -101,8 +101,8 @@ def _head(batch: Any, queue: QueueRef, offset: int) -> _Head:
     return _Head(batch.source, identity, signed(batch.seq), signed(batch.vocabulary, 32))
 
 
-def _told_times(times: pa.Array) -> pa.Array:
-    """Times as they are told, null instead of those that can't be."""
+def _valid_times(times: pa.Array) -> pa.Array:
+    """Return the times; null for times out of range."""
     bounds = pc.min_max(times.cast(pa.int64())).as_py()
     if bounds["min"] is None or (bounds["min"] >= 0 and bounds["max"] < TIME_MAX_US):
         return times

@@ -1,7 +1,7 @@
-"""Offsets of Spark: one number for each queue of a topic. Pure.
+"""Offsets of a Spark stream: one number for each queue of a topic. Pure.
 
-As Spark has them they are `{"broker/queue_id": next offset, ..., "topic_id": id}`, by name,
-ascending: Spark compares their text. The id tells a topic from a later one of the same name.
+Spark stores `{"broker/queue_id": next offset, ..., "topic_id": id}`, sorted by name, because it
+compares offsets as text. The id distinguishes a topic from a later one of the same name.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ TOPIC_ID = "topic_id"
 
 
 def key_of(queue: QueueRef) -> str:
-    """How a queue is named among offsets."""
+    """Return the key of a queue in offsets."""
     return f"{queue.broker}/{queue.queue_id}"
 
 
 def queue_of(topic: str, key: str) -> QueueRef:
-    """Inverse of `key_of`.
+    """Return the queue of a key; the inverse of `key_of`.
 
     Raises:
-        ValueError: it is no such name.
+        ValueError: the key is not valid.
     """
     broker, _, queue_id = key.rpartition("/")
     return QueueRef(topic, broker, int(queue_id))
 
 
 def sorted_offsets(offsets: Mapping[str, int]) -> Offsets:
-    """The same, in the order that Spark is told."""
+    """Return the offsets sorted by key, as Spark needs them."""
     return dict(sorted(offsets.items()))
 
 
 def queue_offsets(offsets: Mapping[str, int]) -> Offsets:
-    """The queues alone."""
+    """Return the offsets of the queues, without the topic id."""
     return {key: offset for key, offset in offsets.items() if key != TOPIC_ID}
 
 
 def batch_end(begin: Mapping[str, int], end: Mapping[str, int], rows_max: int) -> Offsets:
-    """How far a micro-batch goes: in each queue a share of what waits there, at least one message.
+    """Return the end of a micro-batch: a share of the waiting messages of each queue.
 
-    Queues that are in one of the two only stay as they are; none goes back.
+    Each queue with waiting messages gets at least one. A queue that is in `begin` only keeps its
+    offset. No offset decreases.
 
     Args:
-        begin: Where the batch begins.
-        end: What there is.
-        rows_max: At most so many messages, one of each queue at least; 0 for no bound.
+        begin: Start of the micro-batch.
+        end: End of the stored messages.
+        rows_max: Maximum of messages, apart from one of each queue; 0 for no limit.
     """
     waiting = {key: max(0, offset - begin.get(key, 0)) for key, offset in end.items()}
     total = sum(waiting.values())

@@ -1,6 +1,6 @@
-"""Options of `format("baton")`: read once, checked, and small enough to travel to executors.
+"""Options of `format("baton")`: parsed, checked, and pickled to the executors.
 
-A name that is not known is an error: a misspelt option never silently does nothing.
+An unknown name is an error, so that a misspelt option is never ignored.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ METRICS_TOPIC = "BATON_SYS_METRICS"
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 FETCH_MESSAGES_MAX = 65_535
 
-_SPARKS_OWN = {"path", "checkpointlocation", "queryname"}
-_REACHING = {
+_SPARK_OPTIONS = {"path", "checkpointlocation", "queryname"}
+_CONNECTION_OPTIONS = {
     "nameserver", "timeoutms", "tls", "tlscafile", "tlscertfile", "tlskeyfile", "tlsservername",
     "tokenfile",
 }  # fmt: skip
-_READING = {
+_READ_OPTIONS = {
     "topic", "view", "startingoffsets", "startingtimestamp", "endingoffsets", "endingtimestamp",
     "queues", "maxrowspertrigger", "failondataloss", "readfrom", "pushdown", "rowsperbatch",
 }  # fmt: skip
-_WRITING = {"topic", "writeid", "order", "rowsperbatch", "compression"}
+_WRITE_OPTIONS = {"topic", "writeid", "order", "rowsperbatch", "compression"}
 
 
 class BadOption(ValueError):
-    """An option is missing, unknown, or has a value that it can't have."""
+    """An option is missing, unknown, or has an invalid value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """What it takes to talk to a cluster.
+    """How to connect to a cluster.
 
     Attributes:
-        timeout_ms: How long an answer is waited for while services are away.
-        security: How to use TLS; None for none. Its files have to be on every node.
+        timeout_ms: How long calls are retried while services are unreachable.
+        security: TLS settings; None for no TLS. The files must exist on every node.
     """
 
     nameserver: str
@@ -51,30 +51,30 @@ class ConnectionOptions:
     security: Security | None = None
 
     def admin(self) -> Admin:
-        """A client; to be made in the event loop that it is used in."""
+        """Return a client; call this in the event loop that uses it."""
         return Admin(self.nameserver, timeout_s=self.timeout_ms / 1000, security=self.security)
 
 
 @dataclass(frozen=True, slots=True)
 class FromTime:
-    """The first message that was stored at or after a time."""
+    """The first message stored at or after a time."""
 
     unix_ms: int
 
 
 OffsetOption = Literal["earliest", "latest"] | int
 OffsetsOption = Literal["earliest", "latest"] | FromTime | Mapping[str, OffsetOption]
-"""Where to begin or to end: of all queues, or by `broker/queue_id`."""
+"""Where to begin or to end reading: in all queues, or by `broker/queue_id`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read a topic; docs/reference/spark.md says what the options mean.
+    """How to read a topic; docs/reference/spark.md describes the options.
 
     Attributes:
-        queues: `broker/queue_id` of those to read; None for all.
-        rows_max: Messages of one micro-batch; 0 for no bound.
-        followers: Whether followers are asked before the leader.
+        queues: `broker/queue_id` of the queues to read; None for all.
+        rows_max: Maximum messages of a micro-batch; 0 for no limit.
+        followers: Whether to read from followers before the leader.
     """
 
     connection: ConnectionOptions
@@ -95,8 +95,8 @@ class WriteOptions:
     """How to write to a topic.
 
     Attributes:
-        write_id: Names a batch write, so that its repetition stores nothing twice.
-        sorted: Whether a task sorts its rows, for plans that do not repeat their order.
+        write_id: Identifies a batch write, so that a repeated write stores nothing twice.
+        sorted: Whether a task sorts its rows, for plans whose order of rows may change.
     """
 
     connection: ConnectionOptions
@@ -108,12 +108,12 @@ class WriteOptions:
 
 
 def read_options(options: Mapping[str, str]) -> ReadOptions:
-    """What the options of a read mean.
+    """Parse the options of a read.
 
     Raises:
-        BadOption: see there.
+        BadOption: an option is missing, unknown or invalid.
     """
-    given = _OptionReader(options, _REACHING | _READING)
+    given = _OptionReader(options, _CONNECTION_OPTIONS | _READ_OPTIONS)
     view: View = given.one_of("view", "messages", ("messages", "metrics"))
     topic = given.text("topic", METRICS_TOPIC if view == "metrics" else "")
     if not topic:
@@ -123,8 +123,8 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
         connection=_connection(given),
         topic=topic,
         view=view,
-        starting=_places(given, "starting", "earliest"),
-        ending=_places(given, "ending", "latest"),
+        starting=_offsets_option(given, "starting", "earliest"),
+        ending=_offsets_option(given, "ending", "latest"),
         queues=frozenset(part.strip() for part in queues.split(",")) if queues else None,
         rows_max=given.number("maxRowsPerTrigger", 0),
         fail_on_data_loss=given.flag("failOnDataLoss", True),
@@ -135,12 +135,12 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
 
 
 def write_options(options: Mapping[str, str]) -> WriteOptions:
-    """What the options of a write mean.
+    """Parse the options of a write.
 
     Raises:
-        BadOption: see there.
+        BadOption: an option is missing, unknown or invalid.
     """
-    given = _OptionReader(options, _REACHING | _WRITING)
+    given = _OptionReader(options, _CONNECTION_OPTIONS | _WRITE_OPTIONS)
     topic = given.text("topic")
     if not topic:
         raise BadOption("option topic is missing")
@@ -155,11 +155,11 @@ def write_options(options: Mapping[str, str]) -> WriteOptions:
 
 
 class _OptionReader:
-    """Options as they were given, names in any case."""
+    """Reads options by name; names are not case-sensitive."""
 
     def __init__(self, options: Mapping[str, str], known: set[str]) -> None:
         self._values = {name.lower(): value for name, value in options.items()}
-        if unknown := sorted(self._values.keys() - known - _SPARKS_OWN):
+        if unknown := sorted(self._values.keys() - known - _SPARK_OPTIONS):
             raise BadOption(f"unknown option {unknown[0]}; known are {', '.join(sorted(known))}")
 
     def text(self, name: str, default: str = "") -> str:
@@ -182,7 +182,7 @@ class _OptionReader:
         try:
             return parse(text)
         except (ValueError, KeyError) as error:
-            raise BadOption(f"option {name} can't be {text!r}") from error
+            raise BadOption(f"option {name} has an invalid value: {text!r}") from error
 
 
 def _at_least(value: int, least: int) -> int:
@@ -204,21 +204,21 @@ def _connection(given: _OptionReader) -> ConnectionOptions:
             token_file=given.text("tokenFile"),
         )
     except InvalidArgument as error:
-        raise BadOption("options tlsCertFile and tlsKeyFile go together") from error
+        raise BadOption("options tlsCertFile and tlsKeyFile must be given together") from error
     wanted = given.flag("tls", security != Security())
     if security != Security() and not wanted:
-        raise BadOption("option tls is false, and files for it are named")
+        raise BadOption("option tls is false, but TLS files or a token file are given")
     timeout_ms = given.number("timeoutMs", 120_000, least=1)
     return ConnectionOptions(nameserver, timeout_ms, security if wanted else None)
 
 
-def _places(
+def _offsets_option(
     given: _OptionReader, side: str, default: Literal["earliest", "latest"]
 ) -> OffsetsOption:
     at, name = given.text(f"{side}Timestamp"), f"{side}Offsets"
     text = given.text(name)
     if at and text.lower() not in ("", "timestamp"):
-        raise BadOption(f"{name} and {side}Timestamp contradict each other")
+        raise BadOption(f"options {name} and {side}Timestamp exclude each other")
     if at:
         return FromTime(_unix_ms(at))
     if text.startswith("{"):
@@ -228,20 +228,22 @@ def _places(
     if text.lower() == "latest":
         return "latest"
     if text:
-        raise BadOption(f"option {name} can't be {text!r}")
+        raise BadOption(f"option {name} has an invalid value: {text!r}")
     return default
 
 
 def _by_queue(name: str, text: str) -> Mapping[str, OffsetOption]:
     try:
         found = json.loads(text)
-        places = {key: _place(value) for key, value in found.items() if key != "topic_id"}
+        offsets = {key: _offset_option(value) for key, value in found.items() if key != "topic_id"}
     except (ValueError, TypeError, AttributeError) as error:
-        raise BadOption(f'option {name} wants {{"broker/queue_id": offset}}, not {text}') from error
-    return places
+        raise BadOption(
+            f'option {name} must be {{"broker/queue_id": offset}}, got {text}'
+        ) from error
+    return offsets
 
 
-def _place(value: object) -> OffsetOption:
+def _offset_option(value: object) -> OffsetOption:
     if value == "earliest":
         return "earliest"
     if value == "latest":
@@ -252,12 +254,12 @@ def _place(value: object) -> OffsetOption:
 
 
 def _unix_ms(text: str) -> int:
-    """Milliseconds since the epoch, from those or from ISO 8601; UTC unless it names a zone."""
+    """Return Unix milliseconds, from Unix milliseconds or ISO 8601 (UTC by default)."""
     if text.isdecimal():
         return int(text)
     try:
         found = datetime.fromisoformat(text)
     except ValueError as error:
-        raise BadOption(f"{text!r} is no time: give ISO 8601, or Unix milliseconds") from error
+        raise BadOption(f"{text!r} is not a time: use ISO 8601 or Unix milliseconds") from error
     aware = found if found.tzinfo else found.replace(tzinfo=UTC)
     return int(aware.timestamp() * 1000)

@@ -1,4 +1,4 @@
-"""What the queries are doing, for Prometheus and for the log."""
+"""Progress of the streaming queries, as Prometheus metrics and log lines."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 log = logging.getLogger(__name__)
 
 _GAUGES = {
-    "running": "1 while the query runs, 0 once it has ended.",
-    "batch_id": "Number of the last micro-batch that was done.",
-    "input_rows": "Rows of the last micro-batch.",
-    "input_rows_per_second": "Rows that came per second.",
-    "processed_rows_per_second": "Rows per second while a micro-batch was worked on.",
-    "batch_duration_seconds": "How long the last micro-batch took.",
-    "backlog": "What is there and not read yet: messages of a topic, commits of a table.",
-    "state_rows": "Rows that the query remembers.",
-    "state_bytes": "Memory of the rows that the query remembers.",
-    "late_rows": "Rows of the last micro-batch that came too late to be looked at.",
-    "progress_time_seconds": "When the last micro-batch was told of, in Unix time.",
+    "running": "1 while the query runs, 0 after it has ended.",
+    "batch_id": "Number of the last completed micro-batch.",
+    "input_rows": "Rows in the last micro-batch.",
+    "input_rows_per_second": "Rows that arrived per second.",
+    "processed_rows_per_second": "Rows processed per second during the last micro-batch.",
+    "batch_duration_seconds": "Duration of the last micro-batch, in seconds.",
+    "backlog": "Messages of the topic, or commits of the table, that are not read yet.",
+    "state_rows": "Rows in the state of the query.",
+    "state_bytes": "Memory used by the state of the query, in bytes.",
+    "late_rows": "Rows of the last micro-batch that were ignored because they were too late.",
+    "progress_time_seconds": "Time of the last progress report, in Unix seconds.",
 }
 
 
 class ProgressListener(StreamingQueryListener):
-    """Sets gauges `baton_spark_<name>{query=...}` and writes a line for each micro-batch."""
+    """Sets the gauges `baton_spark_<name>{query=...}` and logs a line for each micro-batch."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._names: dict[str, str] = {}
@@ -74,7 +74,7 @@ class ProgressListener(StreamingQueryListener):
 
 
 def gauge_values(progress: Mapping[str, Any]) -> dict[str, float]:
-    """Values of the gauges, from the JSON of a StreamingQueryProgress."""
+    """Return the values of the gauges, from the JSON of a StreamingQueryProgress."""
     operators = progress.get("stateOperators", ())
     return {
         "batch_id": progress["batchId"],
@@ -90,7 +90,7 @@ def gauge_values(progress: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _behind(source: Mapping[str, Any]) -> int:
-    """How much the offsets of a source's end are behind the newest; ids are no offsets."""
+    """Return by how much the end of a source's micro-batch is behind its newest offsets."""
     latest, end = _offsets(source.get("latestOffset")), _offsets(source.get("endOffset"))
     return sum(max(0, value - end.get(key, 0)) for key, value in latest.items())
 
@@ -103,5 +103,5 @@ def _offsets(told: Any) -> dict[str, int]:
 
 
 def _number(told: Any) -> float:
-    """Rates are text, such as NaN, where there was no time to measure."""
+    """Return a rate as a number; Spark gives text such as NaN if no time was measured."""
     return float(told) if isinstance(told, int | float) else 0.0

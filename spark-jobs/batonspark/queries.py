@@ -1,4 +1,4 @@
-"""The streaming queries, each from what it reads to what it writes."""
+"""The streaming queries, each from its source to its sink."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from batonspark.sink_delta import read_delta
 from batonspark.tables import ALERTS, BRONZE, LATENCY, ROLLUP, Warehouse
 
 ROLLUP_VERSION = 1
-"""Of the checkpoint of rollup. Another one makes the windows anew, as far as bronze reaches."""
+"""Version of the checkpoint of rollup; a new version recomputes the windows from bronze."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class QueryContext:
 
     @property
     def warehouse(self) -> Warehouse:
-        """Where tables and checkpoints lie."""
+        """The folder of tables and checkpoints."""
         return Warehouse(str(Path(self.settings.data_dir).absolute()))
 
 
 def start_bronze(context: QueryContext) -> StreamingQuery:
-    """Events from the cluster to the table `bronze`."""
+    """Start the query `bronze`: events from the cluster to the table `bronze`."""
     settings, warehouse = context.settings, context.warehouse
     checkpoint = warehouse.checkpoint("bronze", bronze.STATE_VERSION)
     warehouse.ensure(BRONZE)
-    beginning = _decided(
+    beginning = _start_options(
         checkpoint, lambda: _after(read_delta(context.session, warehouse.table(BRONZE)))
     )
     options = {
@@ -58,23 +58,23 @@ def start_bronze(context: QueryContext) -> StreamingQuery:
     messages = context.session.readStream.format("baton").options(**options).load()
     writer = bronze.bronze(messages).writeStream.format("batondelta")
     writer = writer.options(view="metrics", partitionBy="date", path=warehouse.table(BRONZE))
-    return _started(writer, "bronze", checkpoint, settings)
+    return _start(writer, "bronze", checkpoint, settings)
 
 
 def start_rollup(context: QueryContext) -> StreamingQuery:
-    """Events from the table `bronze` to the tables `rollup` and `latency`."""
+    """Start the query `rollup`: events of `bronze` to the tables `rollup` and `latency`."""
     settings, warehouse = context.settings, context.warehouse
     checkpoint = warehouse.checkpoint("rollup", ROLLUP_VERSION)
     warehouse.ensure(BRONZE, ROLLUP, LATENCY)
-    beginning = _decided(checkpoint, lambda: rollup_writer.delete_windows(warehouse))
+    beginning = _start_options(checkpoint, lambda: rollup_writer.delete_windows(warehouse))
     events = _events(context, rollup_writer.COLUMNS, beginning)
     windows = rollup_writer.WindowWriter(warehouse, lambda: _query_id(checkpoint))
     writer = events.writeStream.foreachBatch(windows.write)
-    return _started(writer, "rollup", checkpoint, settings)
+    return _start(writer, "rollup", checkpoint, settings)
 
 
 def start_alerts(context: QueryContext) -> StreamingQuery:
-    """Events from the table `bronze` to the table `alerts`, the topic and the gauges.
+    """Start the query `alerts`: events of `bronze` to the table `alerts`, the topic and gauges.
 
     Raises:
         ConfigError: the rules are not valid.
@@ -89,12 +89,14 @@ def start_alerts(context: QueryContext) -> StreamingQuery:
         else None
     )
     writes = AlertWriter(warehouse, lambda: _query_id(checkpoint), topic, context.gauges)
-    beginning = _decided(checkpoint, lambda: _after_alerts(warehouse, writes, context.session))
+    beginning = _start_options(
+        checkpoint, lambda: _after_alerts(warehouse, writes, context.session)
+    )
     writes.restore()
     events = _events(context, alerts.COLUMNS, beginning)
     found = alerts.alerts(alerts.signals(events, book), book, settings.watermark_s)
     writer = found.writeStream.foreachBatch(writes.write)
-    return _started(writer, "alerts", checkpoint, settings)
+    return _start(writer, "alerts", checkpoint, settings)
 
 
 QUERIES: Mapping[str, Callable[[QueryContext], StreamingQuery]] = {
@@ -111,7 +113,7 @@ def _events(context: QueryContext, columns: str, options: Mapping[str, str]) -> 
     return reader.load(context.warehouse.table(BRONZE))
 
 
-def _started(
+def _start(
     writer: DataStreamWriter, name: str, checkpoint: str, settings: JobSettings
 ) -> StreamingQuery:
     named = writer.queryName(name).option("checkpointLocation", checkpoint)
@@ -120,10 +122,10 @@ def _started(
     return named.trigger(processingTime=f"{settings.trigger_ms} milliseconds").start()
 
 
-def _decided(checkpoint: str, decide: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-    """Options that say where a query begins: decided once, and kept with the checkpoint.
+def _start_options(checkpoint: str, decide: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+    """Return the options of the query's start: decided once and kept with the checkpoint.
 
-    Spark asks again if its first micro-batch was cut short, and must be told the same.
+    Spark asks again if its first micro-batch was interrupted, and must get the same answer.
     """
     kept = Path(checkpoint, "beginning.json")
     if kept.exists():
@@ -137,14 +139,14 @@ def _decided(checkpoint: str, decide: Callable[[], Mapping[str, str]]) -> Mappin
 
 
 def _query_id(checkpoint: str) -> str:
-    """Id of the query that has the checkpoint, once it has begun."""
+    """Return the id of the query of a checkpoint, after its first start."""
     return str(json.loads(Path(checkpoint, "metadata").read_text())["id"])
 
 
 def _after_alerts(
     warehouse: Warehouse, writes: AlertWriter, session: SparkSession
 ) -> Mapping[str, str]:
-    """Option of a stream that leaves out what has raised its alerts already, if there are some."""
+    """Return options that skip events which raised alerts before, if the table has alerts."""
     if not writes.close_all(session):
         return {}
     newest = deltalake.DeltaTable(warehouse.table(BRONZE)).version()
@@ -152,7 +154,7 @@ def _after_alerts(
 
 
 def _after(rows: DataFrame) -> Mapping[str, str]:
-    """Option of a stream that goes on where the rows of bronze end, if there are some."""
+    """Return options that continue behind the rows of bronze, if it has rows."""
     lost = F.when(F.col("kind") == "data_loss", F.col("next_offset"))
     end = F.max(F.coalesce(lost, F.col("sys_offset") + 1))
     found = rows.groupBy("sys_broker", "sys_queue_id").agg(end.alias("end")).collect()

@@ -1,4 +1,4 @@
-"""Which slices of which queues a read consists of. Runs in the driver."""
+"""Plan of a read: the slices of the queues to read. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OFFSET_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class ReadFilter:
-    """Which rows the filters of a query leave, as far as that spares reading.
+    """The part of a query's filters that lets a read skip messages.
 
     Attributes:
-        brokers: Of these only; None for all. `queue_ids` likewise.
-        first_offset: Offsets [first_offset, next_offset).
-        from_unix_ms: Store times [from_unix_ms, to_unix_ms]; None is no bound.
+        brokers, queue_ids: Only these; None for all.
+        first_offset, next_offset: Offsets [first_offset, next_offset).
+        from_unix_ms, to_unix_ms: Store times, both inclusive; None is no bound.
     """
 
     brokers: frozenset[str] | None = None
@@ -45,18 +45,18 @@ class ReadFilter:
     from_unix_ms: int | None = None
     to_unix_ms: int | None = None
 
-    def takes(self, queue: QueueRef) -> bool:
-        """Whether rows of the queue are wanted."""
+    def includes(self, queue: QueueRef) -> bool:
+        """Return whether the queue has to be read."""
         return (self.brokers is None or queue.broker in self.brokers) and (
             self.queue_ids is None or queue.queue_id in self.queue_ids
         )
 
 
 def narrow(wanted: ReadFilter, filters: Iterable[Filter], prefix: str) -> ReadFilter:
-    """What is wanted once all filters hold, too; those that mean nothing here change nothing.
+    """Return `wanted` restricted by all filters that it supports; others are ignored.
 
     Args:
-        prefix: Of the columns that name the place of a message, `sys_` in the view `metrics`.
+        prefix: Prefix of the columns broker, queue_id and offset: `sys_` in the view `metrics`.
     """
     for one in filters:
         attribute = getattr(one, "attribute", None)
@@ -73,11 +73,11 @@ def narrow(wanted: ReadFilter, filters: Iterable[Filter], prefix: str) -> ReadFi
 
 
 def stored_extents(cluster: ClusterClient, options: ReadOptions) -> dict[str, StoredExtent]:
-    """What the queues of the topic hold that are to be read, by name.
+    """Return the stored offsets of the queues to read, by `broker/queue_id`.
 
     Raises:
-        BadOption: a queue is named that is not there.
-        TopicNotFound: there is no such topic.
+        BadOption: a queue in the options does not exist.
+        TopicNotFound: the topic does not exist.
     """
     found = {key_of(queue): extent for queue, extent in cluster.extents(options.topic).items()}
     if options.queues is None:
@@ -93,10 +93,10 @@ def resolve_offsets(
     extents: Mapping[str, StoredExtent],
     where: OffsetsOption,
 ) -> Offsets:
-    """The offset that is meant in each queue.
+    """Return the offset of a position in each queue.
 
     Raises:
-        BadOption: a queue is named that is not there.
+        BadOption: a queue in the position does not exist.
     """
     if isinstance(where, FromTime):
         queues = {key: queue_of(options.topic, key) for key in extents}
@@ -117,15 +117,15 @@ def resolve_offsets(
 def batch_slices(
     cluster: ClusterClient, options: ReadOptions, wanted: ReadFilter
 ) -> list[QueueSlice]:
-    """The slices of a batch read, one of each queue.
+    """Return the slices of a batch read, one of each queue.
 
     Raises:
-        BadOption: the end lies before the beginning, or behind what is there.
+        BadOption: the end is behind the stored messages.
     """
     extents = {
         key: extent
         for key, extent in stored_extents(cluster, options).items()
-        if wanted.takes(queue_of(options.topic, key))
+        if wanted.includes(queue_of(options.topic, key))
     }
     begin = resolve_offsets(cluster, options, extents, _of(options.starting, extents))
     end = resolve_offsets(cluster, options, extents, _of(options.ending, extents))
@@ -147,7 +147,7 @@ def batch_slices(
 
 
 def _of(where: OffsetsOption, extents: Mapping[str, StoredExtent]) -> OffsetsOption:
-    """The places of the queues that are left."""
+    """Return the position without queues that are not read."""
     if isinstance(where, str | FromTime):
         return where
     return {key: place for key, place in where.items() if key in extents}

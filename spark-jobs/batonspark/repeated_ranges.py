@@ -1,8 +1,8 @@
-"""Which messages of one queue a group was delivered more than once, and why. Pure.
+"""Find the messages of one queue that a group received more than once, and why. Pure.
 
-Everything is done with ranges of offsets: for each range the last owner that was delivered it is
-kept, and what a later delivery has in common with it is a repeat. How the earlier owner's time
-ended says why; protocol section 9 says which ends let a message be started twice.
+The algorithm works on ranges of offsets: it keeps the last owner of each delivered range, and the
+overlap of a later delivery with that range is a repeat. The cause follows from how the earlier
+ownership ended; section 9 of the protocol says which ends allow a second start of a handler.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from enum import StrEnum
 from batonmq._core.ranges import Range, normalize, subtract
 
 CLOCKS_APART_MS = 2_000
-"""Events of two services that are no further apart may have happened in the other order: each
-tells about once a second."""
+"""Events of two services less than this apart may have happened in reverse order, because each
+service publishes about once a second."""
 
 
 class RepeatCause(StrEnum):
     """Why messages were delivered again."""
 
     CRASH = "crash"
-    """The owner before was silent until its lease was over, or its process ended."""
+    """The lease of the previous owner expired, or its process ended."""
     TIMEOUT = "timeout"
-    """The owner before lived, but did not give the queue back in time."""
+    """The previous owner was alive but did not release the queue in time."""
     UNFINISHED = "unfinished"
-    """The owner before gave the queue back and said that it had not handled these."""
+    """The previous owner released the queue and reported these as not handled."""
     FORCED = "forced"
-    """An operator took the queue away."""
+    """An operator forced the release of the queue."""
     REACQUIRED = "reacquired"
-    """The same owner asked for the queue anew."""
+    """The same owner acquired the queue again."""
     RESET = "reset"
     """An operator moved progress back."""
     RETRY = "retry"
     """A handler failed, and the message was sent back to the group's retry topic."""
     UNOWNED = "unowned"
-    """Nobody owns the queues of the group."""
+    """The queues of the group have no owner."""
     RETURNED = "returned"
-    """The owner before gave the queue back and had not started these."""
+    """The previous owner released the queue and had not started these."""
     REPEATED = "repeated"
-    """The same owner pulled once more, since the first answer was lost on its way."""
+    """The same owner pulled again because the first response was lost."""
     GRACEFUL = "graceful"
-    """A bug: the queue was handed over with nothing left to do, and still these were left."""
+    """A bug: the hand-over was graceful, and these were marked as started."""
     ACKED = "acked"
-    """A bug: these had been acked."""
+    """A bug: these were acknowledged before."""
     UNKNOWN = "unknown"
-    """How the time of the owner before ended is not in the stream."""
+    """The events do not show how the previous ownership ended."""
 
 
 HARMLESS = frozenset({RepeatCause.RETURNED, RepeatCause.REPEATED})
-"""The bytes went out twice; no handler began twice."""
+"""Causes of a second transfer without a second start of a handler."""
 BUGS = frozenset({RepeatCause.GRACEFUL, RepeatCause.ACKED})
 
 _OF_MANNER = {
@@ -67,9 +67,9 @@ class DeliveryEvent:
     """A range [first_offset, next_offset) was scanned for an owner.
 
     Attributes:
-        runs: By turns how many offsets follow that were not delivered, and that were; empty if
-            all were.
-        redelivered_count: Delivered ones that somebody may have started before.
+        runs: Lengths of alternating runs of offsets: skipped, delivered, skipped, ...; empty if
+            every offset was delivered.
+        redelivered_count: Delivered messages that an earlier owner may have started.
     """
 
     unix_ms: int
@@ -81,7 +81,7 @@ class DeliveryEvent:
     redelivered_count: int = 0
 
     def islands(self) -> Iterator[Range]:
-        """The delivered offsets."""
+        """Return the delivered ranges."""
         if not len(self.runs):
             yield self.first_offset, self.next_offset
             return
@@ -95,12 +95,12 @@ class DeliveryEvent:
 
 @dataclass(frozen=True, slots=True)
 class OwnerChange:
-    """A queue passed from one owner to another, or to nobody.
+    """A queue changed its owner, or lost it.
 
     Attributes:
-        token: Of the next owner.
-        previous_token: Of the one before; 0 if that is not told.
-        manner: As in the contract; empty if it is not told.
+        token: Fencing token of the next owner.
+        previous_token: Fencing token of the previous owner; 0 if unknown.
+        manner: Manner of the hand-over, as in the contract; empty if unknown.
     """
 
     unix_ms: int
@@ -114,7 +114,7 @@ class OwnerChange:
 
 @dataclass(frozen=True, slots=True)
 class CommitEvent:
-    """Progress under a token."""
+    """Committed progress under a token."""
 
     unix_ms: int
     token: int
@@ -124,7 +124,7 @@ class CommitEvent:
 
 @dataclass(frozen=True, slots=True)
 class ResetEvent:
-    """An operator moved progress."""
+    """An operator reset the progress."""
 
     unix_ms: int
     to_offset: int
@@ -134,11 +134,12 @@ class ResetEvent:
 
 @dataclass(frozen=True, slots=True)
 class QueueHistory:
-    """All that is known of one queue of one group, in any order.
+    """The events of one queue of one group, in any order.
 
     Attributes:
-        is_retry: Whether it belongs to the retry topic of the group.
-        settled_unix_ms: What was committed later may have been delivered by what is not told yet.
+        is_retry: Whether the queue belongs to the retry topic of the group.
+        settled_unix_ms: Commits after this time are not checked against the deliveries, whose
+            events may not be published yet.
     """
 
     deliveries: Sequence[DeliveryEvent] = ()
@@ -154,9 +155,9 @@ class RepeatedRange:
     """Messages [first_offset, next_offset) were delivered to one owner and then to another.
 
     Attributes:
-        flagged_count: Messages of the later delivery that were marked as redelivered; it may have
-            more messages than these.
-        why: A sentence.
+        flagged_count: Messages marked as redelivered in the whole later delivery, which may be
+            longer than this range.
+        why: The cause as a sentence.
     """
 
     first_offset: int
@@ -173,13 +174,13 @@ class RepeatedRange:
 
     @property
     def count(self) -> int:
-        """Messages."""
+        """Number of messages."""
         return self.next_offset - self.first_offset
 
 
 @dataclass(slots=True)
 class OwnershipSpan:
-    """What was delivered to one owner under one token, as far as it is known."""
+    """An owner with its token, and the time of its last known delivery."""
 
     token: int
     client_id: str
@@ -188,7 +189,7 @@ class OwnershipSpan:
 
 @dataclass(slots=True)
 class LastDelivered:
-    """Who was delivered each offset last: disjoint ranges in order, each with a tenure."""
+    """The last owner of each delivered offset: disjoint ranges in order, each with its owner."""
 
     _begins: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)
@@ -197,7 +198,7 @@ class LastDelivered:
     def put(
         self, first: int, next_: int, tenure: OwnershipSpan
     ) -> list[tuple[int, int, OwnershipSpan]]:
-        """Note a delivery of [first, next_); the parts of it that were delivered before."""
+        """Record a delivery of [first, next_); return the parts that were delivered before."""
         low, high = bisect_right(self._ends, first), bisect_left(self._begins, next_)
         there = list(
             zip(self._begins[low:high], self._ends[low:high], self._tenures[low:high], strict=True)
@@ -213,14 +214,14 @@ class LastDelivered:
         joined = _joined(pieces)
         self._begins[low:high] = [begin for begin, _, _ in joined]
         self._ends[low:high] = [end for _, end, _ in joined]
-        self._tenures[low:high] = [who for _, _, who in joined]
-        return [(max(begin, first), min(end, next_), who) for begin, end, who in there]
+        self._tenures[low:high] = [owner for _, _, owner in joined]
+        return [(max(begin, first), min(end, next_), owner) for begin, end, owner in there]
 
 
 def repeated_ranges(history: QueueHistory) -> Iterator[RepeatedRange]:
-    """Every message that was delivered once more, each time that it was, with the reason.
+    """Return every repeated delivery with its cause.
 
-    Each delivery is held against the one before it of the same message.
+    Each delivery is compared with the previous delivery of the same message.
     """
     ends, last = OwnershipEnds(history), LastDelivered()
     tenures: dict[tuple[int, str], OwnershipSpan] = {}
@@ -244,9 +245,9 @@ def repeated_ranges(history: QueueHistory) -> Iterator[RepeatedRange]:
 
 
 def undelivered_commits(history: QueueHistory) -> list[Range]:
-    """Offsets that were committed though nobody is known to have been delivered them.
+    """Return the committed offsets without a known delivery.
 
-    None of them is a repeat, or all are: the stream lacks something.
+    Their deliveries are missing in the stream, so repeats of them are not found.
     """
     settled = [one for one in history.commits if one.unix_ms < history.settled_unix_ms]
     parts: dict[int, list[CommitEvent]] = {}
@@ -261,7 +262,7 @@ def undelivered_commits(history: QueueHistory) -> list[Range]:
 
 
 class OwnershipEnds:
-    """How the time of each owner of a queue ended."""
+    """How each ownership of a queue ended."""
 
     def __init__(self, history: QueueHistory) -> None:
         self._passings = sorted(history.passings, key=lambda one: (one.token, not one.manner))
@@ -272,29 +273,29 @@ class OwnershipEnds:
         self._commits = sorted((one.token, one.committed_offset) for one in history.commits)
 
     def of(self, token: int) -> OwnerChange | None:
-        """What ended the time of the owner with this token."""
+        """Return the owner change that ended the ownership with this token."""
         if token in self._told:
             return self._told[token]
         place = bisect_right(self._tokens, token)
         return self._passings[place] if place < len(self._passings) else None
 
     def was_graceful(self, token: int) -> bool:
-        """Whether the owner with this token took the queue over with nothing left to do."""
+        """Return whether the owner with this token got the queue by a graceful hand-over."""
         return self._manners.get(token) == "GRACEFUL"
 
     def acked_below(self, from_token: int, to_token: int) -> int:
-        """Everything below was acked under the tokens from `from_token` until `to_token`."""
+        """Return the offset below which all is acked under tokens in [from_token, to_token)."""
         begin = bisect_left(self._commits, (from_token, -1))
         end = bisect_left(self._commits, (to_token, -1))
         return max((offset for _, offset in self._commits[begin:end]), default=0)
 
     def unmoved_below(self, token: int) -> int:
-        """Everything below was acked before the token, and no operator ever moved it back."""
+        """Return the offset below which all was acked before the token, and never reset."""
         moved = min((reset.to_offset for reset in self._resets), default=1 << 62)
         return min(self.acked_below(0, token), moved)
 
     def reset_between(self, begin_unix_ms: int, end_unix_ms: int) -> ResetEvent | None:
-        """The reset between two times that went back furthest."""
+        """Return the reset to the lowest offset between two times."""
         found = [
             one
             for one in self._resets
@@ -306,7 +307,7 @@ class OwnershipEnds:
 def _explained(
     begin: int, end: int, before: OwnershipSpan, delivery: DeliveryEvent, ends: OwnershipEnds
 ) -> Iterator[RepeatedRange]:
-    """The parts of [begin, end), each with what explains it."""
+    """Return the parts of [begin, end), each with its cause."""
     if before.token in (0, delivery.token):
         cause = RepeatCause.REPEATED if before.token else RepeatCause.UNOWNED
         yield _repeat((begin, end), cause, before, delivery, _SENTENCES[cause])
@@ -314,8 +315,8 @@ def _explained(
     reset = ends.reset_between(before.last_unix_ms, delivery.unix_ms)
     if reset is not None and reset.to_offset < end:
         cut = max(begin, reset.to_offset)
-        who = f"{reset.by} moved progress to {reset.to_offset}: {reset.reason}"
-        yield _repeat((cut, end), RepeatCause.RESET, before, delivery, who)
+        why = f"{reset.by} moved progress to {reset.to_offset}: {reset.reason}"
+        yield _repeat((cut, end), RepeatCause.RESET, before, delivery, why)
         end = cut
     acked = min(ends.acked_below(before.token, delivery.token), end)
     if begin < acked:
@@ -330,7 +331,7 @@ def _explained(
 def _cause(
     passing: OwnerChange | None, delivery: DeliveryEvent, ends: OwnershipEnds
 ) -> RepeatCause:
-    """Why what was in the hands of an owner came again, by how its time ended."""
+    """Return why messages in flight were delivered again, by how the ownership ended."""
     if passing is None:
         return RepeatCause.UNKNOWN
     if passing.manner in _OF_MANNER or passing.stolen:
@@ -345,17 +346,17 @@ def _cause(
 
 
 _SENTENCES = {
-    RepeatCause.CRASH: "the owner was silent until its lease was over, or its process ended",
-    RepeatCause.TIMEOUT: "the owner did not give the queue back in time",
-    RepeatCause.UNFINISHED: "the owner gave the queue back and had not handled these",
-    RepeatCause.FORCED: "an operator took the queue away",
-    RepeatCause.REACQUIRED: "the owner asked for the queue anew",
-    RepeatCause.UNOWNED: "nobody owns the queues of the group",
-    RepeatCause.RETURNED: "the owner gave the queue back and had not started these",
-    RepeatCause.REPEATED: "the owner pulled again, since an answer was lost",
-    RepeatCause.GRACEFUL: "a bug: marked as started, though the owner had left nothing to do",
-    RepeatCause.ACKED: "a bug: these had been acked",
-    RepeatCause.UNKNOWN: "how the owner's time ended is not in the stream",
+    RepeatCause.CRASH: "the lease of the owner expired, or its process ended",
+    RepeatCause.TIMEOUT: "the owner did not release the queue in time",
+    RepeatCause.UNFINISHED: "the owner released the queue and had not handled these",
+    RepeatCause.FORCED: "an operator forced the release of the queue",
+    RepeatCause.REACQUIRED: "the owner acquired the queue again",
+    RepeatCause.UNOWNED: "the queues of the group have no owner",
+    RepeatCause.RETURNED: "the owner released the queue and had not started these",
+    RepeatCause.REPEATED: "the owner pulled again, because a response was lost",
+    RepeatCause.GRACEFUL: "a bug: marked as started, though the hand-over was graceful",
+    RepeatCause.ACKED: "a bug: these were acknowledged before,",
+    RepeatCause.UNKNOWN: "the events do not show how the ownership ended",
 }
 
 
@@ -377,34 +378,34 @@ def _repeat(
 
 
 def _sent_back(begin: int, end: int, delivery: DeliveryEvent) -> RepeatedRange:
-    """Messages of a retry topic: each was delivered in its own topic before."""
-    nobody = OwnershipSpan(0, "", delivery.unix_ms)
-    why = "a handler had failed, and the message was sent back"
-    return _repeat((begin, end), RepeatCause.RETRY, nobody, delivery, why)
+    """Return the repeat of messages in a retry topic, delivered in their own topic before."""
+    unknown = OwnershipSpan(0, "", delivery.unix_ms)
+    why = "a handler failed, and the message was sent to the retry topic"
+    return _repeat((begin, end), RepeatCause.RETRY, unknown, delivery, why)
 
 
 def _acked_unseen(
     begin: int, end: int, delivery: DeliveryEvent, ends: OwnershipEnds
 ) -> Iterator[RepeatedRange]:
-    """What had been acked before, though nobody is known to have been delivered it."""
+    """Return the acknowledged part of the range, whose first delivery is unknown."""
     end = min(end, ends.unmoved_below(delivery.token))
     if begin < end:
-        nobody = OwnershipSpan(0, "", delivery.unix_ms)
+        unknown = OwnershipSpan(0, "", delivery.unix_ms)
         why = f"{_SENTENCES[RepeatCause.ACKED]} under an earlier token"
-        yield _repeat((begin, end), RepeatCause.ACKED, nobody, delivery, why)
+        yield _repeat((begin, end), RepeatCause.ACKED, unknown, delivery, why)
 
 
 def _flagged(delivery: DeliveryEvent) -> RepeatedRange:
-    """Some of a delivery is marked as started, and nobody is known to have been delivered it."""
-    nobody = OwnershipSpan(0, "", delivery.unix_ms)
+    """Return the repeat of a delivery marked as started whose first delivery is unknown."""
+    unknown = OwnershipSpan(0, "", delivery.unix_ms)
     run = (delivery.first_offset, delivery.next_offset)
-    return _repeat(run, RepeatCause.GRACEFUL, nobody, delivery, _SENTENCES[RepeatCause.GRACEFUL])
+    return _repeat(run, RepeatCause.GRACEFUL, unknown, delivery, _SENTENCES[RepeatCause.GRACEFUL])
 
 
 def _joined(
     pieces: Iterable[tuple[int, int, OwnershipSpan]],
 ) -> list[tuple[int, int, OwnershipSpan]]:
-    """Neighbours of the same tenure as one."""
+    """Join neighbours with the same owner."""
     joined: list[tuple[int, int, OwnershipSpan]] = []
     for begin, end, tenure in pieces:
         if joined and joined[-1][1] == begin and joined[-1][2] is tenure:

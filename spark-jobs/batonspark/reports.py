@@ -1,4 +1,4 @@
-"""What the reports have in common: the range that is asked for, its events, and where they go."""
+"""Common parts of the reports: the command line, the scope, its events and the output."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from batonspark.tables import BRONZE, Warehouse
 log = logging.getLogger(__name__)
 
 LOOKBACK = timedelta(hours=24)
-"""So much earlier events are read too, since they explain what happened in the range."""
+"""Events this much before the range are read too, because they explain the range."""
 LOOKAHEAD = timedelta(seconds=30)
-"""So much later ones too: what happens is told about a second after."""
+"""Events this much after the range are read too, because publishing takes about a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportScope:
-    """What a report is about; None is no bound. Times are UTC, without a zone.
+    """Scope of a report; None is no bound. Times are UTC without a time zone.
 
     Attributes:
-        first_offset, next_offset: Only these offsets, of every queue.
+        until: Exclusive.
+        first_offset, next_offset: Range of offsets of every queue; `next_offset` is exclusive.
     """
 
     since: datetime | None = None
@@ -46,18 +47,18 @@ class ReportScope:
     next_offset: int | None = None
 
     def of_subject(self, rows: DataFrame) -> DataFrame:
-        """Rows of the group and the topic."""
+        """Return the rows of the group and the topic."""
         for name, value in (("consumer_group", self.group), ("topic", self.topic)):
             rows = rows if value is None else rows.where(F.col(name) == value)
         return rows
 
     def in_time(self, rows: DataFrame, column: str = "time") -> DataFrame:
-        """Rows of the time that is asked for."""
+        """Return the rows in the time range."""
         rows = rows if self.since is None else rows.where(F.col(column) >= F.lit(self.since))
         return rows if self.until is None else rows.where(F.col(column) < F.lit(self.until))
 
     def described(self) -> dict[str, str]:
-        """For people."""
+        """Return the given bounds as text."""
         given = {
             "since": self.since,
             "until": self.until,
@@ -71,14 +72,14 @@ class ReportScope:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a job has found.
+    """Result of a report.
 
     Attributes:
-        summary: Becomes report.json.
-        lines: For the terminal.
-        rows: Become the Parquet files of the folder `rows`.
-        page: Becomes report.html, if there is one.
-        ok: Whether nothing is wrong: the exit status.
+        summary: Content of report.json.
+        lines: Output on the terminal.
+        rows: Content of the Parquet files in the folder `rows`.
+        page: Content of report.html; empty for no page.
+        ok: Whether nothing is wrong; decides the exit status.
     """
 
     summary: Mapping[str, Any]
@@ -89,9 +90,9 @@ class Report:
 
 
 def run_report(name: str, make: Callable[[DataFrame, ReportScope], Report]) -> None:
-    """Run a report in this process, as the command line asks; see docs/reference/spark.md.
+    """Run a report in this process, with the scope of the command line.
 
-    Exit status as of any job; 1 also if the report says that something is wrong.
+    The exit status is that of any job; it is also 1 if the report is not `ok`.
     """
     scope = parse_arguments(name)
 
@@ -104,22 +105,22 @@ def run_report(name: str, make: Callable[[DataFrame, ReportScope], Report]) -> N
 
 
 def parse_arguments(name: str, given: Sequence[str] | None = None) -> ReportScope:
-    """The command line; ends the process if it makes no sense."""
+    """Return the scope of the command line; end the process if it is not valid."""
     parser = argparse.ArgumentParser(prog=name, description="See docs/reference/spark.md.")
     parser.add_argument("--since", type=_time, metavar="TIME", help="ISO 8601, UTC without a zone")
     parser.add_argument("--until", type=_time, metavar="TIME", help="exclusive")
     parser.add_argument("--group", help="only this consumer group")
     parser.add_argument("--topic", help="only this topic")
-    parser.add_argument("--first-offset", type=int, help="only offsets from here on")
+    parser.add_argument("--first-offset", type=int, help="only offsets from this one on")
     parser.add_argument("--next-offset", type=int, help="only offsets before this one")
     return ReportScope(**vars(parser.parse_args(given)))
 
 
 def events(spark: SparkSession, settings: JobSettings, scope: ReportScope) -> DataFrame:
-    """Rows of bronze of the time that is asked for, and of some before and after.
+    """Return the rows of bronze in the scope, with LOOKBACK before and LOOKAHEAD after it.
 
     Raises:
-        FileNotFoundError: there is no table.
+        FileNotFoundError: the table does not exist.
     """
     path = Warehouse(str(Path(settings.data_dir).absolute())).table(BRONZE)
     if not DeltaTable.is_deltatable(path):
@@ -130,7 +131,7 @@ def events(spark: SparkSession, settings: JobSettings, scope: ReportScope) -> Da
 
 
 def events_around(rows: DataFrame, scope: ReportScope) -> DataFrame:
-    """Rows of the time that is asked for, and of some before and after; each event once."""
+    """Return the rows in the scope, with LOOKBACK before and LOOKAHEAD after; each event once."""
     if scope.since is not None:
         rows = rows.where(event_time() >= F.lit(scope.since - LOOKBACK))
     if scope.until is not None:

@@ -1,9 +1,9 @@
 """Windows of 10 s and of 1 min over the metric events: by queue, by topic and by group.
 
-An event is a row of measures like any other, for its queue and its 10 s; `fold` adds rows up. It
-does so in any order and in any portions, so what a window says does not depend on how its events
-came: in one micro-batch, in many, late or early. Everything else, the minutes, the topics and the
-groups, the rates and the ratios, is made from the rows of 10 s by `windows`.
+Each event becomes a row of measures for its queue and its 10 s; `fold` adds rows up. The order and
+the grouping of the additions do not matter, so a window is the same whether its events arrive in
+one micro-batch or in many, early or late. `windows` makes the rest from the rows of 10 s: minutes,
+topics, groups, rates and ratios.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SUMS = (
     "lock_grant_count", "lock_denial_count", "steal_count", "forced_count", "fenced_count",
     "rebalance_count", "moved_queue_count", "conflict_count", "expired_member_count",
 )  # fmt: skip
-"""Measures that add up."""
+"""Additive measures."""
 LAG = ("lag_time", "lag", "lag_ms", "in_flight")
-"""What was told last of a queue within the window."""
+"""Measures of the last lag event of a queue in the window."""
 FIRST_COMMIT = ("first_commit_time", "first_committed_offset")
 LAST_COMMIT = ("last_commit_time", "committed_offset")
 RATES = ("appended_count", "appended_bytes", "delivered_count", "delivered_bytes")
@@ -39,7 +39,7 @@ BASE = f"""
     first_commit_time TIMESTAMP, first_committed_offset BIGINT,
     last_commit_time TIMESTAMP, committed_offset BIGINT, hand_over_ms ARRAY<BIGINT>
 """
-"""Measures of one queue over 10 s. What names no queue, such as a rebalance, has null there."""
+"""Measures of one queue over 10 s. An event without a queue, such as a rebalance, has nulls."""
 ROLLUP = f"""
     level STRING, window_s INT, {BASE}, date DATE, minute TIMESTAMP,
     appended_rate DOUBLE, appended_bytes_rate DOUBLE,
@@ -47,11 +47,11 @@ ROLLUP = f"""
     redelivery_ratio DOUBLE, lag_s DOUBLE, hand_over_count BIGINT,
     {", ".join(f"hand_over_p{p}_ms BIGINT" for p in PERCENTILES)}
 """
-"""`level` is `queue`, `topic` or `group`; lag and in-flight of the latter are sums over queues."""
+"""`level` is `queue`, `topic` or `group`; lag and in_flight of topics and groups are sums."""
 
 
 def measures(events: DataFrame) -> DataFrame:
-    """Rows of BASE, one for each event that has something to measure."""
+    """Return rows of BASE, one for each event with measures."""
     known = events.where(F.col("kind").isin(*sorted(_KINDS)))
     timed = known.withColumn("at", event_time())
     start = window_start(F.col("at"), WINDOWS_S[0])
@@ -60,7 +60,7 @@ def measures(events: DataFrame) -> DataFrame:
 
 
 def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
-    """Rows of BASE added up, one for each value of `keys`; in whatever portions they come."""
+    """Add up rows of BASE, one result for each value of `keys`; results may be folded again."""
     added = rows.groupBy(*keys).agg(
         *(F.sum(name).alias(name) for name in SUMS),
         _of_latest(LAG).alias("last"),
@@ -76,20 +76,20 @@ def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
 
 
 def windows(base: DataFrame) -> DataFrame:
-    """Rows of ROLLUP from the folded rows of BASE of whole minutes."""
+    """Return rows of ROLLUP from the folded rows of BASE of whole minutes."""
     wide = base.withColumn("window_s", F.explode(F.array(*map(F.lit, WINDOWS_S))))
     start = window_start(F.col("window_start"), F.col("window_s"))
     queues = fold(wide.withColumn("window_start", start), ("window_s", *KEYS))
-    return _told(_levels(queues.withColumn("committed_rate", _commit_rate())))
+    return _with_derived(_levels(queues.withColumn("committed_rate", _commit_rate())))
 
 
 def rollup(events: DataFrame) -> DataFrame:
-    """Rows of ROLLUP from all the events of whole minutes."""
+    """Return rows of ROLLUP from all events of whole minutes."""
     return windows(fold(measures(events)))
 
 
 def _levels(queues: DataFrame) -> DataFrame:
-    """The rows of queues, and those of each topic and of each group added up."""
+    """Return the rows of queues, and their sums by topic and by group."""
     named = {"topic": "topic", "group": "consumer_group"}
     levels = [F.when(F.col(name).isNotNull(), F.lit(level)) for level, name in named.items()]
     wide = queues.withColumn("level", F.explode(F.array_compact(F.array(F.lit("queue"), *levels))))
@@ -108,8 +108,8 @@ def _levels(queues: DataFrame) -> DataFrame:
     )
 
 
-def _told(rows: DataFrame) -> DataFrame:
-    """What is made of the measures, and the columns in their order."""
+def _with_derived(rows: DataFrame) -> DataFrame:
+    """Add the derived columns, and order all columns."""
     delivered, again = F.col("delivered_count"), F.col("redelivered_count")
     hand_overs = F.col("hand_over_ms")
     made: dict[str, Column] = {
@@ -125,19 +125,19 @@ def _told(rows: DataFrame) -> DataFrame:
 
 
 def _of_latest(names: Sequence[str]) -> Column:
-    """The values of the row with the greatest first one; that decides between equals, too."""
+    """Return the columns of the row with the greatest first one; ties compare the next."""
     return F.max(F.when(F.col(names[0]).isNotNull(), F.struct(*names)))
 
 
 def _commit_rate() -> Column:
-    """Messages per second between the first and the last commit of a window."""
+    """Return the messages per second between the first and the last commit of a window."""
     seconds = F.col(LAST_COMMIT[0]).cast("double") - F.col(FIRST_COMMIT[0]).cast("double")
     moved = F.col(LAST_COMMIT[1]) - F.col(FIRST_COMMIT[1])
     return F.when(seconds > 0, moved / seconds)
 
 
 def _rank(ordered: Column, percentile: int) -> Column:
-    """The value at or below which so many in a hundred lie; null if there is none."""
+    """Return a percentile of an ordered array; null if it is empty."""
     rank = F.ceil(F.size(ordered) * percentile / 100).cast("int")
     return F.when(F.size(ordered) > 0, F.element_at(ordered, F.greatest(rank, F.lit(1))))
 
@@ -155,20 +155,20 @@ _COUNTED: Mapping[str, tuple[str, str]] = {
     "lock_denial_count": ("lock_denied", "count"),
     "fenced_count": ("fenced", "count"),
 }
-"""Sums of a column of the events of one kind."""
+"""Measures that sum a column of the events of one kind."""
 _NUMBERED = {
     "lock_grant_count": "lock_granted",
     "forced_count": "lock_forced",
     "rebalance_count": "rebalanced",
     "expired_member_count": "member_expired",
 }
-"""Numbers of events of one kind."""
+"""Measures that count the events of one kind."""
 _KINDS = {kind for kind, _ in _COUNTED.values()} | set(_NUMBERED.values())
 _KINDS |= {"queue_lag", "committed", "handed_over", "subscription_refused", "subscription_changed"}
 
 
 def _counts() -> dict[str, Column]:
-    """The additive measures of an event."""
+    """Return the additive measures of an event."""
     kind, one = F.col("kind"), F.lit(1)
     disagree = (kind == "subscription_refused") | (
         (kind == "subscription_changed") & has_attribute("differences")
@@ -186,7 +186,7 @@ def _counts() -> dict[str, Column]:
 
 
 def _gauges() -> dict[str, Column]:
-    """The other measures of an event; null where it does not tell them."""
+    """Return the other measures of an event; null if its kind does not have them."""
     lag, committed = F.col("kind") == "queue_lag", F.col("kind") == "committed"
     unfinished = F.col("committed_offset") + attribute("acked_beyond_count")
     waiting = F.greatest(F.col("next_offset") - unfinished, F.lit(0))

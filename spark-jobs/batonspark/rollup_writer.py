@@ -1,7 +1,7 @@
-"""WindowTable into their tables: what a micro-batch adds, together with what is there of its minutes.
+"""Write windows: merge the events of a micro-batch with the stored windows of their minutes.
 
-Each of the two tables remembers the micro-batch it had last, in the same commit as its rows, so one
-that comes again after a crash changes nothing; and late events find their window, however old.
+Each of the two tables stores the number of its last micro-batch in the same commit as its rows, so
+a micro-batch repeated after a crash changes nothing. Late events change their window at any age.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = (
     " delivered_offset, count, byte_count, filtered_count, redelivered_count, duration_ms,"
     " operation, first_bucket, buckets, value_sum, attrs, store_time"
 )
-"""What of bronze the windows are made of."""
+"""The columns of bronze that windows need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class WindowTable:
 
     Attributes:
         base: Columns of the measures, as DDL.
-        standing: Predicate of the rows of the table that have the measures of 10 s.
-        partial: Events to measures, folded.
-        whole: Folded measures of whole minutes to rows of the table.
+        base_predicate: Predicate of the rows of the table that have the measures of 10 s.
+        fold_events: Makes folded measures from events.
+        make_rows: Makes rows of the table from folded measures of whole minutes.
     """
 
     table: Table
     base: str
-    standing: str
-    partial: Callable[[DataFrame], DataFrame]
-    whole: Callable[[DataFrame], DataFrame]
+    base_predicate: str
+    fold_events: Callable[[DataFrame], DataFrame]
+    make_rows: Callable[[DataFrame], DataFrame]
 
 
 WINDOWS = (
@@ -66,10 +66,10 @@ WINDOWS = (
 
 @dataclass(frozen=True, slots=True)
 class WindowWriter:
-    """Writes one micro-batch after the other.
+    """Writes the windows of each micro-batch.
 
     Attributes:
-        query_id: Gives the id of the query whose micro-batches they are.
+        query_id: Returns the id of the streaming query.
     """
 
     warehouse: Warehouse
@@ -89,22 +89,22 @@ class WindowWriter:
         if Upsert(path, (), transaction).done():
             return
         schema = to_arrow_schema(struct(windows.base), timezone="UTC")
-        fresh = windows.partial(events).toArrow().select(schema.names).cast(schema)
+        fresh = windows.fold_events(events).toArrow().select(schema.names).cast(schema)
         if not fresh.num_rows:
             return
         session = events.sparkSession
 
         def made(found: pa.Table) -> pa.Table:
             base = pa.concat_tables([fresh, found.select(schema.names).cast(schema)])
-            rows = windows.whole(session.createDataFrame(base, struct(windows.base))).toArrow()
+            rows = windows.make_rows(session.createDataFrame(base, struct(windows.base))).toArrow()
             wanted = to_arrow_schema(windows.table.schema, timezone="UTC")
             return rows.select(wanted.names).cast(wanted)
 
-        Upsert(path, _minutes(fresh), transaction).apply(schema.names, windows.standing, made)
+        Upsert(path, _minutes(fresh), transaction).apply(schema.names, windows.base_predicate, made)
 
 
 def delete_windows(warehouse: Warehouse) -> dict[str, str]:
-    """Delete the windows of all days that bronze still has: a query that begins anew makes them."""
+    """Delete the windows of all days in bronze: a query without checkpoint recomputes them."""
     table = deltalake.DeltaTable(warehouse.table(BRONZE))
     days = [value["date"] for value in table.partitions() if value["date"]]
     if days:

@@ -1,7 +1,7 @@
-"""The state machines behind the alerts, one class for each kind of rule. Pure.
+"""Evaluate the alert rules: one state machine for each kind of rule. Pure.
 
-A watch keeps one subject. It is fed with signals, oldest first, and told when event time has
-passed; it says when it wants to be told next. It is a value that goes to JSON and comes back.
+An evaluator keeps the state of one rule for one subject. `feed` takes signals, oldest first, and
+`tick` takes the event time; `wake_unix_ms` is the time of the next tick. The state is kept as JSON.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from batonspark.alert_rules import ConflictRule, CountRule, LagRule, LatencyRule
 from batonspark.lag_verdict import LagLimits, LagSample, LagVerdict, judge
 
 SLOTS = 30
-"""A window is kept in so many slots: what was counted leaves it by a 30th of it late."""
+"""Slots of a window: a counted event leaves the window at most a 30th of its length late."""
 
 
 R_contra = TypeVar("R_contra", contravariant=True)
 
 
 class RuleEvaluator(Protocol[R_contra]):
-    """What the watches have in common."""
+    """Interface of the evaluators."""
 
     alarm: FiringAlerts
 
     @classmethod
     def model_validate(cls, obj: Any) -> Self:
-        """The watch that `model_dump` has told of; a new one of nothing."""
+        """Return the evaluator with this state; a new one for an empty mapping."""
 
     def model_dump(self) -> dict[str, Any]:
-        """The state, fit for JSON."""
+        """Return the state as a JSON object."""
 
     def feed(self, rule: R_contra, signal: Signal) -> Iterator[AlertChange]:
-        """Take a signal in."""
+        """Process a signal."""
 
     def tick(self, rule: R_contra, unix_ms: int) -> Iterator[AlertChange]:
-        """Event time has come so far."""
+        """Advance the event time."""
 
     def wake_unix_ms(self, rule: R_contra) -> int | None:
-        """When to be told next; None if there is nothing to remember."""
+        """Return when `tick` has to be called; None if there is no state to keep."""
 
 
 class LagEvaluator(BaseModel):
-    """Holds one queue against its verdict."""
+    """Fires while the verdict on a queue is not `ok`; the verdict is the detail of the alert."""
 
     alarm: FiringAlerts = FiringAlerts()
     samples: list[LagSample] = []
@@ -72,7 +72,7 @@ class LagEvaluator(BaseModel):
     def tick(self, rule: LagRule, unix_ms: int) -> Iterator[AlertChange]:
         """See RuleEvaluator."""
         if unix_ms >= self.last_unix_ms + rule.gone_ms:
-            telling = AlertText("nothing is reported of the queue any more", "GONE")
+            telling = AlertText("no samples of the queue any more", "GONE")
             yield from self.alarm.resolve_all(unix_ms, telling)
             self.samples, self.last_unix_ms = [], 0
 
@@ -105,7 +105,7 @@ class LagEvaluator(BaseModel):
 
 
 class CountEvaluator(BaseModel):
-    """Holds the number of events in a window against a limit; those of one rebalance are one."""
+    """Fires while a window has too many events; the events of one rebalance count as one."""
 
     alarm: FiringAlerts = FiringAlerts()
     slots: dict[int, int] = {}
@@ -141,7 +141,7 @@ class CountEvaluator(BaseModel):
 
 
 class ConflictEvaluator(BaseModel):
-    """Tells that members of a group subscribe differently."""
+    """Fires if members of a group have different subscriptions."""
 
     alarm: FiringAlerts = FiringAlerts()
     last_unix_ms: int = 0
@@ -149,16 +149,16 @@ class ConflictEvaluator(BaseModel):
     def feed(self, rule: ConflictRule, signal: Signal) -> Iterator[AlertChange]:
         """See RuleEvaluator."""
         if signal.kind == "subscription_changed" and not signal.text:
-            return  # all are of one mind
+            return  # the subscriptions agree
         self.last_unix_ms = max(self.last_unix_ms, signal.unix_ms)
-        summary = f"{signal.client_id} subscribes differently: {_words(signal.text)}"
+        summary = f"{signal.client_id} has a different subscription: {_words(signal.text)}"
         yield from self.alarm.fire("", signal.unix_ms, AlertText(summary))
 
     def tick(self, rule: ConflictRule, unix_ms: int) -> Iterator[AlertChange]:
         """See RuleEvaluator."""
         if unix_ms >= self.last_unix_ms + rule.clear_ms:
             self.last_unix_ms = 0
-            telling = AlertText(f"nothing of it for {rule.clear_ms / 1000:g} s")
+            telling = AlertText(f"no conflict for {rule.clear_ms / 1000:g} s")
             yield from self.alarm.resolve_all(unix_ms, telling)
 
     def wake_unix_ms(self, rule: ConflictRule) -> int | None:
@@ -167,23 +167,23 @@ class ConflictEvaluator(BaseModel):
 
 
 class SilenceEvaluator(BaseModel):
-    """Tells of members that were expelled for their silence, until they are back."""
+    """Fires for each member that expired, until it rejoins or is forgotten."""
 
     alarm: FiringAlerts = FiringAlerts()
 
     def feed(self, rule: SilenceRule, signal: Signal) -> Iterator[AlertChange]:
         """See RuleEvaluator."""
         if signal.kind == "member_seen":
-            telling = AlertText("is back", "BACK")
+            telling = AlertText("the member rejoined", "BACK")
             yield from self.alarm.resolve(signal.client_id, signal.unix_ms, telling)
         elif len(self.alarm.since) < rule.clients_max:
             silent = f" for {signal.silent_ms / 1000:g} s" if signal.silent_ms else ""
-            telling = AlertText(f"was silent{silent} and is no member any more")
+            telling = AlertText(f"no heartbeat{silent}; the member expired")
             yield from self.alarm.fire(signal.client_id, signal.unix_ms, telling)
 
     def tick(self, rule: SilenceRule, unix_ms: int) -> Iterator[AlertChange]:
         """See RuleEvaluator."""
-        telling = AlertText("did not come back", "GONE")
+        telling = AlertText("the member did not rejoin", "GONE")
         for client_id, since in sorted(self.alarm.since.items()):
             if unix_ms >= since + rule.forget_ms:
                 yield from self.alarm.resolve(client_id, unix_ms, telling)
@@ -194,7 +194,7 @@ class SilenceEvaluator(BaseModel):
 
 
 class LatencyEvaluator(BaseModel):
-    """Holds a percentile of an operation, merged from sketches, against a limit."""
+    """Fires while a latency percentile, merged from sketches, is above its limit."""
 
     alarm: FiringAlerts = FiringAlerts()
     slots: dict[int, dict[int, int]] = {}
@@ -236,7 +236,7 @@ class LatencyEvaluator(BaseModel):
 
 
 def _words(differences: str) -> str:
-    """Differences of subscriptions, a JSON array, for people."""
+    """Return differences of subscriptions (a JSON array) as text."""
     return "; ".join(
         f"{each['topic'] or 'group'}: {each['setting']} {each['newcomer_value'] or 'nothing'},"
         f" {each['member_client_id']} has {each['member_value'] or 'nothing'}"

@@ -1,6 +1,6 @@
-"""Columns of what jobs read and write. A column is never given another meaning, but another name.
+"""Columns that jobs read and write, as Spark DDL. Times are UTC.
 
-Types are Spark's DDL. Times are UTC.
+The meaning of a column never changes: a new meaning gets a new name.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ MESSAGES = """
 """
 """Rows of `format("baton")`: one message each.
 
-`key` has the keys of the message with a space between. `key` and `tag` are null where there is
-none, `properties` is empty. A row whose `body` is null is no message: it stands for the messages
-from its `offset` on that were no longer kept, and the property `baton.lost_count` says how many.
-There is none unless `failOnDataLoss` is false.
+`key` has the keys of the message, separated by spaces. `key` and `tag` are null, and `properties`
+is empty, if the message has none. A row with a null `body` is not a message: it represents removed
+messages from its `offset` on, and the property `baton.lost_count` is their number. Such rows exist
+only if `failOnDataLoss` is false.
 """
 
 METRICS_VERSION = 1
@@ -32,16 +32,16 @@ METRICS = """
 """
 """Rows of `format("baton")` with `view` `metrics`: one event of a MetricBatch each.
 
-`producer_id` is the source with its incarnation; (producer_id, seq, event_index) names an event,
-also when its batch was stored twice; (sys_broker, sys_queue_id, sys_offset, event_index) names it
-where it lies. `kind` is the name of the field of the event's oneof, or `field_N` of a kind that is
-not known here, whose bytes are then in `payload`. Which kind fills which columns is in
-batonmq/_core/metric_columns.py; what has no column of its own is in `attrs`.
+`producer_id` is the source with its incarnation. (producer_id, seq, event_index) identifies an
+event, even if its batch was stored twice; (sys_broker, sys_queue_id, sys_offset, event_index) is
+its position. `kind` is the name of the field of the event's oneof, or `field_N` for an unknown
+kind, whose bytes are in `payload`. batonmq/_core/metric_columns.py has the columns of each kind; a
+value without a column is in `attrs`.
 
-Three kinds are no events; their `event_index` is -1. `dropped` has in `count` how many events its
-source has dropped so far. `unreadable` is a message that is no MetricBatch, with its body in
-`payload`; what is no event in a batch is of this kind, too. `data_loss` stands for the messages of
-the metrics topic that were no longer kept: [first_offset, next_offset), `count` of them, in topic,
-broker and queue_id; there is none unless `failOnDataLoss` is false. It, and a message that is no
-MetricBatch, have `seq` = `sys_offset`, and the queue in `producer_id`.
+Three kinds are not events; their `event_index` is -1. `dropped`: `count` is the number of events
+that the source has dropped so far. `unreadable`: a message that is not a MetricBatch, or a part of
+a batch that is not an event, with its bytes in `payload`. `data_loss`: removed messages of the
+metrics topic: [first_offset, next_offset), `count` of them, in topic, broker and queue_id; it
+exists only if `failOnDataLoss` is false. It, and a message that is not a MetricBatch, have
+`seq` = `sys_offset` and the queue in `producer_id`.
 """

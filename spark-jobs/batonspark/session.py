@@ -1,4 +1,4 @@
-"""Spark sessions as the jobs need them."""
+"""Spark sessions with the settings of the jobs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from batonspark.sink_delta import DeltaDataSource
 from batonspark.source import BatonDataSource
 
 SHUFFLE_PARTITIONS = 4
-"""Fixed by the first checkpoint of a stateful query: more than cores would be of no use here."""
+"""Shuffle partitions; the first checkpoint of a stateful query fixes the number."""
 _STATE_STORE = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 _DEFAULTS: Mapping[str, str] = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.shuffle.partitions": str(SHUFFLE_PARTITIONS),
     "spark.sql.streaming.stateStore.providerClass": _STATE_STORE,
-    # Else Spark measures all columns after every row that it hands to Python: with maps and lists
-    # that is most of what a write costs. The number of rows bounds a batch: bodies have 256 KiB.
+    # With a limit Spark measures all columns after every row that it passes to Python: with maps
+    # and lists that is most of the cost of a write. The number of rows bounds a batch instead.
     "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
     "spark.sql.execution.arrow.maxRecordsPerBatch": "1000",
     "spark.sql.streaming.metricsEnabled": "true",
@@ -36,16 +36,16 @@ _LOCAL: Mapping[str, str] = {
 def build_session(
     name: str, master: str = "local[*]", config: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """A session in which `format("baton")` and `format("batondelta")` are known.
+    """Return a session with the formats `baton` and `batondelta`.
 
-    The package has to be installed wherever executors run: nothing is shipped to them.
+    The package must be installed on every executor: it is not shipped to them.
 
     Args:
-        master: `local[*]`, `k8s://...`, or any other that Spark knows.
-        config: Spark's settings; they win over those that are made here.
+        master: `local[*]`, `k8s://...`, or any other that Spark supports.
+        config: Settings of Spark; they override the defaults of the jobs.
 
     Raises:
-        NoJava: there is no Java.
+        JavaNotFound: there is no Java.
     """
     ensure_java()
     ensure_python()
@@ -62,6 +62,6 @@ def build_session(
 
 
 def register(session: SparkSession) -> None:
-    """Make the two formats known in a session that was built elsewhere."""
+    """Register the two formats in a session that was built elsewhere."""
     session.dataSource.register(BatonDataSource)
     session.dataSource.register(DeltaDataSource)

@@ -11,58 +11,61 @@ _TEXTS = TypeAdapter(dict[str, str])
 
 
 class JobSettings(Settings):
-    """What all jobs are told. One that does not need a setting leaves it alone."""
+    """Settings of every job. A job ignores the settings that it does not need."""
 
     nameserver: str = "127.0.0.1:9876"
-    """Address of a nameserver; several separated by commas."""
+    """Address of a nameserver; several are separated by commas."""
     tls: bool = False
-    """Whether services are talked to over TLS."""
+    """Whether the jobs connect to the services over TLS."""
     tls_ca_file: str = ""
-    """Certificates that are trusted; those that gRPC brings if empty."""
+    """PEM file of the trusted certificate authorities; empty for those of gRPC."""
     tls_cert_file: str = ""
-    """Certificate of the jobs, where services ask for one."""
+    """PEM file of the certificate of the jobs, if the services require one."""
     tls_key_file: str = ""
-    """Its key."""
+    """PEM file of the private key of `tls_cert_file`."""
     tls_server_name: str = ""
-    """Name in the services' certificates, where it is not that of their addresses."""
+    """Host name in the services' certificates, if it differs from their addresses."""
     token_file: str = ""
-    """File of the bearer token of the jobs; empty for none. Over TLS only."""
+    """File of the bearer token of the jobs; empty for none. Requires TLS."""
     data_dir: str = Field(".data/spark", min_length=1)
-    """Folder of tables and checkpoints, the same on all nodes of Spark. One job owns a query."""
+    """Folder of tables and checkpoints, shared by all nodes of Spark.
+
+    Only one process at a time may run a query.
+    """
     master: str = "local[*]"
-    """Where Spark runs: local[*], k8s://..., or any other that it knows."""
+    """Spark master: local[*], k8s://..., or any other that Spark supports."""
     spark: str = "{}"
-    """Spark's own settings, as a JSON object of texts."""
+    """Settings of Spark, as a JSON object of strings."""
     metrics_host: str = "127.0.0.1"
     """Address the Prometheus endpoint binds to."""
     metrics_port: int = Field(0, ge=0, le=65_535)
     """Port of the Prometheus endpoint; 0 takes a free one."""
     trigger_ms: int = Field(5_000, ge=0)
-    """A micro-batch begins so long after the one before, at the earliest."""
+    """Minimum time between the starts of two micro-batches, in milliseconds."""
     available_now: bool = False
-    """Whether the queries end once they have done what is there when they start."""
+    """Whether the queries end once they have processed the data present at their start."""
     messages_per_trigger: int = Field(20_000, ge=1)
-    """Messages of BATON_SYS_METRICS in one micro-batch of bronze, each with many events."""
+    """Maximum messages of BATON_SYS_METRICS in a micro-batch of bronze; each has many events."""
     rows_per_trigger: int = Field(500_000, ge=1)
-    """Events in one micro-batch of rollup and of alerts, more or less."""
+    """Approximate maximum of events in a micro-batch of rollup and of alerts."""
     fail_on_data_loss: bool = False
-    """Whether bronze ends when events are gone before it has read them, or counts them as lost."""
+    """Whether bronze fails if retention removed events before it read them; else it counts them."""
     read_from: str = Field("leader", pattern="^(leader|followers)$")
-    """Whether bronze asks followers before the leader."""
+    """Whether bronze reads from the leader, or from followers first."""
     rules_file: str = ""
-    """YAML of the alerts' rules; the defaults if empty."""
+    """YAML file of the alert rules; empty for the defaults."""
     watermark_s: int = Field(30, ge=1)
-    """Alerts do not look at an event that comes so much later than others of its time."""
+    """Alerts ignore an event that is read more than this many seconds later than its peers."""
     alerts_topic: str = "BATON_SYS_ALERTS"
-    """Where alerts are sent to; empty to send none."""
+    """Topic to which alerts are sent; empty to send none."""
     bronze_retention_days: int = Field(7, ge=1)
-    """How long events are kept."""
+    """Days that events are kept."""
     rollup_retention_days: int = Field(90, ge=1)
-    """How long windows are kept."""
+    """Days that windows are kept."""
     alerts_retention_days: int = Field(365, ge=1)
-    """How long alerts are kept."""
+    """Days that alerts are kept."""
     vacuum_hours: int = Field(24, ge=1)
-    """Files that are no longer part of a table are kept so long for those who still read them."""
+    """Hours that files removed from a table are kept for queries that still read them."""
 
     @field_validator("spark")
     @classmethod
@@ -72,11 +75,11 @@ class JobSettings(Settings):
 
     @property
     def spark_config(self) -> dict[str, str]:
-        """Spark's own settings."""
+        """Settings of Spark as a mapping."""
         return _TEXTS.validate_json(self.spark)
 
     def connection_options(self) -> dict[str, str]:
-        """Options of `format("baton")` that say how to talk to the cluster."""
+        """Options of `format("baton")` for the connection to the cluster."""
         files = {
             "tlsCaFile": self.tls_ca_file,
             "tlsCertFile": self.tls_cert_file,

@@ -1,8 +1,8 @@
-"""Rows to messages, each stored once however often Spark writes it.
+"""Write rows as messages; each is stored once even if Spark repeats a write.
 
-Every batch of messages is a producer of its own, whose id is a hash of what names it: the query and
-its micro-batch (or the write), the task, the place of the batch in it, and its content. Storage
-knows a repetition by that id and keeps the first.
+Every batch of messages has a producer id of its own: a hash of the query and micro-batch (or the
+write id), the task, the number of the batch in the task, and its content. Storage recognizes a
+repeated batch by that id and keeps the first.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _CALL_S = 15.0
 
 @dataclass(frozen=True)
 class StoredMessages(WriterCommitMessage):
-    """What one task has stored; `repeated_count` of it was stored by an earlier try."""
+    """Messages that a task stored; an earlier attempt stored `repeated_count` of them."""
 
     message_count: int
     repeated_count: int
 
 
 class MessageWriter(DataSourceArrowWriter):
-    """Writes once what a job has.
+    """Writes the rows of a batch job.
 
-    Without `writeId` a repeated task stores nothing twice, but a repeated write does.
+    A repeated task stores nothing twice. A repeated write does, unless it has the same `writeId`.
     """
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
@@ -70,7 +70,7 @@ class MessageWriter(DataSourceArrowWriter):
 
 
 class MessageStreamWriter(DataSourceStreamArrowWriter):
-    """Writes micro-batches. A query keeps its id as long as it keeps its checkpoint."""
+    """Writes micro-batches. The id of a query is kept in its checkpoint."""
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         _check(schema)
@@ -88,13 +88,13 @@ class MessageStreamWriter(DataSourceStreamArrowWriter):
 
 @dataclass(slots=True)
 class _OpenBatch:
-    """A batch that still takes messages, and a hash of what it has."""
+    """A batch that is being filled, and a hash of its messages."""
 
     builder: BatchBuilder
     digest: blake2b
 
     def is_full(self, record_bytes: int, count_max: int) -> bool:
-        """Whether another record has no room."""
+        """Return whether the batch has no room for another record."""
         builder = self.builder
         return builder.count >= count_max or builder.bytes_count + record_bytes > BATCH_BYTES_MAX
 
@@ -114,7 +114,7 @@ def _check(schema: StructType) -> None:
     if wrong or types.get("body") not in ("binary", "string"):
         raise BadOption(
             "messages are written from the columns body (BINARY or STRING), key and tag (STRING) "
-            f"and properties (MAP<STRING, STRING>), not from {', '.join(types)}"
+            f"and properties (MAP<STRING, STRING>), got {', '.join(types)}"
         )
 
 
@@ -128,7 +128,7 @@ def write_rows(options: WriteOptions, name: str, rows: Iterator[pa.RecordBatch])
     """Store rows as messages.
 
     Args:
-        name: Of the task: what is written again under the same name is stored once.
+        name: Name of the task; the same rows under the same name are stored once.
     """
     with ClusterClient(options.connection) as cluster:
         route = cluster.call(
@@ -136,7 +136,7 @@ def write_rows(options: WriteOptions, name: str, rows: Iterator[pa.RecordBatch])
         )
         queues = writable_queues_of(route)
         if not queues:
-            raise NotWritable(f"topic {options.topic} takes no messages")
+            raise NotWritable(f"topic {options.topic} has no writable queue")
         count = repeated = 0
         batches = _batches(options, name, queues, _messages(options, rows))
         for request in _requests(batches):
@@ -146,7 +146,7 @@ def write_rows(options: WriteOptions, name: str, rows: Iterator[pa.RecordBatch])
 
 
 def _messages(options: WriteOptions, rows: Iterator[pa.RecordBatch]) -> Iterable[Message]:
-    """The messages of rows, in their order, or in one that depends on nothing but them."""
+    """Return the messages of rows, in the order of the rows or sorted by content."""
     found = (message for batch in rows for message in _of_batch(batch))
     return sorted(found, key=encode_record) if options.sorted else found
 
@@ -168,7 +168,7 @@ def _of_batch(batch: pa.RecordBatch) -> Iterator[Message]:
 def _batches(
     options: WriteOptions, name: str, queues: tuple[QueueRef, ...], messages: Iterable[Message]
 ) -> Iterator[_EncodedBatch]:
-    """Batches of messages; those with the same first key come into the same queue, in order."""
+    """Return batches of messages; messages with the same first key stay in order in a queue."""
     packing = RecordCompressor(Compression[options.compression.upper()])
     keyed, opened = KeyedQueues(queues), dict[QueueRef | None, _OpenBatch]()
     count = 0
@@ -204,7 +204,7 @@ def _encoded(
 
 
 def _requests(batches: Iterable[_EncodedBatch]) -> Iterator[list[_EncodedBatch]]:
-    """Batches for one round of requests."""
+    """Group batches into rounds of requests."""
     waiting: list[_EncodedBatch] = []
     size = 0
     for batch in batches:
@@ -218,7 +218,7 @@ def _requests(batches: Iterable[_EncodedBatch]) -> Iterator[list[_EncodedBatch]]
 
 
 async def _append(admin: Admin, batches: Sequence[_EncodedBatch]) -> int:
-    """Store batches, in order in each queue; how many messages were stored before."""
+    """Store batches, in order in each queue; return how many messages were stored before."""
     by_broker: defaultdict[str, list[_EncodedBatch]] = defaultdict(list)
     for batch in batches:
         by_broker[batch.queue.broker].append(batch)
@@ -239,7 +239,9 @@ async def _append_at(admin: Admin, broker: str, batches: Sequence[_EncodedBatch]
         for batch, outcome in zip(batches, answer.outcomes, strict=True):
             if outcome.HasField("error"):
                 error = error_from_pb(outcome.error)
-                if not isinstance(error, DuplicateSequence):  # stored, and long ago
+                if not isinstance(
+                    error, DuplicateSequence
+                ):  # an old repetition: stored, but without a receipt
                     raise error
             if outcome.HasField("error") or outcome.receipt.duplicate:
                 repeated += batch.count

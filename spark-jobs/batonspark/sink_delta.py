@@ -1,13 +1,13 @@
-"""`format("batondelta")`: rows into a Delta table, those of a micro-batch exactly once.
+"""`format("batondelta")`: write rows to a Delta table, those of a micro-batch exactly once.
 
-Tasks write Parquet files; the driver then makes them part of the table in one commit, which also
-notes the query and the number of its micro-batch. What is written again after a crash finds its
-number there, and its files are thrown away. A commit may stand although it failed: the table then
-says so, and as long as it does not say the opposite no file is thrown away. Files that nobody ever
-committed are removed by vacuum.
+Tasks write Parquet files. The driver then adds them to the table in one commit, which also stores
+the id of the query and the number of the micro-batch. If a micro-batch is repeated after a crash,
+its number is in the table already and the new files are removed. A commit may have succeeded
+although it reported an error, so files are removed only if the table shows that they are not
+committed. A vacuum removes files that were never committed.
 
-With `view` `metrics` the rows that come are messages of BATON_SYS_METRICS, and the table has the
-events in them: tasks open what they write.
+With `view` = `metrics` the input rows are messages of BATON_SYS_METRICS and the table has the
+events in them; the tasks decode the messages.
 """
 
 from __future__ import annotations
@@ -54,46 +54,46 @@ log = logging.getLogger(__name__)
 
 _QUERY_ID = "sql.streaming.queryId"
 _OPTIONS = {"path", "partitionby", "txnappid", "txnversion", "compression", "view"}
-_SPARKS_OWN = {"checkpointlocation", "queryname"}
+_SPARK_OPTIONS = {"checkpointlocation", "queryname"}
 
 
 class DeltaDataSource(DataSource):
-    """See the module; docs/reference/spark.md has the options."""
+    """The data source `batondelta`; docs/reference/spark.md describes its options."""
 
     @classmethod
     def name(cls) -> str:
-        """What stands in `format(...)`."""
+        """Return the name for `format(...)`."""
         return "batondelta"
 
     def schema(self) -> StructType:
-        """The columns of the table, or those that are asked for."""
+        """Return the columns of the table, or those of the option `columns`."""
         return delta_schema(delta_read_options(self.options))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """Of a stream of what is added."""
+        """Return the reader of a stream of added rows."""
         return DeltaStreamReader(delta_read_options(self.options), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Of a batch write, which appends or replaces the whole table."""
+        """Return the writer of a batch, which appends rows or replaces the whole table."""
         return DeltaWriter(_target(self.options, schema), _transaction(self.options), overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """Of a streaming write."""
+        """Return the writer of a stream."""
         if overwrite:
-            raise BadOption("a stream can only append to a Delta table")
+            raise BadOption("a stream can only append to a Delta table: use output mode append")
         return DeltaStreamWriter(_target(self.options, schema), self.options.get("txnAppId", ""))
 
 
 @dataclass(frozen=True)
 class WrittenFiles(WriterCommitMessage):
-    """What one task has written."""
+    """Files that a task wrote."""
 
     query_id: str = ""
     files: Sequence[WrittenFile] = field(default_factory=list)
 
 
 class DeltaWriter(DataSourceArrowWriter):
-    """Writes once what a job has; with a transaction its repetition writes nothing."""
+    """Writes the rows of a batch job; with a transaction a repeated write changes nothing."""
 
     def __init__(
         self, target: DeltaTarget, transaction: tuple[str, int] | None, overwrite: bool
@@ -105,12 +105,12 @@ class DeltaWriter(DataSourceArrowWriter):
         return WrittenFiles(files=write_files(self._target, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Make all files part of the table."""
+        """Add all files to the table."""
         mode = "overwrite" if self._overwrite else "append"
         commit_files(self._target, _files(messages), self._transaction, mode=mode)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Throw the files away, if they are certainly not part of the table."""
+        """Remove the files if they are certainly not part of the table."""
         discard_files(self._target, _files(messages), self._transaction)
 
 
@@ -129,17 +129,17 @@ class DeltaStreamWriter(DataSourceStreamArrowWriter):
         return WrittenFiles(query_id, write_files(self._target, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Make all files part of the table, unless an earlier try of the micro-batch did."""
+        """Add all files to the table, unless an earlier attempt of the micro-batch did."""
         if (app_id := self._app_of(messages)) is not None:
             commit_files(self._target, _files(messages), (app_id, batchId))
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Throw the files away, if they are certainly not part of the table."""
+        """Remove the files if they are certainly not part of the table."""
         if (app_id := self._app_of(messages)) is not None:
             discard_files(self._target, _files(messages), (app_id, batchId))
 
     def _app_of(self, messages: list[WriterCommitMessage | None]) -> str | None:
-        """Who writes; None if no task has written."""
+        """Return the id of the writer; None if no task has written."""
         ids = {one.query_id for one in messages if isinstance(one, WrittenFiles)}
         return (self._app_id or ids.pop()) if ids else None
 
@@ -151,12 +151,12 @@ def read_delta(
     version: int | None = None,
     prune: str | None = None,
 ) -> DataFrame:
-    """The rows of a Delta table.
+    """Return the rows of a Delta table.
 
     Args:
-        version: As of this commit; the newest if None.
-        prune: A condition in SQL, as `date >= '2026-01-31'`: files that have no such row are left
-            out. Others come whole, so the rows still have to be filtered.
+        version: Number of the commit to read; the newest if None.
+        prune: A condition in SQL, such as `date >= '2026-01-31'`. Files without a matching row are
+            skipped; other files are read completely, so the rows still have to be filtered.
     """
     table = deltalake.DeltaTable(path, version=version)
     schema = StructType.fromJson(json.loads(table.schema().to_json()))
@@ -174,13 +174,13 @@ def commit_files(
     *,
     mode: str = "append",
 ) -> bool:
-    """Make files part of the table, which is made if it is not there.
+    """Add files to the table; create the table if it does not exist.
 
     Args:
-        transaction: Who writes, and a number that rises with every write of theirs.
+        transaction: Id of the writer, and a number that rises with each of its writes.
 
     Returns:
-        False if the transaction is in the table already; the files are gone then.
+        False if the table has the transaction already; the files are removed then.
     """
     table = _table(target)
     properties = None
@@ -203,30 +203,34 @@ def commit_files(
             commit_properties=properties,
         )
     except Exception as error:
-        # Behind the commit a checkpoint is made now and then, which may fail by itself.
+        # A commit may also write a checkpoint, which may fail after the commit has succeeded.
         if not is_committed(deltalake.DeltaTable(target.path), files, transaction):
             raise
-        log.warning("commit stands although it failed path=%s error=%s", target.path, error)
+        log.warning(
+            "commit succeeded although it reported an error path=%s error=%s", target.path, error
+        )
     return True
 
 
 def discard_files(
     target: DeltaTarget, files: Sequence[WrittenFile], transaction: tuple[str, int] | None
 ) -> None:
-    """Remove files, or none if any may be part of the table: what stays is left to a vacuum."""
+    """Remove files, unless any may be part of the table; a vacuum removes the others later."""
     try:
-        standing = is_committed(deltalake.DeltaTable(target.path), files, transaction)
+        committed = is_committed(deltalake.DeltaTable(target.path), files, transaction)
     except TableNotFoundError:
-        standing = False
-    except Exception as error:  # noqa: BLE001  whatever it is: nobody knows what is committed
-        log.warning("files are left to a vacuum path=%s error=%s", target.path, error)
+        committed = False
+    except Exception as error:  # noqa: BLE001  any error: what is committed is unknown
+        log.warning(
+            "files are not removed, a vacuum will remove them path=%s error=%s", target.path, error
+        )
         return
-    if not standing:
+    if not committed:
         remove_files(target, files)
 
 
 def _table(target: DeltaTarget) -> deltalake.DeltaTable:
-    """The table, with all columns of the rows: those that are new are added."""
+    """Return the table, created if needed, with the new columns of the rows added."""
     schema = deltalake.Schema.from_arrow(target.schema)
     if not deltalake.DeltaTable.is_deltatable(target.path):
         Path(target.path).mkdir(parents=True, exist_ok=True)
@@ -236,7 +240,9 @@ def _table(target: DeltaTarget) -> deltalake.DeltaTable:
     table = deltalake.DeltaTable(target.path)
     there = tuple(table.metadata().partition_columns)
     if there != target.partition_by:
-        raise BadOption(f"the table is partitioned by {there}, not by {target.partition_by}")
+        raise BadOption(
+            f"the table is partitioned by {there}, option partitionBy is {target.partition_by}"
+        )
     known = {each.name: each.type for each in table.schema().fields}
     for each in schema.fields:
         if known.get(each.name, each.type) != each.type:
@@ -248,21 +254,23 @@ def _table(target: DeltaTarget) -> deltalake.DeltaTable:
 
 def _target(options: Mapping[str, str], schema: StructType) -> DeltaTarget:
     given = {name.lower(): value for name, value in options.items()}
-    if unknown := sorted(given.keys() - _OPTIONS - _SPARKS_OWN):
+    if unknown := sorted(given.keys() - _OPTIONS - _SPARK_OPTIONS):
         raise BadOption(f"unknown option {unknown[0]}; known are {', '.join(sorted(_OPTIONS))}")
     if not (path := given.get("path", "")):
         raise BadOption("option path is missing")
     if (view := given.get("view", "rows")) not in ("rows", "metrics"):
-        raise BadOption(f"option view can't be {view!r}: rows or metrics")
+        raise BadOption(f"option view must be rows or metrics, got {view!r}")
     arrow = to_arrow_schema(schema, timezone="UTC")
     table = pa.schema([each.with_nullable(True) for each in arrow])
     if view == "metrics":
         if missing := sorted(set(MESSAGES.names) - set(table.names)):
-            raise BadOption(f"messages have a column {missing[0]}: the view metrics opens messages")
+            raise BadOption(
+                f"the view metrics needs rows of messages: column {missing[0]} is missing"
+            )
         table = DATED
     names = tuple(name.strip() for name in given.get("partitionby", "").split(",") if name.strip())
     if missing := sorted(set(names) - set(table.names)):
-        raise BadOption(f"there is no column {missing[0]} to partition by")
+        raise BadOption(f"option partitionBy: there is no column {missing[0]}")
     folder = path.removeprefix("file://")
     return DeltaTarget(folder, table, names, given.get("compression", "zstd"), view == "metrics")
 
@@ -271,7 +279,9 @@ def _transaction(options: Mapping[str, str]) -> tuple[str, int] | None:
     given = {name.lower(): value for name, value in options.items()}
     app_id, version = given.get("txnappid", ""), given.get("txnversion", "")
     if bool(app_id) != bool(version) or not (version or "0").isdecimal():
-        raise BadOption("options txnAppId and txnVersion go together; the latter is a number")
+        raise BadOption(
+            "options txnAppId and txnVersion must be given together; txnVersion is a number"
+        )
     return (app_id, int(version)) if app_id else None
 
 

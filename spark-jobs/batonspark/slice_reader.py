@@ -1,6 +1,6 @@
-"""Reads one slice of a queue. What comes depends on nothing but the slice and what is stored.
+"""Read one slice of a queue. The rows depend only on the slice and the stored messages.
 
-While one answer becomes rows, the next one is on its way.
+The next response is fetched while the current one is decoded.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 
 class MessagesLost(Exception):
-    """Messages that were to be read are no longer kept, and `failOnDataLoss` is true."""
+    """Messages to be read were removed by retention, and `failOnDataLoss` is true."""
 
 
 def read_slice(options: ReadOptions, wanted: QueueSlice) -> Iterator[pa.RecordBatch]:
-    """The rows of the slice; a node that goes away is waited for, or another one is asked.
+    """Return the rows of the slice; retry while a node is down, or use another one.
 
     Raises:
-        MessagesLost: see there.
-        BatonError: nobody answered within `timeoutMs`, or what is stored is damaged.
+        MessagesLost: messages were removed, and `failOnDataLoss` is true.
+        BatonError: no node answered within `timeoutMs`, or stored data is damaged.
     """
     decode = metrics if options.view == "metrics" else messages
     with ClusterClient(options.connection) as cluster:
@@ -51,7 +51,7 @@ def read_slice(options: ReadOptions, wanted: QueueSlice) -> Iterator[pa.RecordBa
                 found = coming.result()
             except OffsetOutOfRange as error:
                 lost = _lost(wanted, offset, error)
-                yield _told(options, lost)
+                yield _loss_row(options, lost)
                 offset = lost.next_offset
                 if offset == wanted.next_offset:
                     return
@@ -67,27 +67,27 @@ def read_slice(options: ReadOptions, wanted: QueueSlice) -> Iterator[pa.RecordBa
 
 
 def _lost(wanted: QueueSlice, offset: int, error: OffsetOutOfRange) -> QueueSlice:
-    """What of the slice is no longer kept, if that is what the refusal means."""
+    """Return the removed part of the slice; raise the error if it has another meaning."""
     first = error.detail.first_offset
     if first <= offset:
         raise error
     return QueueSlice(wanted.queue, offset, min(first, wanted.next_offset), wanted.topic_id)
 
 
-def _told(options: ReadOptions, lost: QueueSlice) -> pa.RecordBatch:
-    """The row that counts the loss.
+def _loss_row(options: ReadOptions, lost: QueueSlice) -> pa.RecordBatch:
+    """Return the row that counts the lost messages.
 
     Raises:
-        MessagesLost: there may be none.
+        MessagesLost: `failOnDataLoss` is true.
     """
     text = (
         f"messages [{lost.first_offset}, {lost.next_offset}) of {lost.queue} are no longer kept: "
-        "retention was faster than this reader"
+        "retention removed them before they were read"
     )
     if options.fail_on_data_loss:
         raise MessagesLost(
-            f"{text}. Keep messages for longer, or set failOnDataLoss to false to go on behind "
-            "them, with a row that counts them."
+            f"{text}. Keep messages for longer, or set failOnDataLoss to false to continue behind "
+            "them with a row that counts them."
         )
     log.warning("%s", text)
     row: Callable[[QueueSlice, int], pa.RecordBatch] = (

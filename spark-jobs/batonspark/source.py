@@ -1,7 +1,7 @@
-"""`format("baton")`: topics as tables and streams of Spark, and rows as messages.
+"""`format("baton")`: read topics as tables and streams of Spark, and write rows as messages.
 
-Spark makes readers anew in several processes of the driver and on every executor: nothing that one
-of them learns is known to another but through offsets and partitions.
+Spark creates readers in several processes of the driver and on every executor. They share nothing
+but offsets and partitions.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ from batonspark.slice_reader import MessagesLost, read_slice
 
 
 class BatonDataSource(DataSource):
-    """See the module; docs/reference/spark.md has the options."""
+    """The data source `baton`; docs/reference/spark.md describes its options."""
 
     @classmethod
     def name(cls) -> str:
-        """What stands in `format(...)`."""
+        """Return the name for `format(...)`."""
         return "baton"
 
     def schema(self) -> str:
-        """The columns of the view."""
+        """Return the columns of the view."""
         return METRICS_DDL if self._reading().view == "metrics" else MESSAGES_DDL
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Of a batch read."""
+        """Return the reader of a batch read."""
         options = _checked(self._reading(), schema)
         return PushedQueueReader(options) if options.push_down else QueueReader(options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """Of a stream."""
+        """Return the reader of a stream."""
         return QueueStreamReader(_checked(self._reading(), schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Of a batch write."""
+        """Return the writer of a batch write."""
         if overwrite:
-            raise BadOption("messages can't be overwritten: use mode append")
+            raise BadOption("mode overwrite is not supported for messages: use mode append")
         return MessageWriter(write_options(self.options), schema)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """Of a streaming write."""
+        """Return the writer of a stream."""
         return MessageStreamWriter(write_options(self.options), schema)
 
     def _reading(self) -> ReadOptions:
@@ -77,40 +77,40 @@ class BatonDataSource(DataSource):
 
 @dataclass(frozen=True)
 class SlicePartition(InputPartition):
-    """One partition: a slice of one queue."""
+    """One partition of a read: a slice of one queue."""
 
     slice: QueueSlice
 
 
 class QueueReader(DataSourceReader):
-    """Reads what a topic holds once."""
+    """Reads a topic in one batch."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
         self._wanted = ReadFilter()
 
     def partitions(self) -> Sequence[SlicePartition]:
-        """One slice of each queue."""
+        """Return one slice of each queue."""
         with ClusterClient(self._options.connection) as cluster:
             return list(map(SlicePartition, batch_slices(cluster, self._options, self._wanted)))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of a slice."""
+        """Return the rows of a slice."""
         return _read(self._options, partition)
 
 
 class PushedQueueReader(QueueReader):
-    """As `QueueReader`; filters spare it the reading of what they would throw away."""
+    """A `QueueReader` that skips messages which the query's filters exclude."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take notice of filters; Spark applies all of them to the rows that come."""
+        """Use the filters to read less; Spark still applies all of them to the rows."""
         prefix = "sys_" if self._options.view == "metrics" else ""
         self._wanted = narrow(self._wanted, filters, prefix)
         return filters
 
 
 class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads a topic as it grows. Offsets are those of its queues."""
+    """Reads a topic as a stream; the offsets are those of its queues."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
@@ -123,7 +123,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {**self.__dict__, "_cluster": None}
 
     def initialOffset(self) -> Offsets:
-        """Where a query without checkpoint begins. Spark asks twice and has to be told the same."""
+        """Return the start of a query without checkpoint; Spark needs the same answer twice."""
         if self._initial is None:
             options, cluster = self._options, self._opened()
             extents = stored_extents(cluster, options)
@@ -132,25 +132,25 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """`maxRowsPerTrigger`."""
+        """Return the limit of `maxRowsPerTrigger`."""
         rows_max = self._options.rows_max
         return ReadMaxRows(rows_max) if rows_max else ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """The query ends with what is there now."""
+        """Limit the query to the messages that are stored now."""
         self._ceiling = self._ends()
 
     def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:
-        """Where the next micro-batch ends.
+        """Return the end of the next micro-batch.
 
         Raises:
-            MessagesLost: the topic was deleted and made again, or a queue has lost its end.
+            MessagesLost: the topic was deleted and created again, or a queue became shorter.
         """
         ends = self._ceiling or self._ends()
         self._seen = self._ceiling or ends
         begin = start
         if start.get(TOPIC_ID, ends[TOPIC_ID]) != ends[TOPIC_ID]:
-            self._lost(f"topic {self._options.topic} was deleted and made again")
+            self._lost(f"topic {self._options.topic} was deleted and created again")
             begin = {TOPIC_ID: ends[TOPIC_ID]}
         for key in queue_offsets(begin).keys() & queue_offsets(ends).keys():
             if ends[key] < begin[key]:
@@ -161,11 +161,11 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return sorted_offsets({**found, TOPIC_ID: ends[TOPIC_ID]})
 
     def reportLatestOffset(self) -> Offsets | None:
-        """What there is: with the end of a batch it tells how far the query is behind."""
+        """Return the newest offsets, from which Spark computes the backlog."""
         return self._seen
 
     def partitions(self, start: Offsets, end: Offsets) -> Sequence[SlicePartition]:
-        """One slice of each queue that has grown."""
+        """Return one slice of each queue with new messages."""
         topic_id = end.get(TOPIC_ID, 0)
         begin = queue_offsets(start) if start.get(TOPIC_ID, topic_id) == topic_id else {}
         return [
@@ -177,7 +177,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of a slice."""
+        """Return the rows of a slice."""
         return _read(self._options, partition)
 
     def stop(self) -> None:
@@ -198,17 +198,17 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _lost(self, what: str) -> None:
         if self._options.fail_on_data_loss:
             raise MessagesLost(
-                f"{what}. Begin anew with another checkpoint, or set failOnDataLoss "
-                "to false to go on with what is there."
+                f"{what}. Start with a new checkpoint, or set failOnDataLoss "
+                "to false to continue with the messages that are stored."
             )
 
 
 def starting_offsets(options: Mapping[str, str]) -> str:
     """Where a stream with these options would begin now, for the option `startingOffsets`.
 
-    A stream that is to begin at the end, or at a time, asks where that is when it first runs. If it
-    is killed before its first micro-batch is done, it asks again, and has left something out. To
-    find out once and keep the answer is safe.
+    A stream that begins at the end, or at a time, resolves that position when it first runs. If it
+    is killed before its first micro-batch is done, it resolves the position again and skips the
+    messages in between. To avoid that, call this once and store the result.
     """
     read = read_options(options)
     with ClusterClient(read.connection) as cluster:
@@ -218,7 +218,7 @@ def starting_offsets(options: Mapping[str, str]) -> str:
 
 
 def _read(options: ReadOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    if not isinstance(partition, SlicePartition):  # Spark makes one of its own where there is none
+    if not isinstance(partition, SlicePartition):  # Spark passes its own partition if there is none
         return iter(())
     return read_slice(options, partition.slice)
 
@@ -230,8 +230,8 @@ def _as_offsets(found: Offsets, extents: Mapping[str, StoredExtent]) -> Offsets:
 
 
 def _checked(options: ReadOptions, schema: StructType) -> ReadOptions:
-    """The options, if the schema is that of their view."""
+    """Return the options; raise BadOption if the schema is not that of their view."""
     meant = METRICS if options.view == "metrics" else MESSAGES
     if schema.fieldNames() != meant.names:
-        raise BadOption(f"the view {options.view} has columns of its own: leave out schema(...)")
+        raise BadOption(f"the view {options.view} has fixed columns: remove schema(...)")
     return options

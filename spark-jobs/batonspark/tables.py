@@ -1,4 +1,4 @@
-"""The tables the jobs write, where they lie, and how they are kept small."""
+"""The tables of the jobs: their schemas, folders, upserts and compaction."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Table:
     """One Delta table, partitioned by `date`.
 
     Attributes:
-        ddl: Its columns.
-        settled: Whether rows of past days only are compacted, since those of today are rewritten.
+        ddl: Columns, as DDL.
+        settled: Whether only past days are compacted, because rows of today are still rewritten.
     """
 
     name: Name
@@ -43,7 +43,7 @@ class Table:
 
     @property
     def schema(self) -> StructType:
-        """Its columns as Spark has them."""
+        """The columns as a Spark schema."""
         return struct(self.ddl)
 
 
@@ -56,20 +56,20 @@ TABLES = (BRONZE, ROLLUP, LATENCY, ALERTS)
 
 @dataclass(frozen=True, slots=True)
 class Warehouse:
-    """A folder with tables and checkpoints."""
+    """The folder of tables and checkpoints."""
 
     root: str
 
     def table(self, table: Table) -> str:
-        """Where a table lies."""
+        """Return the path of a table."""
         return f"{self.root}/tables/{table.name}"
 
     def checkpoint(self, query: str, version: int) -> str:
-        """Where a query keeps how far it is. Another version begins anew."""
+        """Return the path of the checkpoint of a query; each version has its own."""
         return f"{self.root}/checkpoints/{query}/v{version}"
 
     def ensure(self, *tables: Table) -> None:
-        """Make the tables that are not there."""
+        """Create the tables that do not exist."""
         for table in tables:
             Path(self.table(table)).mkdir(parents=True, exist_ok=True)
             schema = to_arrow_schema(table.schema, timezone="UTC")
@@ -87,10 +87,10 @@ class Warehouse:
 
 @dataclass(frozen=True, slots=True)
 class Upsert:
-    """Rows of whole minutes that take the place of what a table has of these minutes.
+    """Replaces the rows of whole minutes in a table.
 
     Attributes:
-        transaction: Who writes, and a number that rises with every write of theirs.
+        transaction: Id of the writer, and a number that rises with each of its writes.
     """
 
     path: str
@@ -98,27 +98,27 @@ class Upsert:
     transaction: tuple[str, int]
 
     def done(self) -> bool:
-        """Whether this write, or a later one, is in the table already."""
+        """Return whether the table has this write, or a later one of the same writer."""
         return has_transaction(deltalake.DeltaTable(self.path), self.transaction)
 
     def apply(
         self, columns: Sequence[str], base: str, made: Callable[[pa.Table], pa.Table]
     ) -> None:
-        """Read, make the new rows, and write them, in one transaction of the table.
+        """Read rows, make the new rows and write them, in one transaction of the table.
 
         Args:
-            columns: What is read of the rows that match `base`, a predicate.
-            made: The new rows, from those that were read; called again if somebody else has
-                written these minutes meanwhile.
+            columns: Columns that are read of the rows that match the predicate `base`.
+            made: Makes the new rows from the rows that were read; called again if another
+                writer changed these minutes in between.
 
         Raises:
-            CommitFailedError: it was not possible in several tries.
+            CommitFailedError: every attempt conflicted with another writer.
         """
         where = _within(self.minutes)
         for attempt in range(1, ATTEMPTS_MAX + 1):
             table = deltalake.DeltaTable(self.path)
             if has_transaction(table, self.transaction):
-                return  # somebody else has written the same meanwhile
+                return  # another process has made the same write
             found = pa.table(table.scan(list(columns), f"{where} AND {base}").read_all())
             try:
                 deltalake.write_deltalake(
@@ -133,14 +133,16 @@ class Upsert:
             except CommitFailedError:
                 if attempt == ATTEMPTS_MAX:
                     raise
-                log.warning("table changed meanwhile path=%s attempt=%d", self.path, attempt)
+                log.warning(
+                    "table changed by another writer path=%s attempt=%d", self.path, attempt
+                )
             else:
                 return
 
 
 @dataclass(frozen=True, slots=True)
 class CompactionResult:
-    """What keeping one table small has done."""
+    """What a compaction of one table changed."""
 
     table: str
     files_before: int
@@ -155,7 +157,7 @@ class RetentionLimits:
 
     Attributes:
         first: Rows of earlier days are deleted.
-        vacuum_hours: Files are removed so long after they have left the table.
+        vacuum_hours: Files are removed this long after they left the table.
     """
 
     first: date
@@ -163,15 +165,15 @@ class RetentionLimits:
 
 
 def compact_table(
-    path: str, table: Table, keeping: RetentionLimits, today: date
+    path: str, table: Table, limits: RetentionLimits, today: date
 ) -> CompactionResult:
-    """Delete what is too old, join small files, and remove files that nobody reads any more."""
+    """Delete old rows, join small files, and remove files that left the table long ago."""
     delta = deltalake.DeltaTable(path)
     before = len(delta.file_uris())
-    deleted = delta.delete(f"date < '{keeping.first}'")
+    deleted = delta.delete(f"date < '{limits.first}'")
     filters: list[tuple[str, str, Any]] = [("date", "<", str(today))]
     delta.optimize.compact(partition_filters=filters if table.settled else None)
-    removed = delta.vacuum(keeping.vacuum_hours, dry_run=False, enforce_retention_duration=False)
+    removed = delta.vacuum(limits.vacuum_hours, dry_run=False, enforce_retention_duration=False)
     delta.create_checkpoint()
     delta.cleanup_metadata()
     return CompactionResult(
@@ -184,7 +186,7 @@ def compact_table(
 
 
 def _within(minutes: Sequence[datetime]) -> str:
-    """Predicate of the rows of these minutes, as the engine of deltalake reads it."""
+    """Return the predicate of the rows of these minutes, in the syntax of deltalake."""
     dates = ", ".join(f"'{day}'" for day in sorted({minute.date() for minute in minutes}))
     starts = ", ".join(f"'{minute.isoformat()}'" for minute in sorted(minutes))
     return f"date IN ({dates}) AND minute IN ({starts})"

@@ -1,4 +1,4 @@
-"""Makes `format("baton")` known to every Spark session that can import this package."""
+"""Register `format("baton")` in every Spark session that can import this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes `format("batondelta")` known to every Spark session that can import this package."""
+"""Register `format("batondelta")` in every Spark session that can import this package."""
 
 from __future__ import annotations
 

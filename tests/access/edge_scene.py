@@ -33,7 +33,7 @@ from batonmq_server.runtime.health import Health
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.storage.access import RULES as STORAGE
 from tests.storage.batches import batch
-from tests.support.waiting import until
+from tests.support.conditions import until
 from tests.test_contracts import SERVICES
 
 ALL: AccessRules = {**STORAGE, **OFFSETS, **LOCKMGR, **NAMESERVER, **COMMON_RULES}

@@ -34,7 +34,7 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.tls import server_credentials
 from tests.access.edge_scene import METHODS, Scene, request_of, scene
 from tests.storage.batches import batch
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 STORAGE = "/baton.storage.v1.StorageService"
 PULL, APPEND, DESCRIBE = f"{STORAGE}/Pull", f"{STORAGE}/Append", f"{STORAGE}/Describe"

@@ -18,7 +18,7 @@ import pytest
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
-from batonmq.admin.resets import Done, Step
+from batonmq.admin.resets import ResetResult, ResetStep
 from batonmq.cli.change_options import operation
 from batonmq.cli.group_resets import TargetOptions, parse_offsets, plan_summary
 from batonmq.errors import InvalidArgument
@@ -85,9 +85,9 @@ def test_answer_yes_continues() -> None:
 
 
 def test_plan_summary_counts_replayed_and_skipped_messages() -> None:
-    step = Step("g", "t", "b", 0, 10, 4, 6, 0, 1, 2)
+    step = ResetStep("g", "t", "b", 0, 10, 4, 6, 0, 1, 2)
     other = replace(step, queue_id=1, replayed_count=0, skipped_count=3)
-    assert plan_summary(Done((step, other))).startswith(
+    assert plan_summary(ResetResult((step, other))).startswith(
         "plan for 2 queues, nothing was changed: 6 messages would be delivered again, 3 skipped"
     )
 

@@ -153,7 +153,7 @@ def test_nameserver_without_a_port_is_a_wrong_command_line(address: str) -> None
 def test_invalid_message_id_is_rejected_with_an_example() -> None:
     result = CliRunner().invoke(baton, ["--nameserver", NOWHERE, "message", "get", "order-7"])
     assert result.exit_code == 1
-    assert "'order-7' is no message id" in result.stderr
+    assert "'order-7' is not a message id" in result.stderr
     assert "broker-position-index" in result.stderr
 
 

@@ -21,7 +21,7 @@ from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.producer import Producer
 from tests.cli.baton import RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 JSON = ("--format", "json")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.cli.baton import BATON, CommandResult, RunningCluster, baton, up
-from tests.support.waiting import lives, until_now
+from tests.support.conditions import lives, until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

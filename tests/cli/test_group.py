@@ -10,17 +10,17 @@ from dataclasses import asdict, replace
 import pytest
 
 from batonmq.admin.group_reports import (
-    Diagnosis,
     Group,
     GroupProgress,
     Member,
     Pause,
+    QueueDiagnosis,
     RefusedClient,
-    Staged,
+    StagedSubscriptions,
     Subscription,
 )
 from batonmq.admin.locks import Denial, LockDetail
-from batonmq.admin.placement import Place
+from batonmq.admin.placement import OffsetsPlacement
 from batonmq.admin.reports import Lock
 from batonmq.cli import group_lag, lock
 from batonmq.cli.group import describe_settings, state
@@ -44,7 +44,7 @@ GROUP = Group(
 )
 MEMBER = Member("c1", 1, "h1", 0)
 PAUSE = Pause("me@h", "a flood", 0)
-STAGED = Staged((Subscription("t", "A"),), draining=False, since_unix_ms=0)
+STAGED = StagedSubscriptions((Subscription("t", "A"),), draining=False, since_unix_ms=0)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,9 @@ def test_state_is_the_first_one_that_applies(changes: dict[str, object], word: s
 
 
 def test_stable_group_is_described_in_three_lines() -> None:
-    assert list(describe_settings(GroupProgress(GROUP, (), (), ()), Place("offsets", 2, ""))) == [
+    assert list(
+        describe_settings(GroupProgress(GROUP, (), (), ()), OffsetsPlacement("offsets", 2, ""))
+    ) == [
         "clustering, from last; policy staged, ownership on, strategy sticky",
         "generation 7; subscription 2: s *, t A||B",
         "placed on offsets set offsets",
@@ -71,7 +73,9 @@ def test_stable_group_is_described_in_three_lines() -> None:
 
 def test_moving_group_is_described_with_both_sets() -> None:
     lines = list(
-        describe_settings(GroupProgress(GROUP, (), (), ()), Place("offsets-b", 1, "offsets"))
+        describe_settings(
+            GroupProgress(GROUP, (), (), ()), OffsetsPlacement("offsets-b", 1, "offsets")
+        )
     )
     assert lines[2:] == ["moving from offsets set offsets to offsets-b"]
 
@@ -95,7 +99,7 @@ def test_unusual_states_are_described_with_name_and_time() -> None:
     ]
 
 
-DIAGNOSIS = Diagnosis("g", "t", "b", 0, "MOVING", "m", "", {}, 3, 1_500, 5, 8, "c1", 0)
+DIAGNOSIS = QueueDiagnosis("g", "t", "b", 0, "MOVING", "m", "", {}, 3, 1_500, 5, 8, "c1", 0)
 
 
 def test_total_lag_counts_queues_with_a_known_lag() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cli.baton import RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 JSON = ("--format", "json")

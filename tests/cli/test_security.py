@@ -19,7 +19,7 @@ from batonmq_server.cli.up import cluster_variables
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.local.layout import SERVICES
 from tests.cli.baton import RunningCluster, baton, up
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 SECRET = "a-token-that-nobody-shows"
 NOTHING: TlsOptions = dict.fromkeys(

@@ -63,6 +63,7 @@ def test_unexpected_exception_is_raised() -> None:
         SESSION.run(_fail(ZeroDivisionError()))
 
 
+@pytest.mark.usefixtures("default_sighup")
 @pytest.mark.parametrize(("endless", "status"), [(True, 0), (False, 130)])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_a_command_gracefully(

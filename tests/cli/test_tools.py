@@ -19,7 +19,7 @@ import pytest
 from batonmq.cli.app import baton as baton_command
 from batonmq.cli.completion import complete_groups, complete_topics
 from tests.cli.baton import BATON, RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 JSON = ("--format", "json")

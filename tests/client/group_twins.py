@@ -40,7 +40,7 @@ from batonmq.errors import (
     Paused,
     UnknownQueue,
 )
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 GROUP, TOPIC, BROKER = "g", "t", "broker-a"
 Context = grpc.aio.ServicerContext[Any, Any]

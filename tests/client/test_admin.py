@@ -35,7 +35,7 @@ from batonmq.errors import (
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import offsets_service, refusal, register_broker, replica
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 @pytest.fixture

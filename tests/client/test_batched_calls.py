@@ -34,8 +34,8 @@ from batonmq._consumer.group_view import GroupView
 from batonmq._consumer.session import Session
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Held, NotAssigned, Unreachable
-from tests.support.serving import serving_at
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving_at
 
 TOPIC, BROKER, GROUP = "orders", "broker-a", "billing"
 ASSIGNED = 3

@@ -24,7 +24,7 @@ from batonmq._consumer.handler_results import MessageFailed, RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq.errors import InvalidArgument
 from tests.client.group import QUICK, Scene, scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 

@@ -16,7 +16,7 @@ import pytest
 from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
 from batonmq._consumer.membership import SubscriptionVerdict
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.admin.admin import Admin
 from batonmq.errors import BadExpression, TopicNotFound, Unreachable
 from tests.client.group import QUICK, Scene, scene

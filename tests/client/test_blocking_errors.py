@@ -13,9 +13,9 @@ import pytest
 
 from batonmq._blocking import BlockingProducer, BlockingPuller
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from tests.client.twins import Gate, twins
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 PATIENT = ProducerSettings(delivery_timeout_ms=600_000, request_timeout_ms=600_000)
 

@@ -23,7 +23,7 @@ from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.errors import DataLoss, InvalidArgument
 from tests.client.group import QUICK, Scene, handle_all, scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 Q0, Q1, Q2 = (QueueRef("t", "b", queue_id) for queue_id in range(3))
 

@@ -14,7 +14,7 @@ import pytest
 
 from batonmq._consumer.message import ReceivedMessage
 from tests.client.group import QUICK, Scene, scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 FOR_EVER = replace(QUICK, drain_timeout_ms=None)

@@ -23,7 +23,7 @@ from batonmq._core.records import Message, encode_record
 from batonmq._producer.producer import Producer
 from batonmq._telemetry.client_metrics import ClientMetrics
 from tests.client.group import QUICK, scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 

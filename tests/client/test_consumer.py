@@ -32,7 +32,7 @@ from batonmq.errors import (
     Unreachable,
 )
 from tests.client.group import QUICK, Scene, handle_all, scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.e2e
 

@@ -23,7 +23,7 @@ from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
 from batonmq._connection.routes import query_route
 from batonmq.admin.admin import Admin
 from batonmq.errors import InvalidArgument, TopicNotFound, Unreachable
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 NOBODY = "127.0.0.1:1,127.0.0.1:2"
 

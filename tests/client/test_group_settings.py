@@ -19,7 +19,7 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._connection.directory import Directory
 from batonmq.admin.admin import Admin
 from tests.client.group import Scene, handle_all, scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.e2e
 

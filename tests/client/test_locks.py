@@ -16,7 +16,7 @@ from batonmq.admin.locks import Locks
 from batonmq.admin.operation import Operation
 from batonmq.errors import UnknownQueue
 from tests.client.group import handle_all, scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.e2e
 OPERATION = Operation("tester", "a test")

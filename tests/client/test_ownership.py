@@ -35,7 +35,7 @@ from batonmq._core.queue_progress import GrantedProgress
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Held, NotAssigned, NotMember, SubscriptionDraining
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 SETTINGS = ConsumerSettings(
     consume_from="first",

@@ -19,10 +19,10 @@ from batonmq._common.clock import Clock
 from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Message
-from batonmq._producer.placing import ProducerClosed
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending, Receipt
-from batonmq._producer.settings import Durability, ProducerSettings
+from batonmq._producer.producer_settings import Durability, ProducerSettings
+from batonmq._producer.receipts import PendingReceipt, Receipt
+from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.errors import (
     BadBatch,
     BatonError,
@@ -35,22 +35,24 @@ from batonmq.errors import (
     Unreachable,
 )
 from tests.client.twins import BROKER, NOWHERE, Gate, bodies, failing, twins
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 def queue(queue_id: int, topic: str = "orders") -> QueueRef:
     return QueueRef(topic, BROKER, queue_id)
 
 
-async def submit(producer: Producer, *numbers: int, queue_id: int | None = None) -> list[Pending]:
+async def submit(
+    producer: Producer, *numbers: int, queue_id: int | None = None
+) -> list[PendingReceipt]:
     wanted = None if queue_id is None else queue(queue_id)
     return [
         await producer.submit("orders", Message(b"%d" % number), queue=wanted) for number in numbers
     ]
 
 
-async def outcomes(pending: list[Pending]) -> list[Receipt | BatonError]:
-    async def outcome(one: Pending) -> Receipt | BatonError:
+async def outcomes(pending: list[PendingReceipt]) -> list[Receipt | BatonError]:
+    async def outcome(one: PendingReceipt) -> Receipt | BatonError:
         try:
             return await one
         except BatonError as error:
@@ -346,7 +348,7 @@ async def test_sender_that_gives_up_takes_nothing_from_the_others() -> None:
         await until(lambda: gate.arrived)
         waiting: list[int] = []
 
-        async def wait_for(number: int, pending: Pending) -> Receipt:
+        async def wait_for(number: int, pending: PendingReceipt) -> Receipt:
             waiting.append(number)
             return await pending
 

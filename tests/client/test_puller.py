@@ -42,7 +42,7 @@ from batonmq.errors import (
 )
 from tests.client.group import Scene, handle_all, scene
 from tests.client.test_group_settings import reset
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 Found = dict[QueueRef, list[ReceivedMessage]]
 FIRST = PullerSettings(consume_from="first")

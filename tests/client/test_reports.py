@@ -19,7 +19,7 @@ from batonmq.admin.group_reports import (
     Member,
     Pause,
     QueueProgress,
-    Staged,
+    StagedSubscriptions,
     Subscription,
     diagnosis_from_pb,
     group_from_pb,
@@ -169,7 +169,9 @@ def test_group_tells_what_waits_and_who_paused_it() -> None:
     given.staged.draining, given.staged.since_unix_ms = True, 7
     given.pause.by, given.pause.reason, given.pause.since_unix_ms = "me", "why", 8
     group = group_from_pb(given)
-    assert group.staged == Staged((Subscription("t", "A"),), draining=True, since_unix_ms=7)
+    assert group.staged == StagedSubscriptions(
+        (Subscription("t", "A"),), draining=True, since_unix_ms=7
+    )
     assert group.pause == Pause("me", "why", 8)
 
 

@@ -20,10 +20,10 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group, group_from_pb
+from batonmq.admin.message_queries import MessageQueries
 from batonmq.admin.operation import Operation
-from batonmq.admin.query import Queries
 from batonmq.admin.reports import Topic
-from batonmq.admin.resets import QUEUES_PER_CALL, Plan, Resets, Scope, queues_in
+from batonmq.admin.resets import QUEUES_PER_CALL, ResetPlan, Resets, ResetScope, queues_in
 from batonmq.errors import (
     GroupNotFound,
     InvalidArgument,
@@ -35,7 +35,7 @@ from batonmq.errors import (
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.client.group import Scene, handle_all, scene
 from tests.nameserver.replica import offsets_service, replica
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 OPERATION = Operation("tester", "a test")
 
@@ -54,7 +54,7 @@ TOPICS = [topic("s"), topic("t"), topic("u", 1)]
 
 def test_reset_selects_all_queues_with_a_subscription_or_progress() -> None:
     progress = [QueueRef("u", "a", 0), QueueRef("gone", "a", 0)]
-    assert queues_in(Scope(), group("t"), progress, TOPICS) == (
+    assert queues_in(ResetScope(), group("t"), progress, TOPICS) == (
         QueueRef("t", "a", 0),
         QueueRef("t", "a", 1),
         QueueRef("u", "a", 0),
@@ -63,25 +63,25 @@ def test_reset_selects_all_queues_with_a_subscription_or_progress() -> None:
 
 def test_reset_selects_the_retry_topic_only_if_it_is_named() -> None:
     topics, retries = [*TOPICS, topic("%RETRY%g")], topic("%RETRY%g").queues
-    assert queues_in(Scope(), group("t", "%RETRY%g"), retries, topics) == topic("t").queues
-    assert queues_in(Scope("%RETRY%g"), group("t"), retries, topics) == retries
+    assert queues_in(ResetScope(), group("t", "%RETRY%g"), retries, topics) == topic("t").queues
+    assert queues_in(ResetScope("%RETRY%g"), group("t"), retries, topics) == retries
 
 
 def test_reset_selects_only_the_named_topic_or_queue() -> None:
-    assert queues_in(Scope("s"), group("t"), [], TOPICS) == topic("s").queues
-    chosen = queues_in(Scope("t", ("a", 1)), group("t"), [], TOPICS)
+    assert queues_in(ResetScope("s"), group("t"), [], TOPICS) == topic("s").queues
+    chosen = queues_in(ResetScope("t", ("a", 1)), group("t"), [], TOPICS)
     assert chosen == (QueueRef("t", "a", 1),)
 
 
 def test_reset_of_an_unknown_topic_or_queue_is_refused() -> None:
     with pytest.raises(TopicNotFound):
-        queues_in(Scope("gone"), group("t"), [], TOPICS)
+        queues_in(ResetScope("gone"), group("t"), [], TOPICS)
     for place in (("a", 2), ("b", 0)):
         with pytest.raises(QueueNotFound) as refused:
-            queues_in(Scope("t", place), group("t"), [], TOPICS)
+            queues_in(ResetScope("t", place), group("t"), [], TOPICS)
         assert "baton topic describe t" in refused.value.remedy
     with pytest.raises(InvalidArgument, match="no progress"):
-        queues_in(Scope(), group(), [], TOPICS)
+        queues_in(ResetScope(), group(), [], TOPICS)
 
 
 async def test_reset_of_many_queues_is_one_operation(etcd_endpoint: str, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ async def test_reset_of_many_queues_is_one_operation(etcd_endpoint: str, tmp_pat
         Admin(running.address) as admin,
     ):
         queues = topic("t", QUEUES_PER_CALL + 100).queues
-        plan = Plan("g", tuple((queue, queue.queue_id) for queue in queues), ())
+        plan = ResetPlan("g", tuple((queue, queue.queue_id) for queue in queues), ())
         resets = Resets(admin)
         done = await resets.reset(plan, OPERATION)
         assert [step.to_offset for step in done.steps] == list(range(len(queues)))
@@ -216,8 +216,8 @@ async def test_reset_targets_are_resolved_in_the_log(nameserver: str) -> None:
         await at.send(["a", "b"], queue_id=0)
         end = (await committed(at))[queue]
         assert end is not None
-        scope = Scope(at.topic, ("broker-0", 0))
-        second = await Queries(admin).at_offset(queue, end + 1)
+        scope = ResetScope(at.topic, ("broker-0", 0))
+        second = await MessageQueries(admin).at_offset(queue, end + 1)
         for target, offset in (
             (ToTime(second.store_unix_ms + 60_000), end + 2),
             (ToTime(0), 0),
@@ -257,4 +257,4 @@ async def test_reset_of_a_group_or_topic_that_does_not_exist_is_refused(nameserv
         with pytest.raises(GroupNotFound):
             await resets.plan("no-such-group", ToEarliest())
         with pytest.raises(TopicNotFound):
-            await resets.plan(at.group, ToEarliest(), Scope("no-such-topic"))
+            await resets.plan(at.group, ToEarliest(), ResetScope("no-such-topic"))

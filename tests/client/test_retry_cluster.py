@@ -33,7 +33,7 @@ from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from tests.client.group import QUICK, Scene, scene
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
 

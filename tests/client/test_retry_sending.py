@@ -42,7 +42,7 @@ from batonmq._core.records import (
 from batonmq._core.retries import HandlingFailure
 from batonmq.errors import BatonError, DiskFull, NotServing, QueueNotFound
 from tests.client.twins import BROKER, NameserverTwin
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 Context = grpc.aio.ServicerContext[Any, Any]
 PLACE = QueueRef("t", BROKER, 3)

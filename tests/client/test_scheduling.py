@@ -26,9 +26,9 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.delays import AHEAD_MS_MAX
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.placing import ProducerClosed
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.admin.admin import Admin
 from batonmq.errors import (
     InvalidArgument,
@@ -40,8 +40,8 @@ from batonmq.errors import (
 )
 from tests.client.twins import Context, twins
 from tests.support.cluster import local_cluster
-from tests.support.serving import serving_at
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving_at
 
 BROKER = "broker-0"
 FROM_FIRST = ConsumerSettings(consume_from="first")

@@ -20,10 +20,10 @@ from batonmq._core.compression import Compression
 from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.losses import LOG_INTERVAL_MS, Losses
-from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.one_way_failures import LOG_INTERVAL_MS, OneWayFailures
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.errors import (
     BadBatch,
     InvalidArgument,
@@ -32,7 +32,7 @@ from batonmq.errors import (
     Unreachable,
 )
 from tests.client.twins import BROKER, NOWHERE, Gate, twins
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 # ---- one way
 
@@ -127,7 +127,7 @@ async def test_one_way_message_that_cannot_be_handed_over_is_refused() -> None:
 
 
 def test_log_tells_of_losses_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    losses = Losses()
+    losses = OneWayFailures()
     with caplog.at_level(logging.WARNING):
         losses.add(0, Unreachable("x"), 0)
         assert caplog.records == []

@@ -25,7 +25,7 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import BadExpression, SubscriptionConflict
 from batonmq_server.testing import MemoryBroker
 from tests.client.group import QUICK, Scene, handle_all, scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 NO_SERVER = "127.0.0.1:1"
 

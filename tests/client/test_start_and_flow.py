@@ -25,7 +25,7 @@ from batonmq.admin.admin import Admin
 from batonmq_server.testing import MemoryBroker, run_virtual
 from tests.client.group import QUICK, handle_all, scene
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 # ---- the start
 
@@ -64,7 +64,7 @@ def test_queues_added_while_the_group_was_down_are_read_from_their_first_message
     async def run() -> list[bytes]:
         async with MemoryBroker() as broker, broker.producer() as producer:
             await broker.create_topic("orders", queues=1)
-            async with Admin(broker.nameserver, surroundings=broker.surroundings) as admin:
+            async with Admin(broker.nameserver, environment=broker.environment) as admin:
                 await admin.update_group("billing", ownership=ownership)
                 await producer.send("orders", b"before the group")
                 await consume_rest(broker)

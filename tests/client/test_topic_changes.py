@@ -21,13 +21,13 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import Receipt
-from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import QueueProgress
 from batonmq.errors import NotWritable, QueueNotFound, TopicNotFound
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

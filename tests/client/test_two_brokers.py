@@ -17,10 +17,10 @@ from batonmq._connection.directory import ClientEnvironment
 from batonmq._core.broker_health import FAILED_MS
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.broker import NotSent
+from batonmq._producer.broker_sender import NotSent
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending, Receipt
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import PendingReceipt, Receipt
 from batonmq.errors import (
     BatonError,
     DiskFull,
@@ -37,7 +37,7 @@ from tests.client.twins import (
     failing,
     two_brokers,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 ONE_EACH = ProducerSettings(batch_messages_max=1)
 
@@ -55,11 +55,11 @@ class StillClock(Clock):
         self._now_ms += ms
 
 
-async def submit(producer: Producer, count: int) -> list[Pending]:
+async def submit(producer: Producer, count: int) -> list[PendingReceipt]:
     return [await producer.submit("orders", Message(b"%d" % number)) for number in range(count)]
 
 
-async def receipts(pending: list[Pending]) -> list[Receipt]:
+async def receipts(pending: list[PendingReceipt]) -> list[Receipt]:
     return [await one for one in pending]
 
 
@@ -98,7 +98,7 @@ async def test_broker_that_was_avoided_is_probed_and_used_again() -> None:
     outside = ClientEnvironment(clock=clock)
     async with (
         two_brokers(orders=2) as at,
-        Producer(at.address, ONE_EACH, surroundings=outside) as producer,
+        Producer(at.address, ONE_EACH, environment=outside) as producer,
     ):
         full(at.storage)
         await receipts(await submit(producer, 4))
@@ -116,7 +116,7 @@ async def test_probe_that_fails_costs_nothing_but_a_try() -> None:
     outside = ClientEnvironment(clock=clock)
     async with (
         two_brokers(orders=2) as at,
-        Producer(at.address, ONE_EACH, surroundings=outside) as producer,
+        Producer(at.address, ONE_EACH, environment=outside) as producer,
     ):
         full(at.storage)
         await receipts(await submit(producer, 4))
@@ -207,7 +207,7 @@ async def test_messages_that_wait_are_a_probe_too() -> None:
     outside = ClientEnvironment(clock=clock)
     async with (
         two_brokers(orders=1) as at,
-        Producer(at.address, ONE_EACH, surroundings=outside) as producer,
+        Producer(at.address, ONE_EACH, environment=outside) as producer,
     ):
         full(at.storage)
         full(at.other)

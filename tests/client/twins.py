@@ -23,7 +23,7 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import Header, check_batch, decode_records
 from batonmq.errors import BatonError, LimitExceeded, TopicNotFound
 from batonmq_server.storage.core.producers import ProducerTable, StoreReceipt
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 BROKER, OTHER_BROKER = "broker-a", "broker-b"
 NOWHERE = "127.0.0.1:1"

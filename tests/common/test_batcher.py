@@ -13,7 +13,7 @@ import pytest
 
 from batonmq._common.batcher import Batcher
 from batonmq.errors import NoQuorum, Overloaded
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 class Server:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from baton.common.v1 import error_pb2
-from batonmq._producer.broker import NotSent
-from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.broker_sender import NotSent
+from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.errors import BatonError, Retry
 from tests.common.test_errors import modules
 

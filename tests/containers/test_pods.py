@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools.containers.flow import Flow, Second
 from tools.containers.page import page
 from tools.containers.pods import jobs, pods
 from tools.containers.secrets import Secrets
+from tools.containers.traffic_report import TrafficCount, TrafficReport
 
 MANIFEST = """
 kind: ConfigMap
@@ -86,9 +86,9 @@ REPORT = {
         "published": 336776, "consumed": 336776, "lost": 0, "duplicated": 0, "misordered": 0,
         "handovers": 31, "ok": True,
     },
-    "strikes": [
+    "faults": [
         {
-            "pod": "storage-a-0", "strike": "kill", "ready_after_s": 2.5, "flows_after_s": 4.0,
+            "pod": "storage-a-0", "fault": "kill", "ready_after_s": 2.5, "flows_after_s": 4.0,
             "sent_stood_s": 3.1, "handled_stood_s": 3.2,
         }
     ],
@@ -97,7 +97,7 @@ REPORT = {
         "misordered": 0, "foreign": 0, "ok": False,
     },
     "renewal": {"pods": 7, "shown_after_s": 1.3, "sent_stood_s": 1.1, "handled_stood_s": 1.2},
-    "strangers": [
+    "rejected_callers": [
         {"who": "has none", "command": "a | b", "told": "REASON: why", "refused": True},
         {"who": "is bold", "command": "c", "told": "", "refused": False},
     ],
@@ -111,7 +111,7 @@ REPORT = {
 }  # fmt: skip
 
 
-def test_a_pod_is_what_its_manifest_says() -> None:
+def test_pod_has_the_values_of_its_manifest() -> None:
     first, second = pods(yaml.safe_load_all(MANIFEST))
     assert (first.name, second.name) == ("offsets-0", "offsets-1")
     assert second.env == {
@@ -130,7 +130,7 @@ def test_a_pod_is_what_its_manifest_says() -> None:
     assert second.secrets == {"/tls": "tls-offsets"}
 
 
-def test_a_job_has_one_pod_that_nobody_calls() -> None:
+def test_job_has_one_pod_without_a_service_name() -> None:
     found = jobs(yaml.safe_load_all(MANIFEST))
     assert found.keys() == {"once"}
     once = found["once"]
@@ -139,7 +139,7 @@ def test_a_job_has_one_pod_that_nobody_calls() -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="NO OPENSSL")
-def test_files_of_a_secret_are_replaced_all_at_once(tmp_path: Path) -> None:
+def test_files_of_a_secret_are_replaced_atomically(tmp_path: Path) -> None:
     secrets = Secrets(tmp_path)
     secrets.make()
     cert = secrets.file("tls-storage", "tls.crt")
@@ -155,14 +155,14 @@ def test_files_of_a_secret_are_replaced_all_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_the_page_says_what_was_lost() -> None:
+def test_page_reports_lost_messages() -> None:
     text = page(REPORT)
     assert "| storage-a-0 | kill | 2.5 | 4.0 | 3.1 | 3.2 |" in text
     assert "| 1,000 | 0 | 999 | 1 | 0 | 0 | 0 | 0 |" in text
     assert "Verdict: **failed**" in text
 
 
-def test_the_page_says_who_was_let_in_and_how_long_new_certificates_took() -> None:
+def test_page_reports_admitted_callers_and_the_certificate_renewal_time() -> None:
     text = page(REPORT)
     assert "| has none | `a \\| b` | REASON: why |" in text
     assert "| is bold | `c` | **LET IN** |" in text
@@ -170,10 +170,10 @@ def test_the_page_says_who_was_let_in_and_how_long_new_certificates_took() -> No
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
-def test_the_longest_stand_still_is_told_from_the_begin_of_the_strike() -> None:
+def test_longest_stall_counts_from_the_start_of_the_fault() -> None:
     handled = [10, 20, 20, 20, 30, 40]
-    seconds = [Second(float(at), 100, count) for at, count in enumerate(handled)]
-    flow = Flow(process=None, seconds=seconds)  # type: ignore[arg-type]
-    assert flow.stood_s("handled", 1.0) == 3.0
-    assert flow.stood_s("handled", 4.0) == 1.0
-    assert flow.stood_s("sent", 2.0) == 3.0
+    seconds = [TrafficCount(float(at), 100, count) for at, count in enumerate(handled)]
+    traffic = TrafficReport(process=None, seconds=seconds)  # type: ignore[arg-type]
+    assert traffic.stood_s("handled", 1.0) == 3.0
+    assert traffic.stood_s("handled", 4.0) == 1.0
+    assert traffic.stood_s("sent", 2.0) == 3.0

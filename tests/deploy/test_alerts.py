@@ -55,19 +55,19 @@ def problems(rule: dict[str, Any]) -> list[str]:
 
 
 @_each_rule
-def test_a_rule_asks_only_for_what_the_services_have(rule: dict[str, Any]) -> None:
+def test_rule_queries_existing_metrics_only(rule: dict[str, Any]) -> None:
     assert problems(rule) == []
 
 
 @_each_alert
-def test_an_alert_tells_how_bad_it_is_and_what(rule: dict[str, Any]) -> None:
+def test_alert_has_a_severity_and_a_summary(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("warning", "critical")
     assert rule["annotations"].keys() == {"runbook_url", "summary", "description"}
     assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
     assert promql.parse_duration(rule.get("for", "1m")).total_seconds() > 0
 
 
-def test_every_reason_for_which_a_queue_is_stuck_raises_an_alert() -> None:
+def test_every_stuck_reason_raises_an_alert() -> None:
     told = {
         value
         for rule in RULES
@@ -79,13 +79,13 @@ def test_every_reason_for_which_a_queue_is_stuck_raises_an_alert() -> None:
     assert told == {reason for reason in StuckReason if reason.stuck}
 
 
-def test_names_of_rules_are_unique() -> None:
+def test_rule_names_are_unique() -> None:
     names = [rule.get("alert") or rule["record"] for rule in (*RULES, *RECORDED)]
     assert len(set(names)) == len(names)
 
 
 @_each_alert
-def test_an_alert_leads_to_a_runbook_that_names_a_command(rule: dict[str, Any]) -> None:
+def test_alert_links_to_a_runbook_with_a_command(rule: dict[str, Any]) -> None:
     path = ROOT / rule["annotations"]["runbook_url"]
     assert path == RUNBOOKS / f"{rule['alert']}.md"
     text = path.read_text()
@@ -97,17 +97,17 @@ def test_an_alert_leads_to_a_runbook_that_names_a_command(rule: dict[str, Any]) 
     assert "baton " in text.partition("## Look")[2].partition("## Do")[0]
 
 
-def test_there_is_no_runbook_without_an_alert() -> None:
+def test_every_runbook_has_an_alert() -> None:
     assert {path.stem for path in RUNBOOKS.glob("Baton*.md")} == {rule["alert"] for rule in RULES}
 
 
-def test_the_list_of_alerts_has_each_with_its_severity() -> None:
+def test_list_of_alerts_has_each_alert_with_its_severity() -> None:
     text = (ROOT / "docs" / "how-to" / "observability.md").read_text()
     told = re.findall(r"^\| \[(\w+)\]\(runbooks/(\w+)\.md\) \| (\w+) \|", text, re.MULTILINE)
     assert told == [(r["alert"], r["alert"], r["labels"]["severity"]) for r in RULES]
 
 
-def test_every_alert_is_tested_to_fire_and_to_be_silent() -> None:
+def test_every_alert_has_a_firing_and_a_silent_test() -> None:
     told = [
         (check["alertname"], bool(check["exp_alerts"]))
         for test in yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]
@@ -118,7 +118,7 @@ def test_every_alert_is_tested_to_fire_and_to_be_silent() -> None:
     assert {name for name, fires in told if not fires} == names
 
 
-def test_the_scrape_config_reads_every_file_of_rules() -> None:
+def test_scrape_config_reads_every_rule_file() -> None:
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     files = {path.name for path in FOLDER.glob("*.yaml")} - {"alerts_test.yaml"}
     assert set(config["rule_files"]) == files
@@ -138,12 +138,12 @@ def test_a_planted_error_is_noticed(expression: str, problem: str) -> None:
     assert problems(planted)[0] == problem
 
 
-def test_an_expression_that_is_none_is_noticed() -> None:
+def test_invalid_expression_is_found() -> None:
     with pytest.raises(ValueError, match="unclosed"):
         selectors("sum by (group baton_queue_stuck > 0")
 
 
-def test_promtool_accepts_the_rules_and_their_own_tests() -> None:
+def test_promtool_accepts_the_rules_and_their_tests() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("NOT TESTED: promtool is not installed (Debian: apt-get install prometheus)")

@@ -93,7 +93,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.mark.parametrize(("runs", "overlay"), [("http", "kind-secure"), ("https", "minikube")])
-def test_an_etcd_that_would_have_to_change_its_addresses_is_left_alone(
+def test_etcd_whose_addresses_would_change_is_not_modified(
     machine: Machine, runs: str, overlay: str
 ) -> None:
     machine.cluster({"*get statefulset etcd *": f"printf {runs}"})
@@ -107,7 +107,7 @@ def test_an_etcd_that_would_have_to_change_its_addresses_is_left_alone(
     ("runs", "overlay"),
     [("", "kind"), ("http", "kind"), ("", "kind-secure"), ("https", "kind-secure")],
 )
-def test_a_new_cluster_and_one_of_the_same_kind_are_applied(
+def test_new_cluster_and_cluster_of_the_same_kind_are_applied(
     machine: Machine, runs: str, overlay: str
 ) -> None:
     machine.cluster({"*get statefulset etcd *": f"printf '{runs}'"})
@@ -117,7 +117,7 @@ def test_a_new_cluster_and_one_of_the_same_kind_are_applied(
 
 
 @pytest.mark.parametrize(("verb", "program"), [("kind", "docker"), ("minikube", "minikube")])
-def test_a_program_that_is_missing_is_named(machine: Machine, verb: str, program: str) -> None:
+def test_missing_program_is_named(machine: Machine, verb: str, program: str) -> None:
     done = machine.make(verb)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"{program} is not here; docs/how-to/deploy.md says what is needed\n"
@@ -125,7 +125,7 @@ def test_a_program_that_is_missing_is_named(machine: Machine, verb: str, program
 
 @pytest.mark.parametrize("script", ["apply.sh", "test.sh", "apply-secrets.sh", "make-ca.sh"])
 @pytest.mark.parametrize("words", [(), ("--help",)], ids=["nothing", "help"])
-def test_a_script_without_its_words_tells_what_it_does(
+def test_script_without_arguments_prints_its_usage(
     machine: Machine, script: str, words: tuple[str, ...]
 ) -> None:
     machine.cluster({})
@@ -136,7 +136,7 @@ def test_a_script_without_its_words_tells_what_it_does(
     assert machine.asked("") == 0
 
 
-def test_what_is_handled_is_read_past_what_else_is_in_the_log(machine: Machine) -> None:
+def test_handled_count_is_read_from_a_log_with_other_lines(machine: Machine) -> None:
     lines = f"echo '{SENT}'; echo '{WARNING}'" % "'$((n * 600))'"
     machine.cluster(traffic(lines))
     done = machine.run("test.sh", "there", "kind")
@@ -146,7 +146,7 @@ def test_what_is_handled_is_read_past_what_else_is_in_the_log(machine: Machine) 
 
 
 @pytest.mark.parametrize("handled", ["5000", ""], ids=["stands still", "is not said"])
-def test_messages_that_do_not_flow_fail_it(machine: Machine, handled: str) -> None:
+def test_missing_message_flow_fails_the_script(machine: Machine, handled: str) -> None:
     """Also when somebody else had the last word when it asked first."""
     said = f"echo '{SENT}'" % handled if handled else "true"
     lines = f"{said}; [ $((n % 2)) = 1 ] || echo '{WARNING}'"
@@ -157,7 +157,7 @@ def test_messages_that_do_not_flow_fail_it(machine: Machine, handled: str) -> No
     assert machine.asked("delete pod/") == 0
 
 
-def test_how_long_nothing_was_handled_is_counted_past_what_else_is_in_the_log(
+def test_stall_time_is_read_from_a_log_with_other_lines(
     machine: Machine,
 ) -> None:
     since = "; ".join(f"echo '{SENT}'; echo '{WARNING}'" % n for n in (100, 200, 200, 200, 300))
@@ -169,9 +169,7 @@ def test_how_long_nothing_was_handled_is_counted_past_what_else_is_in_the_log(
 
 
 @pytest.mark.parametrize("state", ["", "Failed"], ids=["never ends", "fails"])
-def test_a_job_that_does_not_do_its_work_ends_it_and_its_pod_is_shown(
-    machine: Machine, state: str
-) -> None:
+def test_failed_job_ends_the_script_and_its_pod_is_shown(machine: Machine, state: str) -> None:
     machine.cluster(
         {
             "*get job/demo *": f"echo '{state}'",

@@ -28,13 +28,13 @@ def committed() -> Iterator[Any]:
 RESOURCES = {f"{one['kind']}-{one['metadata']['name']}": one for one in committed()}
 
 
-def test_every_kind_that_is_used_is_there() -> None:
+def test_every_used_kind_has_a_schema() -> None:
     kinds = {one["kind"] for one in RESOURCES.values()}
     assert kinds == {"Certificate", "Issuer", "PodMonitor", "PrometheusRule", "ServiceMonitor"}
 
 
 @pytest.mark.parametrize("name", RESOURCES)
-def test_a_resource_is_what_its_schema_asks_for(name: str) -> None:
+def test_resource_matches_its_schema(name: str) -> None:
     assert list(custom_problems(RESOURCES[name])) == []
 
 
@@ -64,7 +64,7 @@ def test_a_resource_is_what_its_schema_asks_for(name: str) -> None:
         ),
     ],
 )
-def test_a_planted_error_is_found(
+def test_invalid_resource_is_found(
     name: str, place: tuple[str | int, ...], value: object, problem: str
 ) -> None:
     one = copy.deepcopy(RESOURCES[name])
@@ -76,6 +76,6 @@ def test_a_planted_error_is_found(
     assert problem in found
 
 
-def test_a_kind_that_there_is_not_is_found() -> None:
+def test_unknown_kind_is_found() -> None:
     one = {"apiVersion": "cert-manager.io/v1", "kind": "Certficate", "metadata": {"name": "x"}}
     assert list(custom_problems(one)) == ["a kind that is not known"]

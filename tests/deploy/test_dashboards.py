@@ -46,18 +46,18 @@ def used_variables(board: Dashboard) -> set[str]:
     return set(re.findall(r'"\$(\w+)"', queries))
 
 
-def test_committed_dashboards_are_those_of_the_code() -> None:
+def test_committed_dashboards_are_up_to_date() -> None:
     committed = {path.name: path.read_text() for path in FOLDER.glob("*.json")}
     assert committed == files(), "run: python -m tools.dashboards.generate"
 
 
 @_each
-def test_panels_ask_only_for_what_there_is(board: Dashboard) -> None:
+def test_panels_query_existing_metrics_only(board: Dashboard) -> None:
     assert {panel.title: found for panel in board.panels if (found := problems(panel))} == {}
 
 
 @_each
-def test_each_panel_names_a_command_that_there_is(board: Dashboard) -> None:
+def test_each_panel_names_an_existing_command(board: Dashboard) -> None:
     told = json.loads(files()[f"{board.uid}.json"])
     panels = [panel for panel in told["panels"] if panel["type"] != "row"]
     assert len(panels) == len(board.panels)
@@ -68,7 +68,7 @@ def test_each_panel_names_a_command_that_there_is(board: Dashboard) -> None:
 
 
 @_each
-def test_variables_are_those_that_are_used(board: Dashboard) -> None:
+def test_dashboard_has_exactly_the_variables_it_uses(board: Dashboard) -> None:
     told = json.loads(files()[f"{board.uid}.json"])
     names = [variable["name"] for variable in told["templating"]["list"]]
     assert names == ["datasource", *board.variables]
@@ -77,7 +77,7 @@ def test_variables_are_those_that_are_used(board: Dashboard) -> None:
     assert sources == {"${datasource}"}
 
 
-def test_all_four_variables_are_there() -> None:
+def test_all_four_variables_exist() -> None:
     assert {name for board in DASHBOARDS for name in board.variables} == {
         "cluster",
         "topic",
@@ -85,7 +85,7 @@ def test_all_four_variables_are_there() -> None:
     }
 
 
-def test_titles_of_panels_are_unique_on_their_board() -> None:
+def test_panel_titles_are_unique_on_a_dashboard() -> None:
     for board in DASHBOARDS:
         titles = [panel.title for panel in board.panels]
         assert len(set(titles)) == len(titles)

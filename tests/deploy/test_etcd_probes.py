@@ -17,7 +17,7 @@ import pytest
 from batonmq_server.local.etcd import find_etcd
 from batonmq_server.local.ports import keep_ports
 from tests.deploy.test_manifests import documents
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 from tools.containers.pods import K8S
 
 MEMBERS = ("etcd-0", "etcd-1", "etcd-2")
@@ -62,7 +62,7 @@ def answer(url: str) -> int:
         return 0
 
 
-def test_a_member_without_a_quorum_is_started_and_alive_and_not_ready(lonely: str) -> None:
+def test_etcd_member_without_a_quorum_is_started_and_live_and_not_ready(lonely: str) -> None:
     (etcd,) = (
         one
         for one in documents(K8S / "components" / "etcd" / "etcd.yaml")

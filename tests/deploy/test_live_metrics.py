@@ -20,7 +20,7 @@ import pytest
 from batonmq_server.demo.demo_run import GROUP, TOPIC, DemoResult
 from batonmq_server.demo.flights import load_flights
 from batonmq_server.local.prometheus import Prometheus
-from tests.deploy.live import (
+from tests.deploy.live_prometheus import (
     differing,
     documented,
     exported,
@@ -29,7 +29,7 @@ from tests.deploy.live import (
     unanswered,
     values,
 )
-from tools.dashboards.demo_cluster import Scene, scene
+from tools.dashboards.demo_cluster import DemoCluster, demo_cluster
 from tools.dashboards.generate import DASHBOARDS
 from tools.dashboards.internals import SPARK
 from tools.dashboards.panels import Dashboard, Panel
@@ -76,12 +76,12 @@ class Seen:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """One run for all tests of this file."""
-    return asyncio.run(_look(tmp_path_factory.mktemp("scene")))
+    return asyncio.run(_look(tmp_path_factory.mktemp("demo_cluster")))
 
 
 async def _look(folder: Path) -> Seen:
     flights = load_flights()[:FLIGHTS]
-    async with scene(folder / "data") as at:
+    async with demo_cluster(folder / "data") as at:
         if shutil.which("prometheus") is None:
             result = await at.demo(flights, folder / "journals", PACE)
             return Seen(result, await _shown(at))
@@ -103,7 +103,7 @@ async def _look(folder: Path) -> Seen:
             )
 
 
-async def _shown(at: Scene) -> dict[str, set[str]]:
+async def _shown(at: DemoCluster) -> dict[str, set[str]]:
     return {who: await exported(addresses) for who, addresses in at.addresses.items()}
 
 
@@ -119,38 +119,38 @@ async def _counted(prometheus: Prometheus, published: int) -> tuple[float, float
         await asyncio.sleep(0.5)
 
 
-def test_the_demo_was_what_it_always_is(seen: Seen) -> None:
+def test_demo_has_its_usual_result(seen: Seen) -> None:
     assert seen.result.ok
     assert seen.result.handovers >= 8
 
 
-def test_what_is_documented_is_shown_and_what_is_shown_is_documented(seen: Seen) -> None:
+def test_exported_metrics_and_documented_metrics_are_the_same(seen: Seen) -> None:
     assert seen.shown.keys() == families().keys() - {"common", "spark"}
     assert differing(seen.shown, documented()) == []
 
 
-def test_a_metric_that_only_one_of_them_has_is_noticed() -> None:
+def test_metric_that_is_only_exported_or_only_documented_is_found() -> None:
     told = {"common": {"c"}, "storage": {"a", "b"}}
     assert differing({"storage": {"b", "c", "x"}}, told) == ["storage: a", "storage: x"]
 
 
 @needs_prometheus
-def test_every_query_of_the_dashboards_has_an_answer(seen: Seen) -> None:
+def test_every_dashboard_query_has_a_result(seen: Seen) -> None:
     assert seen.unanswered == []
 
 
 @needs_prometheus
-def test_a_query_without_an_answer_is_noticed(seen: Seen) -> None:
+def test_query_without_a_result_is_found(seen: Seen) -> None:
     assert seen.planted == [("Planted", "Empty", "baton_no_such_metric")]
 
 
 @needs_prometheus
-def test_prometheus_has_counted_what_the_demo_did(seen: Seen) -> None:
+def test_prometheus_has_the_counts_of_the_demo(seen: Seen) -> None:
     assert seen.counted[0] == seen.result.published == FLIGHTS
     assert seen.counted[1] >= FLIGHTS
 
 
 @needs_prometheus
-def test_every_rule_works(seen: Seen) -> None:
+def test_every_rule_is_evaluated_without_an_error(seen: Seen) -> None:
     assert [rule for rule in seen.rules if rule["health"] != "ok"] == []
     assert len(seen.rules) > 40

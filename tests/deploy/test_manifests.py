@@ -27,7 +27,13 @@ from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.storage.config import StorageSettings
 from tools.containers.pods import K8S, REPO, Pod, pods
 from tools.manifests import prometheus_rules as rules
-from tools.manifests.check import OVERLAYS, Judge, combinations, render, render_combination
+from tools.manifests.check import (
+    OVERLAYS,
+    ManifestChecker,
+    combinations,
+    render,
+    render_combination,
+)
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "storage": StorageSettings,
@@ -79,13 +85,13 @@ def test_every_pod_is_restricted_and_bounded(workload: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "workload", [pytest.param(one, id=name) for name, one in FOUND if one["kind"] == "Job"]
 )
-def test_no_job_waits_for_ever(workload: dict[str, Any]) -> None:
+def test_every_job_has_a_deadline(workload: dict[str, Any]) -> None:
     """One whose image is not there does not fail by itself."""
     assert 0 < workload["spec"]["activeDeadlineSeconds"] <= 14_400
 
 
 @pytest.mark.parametrize("workload", PROBED)
-def test_probes_ask_what_each_is_for_at_the_port_without_tls(workload: dict[str, Any]) -> None:
+def test_probes_use_their_endpoints_at_the_port_without_tls(workload: dict[str, Any]) -> None:
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     asked = {
         kind: container[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")
@@ -100,7 +106,7 @@ def test_probes_ask_what_each_is_for_at_the_port_without_tls(workload: dict[str,
 
 
 @pytest.mark.parametrize("workload", PROBED)
-def test_a_long_recovery_is_not_killed(workload: dict[str, Any]) -> None:
+def test_startup_probe_allows_a_long_recovery(workload: dict[str, Any]) -> None:
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     probe = container["startupProbe"]
     keeps = workload["spec"].get("volumeClaimTemplates")
@@ -108,7 +114,7 @@ def test_a_long_recovery_is_not_killed(workload: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("workload", PROBED)
-def test_grace_is_longer_than_the_drain(workload: dict[str, Any]) -> None:
+def test_termination_grace_period_exceeds_the_drain(workload: dict[str, Any]) -> None:
     spec = workload["spec"]["template"]["spec"]
     waits_s = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
     drain_ms = ServiceSettings.model_fields["shutdown_grace_ms"].default
@@ -116,7 +122,7 @@ def test_grace_is_longer_than_the_drain(workload: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(K8S)))
-def test_no_pod_address_is_anywhere(path: Path) -> None:
+def test_no_manifest_contains_a_pod_address(path: Path) -> None:
     assert "podIP" not in path.read_text()
 
 
@@ -131,7 +137,7 @@ def test_every_workload_has_a_disruption_budget_and_a_network_policy() -> None:
     assert services <= found["ServiceAccount"]
 
 
-def test_an_authority_keeps_its_key_and_whom_it_certifies_gets_another() -> None:
+def test_authority_keeps_its_key_and_its_certificates_get_new_keys() -> None:
     """Whatever cert-manager does by itself, which depends on its version."""
     certificates = [
         one
@@ -144,7 +150,7 @@ def test_an_authority_keeps_its_key_and_whom_it_certifies_gets_another() -> None
         assert one["spec"]["privateKey"]["rotationPolicy"] == expected
 
 
-def test_rules_are_those_of_prometheus() -> None:
+def test_prometheus_rule_has_the_rules_of_the_prometheus_files() -> None:
     assert rules.RULES.read_text() == rules.rendered(), "python -m tools.manifests.prometheus_rules"
 
 
@@ -160,7 +166,7 @@ def test_images_have_the_version_of_the_project() -> None:
                 assert image["newTag"] == version, path
 
 
-def test_images_have_the_packages_of_the_lock_file_and_no_others() -> None:
+def test_images_have_exactly_the_packages_of_the_lock_file() -> None:
     def pinned(path: Path) -> dict[str, str]:
         lines = [line for line in path.read_text().splitlines() if "==" in line.split("#")[0]]
         return dict(line.split(" ;")[0].rstrip(" \\").split("==") for line in lines)
@@ -179,12 +185,12 @@ def test_images_have_the_packages_of_the_lock_file_and_no_others() -> None:
 @kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlay_renders_without_a_warning_and_is_valid(overlay: str) -> None:
-    assert Judge().problems(render(K8S / overlay)) == []
+    assert ManifestChecker().problems(render(K8S / overlay)) == []
 
 
 @kubectl
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name.startswith("overlays")])
-def test_services_take_the_settings_of_the_overlay(overlay: str) -> None:
+def test_services_accept_the_settings_of_the_overlay(overlay: str) -> None:
     ours = [pod for pod in pods(render(K8S / overlay)) if pod.service in SETTINGS]
     assert {pod.service for pod in ours} == set(SETTINGS)
     for pod in ours:
@@ -196,7 +202,7 @@ def test_services_take_the_settings_of_the_overlay(overlay: str) -> None:
 
 
 @kubectl
-def test_members_of_a_replica_set_know_one_another() -> None:
+def test_nodes_of_a_replica_set_know_each_other() -> None:
     by_set: dict[str, list[Pod]] = {}
     for pod in pods(render_combination(("ha", "etcd", "insecure"))):
         if pod.service == "storage":
@@ -214,27 +220,27 @@ def test_members_of_a_replica_set_know_one_another() -> None:
 
 
 @kubectl
-def test_a_misspelt_field_is_found() -> None:
+def test_misspelt_field_is_found() -> None:
     resources = render(K8S / "overlays" / "kind")
     broken = next(one for one in resources if one["kind"] == "StatefulSet")
     broken["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
-    (problem,) = Judge().problems(resources)
+    (problem,) = ManifestChecker().problems(resources)
     assert "livenessProb" in problem
 
 
 @kubectl
-def test_a_pod_that_the_base_does_not_reach_is_found() -> None:
+def test_pod_that_the_base_does_not_reach_is_found() -> None:
     resources = render(K8S / "overlays" / "prod")
     broken = next(one for one in resources if one["kind"] == "StatefulSet")
     template = broken["spec"]["template"]
     del template["metadata"]["labels"]["app.kubernetes.io/part-of"]
     template["spec"]["containers"][0]["image"] = "registry.example.com:5000/batonmq/services"
-    label, image = Judge().problems(resources)
+    label, image = ManifestChecker().problems(resources)
     assert "label" in label
     assert "without a version" in image
 
 
-def test_combinations_have_one_etcd_and_say_how_safe_they_are() -> None:
+def test_each_combination_has_one_etcd_and_a_security_level() -> None:
     found = list(combinations())
     assert len(found) == len(set(found)) > 100
     both = {"etcd", "etcd-tls"}
@@ -244,7 +250,7 @@ def test_combinations_have_one_etcd_and_say_how_safe_they_are() -> None:
     assert all(("insecure" in one) != ("tls" in one) for one in found)
 
 
-def test_nodes_of_kind_publish_the_ports_that_pods_have_outside() -> None:
+def test_kind_nodes_publish_the_external_ports_of_pods() -> None:
     (cluster,) = documents(REPO / "deploy" / "kind" / "cluster.yaml")
     assert [node["role"] for node in cluster["nodes"]].count("worker") == 3
     mapped = [
@@ -263,7 +269,7 @@ def test_nodes_of_kind_publish_the_ports_that_pods_have_outside() -> None:
 
 @kubectl
 @pytest.mark.parametrize("components", [("outside",), ("ha", "outside")], ids="+".join)
-def test_who_is_outside_is_told_ports_that_are_there(components: tuple[str, ...]) -> None:
+def test_external_clients_are_given_published_ports(components: tuple[str, ...]) -> None:
     resources = render_combination((*components, "etcd", "insecure"))
     ports = {
         one["spec"]["selector"]["statefulset.kubernetes.io/pod-name"]: one["spec"]["ports"][0]
@@ -279,7 +285,7 @@ def test_who_is_outside_is_told_ports_that_are_there(components: tuple[str, ...]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="NO SHELLCHECK")
-def test_scripts_are_sound() -> None:
+def test_scripts_pass_shellcheck() -> None:
     scripts = [str(path) for path in (REPO / "deploy").rglob("*.sh")]
     assert len(scripts) > 8
     subprocess.run(["shellcheck", *scripts], check=True)

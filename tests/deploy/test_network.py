@@ -1,7 +1,7 @@
 """Goal: who may call whom is what docs/how-to/deploy.md says, in every overlay, and nothing else.
 
 Method: the rendered network policies, judged for every pair of a workload, a client, Prometheus and
-strangers (tests/deploy/reach.py), held against the table of that page.
+strangers (tests/deploy/network_paths.py), held against the table of that page.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import re
 
 import pytest
 
-from tests.deploy.reach import Place, Way, ways, workloads
+from tests.deploy.network_paths import NetworkPeer, Way, ways, workloads
 from tests.deploy.test_manifests import SETTINGS, kubectl
 from tools.containers.pods import K8S, REPO, Resource
 from tools.manifests.check import render, render_combination
 
 OURS = "baton"
-CLIENT = Place("a client", "shop", {"batonmq/client": "true"})
-PROMETHEUS = Place("Prometheus", "monitoring", {})
-DNS = Place("DNS", "kube-system", {"k8s-app": "kube-dns"}, ((53, "UDP"), (53, "TCP")))
+CLIENT = NetworkPeer("a client", "shop", {"batonmq/client": "true"})
+PROMETHEUS = NetworkPeer("Prometheus", "monitoring", {})
+DNS = NetworkPeer("DNS", "kube-system", {"k8s-app": "kube-dns"}, ((53, "UDP"), (53, "TCP")))
 STRANGERS = (
-    Place("anybody", "shop", {"app.kubernetes.io/name": "storage"}),
-    Place("anybody", OURS, {}),
-    Place("anybody", None, {}),
+    NetworkPeer("anybody", "shop", {"app.kubernetes.io/name": "storage"}),
+    NetworkPeer("anybody", OURS, {}),
+    NetworkPeer("anybody", None, {}),
 )
-ETCD_ELSEWHERE = Place("etcd", None, {}, ((2379, "TCP"), (2380, "TCP")))
+ETCD_ELSEWHERE = NetworkPeer("etcd", None, {}, ((2379, "TCP"), (2380, "TCP")))
 CLIENTS = {"demo", "traffic", "spark"}
 _ROW = re.compile(r"^\| (.+?)(?:, with `(.+)`)? \| (.+) \|$", re.MULTILINE)
 _CALLEE = re.compile(r"`([\w-]+):(\d+)`")
@@ -72,14 +72,16 @@ def measured(resources: list[Resource]) -> set[Way]:
         ("prod", {"monitoring"}),
     ],
 )
-def test_whoever_may_call_in_an_overlay_is_in_the_table(overlay: str, components: set[str]) -> None:
+def test_allowed_connections_of_an_overlay_are_those_of_the_table(
+    overlay: str, components: set[str]
+) -> None:
     resources = render(K8S / "overlays" / overlay)
     assert {one.name for one in workloads(resources)} >= set(SETTINGS)
     assert measured(resources) == expected(resources, components)
 
 
 @kubectl
-def test_whoever_may_call_among_all_components_is_in_the_table() -> None:
+def test_allowed_connections_of_all_components_are_those_of_the_table() -> None:
     components = ("ha", "outside", "demo", "monitoring", "spark", "etcd", "tls")
     resources = render_combination(components)
     assert {one.name for one in workloads(resources)} == {*SETTINGS, *CLIENTS, "etcd"}
@@ -87,7 +89,7 @@ def test_whoever_may_call_among_all_components_is_in_the_table() -> None:
 
 
 @kubectl
-def test_a_rule_that_is_gone_and_one_too_many_are_found() -> None:
+def test_missing_and_superfluous_rules_are_found() -> None:
     resources = render(K8S / "overlays" / "prod")
     before = measured(resources)
     policies = {one["metadata"]["name"]: one for one in resources if one["kind"] == "NetworkPolicy"}

@@ -71,9 +71,7 @@ def covers(name: str, host: str) -> bool:
 @kubectl
 @openssl
 @pytest.mark.parametrize("name", SECURE)
-def test_every_secret_is_made_and_good_for_the_names_its_pod_is_called_by(
-    name: str, tmp_path: Path
-) -> None:
+def test_every_secret_is_made_and_valid_for_the_names_of_its_pod(name: str, tmp_path: Path) -> None:
     secrets = Secrets(tmp_path)
     secrets.make()
     found = pods(overlay(name))
@@ -99,7 +97,7 @@ def test_every_secret_is_made_and_good_for_the_names_its_pod_is_called_by(
 
 
 @openssl
-def test_no_certificate_of_a_client_or_service_is_good_for_etcd(tmp_path: Path) -> None:
+def test_certificates_of_clients_and_services_are_not_valid_for_etcd(tmp_path: Path) -> None:
     assert make_ca(tmp_path, "demo").returncode == 0
     for secret, good in (("tls-demo", False), ("tls-storage", False), ("etcd-client", True)):
         authority, cert = tmp_path / "etcd-ca.crt", tmp_path / secret / "tls.crt"
@@ -110,7 +108,7 @@ def test_no_certificate_of_a_client_or_service_is_good_for_etcd(tmp_path: Path) 
 
 @kubectl
 @pytest.mark.parametrize("name", SECURE)
-def test_services_ask_who_calls_and_are_asked_by_etcd(name: str) -> None:
+def test_services_require_client_certificates_and_show_theirs_to_etcd(name: str) -> None:
     for pod in pods(overlay(name)):
         if pod.service == "etcd":
             assert pod.env["ETCD_CLIENT_CERT_AUTH"] == pod.env["ETCD_PEER_CLIENT_CERT_AUTH"]
@@ -127,7 +125,7 @@ def test_services_ask_who_calls_and_are_asked_by_etcd(name: str) -> None:
 
 
 @kubectl
-def test_jobs_say_how_to_use_tls_as_everybody_does() -> None:
+def test_jobs_configure_tls_with_the_common_variables() -> None:
     options = [one for one in baton.params if isinstance(one, click.Option)]
     known = {name for option in options for name in _names(option.envvar)}
     for name, secret in (("demo", "tls-demo"), ("traffic", "tls-demo"), ("grants", "tls-operator")):
@@ -144,7 +142,7 @@ def _names(variables: str | Sequence[str] | None) -> list[str]:
 
 
 @openssl
-def test_what_is_there_is_kept_and_renewed_when_asked(tmp_path: Path) -> None:
+def test_existing_certificates_are_kept_and_renewed_on_request(tmp_path: Path) -> None:
     assert make_ca(tmp_path).returncode == 0
     kept = contents(tmp_path)
     assert make_ca(tmp_path, "billing").returncode == 0
@@ -159,7 +157,7 @@ def test_what_is_there_is_kept_and_renewed_when_asked(tmp_path: Path) -> None:
 
 
 @openssl
-def test_what_ends_soon_and_what_no_present_authority_has_signed_is_issued_anew(
+def test_expiring_certificates_and_certificates_of_a_former_authority_are_reissued(
     tmp_path: Path,
 ) -> None:
     assert make_ca(tmp_path, "billing", DAYS="20").returncode == 0
@@ -183,7 +181,7 @@ def test_what_ends_soon_and_what_no_present_authority_has_signed_is_issued_anew(
 
 
 @openssl
-def test_a_certificate_is_good_for_clocks_that_are_behind(tmp_path: Path) -> None:
+def test_certificate_is_valid_for_clocks_that_are_behind(tmp_path: Path) -> None:
     assert make_ca(tmp_path).returncode == 0
     found = [x509.load_pem_x509_certificate(path.read_bytes()) for path in tmp_path.rglob("*.crt")]
     assert len(found) == 14
@@ -205,7 +203,9 @@ def test_a_certificate_is_good_for_clocks_that_are_behind(tmp_path: Path) -> Non
         "a" * 65,
     ],
 )
-def test_an_identity_that_is_no_name_of_a_secret_is_refused(tmp_path: Path, identity: str) -> None:
+def test_identity_that_is_not_a_valid_secret_name_is_rejected(
+    tmp_path: Path, identity: str
+) -> None:
     done = make_ca(tmp_path, "good", identity)
     assert done.returncode == 1
     assert done.stderr.startswith(f"make-ca.sh: {identity}: ")
@@ -213,7 +213,7 @@ def test_an_identity_that_is_no_name_of_a_secret_is_refused(tmp_path: Path, iden
 
 
 @openssl
-def test_without_the_key_of_an_authority_it_says_so_once_somebody_is_to_be_certified(
+def test_missing_authority_key_is_reported_when_a_certificate_is_requested(
     tmp_path: Path,
 ) -> None:
     assert make_ca(tmp_path).returncode == 0
@@ -226,9 +226,7 @@ def test_without_the_key_of_an_authority_it_says_so_once_somebody_is_to_be_certi
 
 @openssl
 @pytest.mark.parametrize("renew", ["0", "1"])
-def test_a_failure_on_the_way_is_told_and_leaves_no_half_certificate(
-    tmp_path: Path, renew: str
-) -> None:
+def test_failure_is_reported_and_leaves_no_partial_certificate(tmp_path: Path, renew: str) -> None:
     folder, real = tmp_path / "tls", shutil.which("openssl")
     before = set()
     if renew == "1":
@@ -254,7 +252,7 @@ def test_a_failure_on_the_way_is_told_and_leaves_no_half_certificate(
 
 
 @openssl
-def test_secrets_are_made_where_they_are_wanted_and_that_of_the_operator_when_named(
+def test_secrets_are_made_in_their_namespaces_and_the_operator_secret_on_request(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "tls"

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.support.waiting import until
+from tests.support.conditions import until
 from tools.docs.pages import Page
 
 HOST = "vm"

@@ -1,7 +1,7 @@
-"""Goal: what README and docs say of the repository is so: lists, links, commands, names, sections.
+"""Goal: README and docs are true: lists, links, commands, names, section numbers.
 
-Method: read the pages, and compare with settings classes, registries, the Makefile, the command
-line, the contracts and the file tree. Each way of reading is shown to find a planted error.
+Method: compare the pages with settings classes, registries, the Makefile, the command line, the
+contracts and the file tree. Each check also detects a planted error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def page_of(text: str) -> Page:
 @pytest.mark.parametrize("path", tables.PAGES, ids=lambda path: path.name)
 def test_lists_of_settings_and_metrics_are_those_of_the_code(path: Path) -> None:
     page, found = path.read_text(), tables.PAGES[path]()
-    assert sorted(tables.names_of(page)) == sorted(found), "a list is missing, or belongs to nobody"
+    assert sorted(tables.names_of(page)) == sorted(found), "a table is missing or unknown"
     assert page == tables.rewritten(page, found), "run: python -m tools.docs.tables"
 
 

@@ -52,8 +52,8 @@ LIMITS = (
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_limits_are_those_of_the_code(limit: int) -> None:
-    told = " ".join(cell for row in rows("Where it is done, and what it costs") for cell in row)
+def test_limits_are_those_of_the_code(limit: int) -> None:
+    told = " ".join(cell for row in rows("Evaluation and cost") for cell in row)
     assert re.search(rf"\b{limit:,}\b", told)
 
 

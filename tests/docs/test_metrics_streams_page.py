@@ -1,7 +1,7 @@
-"""Goal: docs/reference/metrics-streams.md names every kind and field of the contract, and who tells
-it; the code tells every kind there.
+"""Goal: docs/reference/metrics-streams.md lists every kind and field of the contract, with the
+services that publish it; the code of these services publishes it.
 
-Method: the page against the contract and the sources; planted errors are noticed.
+Method: compare the page with the contract and the sources; planted errors are detected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.metric_columns import KINDS
-from batonmq._telemetry.events import EVENT_BYTES_MAX, EVENTS_MAX, VOCABULARY
+from batonmq._telemetry.event_hub import EVENT_BYTES_MAX, EVENTS_MAX, VOCABULARY
 from batonmq_server.nameserver.group_events import MOVES_MAX
 from batonmq_server.storage.core.delivered_range import ISLANDS_MAX
 from tools.docs import event_kinds as vocabulary
@@ -29,16 +29,16 @@ _WHERE = {
 
 
 def emitters() -> dict[str, set[str]]:
-    """Who tells each kind, by the table of the page."""
-    table = PAGE.read_text().partition("| Kind | Told by |")[2].partition("\n\n")[0]
+    """Return the publishers of each kind, from the table of the page."""
+    table = PAGE.read_text().partition("| Kind | Published by |")[2].partition("\n\n")[0]
     return {
         kind: {name for name in _WHERE if re.search(rf"\b{name}\b", told)}
         for kind, told in _ROW.findall(table)
     }
 
 
-def tells(service: str, kind: str) -> bool:
-    """Whether a source of the service makes such an event."""
+def publishes(service: str, kind: str) -> bool:
+    """Return True if a source file of the service creates such an event."""
     making = re.compile(rf"(?:MetricEvent\(|\s|\(){kind}=|\.latencies|_latencies\.events\(\)")
     wanted = re.compile(rf"\b{kind}=") if kind != "latency" else making
     files = (ROOT / _WHERE[service]).rglob("*.py")
@@ -51,28 +51,28 @@ def test_list_of_kinds_and_fields_is_that_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize("change", [("### appended", "### append"), ("`runs` |", "`run` |")])
-def test_a_changed_kind_or_field_is_noticed(change: tuple[str, str]) -> None:
+def test_changed_kind_or_field_is_detected(change: tuple[str, str]) -> None:
     page = PAGE.read_text()
     planted = page.replace(*change)
     assert planted != page
     assert vocabulary.rewritten(planted) != planted
 
 
-def test_table_says_of_every_kind_who_tells_it() -> None:
+def test_table_names_the_publishers_of_every_kind() -> None:
     assert emitters().keys() == vocabulary.kinds().keys()
     assert all(emitters().values())
 
 
 @pytest.mark.parametrize("kind", vocabulary.kinds())
-def test_who_is_said_to_tell_a_kind_does(kind: str) -> None:
-    assert all(tells(service, kind) for service in emitters()[kind])
+def test_publishers_in_the_table_publish_the_kind(kind: str) -> None:
+    assert all(publishes(service, kind) for service in emitters()[kind])
     others = _WHERE.keys() - emitters()[kind] - {"clients"}
-    assert not any(tells(service, kind) for service in others)
+    assert not any(publishes(service, kind) for service in others)
 
 
-def test_who_does_not_tell_a_kind_is_noticed() -> None:
-    assert not tells("offsets", "appended")
-    assert not tells("lockmgr", "queue_lag")
+def test_missing_publisher_is_detected() -> None:
+    assert not publishes("offsets", "appended")
+    assert not publishes("lockmgr", "queue_lag")
 
 
 def test_columns_know_every_kind() -> None:
@@ -87,7 +87,7 @@ def test_every_comment_of_the_contract_is_found() -> None:
             assert said[f"{message.name}.{field.name}"], field.full_name
 
 
-def test_an_unknown_kind_passes_through_unharmed() -> None:
+def test_unknown_kind_is_preserved() -> None:
     newer = pb.MetricEvent(unix_ms=7).SerializeToString() + b"\xfa\x3f\x03\x0a\x01x"
     event = pb.MetricEvent.FromString(newer)
     assert event.WhichOneof("kind") is None

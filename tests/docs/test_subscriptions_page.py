@@ -1,7 +1,7 @@
-"""Goal: the page on subscriptions shows what happens: who is refused, with which diff, and how the
-subscription of a group is changed.
+"""Goal: the page on subscriptions shows real output: the rejected client, the differences, and the
+change of a subscription.
 
-Method: its commands are run in their order, and each must print what the page shows.
+Method: run its commands in their order; each must print the output on the page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 PAGE = Path("docs/how-to/subscriptions.md")
 
 
-async def test_the_page_tells_what_happens(tmp_path: Path) -> None:
+async def test_documentation_matches_the_behavior(tmp_path: Path) -> None:
     played = list(commands(Page(PAGE, (ROOT / PAGE).read_text())))
     assert any("SUBSCRIPTION_CONFLICT" in shown for _, shown in played)
     async with (

@@ -1,10 +1,9 @@
-"""A cluster whose services ask who calls.
+"""Goal: a cluster with access on admits exactly the granted calls.
 
-Goal: what nobody granted is refused, what was granted works, the whole way of a message through
-retries included; a revocation stops a consumer within a second; services go on to work with each
-other, replicas included; the commands show and change it.
+A granted message passes all retries; a revocation stops a consumer within a second; services still
+call each other, replicas included; the commands show and change grants.
 Method: real clusters over TLS with access on; programs with tokens, the operator with a
-certificate; the way an administrator would go, step by step.
+certificate; the steps of an administrator.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
-from batonmq.admin.access import AccessControl, Grant, Role
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
 from batonmq.errors import PermissionDenied, Unauthenticated
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from tests.support.cluster import SEGMENT_BYTES, fork_server
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 TOPIC, GROUP = "orders", "billing"
 PROBE = b"probe"
 REVOCATIONS = 5
-"""So often it is measured how soon one holds: what the machine adds now and then is not meant."""
+"""Number of measurements of a revocation: the median excludes delays of a busy machine."""
 
 
 def guarded(folder: Path, **options: Any) -> LocalCluster:
-    """A cluster whose administrator is the one whom the certificate of clients names."""
+    """Start a cluster whose administrator has the identity of the client certificate."""
     settings = {
         "storage": {"segment_bytes": SEGMENT_BYTES},
         "nameserver": {"heartbeat_interval_ms": 1_000},
@@ -60,7 +59,7 @@ def security_of(cluster: LocalCluster) -> Security:
 
 
 async def as_token(cluster: LocalCluster, control: AccessControl, identity: str) -> Security:
-    """How a program calls that has a token of this identity."""
+    """Return the security settings of a program with a token of this identity."""
     made = await control.create_token(identity)
     return replace(security_of(cluster), token=made.token)
 
@@ -69,7 +68,9 @@ def log_of(cluster: LocalCluster) -> str:
     return "".join(path.read_text() for path in (cluster.data_dir / "logs").glob("*.log"))
 
 
-async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: Path) -> None:
+async def test_granted_permissions_suffice_for_retries_and_allow_nothing_else(
+    tmp_path: Path,
+) -> None:
     async with (
         guarded(tmp_path) as cluster,
         Admin(cluster.nameserver, security=security_of(cluster)) as admin,
@@ -78,11 +79,11 @@ async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: 
         await admin.create_topic(TOPIC, 2)
         writes, reads = [await as_token(cluster, control, one) for one in ("shop", "billing")]
         async with Producer(cluster.nameserver, ProducerSettings(security=writes)) as producer:
-            told: list[PermissionDenied] = []
-            await until(lambda: refused(lambda: producer.send(TOPIC, b"too early"), told))
-            assert "baton access grant shop" in told[0].remedy
+            rejections: list[PermissionDenied] = []
+            await until(lambda: is_rejected(lambda: producer.send(TOPIC, b"too early"), rejections))
+            assert "baton access grant shop" in rejections[0].remedy
             settings = ConsumerSettings(security=reads, consume_from="first")
-            await until(lambda: refused(lambda: received(cluster, settings), told))
+            await until(lambda: is_rejected(lambda: received(cluster, settings), rejections))
 
             await grant_all(control)
             seen: list[tuple[bytes, int]] = []
@@ -93,7 +94,7 @@ async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: 
                     raise RuntimeError("once")
 
             await until(lambda: sent(producer, PROBE))
-            await until(lambda: let_in(cluster, settings), timeout_s=60)
+            await until(lambda: is_admitted(cluster, settings), timeout_s=60)
             async with (
                 Consumer(cluster.nameserver, GROUP, {TOPIC: "*"}, settings) as consumer,
                 asyncio.TaskGroup() as tasks,
@@ -114,7 +115,7 @@ async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: 
             assert security.token.reveal() not in log
 
 
-async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:
+async def test_revoked_permission_stops_calls_within_a_second(tmp_path: Path) -> None:
     async with (
         guarded(tmp_path) as cluster,
         Admin(cluster.nameserver, security=security_of(cluster)) as admin,
@@ -127,7 +128,7 @@ async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:
         audits = ConsumerSettings(security=security_of(cluster), consume_from="first")
         await grant_all(control)
         await producer.send(TOPIC, PROBE)
-        await until(lambda: let_in(cluster, reads), timeout_s=60)
+        await until(lambda: is_admitted(cluster, reads), timeout_s=60)
         seen: dict[str, set[bytes]] = {GROUP: set(), "audit": set()}
 
         async def read(group: str, settings: ConsumerSettings) -> None:
@@ -143,23 +144,23 @@ async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:
                 await producer.send(TOPIC, body)
             return bodies
 
-        async def read_until_refused() -> None:
+        async def read_until_rejected() -> None:
             with pytest.raises(PermissionDenied):
                 await read(GROUP, reads)
 
         async with asyncio.TaskGroup() as tasks:
-            refused = tasks.create_task(read_until_refused())
+            reading = tasks.create_task(read_until_rejected())
             auditing = tasks.create_task(read("audit", audits))
             before = await sent_to_all("before")
             both = {GROUP: before, "audit": {PROBE, *before}}
             await until(lambda: seen == both, timeout_s=30)
-            earlier = await refused_count(cluster, "storage")
-            await control.revoke("billing", Grant(Role.CONSUME, f"topic:{TOPIC}"))
-            await until(lambda: more_refused(cluster, earlier), timeout_s=30)
+            earlier = await rejected_count(cluster, "storage")
+            await control.revoke("billing", RoleGrant(Role.CONSUME, f"topic:{TOPIC}"))
+            await until(lambda: more_rejected(cluster, earlier), timeout_s=30)
             after = await sent_to_all("after")
             await until(lambda: seen["audit"] == {PROBE, *before, *after}, timeout_s=30)
             assert seen[GROUP] == before
-            await until(refused.done, timeout_s=30)
+            await until(reading.done, timeout_s=30)
             auditing.cancel()
 
         took_ms = [await revoked_after_ms(cluster, control) for _ in range(REVOCATIONS)]
@@ -167,13 +168,13 @@ async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:
 
 
 async def grant_all(control: AccessControl) -> None:
-    await control.grant("shop", Grant(Role.PRODUCE, f"topic:{TOPIC}"))
-    await control.grant("billing", Grant(Role.CONSUME, f"topic:{TOPIC}"))
-    await control.grant("billing", Grant(Role.CONSUME, f"group:{GROUP}"))
+    await control.grant("shop", RoleGrant(Role.PRODUCE, f"topic:{TOPIC}"))
+    await control.grant("billing", RoleGrant(Role.CONSUME, f"topic:{TOPIC}"))
+    await control.grant("billing", RoleGrant(Role.CONSUME, f"group:{GROUP}"))
 
 
 async def sent(producer: Producer, body: bytes) -> bool:
-    """False if it was refused: services hear of a token and of a grant a moment later."""
+    """Return False if the call was rejected: services see a new token or grant a moment later."""
     try:
         await producer.send(TOPIC, body)
     except (PermissionDenied, Unauthenticated):
@@ -182,7 +183,7 @@ async def sent(producer: Producer, body: bytes) -> bool:
 
 
 async def received(cluster: LocalCluster, settings: ConsumerSettings) -> None:
-    """Take one message, as a member of the group."""
+    """Consume one message as a member of the group."""
     async with Consumer(cluster.nameserver, GROUP, {TOPIC: "*"}, settings) as consumer:
 
         async def handle(_: ReceivedMessage) -> None:
@@ -191,8 +192,8 @@ async def received(cluster: LocalCluster, settings: ConsumerSettings) -> None:
         await consumer.run(handle)
 
 
-async def let_in(cluster: LocalCluster, settings: ConsumerSettings) -> bool:
-    """Whether a member is let in everywhere: each service hears of a grant a moment later."""
+async def is_admitted(cluster: LocalCluster, settings: ConsumerSettings) -> bool:
+    """Return whether every service admits a member: each one sees a grant a moment later."""
     try:
         await received(cluster, settings)
     except (PermissionDenied, Unauthenticated):
@@ -200,20 +201,22 @@ async def let_in(cluster: LocalCluster, settings: ConsumerSettings) -> bool:
     return True
 
 
-async def refused(call: Callable[[], Awaitable[object]], refusals: list[PermissionDenied]) -> bool:
-    """Whether a call is refused to somebody who is known; not yet so if the token is not."""
+async def is_rejected(
+    call: Callable[[], Awaitable[object]], rejections: list[PermissionDenied]
+) -> bool:
+    """Return whether a known caller is rejected; False while its token is not known yet."""
     try:
         await call()
     except Unauthenticated:
         return False
     except PermissionDenied as error:
-        refusals.append(error)
+        rejections.append(error)
         return True
-    raise AssertionError("it was let in")
+    raise AssertionError("the call was admitted")
 
 
 async def revoked_after_ms(cluster: LocalCluster, control: AccessControl) -> int:
-    """How long a token was good for after it was revoked."""
+    """Return the time until a revoked token was rejected."""
     token = await as_token(cluster, control, "shop")
     async with Producer(cluster.nameserver, ProducerSettings(security=token)) as producer:
         await until(lambda: sent(producer, b"x"))
@@ -221,16 +224,16 @@ async def revoked_after_ms(cluster: LocalCluster, control: AccessControl) -> int
         await control.revoke_token(shop.tokens[-1].token_id)
         clock = Clock()
         begin_ms = clock.monotonic_ms()
-        await until(lambda: refused_as_unknown(producer))
+        await until(lambda: is_unauthenticated(producer))
         return clock.monotonic_ms() - begin_ms
 
 
-async def more_refused(cluster: LocalCluster, earlier: float) -> bool:
-    return await refused_count(cluster, "storage") > earlier
+async def more_rejected(cluster: LocalCluster, earlier: float) -> bool:
+    return await rejected_count(cluster, "storage") > earlier
 
 
-async def refused_count(cluster: LocalCluster, name: str) -> float:
-    """Calls that a process has refused because of who made them."""
+async def rejected_count(cluster: LocalCluster, name: str) -> float:
+    """Return the number of calls that a process rejected for missing permissions."""
     (address,) = [one.metrics_address for one in cluster.endpoints() if one.name == name]
 
     def scrape() -> str:
@@ -242,7 +245,7 @@ async def refused_count(cluster: LocalCluster, name: str) -> float:
     return sum(float(line.split()[-1]) for line in found)
 
 
-async def refused_as_unknown(producer: Producer) -> bool:
+async def is_unauthenticated(producer: Producer) -> bool:
     try:
         await producer.send(TOPIC, b"x")
     except Unauthenticated:
@@ -250,7 +253,7 @@ async def refused_as_unknown(producer: Producer) -> bool:
     return False
 
 
-async def test_services_work_with_each_other_and_the_commands_with_all(tmp_path: Path) -> None:
+async def test_services_call_each_other_and_commands_work_with_access_on(tmp_path: Path) -> None:
     async with guarded(tmp_path, storage_replicas=2, offsets=2, offsets_sets=2) as cluster:
         security = security_of(cluster)
 
@@ -307,7 +310,7 @@ async def test_services_work_with_each_other_and_the_commands_with_all(tmp_path:
         await run("access", "revoke", "app", "--all")
         assert await run("access", "list") == []
         for name in cluster.options.names:
-            assert not await refused_count(cluster, name), name
+            assert not await rejected_count(cluster, name), name
 
 
 async def until_in_sync(run: Any) -> None:

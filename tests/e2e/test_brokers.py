@@ -1,5 +1,5 @@
-"""Goal: a producer goes on at the other broker while one is dead, loses and doubles nothing, and
-uses it again once it is back.
+"""Goal: a producer uses the other broker while one is down, without loss or duplicates, and uses
+the first one again after its restart.
 
 Method: a real cluster with two storage nodes; a producer that keeps sending numbered messages, with
 and without ordering keys; kill -9 of one node in the middle. Afterwards both nodes are read from
@@ -19,11 +19,11 @@ from batonmq._consumer.puller import Puller
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending, Receipt
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import PendingReceipt, Receipt
 from batonmq.admin.admin import Admin
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -36,8 +36,8 @@ def is_free(number: int) -> bool:
     return number % 10 != 0
 
 
-class Sending:
-    """Messages that are sent all the time, at most so many without a receipt.
+class BrokerTraffic:
+    """Continuous sends with a bounded number of messages without a receipt.
 
     Attributes:
         count: How many were handed over.
@@ -47,15 +47,15 @@ class Sending:
         self._producer = producer
         self._ends = asyncio.Event()
         self.count = 0
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, PendingReceipt] = {}
         self.receipts: dict[int, Receipt] = {}
 
     def at(self, broker: str) -> int:
-        """How many free messages have a receipt of this broker."""
+        """Return the number of messages without a key that have a receipt of this broker."""
         return sum(r.queue.broker == broker for n, r in self.receipts.items() if is_free(n))
 
     def has_all(self, begin: int, end: int) -> bool:
-        """Whether all free messages of these numbers have receipts."""
+        """Return whether all messages without a key among these numbers have receipts."""
         return all(n in self.receipts for n in range(begin, end) if is_free(n))
 
     def end(self) -> None:
@@ -81,7 +81,7 @@ class Sending:
 
 
 async def stored(nameserver: str) -> Counter[int]:
-    """How often each number is stored."""
+    """Return how often each number is stored."""
     found: Counter[int] = Counter()
     async with Puller(nameserver) as puller:
         queues = await puller.queues(TOPIC)
@@ -96,14 +96,14 @@ async def stored(nameserver: str) -> Counter[int]:
     return found
 
 
-async def test_kill_9_of_one_of_two_brokers(tmp_path: Path) -> None:
+async def test_kill_9_of_one_of_two_brokers_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     clock = Clock()
     settings = ProducerSettings(compression="lz4", compression_bytes_min=0)
     async with local_cluster(tmp_path, brokers=2, auto_restart=False) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, 8)
         async with Producer(cluster.nameserver, settings) as producer, asyncio.TaskGroup() as tasks:
-            sending = Sending(producer)
+            sending = BrokerTraffic(producer)
             tasks.create_task(sending.run())
             await until(lambda: min(map(sending.at, ("broker-0", VICTIM))) > 500, timeout_s=30)
 
@@ -130,7 +130,7 @@ async def test_kill_9_of_one_of_two_brokers(tmp_path: Path) -> None:
         assert [r.offset for r in of_key] == sorted(r.offset for r in of_key)
 
 
-async def test_cluster_of_two_brokers_comes_back_with_both(tmp_path: Path) -> None:
+async def test_cluster_of_two_brokers_restarts_with_both(tmp_path: Path) -> None:
     queues: set[QueueRef] = set()
     async with local_cluster(tmp_path, brokers=2) as cluster:
         assert cluster.addresses.keys() == {

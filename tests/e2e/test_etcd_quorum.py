@@ -1,7 +1,7 @@
-"""Goal: while etcd has no majority nothing is granted; leaders that need its lease refuse with a
-reason; owners of a cluster that needs no lease go on. Everything goes on by itself afterwards.
+"""Goal: without a majority of etcd no queue is granted; leaders that need its lease reject calls
+with a reason; owners in a cluster without leases continue. The cluster recovers by itself.
 
-Method: real processes; two of three members of etcd stand still.
+Method: real processes; two of three members of etcd are paused.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import pytest
 
 from batonmq._common.clock import Clock
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
-from tests.e2e.crew import Crew, Worker, crew_of, send
+from tests.e2e.worker_group import Worker, WorkerGroup, send, worker_group
 from tests.support.cluster import SEGMENT_BYTES, fork_server
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -46,18 +46,20 @@ async def cluster_at(folder: Path, offsets: int, replicas: int) -> AsyncIterator
         yield cluster
 
 
-async def has_done(crew: Crew, count: int) -> None:
-    await until(lambda: crew.done() == set(range(count)), timeout_s=60)
+async def has_done(workers: WorkerGroup, count: int) -> None:
+    await until(lambda: workers.done() == set(range(count)), timeout_s=60)
 
 
-async def owning_at_last(crew: Crew, late: Worker) -> None:
-    """Wait until who came while nobody got anything owns something; or, if it was told so and gave
-    up, which it may do at any time, somebody who comes now."""
+async def owning_at_last(workers: WorkerGroup, late: Worker) -> None:
+    """Wait until the member that joined without a quorum owns a queue.
+
+    Such a member may end with an error at any time; then a new one joins.
+    """
     names = [late]
 
     async def owns() -> bool:
         if names[-1].failure:
-            names.append(await crew.join(f"later-{len(names)}"))
+            names.append(await workers.join(f"later-{len(names)}"))
         return bool(names[-1].owned)
 
     await until(owns, timeout_s=90)
@@ -74,46 +76,48 @@ async def without_majority(cluster: LocalCluster) -> AsyncIterator[None]:
             cluster.resume(name)
 
 
-async def test_owners_go_on_for_longer_than_a_lease_and_nobody_gets_anything_new(
+async def test_owners_continue_without_an_etcd_quorum_and_no_queue_is_granted(
     tmp_path: Path,
 ) -> None:
     clock = Clock()
     async with (
         cluster_at(tmp_path, offsets=1, replicas=1) as cluster,
-        crew_of(cluster.nameserver, TOPIC, tmp_path) as crew,
+        worker_group(cluster.nameserver, TOPIC, tmp_path) as workers,
         Producer(cluster.nameserver) as producer,
     ):
         for client_id in ("first", "second"):
-            await crew.join(client_id)
+            await workers.join(client_id)
         await send(cluster.nameserver, TOPIC, range(STEP))
-        await until(lambda: len(crew.done()) == STEP, timeout_s=60)
+        await until(lambda: len(workers.done()) == STEP, timeout_s=60)
         sent = STEP
         async with without_majority(cluster):
             begin_ms = clock.monotonic_ms()
-            late = await crew.join("late")
+            late = await workers.join("late")
             while clock.monotonic_ms() - begin_ms < LEASE_MS + 3_000:
                 await producer.send(TOPIC, b"%d" % sent)
                 sent += 1
-                await has_done(crew, sent)
-                await asyncio.sleep(0.2)  # leave the machine to others
+                await has_done(workers, sent)
+                await asyncio.sleep(0.2)  # do not load the machine
             assert late.owned == set()
-        await owning_at_last(crew, late)
+        await owning_at_last(workers, late)
         await send(cluster.nameserver, TOPIC, range(sent, sent + STEP))
-        await has_done(crew, sent + STEP)
-        assert len(crew.handlings()) == sent + STEP, "something was handled twice"
+        await has_done(workers, sent + STEP)
+        assert len(workers.handlings()) == sent + STEP, "a message was handled twice"
 
 
-async def test_elected_leaders_refuse_with_a_reason_and_go_on_by_themselves(tmp_path: Path) -> None:
+async def test_leaders_without_an_etcd_quorum_reject_with_a_reason_and_recover(
+    tmp_path: Path,
+) -> None:
     async with (
         cluster_at(tmp_path, offsets=3, replicas=2) as cluster,
-        crew_of(cluster.nameserver, TOPIC, tmp_path) as crew,
+        worker_group(cluster.nameserver, TOPIC, tmp_path) as workers,
         Producer(cluster.nameserver, HASTY) as hasty,
         Producer(cluster.nameserver) as patient,
         Admin(cluster.nameserver) as admin,
     ):
-        await crew.join("first")
+        await workers.join("first")
         await send(cluster.nameserver, TOPIC, range(STEP))
-        await until(lambda: len(crew.done()) == STEP, timeout_s=60)
+        await until(lambda: len(workers.done()) == STEP, timeout_s=60)
         async with without_majority(cluster), asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(patient.send(TOPIC, b"%d" % STEP))
 
@@ -125,12 +129,12 @@ async def test_elected_leaders_refuse_with_a_reason_and_go_on_by_themselves(tmp_
                 return False
 
             await until(is_refused, timeout_s=60)
-            with pytest.raises(BatonError):  # no leader without a lease takes anything
+            with pytest.raises(BatonError):  # a leader without a lease accepts nothing
                 await hasty.send(TOPIC, b"0")
 
             async def offsets_is_silent() -> bool:
                 try:
-                    await admin.progress(crew.group)
+                    await admin.progress(workers.group)
                 except BatonError:
                     return True
                 return False
@@ -139,4 +143,4 @@ async def test_elected_leaders_refuse_with_a_reason_and_go_on_by_themselves(tmp_
             for name in ("etcd-1", "etcd-2"):
                 cluster.resume(name)
             await waiting
-        await until(lambda: STEP in crew.done(), timeout_s=60)
+        await until(lambda: STEP in workers.done(), timeout_s=60)

@@ -1,7 +1,7 @@
-"""Goal: kill -9 of any one service in the middle of the work loses and doubles nothing.
+"""Goal: kill -9 of any one service under load loses and duplicates nothing.
 
 Method: a real cluster; one producer that keeps sending numbered messages, two consumers of one
-group, and a victim that is killed and started again while both go on. Afterwards every message
+group, and a service that is killed and restarted under load. Afterwards every message
 with a receipt was handled exactly once, in the order of its queue.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from batonmq.admin.admin import Admin
-from tests.e2e.counting import QUEUES, TOPIC, Run
+from tests.e2e.numbered_traffic import QUEUES, TOPIC, NumberedTraffic
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -23,25 +23,28 @@ BEFORE, DURING, AFTER = 2_000, 3_000, 2_000
 
 
 @pytest.mark.parametrize("victim", ["storage", "offsets", "lockmgr", "nameserver", "etcd"])
-async def test_kill_9_of_a_service_loses_and_doubles_nothing(tmp_path: Path, victim: str) -> None:
+async def test_kill_9_of_a_service_loses_and_duplicates_nothing(
+    tmp_path: Path, victim: str
+) -> None:
     async with local_cluster(tmp_path) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
-        run, stop = Run(cluster.nameserver), asyncio.Event()
+        traffic, stop = NumberedTraffic(cluster.nameserver), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            sending = tasks.create_task(run.send(BEFORE + DURING + AFTER))
-            tasks.create_task(run.consume("first", stop))
-            await until(lambda: len(run.handled) >= BEFORE, timeout_s=60)
+            sending = tasks.create_task(traffic.send(BEFORE + DURING + AFTER))
+            tasks.create_task(traffic.consume("first", stop))
+            await until(lambda: len(traffic.handled) >= BEFORE, timeout_s=60)
             await cluster.kill(victim)
-            tasks.create_task(run.consume("second", stop))
+            tasks.create_task(traffic.consume("second", stop))
             await cluster.serving(victim)
-            sent = len(run.receipts)
-            await until(lambda: len(run.receipts) >= sent + AFTER, timeout_s=60)
-            await until(lambda: any(name == "second" for name, *_ in run.handled), timeout_s=60)
-            run.stop_sending.set()
+            sent = len(traffic.receipts)
+            await until(lambda: len(traffic.receipts) >= sent + AFTER, timeout_s=60)
+            await until(lambda: any(name == "second" for name, *_ in traffic.handled), timeout_s=60)
+            traffic.stop_sending.set()
             await sending
             await until(
-                lambda: len({n for *_, n, _ in run.handled}) >= len(run.receipts), timeout_s=60
+                lambda: len({n for *_, n, _ in traffic.handled}) >= len(traffic.receipts),
+                timeout_s=60,
             )
             stop.set()
-    run.check()
+    traffic.check()

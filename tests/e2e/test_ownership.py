@@ -1,9 +1,9 @@
-"""Goal: whatever happens to a member's process, nothing is lost, and nothing comes twice unflagged.
+"""Goal: no fault of a member process loses a message or repeats one without the redelivered flag.
 
-Method: a real cluster; members are processes that write down each handler's start and end.
-They are killed, frozen, started under a name that is taken, or given other tags; then what they
-have written together is compared with what was sent. Where an owner dies locks are leased for 10 s,
-so that it is noticed soon; elsewhere as long as ever, since nobody's lease is to end.
+Method: a real cluster; members are processes that log the start and the end of each handler
+call. They are killed, paused, started with a used client id, or given other tags; then their logs
+are compared with the sent messages. Tests that kill an owner use leases of 10 s, so that the owner
+is replaced soon; the others use the default, so that no lease expires.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from batonmq._connection.channels import connect
 from batonmq.admin.admin import Admin
 from batonmq.errors import Fenced
 from batonmq_server.local.cluster import LocalCluster
-from tests.e2e.crew import Crew, Worker, crew_of, send, started_again
+from tests.e2e.worker_group import Worker, WorkerGroup, send, started_again, worker_group
 from tests.support.cluster import local_cluster
+from tests.support.conditions import until
 from tests.support.member import now_us
-from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -44,31 +44,31 @@ SHORT: dict[str, Any] = {
 
 
 @asynccontextmanager
-async def scene(
+async def ownership_cluster(
     folder: Path, queues: int, *, an_owner_dies: bool = False
-) -> AsyncIterator[tuple[LocalCluster, Crew]]:
-    """A cluster with one topic, and a crew without members."""
+) -> AsyncIterator[tuple[LocalCluster, WorkerGroup]]:
+    """A cluster with one topic, and a group without workers."""
     settings = SHORT if an_owner_dies else {}
     async with local_cluster(folder / "cluster", **settings) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, queues)
-        async with crew_of(cluster.nameserver, TOPIC, folder) as crew:
-            yield cluster, crew
+        async with worker_group(cluster.nameserver, TOPIC, folder) as workers:
+            yield cluster, workers
 
 
 async def owning(worker: Worker, count: int) -> None:
-    """Until the member owns that many queues."""
+    """Wait until the member owns that many queues."""
     await until(lambda: len(worker.owned) == count, timeout_s=60)
 
 
-async def test_a_member_that_closes_hands_its_queues_over_within_a_second(tmp_path: Path) -> None:
-    async with scene(tmp_path, 4) as (cluster, crew):
-        first = await crew.join("first")
+async def test_closing_member_hands_over_its_queues_within_a_second(tmp_path: Path) -> None:
+    async with ownership_cluster(tmp_path, 4) as (cluster, workers):
+        first = await workers.join("first")
         await owning(first, 4)
         await send(cluster.nameserver, TOPIC, range(2_000))
-        second = await crew.join("second")
+        second = await workers.join("second")
         await owning(second, 2)
-        await until(lambda: len(crew.done()) == 2_000, timeout_s=60)
+        await until(lambda: len(workers.done()) == 2_000, timeout_s=60)
         assert await first.leave() == 0
         await owning(second, 4)
         released = {o.queue_id: o.at_us for o in first.ownerships() if o.kind == "released"}
@@ -80,90 +80,90 @@ async def test_a_member_that_closes_hands_its_queues_over_within_a_second(tmp_pa
         assert min(late) < 1, "whoever waits for a closed queue does not hear of it at once"
         assert max(late) < LEASE_S / 2, "a closed queue was free until a lease ended"
         await send(cluster.nameserver, TOPIC, range(2_000, 4_000))
-        await until(lambda: len(crew.done()) == 4_000, timeout_s=60)
-        assert started_again(crew.handlings()) == []
-        assert not any(handling.redelivered for handling in crew.handlings())
+        await until(lambda: len(workers.done()) == 4_000, timeout_s=60)
+        assert started_again(workers.handlings()) == []
+        assert not any(handling.redelivered for handling in workers.handlings())
 
 
-async def test_kill_9_of_an_owner_brings_back_at_most_what_it_had_in_hand_and_flags_it(
+async def test_kill_9_of_an_owner_redelivers_at_most_its_messages_in_flight_flagged(
     tmp_path: Path,
 ) -> None:
-    async with scene(tmp_path, 2, an_owner_dies=True) as (cluster, crew):
-        # It would need 9 s for all: it does not finish while the test looks away.
-        victim = await crew.join("victim", parallel=8, handle_ms=25)
+    async with ownership_cluster(tmp_path, 2, an_owner_dies=True) as (cluster, workers):
+        # The victim needs 9 s for all messages: it does not finish before the kill.
+        victim = await workers.join("victim", parallel=8, handle_ms=25)
         await owning(victim, 2)
         await send(cluster.nameserver, TOPIC, range(6_000))
-        await until(lambda: len(crew.done()) > 1_500, timeout_s=60)
+        await until(lambda: len(workers.done()) > 1_500, timeout_s=60)
         victim.kill()
         await victim.process.ended()
-        heir = await crew.join("heir", parallel=8)
-        await owning(heir, 2)
-        await until(lambda: crew.done() == set(range(6_000)), timeout_s=60)
-        again = started_again(crew.handlings())
+        successor = await workers.join("heir", parallel=8)
+        await owning(successor, 2)
+        await until(lambda: workers.done() == set(range(6_000)), timeout_s=60)
+        again = started_again(workers.handlings())
         assert again, "the victim was killed in mid-work, so something comes again"
         assert all(later.redelivered for _, later in again)
         for queue_id in range(2):
             mine = [h for h in victim.handlings() if h.queue_id == queue_id]
             lowest = min(later.offset for _, later in again if later.queue_id == queue_id)
             assert max(h.offset for h in mine) - lowest <= 2_000
-        assert await heir.leave() == 0
+        assert await successor.leave() == 0
 
 
-async def test_nothing_that_a_frozen_owner_does_after_its_lease_is_accepted(
+async def test_owner_frozen_beyond_its_lease_is_fenced(
     tmp_path: Path,
 ) -> None:
-    async with scene(tmp_path, 1, an_owner_dies=True) as (cluster, crew):
-        zombie = await crew.join("zombie", parallel=4, handle_ms=50)
+    async with ownership_cluster(tmp_path, 1, an_owner_dies=True) as (cluster, workers):
+        zombie = await workers.join("zombie", parallel=4, handle_ms=50)
         await owning(zombie, 1)
         await send(cluster.nameserver, TOPIC, range(400))
-        await until(lambda: len(crew.done()) > 50, timeout_s=60)
+        await until(lambda: len(workers.done()) > 50, timeout_s=60)
         zombie.freeze()
-        heir = await crew.join("heir", parallel=4)
-        await owning(heir, 1)
+        successor = await workers.join("heir", parallel=4)
+        await owning(successor, 1)
         old = zombie.ownerships()[-1].token
-        await until(lambda: crew.done() == set(range(400)), timeout_s=60)
-        await until(lambda: _committed(cluster, crew.group, 400), timeout_s=60)
-        before = await _progress(cluster, crew.group)
+        await until(lambda: workers.done() == set(range(400)), timeout_s=60)
+        await until(lambda: _committed(cluster, workers.group, 400), timeout_s=60)
+        before = await _progress(cluster, workers.group)
         resumed_us = now_us()
         zombie.thaw()
         await until(lambda: any(o.kind == "fenced" for o in zombie.ownerships()), timeout_s=60)
-        await _refused_everywhere(cluster, crew.group, old)
+        await _refused_everywhere(cluster, workers.group, old)
         late = [h for h in zombie.handlings() if h.start_us > resumed_us and h.token == old]
         assert late == [], "it started messages under a token that was over"
-        after = await _progress(cluster, crew.group)
+        after = await _progress(cluster, workers.group)
         assert (after.token, after.committed_offset) == (before.token, before.committed_offset)
-        assert all(later.redelivered for _, later in started_again(crew.handlings()))
+        assert all(later.redelivered for _, later in started_again(workers.handlings()))
 
 
-async def test_a_second_process_of_a_client_id_is_refused_and_the_first_is_not_touched(
+async def test_second_process_with_the_same_client_id_is_rejected(
     tmp_path: Path,
 ) -> None:
-    async with scene(tmp_path, 4) as (cluster, crew):
-        first = await crew.join("twin")
+    async with ownership_cluster(tmp_path, 4) as (cluster, workers):
+        first = await workers.join("twin")
         await owning(first, 4)
-        second = await crew.join("twin", life="-2")
+        second = await workers.join("twin", life="-2")
         assert await second.process.ended() == 3
         assert second.failure == "CLIENT_ID_IN_USE"
         await send(cluster.nameserver, TOPIC, range(500))
-        await until(lambda: crew.done() == set(range(500)), timeout_s=60)
+        await until(lambda: workers.done() == set(range(500)), timeout_s=60)
         assert [o.kind for o in first.ownerships()] == ["joined", *["granted"] * 4]
 
 
-async def test_a_member_with_other_tags_is_refused_and_no_message_is_lost(tmp_path: Path) -> None:
-    async with scene(tmp_path, 4) as (cluster, crew):
-        first = await crew.join("first", expression="even || odd")
+async def test_member_with_other_tags_is_rejected_and_no_message_is_lost(tmp_path: Path) -> None:
+    async with ownership_cluster(tmp_path, 4) as (cluster, workers):
+        first = await workers.join("first", expression="even || odd")
         await owning(first, 4)
-        second = await crew.join("second", expression="even")
+        second = await workers.join("second", expression="even")
         assert await second.process.ended() == 3
         assert second.failure == "SUBSCRIPTION_CONFLICT"
         await send(cluster.nameserver, TOPIC, range(1_000), "even", "odd")
-        await until(lambda: crew.done() == set(range(1_000)), timeout_s=60)
-        assert started_again(crew.handlings()) == []
+        await until(lambda: workers.done() == set(range(1_000)), timeout_s=60)
+        assert started_again(workers.handlings()) == []
         assert len(first.owned) == 4
 
 
 async def _progress(cluster: LocalCluster, group: str) -> offsets_pb.Progress:
-    """The progress of the only queue."""
+    """Return the progress of the only queue."""
     async with connect(cluster.addresses["offsets"]) as channel:
         answer = await offsets_grpc.OffsetsServiceStub(channel).QueryGroup(
             offsets_pb.QueryGroupRequest(group=group), timeout=30
@@ -177,7 +177,7 @@ async def _committed(cluster: LocalCluster, group: str, offset: int) -> bool:
 
 
 async def _refused_everywhere(cluster: LocalCluster, group: str, token: int) -> None:
-    """Pull, ack and close under a token that is over: what a zombie's sockets may still send."""
+    """Assert that pull, ack and close under an old token are rejected."""
     progress = await _progress(cluster, group)
     key = progress.queue
     async with (
@@ -204,53 +204,53 @@ async def _refused_everywhere(cluster: LocalCluster, group: str, token: int) -> 
         assert isinstance(from_rpc_error(raised.value), Fenced)
 
 
-async def test_storms_of_joins_and_leaves_lose_and_double_nothing(tmp_path: Path) -> None:
+async def test_rebalance_storm_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     total = 30_000
-    async with scene(tmp_path, 16) as (cluster, crew), asyncio.TaskGroup() as tasks:
+    async with ownership_cluster(tmp_path, 16) as (cluster, workers), asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(send(cluster.nameserver, TOPIC, range(total)))
         present: list[Worker] = []
         for wave in ((1, 0), (5, 0), (0, 3), (10, 1), (7, 0), (0, 12), (2, 7)):
             joining, leaving = wave
             present += [
-                await crew.join(f"m{len(crew.workers)}", handle_ms=1) for _ in range(joining)
+                await workers.join(f"m{len(workers.members)}", handle_ms=1) for _ in range(joining)
             ]
-            await until(lambda: all(worker.lines for worker in crew.workers), timeout_s=90)
+            await until(lambda: all(worker.lines for worker in workers.members), timeout_s=90)
             gone, present = present[:leaving], present[leaving:]
             leaves = [tasks.create_task(worker.leave()) for worker in gone]
             for leave in leaves:
                 assert await leave == 0
         await sending
-        await until(lambda: crew.done() == set(range(total)), timeout_s=120)
-        assert started_again(crew.handlings()) == [], "something came twice"
-        assert not any(handling.redelivered for handling in crew.handlings())
+        await until(lambda: workers.done() == set(range(total)), timeout_s=120)
+        assert started_again(workers.handlings()) == [], "something came twice"
+        assert not any(handling.redelivered for handling in workers.handlings())
         last: dict[int, int] = {}
-        for handling in crew.handlings():
+        for handling in workers.handlings():
             assert handling.offset > last.get(handling.queue_id, -1), "out of order"
             last[handling.queue_id] = handling.offset
 
 
 @pytest.mark.parametrize("restarts", [3])
-async def test_the_lock_manager_killed_in_the_middle_of_hand_overs_changes_nothing(
+async def test_lock_manager_killed_during_hand_overs_loses_and_duplicates_nothing(
     tmp_path: Path, restarts: int
 ) -> None:
     total = 8_000
-    async with scene(tmp_path, 8) as (cluster, crew), asyncio.TaskGroup() as tasks:
+    async with ownership_cluster(tmp_path, 8) as (cluster, workers), asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(send(cluster.nameserver, TOPIC, range(total)))
-        workers = [await crew.join("m0", handle_ms=2)]
-        await owning(workers[0], 8)
+        members = [await workers.join("m0", handle_ms=2)]
+        await owning(members[0], 8)
         for number in range(1, restarts + 1):
-            worker = await crew.join(f"m{number}", handle_ms=2)
-            workers.append(worker)
-            # The moment the first queue has changed hands the others are on their way.
+            worker = await workers.join(f"m{number}", handle_ms=2)
+            members.append(worker)
+            # When the first queue has a new owner, the other hand-overs are in progress.
             await until(lambda worker=worker: worker.owned, timeout_s=60)  # type: ignore[misc]
             await cluster.kill("lockmgr")
             await cluster.serving("lockmgr")
             await until(
-                lambda: sorted(q for w in workers for q in w.owned) == list(range(8)),
+                lambda: sorted(q for w in members for q in w.owned) == list(range(8)),
                 timeout_s=90,
             )
         await sending
-        await until(lambda: crew.done() == set(range(total)), timeout_s=90)
-        again = started_again(crew.handlings())
+        await until(lambda: workers.done() == set(range(total)), timeout_s=90)
+        again = started_again(workers.handlings())
         assert [pair for pair in again if not pair[1].redelivered] == []
         assert again == [], "the failover of the lock manager is no excuse for a duplicate"

@@ -1,9 +1,9 @@
-"""Goal: a leader dies, consumers go on through its follower and keep their progress; the old leader
-returns with what it had, and may lead again: nothing is handled again, no committed offset falls.
+"""Goal: consumers continue with the next leader and keep their progress; the old leader returns
+with old data and may lead again: no message is handled again, no committed offset goes back.
 
-Method: real processes; leaders of offsets and of storage; acks that travel with pulls and such that
-don't. Committed offsets are asked for all the time. After the return the group leaves as a whole,
-and others join, who know only what the cluster tells them. Then the old leader leads once more.
+Method: real processes; leaders of offsets and of storage; acks within pulls and acks in calls
+of their own. Committed offsets are sampled throughout. After the return all members leave, and new
+ones join, which know the progress only from the cluster. Then the old leader leads again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
-from tests.e2e.crew import Crew, crew_of, send
-from tests.e2e.leading import in_sync, leader
+from tests.e2e.leadership import in_sync, leader
+from tests.e2e.worker_group import WorkerGroup, send, worker_group
 from tests.support.cluster import SEGMENT_BYTES, fork_server
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -35,33 +35,35 @@ BROKER = "broker-0"
 
 
 @dataclass(slots=True)
-class Group:
-    """One group, and how far it has come whenever somebody could tell."""
+class ConsumerGroup:
+    """One group and the samples of its committed offsets."""
 
     admin: Admin
-    crew: Crew
+    workers: WorkerGroup
     commit_on_pull: int
     committed: dict[int, int] = field(default_factory=dict)
     fallen: list[str] = field(default_factory=list)
 
     async def join(self, client_id: str) -> None:
-        await self.crew.join(f"{client_id}-{self.crew.group}", commit_on_pull=self.commit_on_pull)
+        await self.workers.join(
+            f"{client_id}-{self.workers.group}", commit_on_pull=self.commit_on_pull
+        )
 
     async def leave(self) -> None:
-        for worker in self.crew.workers:
+        for worker in self.workers.members:
             if worker.process.returncode is None:
                 assert await worker.leave() == 0
 
     async def has_all(self, count: int) -> None:
-        """Wait until so many messages are handled and committed."""
-        await until(lambda: self.crew.done() >= set(range(count)), timeout_s=90)
+        """Wait until that many messages are handled and committed."""
+        await until(lambda: self.workers.done() >= set(range(count)), timeout_s=90)
         await until(lambda: sum(self.committed.values()) == count, timeout_s=60)
 
     async def look(self) -> None:
-        """Ask for committed offsets, for ever."""
+        """Sample the committed offsets until cancelled."""
         while True:
             with suppress(BatonError):
-                for one in await self.admin.progress(self.crew.group):
+                for one in await self.admin.progress(self.workers.group):
                     queue_id, offset = one.queue.queue.queue_id, one.committed_offset
                     before = self.committed.get(queue_id, 0)
                     if offset < before:
@@ -70,23 +72,23 @@ class Group:
             await asyncio.sleep(0.1)
 
     def check(self, count: int) -> None:
-        """So many messages were handled, once each, and no committed offset fell."""
+        """Assert that each message was handled once and no committed offset went back."""
         assert self.fallen == []
-        times = Counter(handling.number for handling in self.crew.handlings())
+        times = Counter(handling.number for handling in self.workers.handlings())
         assert times == Counter(range(count))
 
 
 @dataclass(slots=True)
-class Story:
-    """What happens to a cluster and its groups."""
+class ReturningLeaderRun:
+    """The cluster, its groups and the steps of the test."""
 
     cluster: LocalCluster
     admin: Admin
-    groups: list[Group]
+    groups: list[ConsumerGroup]
     sent: int = 0
 
     async def goes_on(self) -> None:
-        """Send more, and wait until every group has it."""
+        """Send more messages and wait until every group has handled them."""
         numbers = range(self.sent, self.sent + STEP)
         self.sent += STEP
         await send(self.cluster.nameserver, TOPIC, numbers)
@@ -94,14 +96,14 @@ class Story:
             await group.has_all(self.sent)
 
     async def others_join(self, *client_ids: str) -> None:
-        """Everybody leaves, and then others come."""
+        """Stop all members, then start new ones."""
         for group in self.groups:
             await group.leave()
             for client_id in client_ids:
                 await group.join(client_id)
 
     async def goes_down_and_returns(self, service: str, broker: str = "") -> None:
-        """The leader dies, a follower takes over, the leader returns, and leads again."""
+        """Kill the leader, wait for a new leader, restart the old one, and make it lead again."""
         await in_sync(self.admin, service, broker)
         old = await leader(self.admin, self.cluster, service, broker=broker)
         await self.cluster.kill(old)
@@ -122,22 +124,24 @@ class Story:
 
 
 @asynccontextmanager
-async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[Story]:
-    """Two groups that work: one whose acks travel with pulls, and one whose acks don't."""
-    # Who takes over must not have been let out of the set because this machine is slow just then.
+async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[ReturningLeaderRun]:
+    """Start two groups: one sends acks within pulls, one in calls of their own."""
+    # A slow machine must not remove the only possible successor from the in-sync set.
     slow = {"replica_lag_ms_max": 10_000}
     settings = {"storage": {"segment_bytes": SEGMENT_BYTES, **slow}, "offsets": slow}
     options = replace(options, auto_restart=False, settings=settings)
     async with (
         LocalCluster(folder / "cluster", options, start=fork_server().start) as cluster,
         Admin(cluster.nameserver) as admin,
-        crew_of(cluster.nameserver, TOPIC, folder) as alone,
-        crew_of(cluster.nameserver, TOPIC, folder) as riding,
+        worker_group(cluster.nameserver, TOPIC, folder) as alone,
+        worker_group(cluster.nameserver, TOPIC, folder) as riding,
         asyncio.TaskGroup() as tasks,
     ):
         await admin.create_topic(TOPIC, QUEUES)
         alone.group, riding.group = "alone", "riding"
-        told = Story(cluster, admin, [Group(admin, alone, 0), Group(admin, riding, 1)])
+        told = ReturningLeaderRun(
+            cluster, admin, [ConsumerGroup(admin, alone, 0), ConsumerGroup(admin, riding, 1)]
+        )
         looking = [tasks.create_task(group.look()) for group in told.groups]
         await told.others_join("first", "second")
         await told.goes_on()
@@ -149,17 +153,17 @@ async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[Story]:
             task.cancel()
 
 
-async def test_a_leader_of_offsets_returns_with_an_old_file(tmp_path: Path) -> None:
+async def test_offsets_leader_that_returns_with_an_old_file_rewinds_nothing(tmp_path: Path) -> None:
     async with story(tmp_path, ClusterOptions(offsets=3)) as told:
         await told.goes_down_and_returns("offsets")
 
 
-async def test_a_leader_of_storage_returns_with_an_old_log(tmp_path: Path) -> None:
+async def test_storage_leader_that_returns_with_an_old_log_loses_nothing(tmp_path: Path) -> None:
     async with story(tmp_path, ClusterOptions(storage_replicas=2)) as told:
         await told.goes_down_and_returns("storage", BROKER)
 
 
-async def test_a_commit_that_is_repeated_reaches_the_next_leader(tmp_path: Path) -> None:
+async def test_repeated_commit_reaches_the_next_leader(tmp_path: Path) -> None:
     options = ClusterOptions(offsets=3, auto_restart=False)
     async with (
         LocalCluster(tmp_path / "cluster", options, start=fork_server().start) as cluster,

@@ -1,7 +1,7 @@
-"""Goal: a cluster in which everybody shows a certificate works, also while all are replaced.
+"""Goal: a cluster with mutual TLS works, also while all certificates are replaced.
 
 Method: a real cluster with etcd, every connection over mutual TLS; numbered messages flow while
-certificates of services, of etcd and of the clients are issued anew, and processes go on.
+certificates of services, of etcd and of the clients are reissued without a restart.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from batonmq.admin.admin import Admin
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ADMIN, ETCD, SERVICES
-from tests.e2e.counting import QUEUES, TOPIC, Run
+from tests.e2e.numbered_traffic import QUEUES, TOPIC, NumberedTraffic
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -28,34 +29,38 @@ HOSTS = ("localhost", "127.0.0.1")
 ROUND, ROUNDS = 1_500, 3
 
 
-async def test_new_certificates_for_everybody_lose_and_double_nothing(tmp_path: Path) -> None:
+async def test_replacing_every_certificate_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     reports: list[str] = []
     async with local_cluster(tmp_path, secure=True, report=reports.append) as cluster:
         security = cluster.security
         assert security is not None
         async with Admin(cluster.nameserver, security=security) as admin:
             await admin.create_topic(TOPIC, QUEUES)
-            run, stop = Run(cluster.nameserver, security), asyncio.Event()
+            traffic, stop = NumberedTraffic(cluster.nameserver, security), asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(run.send(ROUND))
-                tasks.create_task(run.consume("first", stop))
+                sending = tasks.create_task(traffic.send(ROUND))
+                tasks.create_task(traffic.consume("first", stop))
                 for _ in range(ROUNDS):
-                    await until(lambda: len(run.handled) >= ROUND, timeout_s=60)
+                    await until(lambda: len(traffic.handled) >= ROUND, timeout_s=60)
                     _issue_all(tmp_path / "tls")
                     await _all_show_what_the_files_hold(cluster, security, tmp_path / "tls")
                     assert (await admin.describe_topic(TOPIC)).problems == ()
-                    sent = len(run.receipts)
-                    await until(lambda sent=sent: len(run.receipts) >= sent + ROUND, timeout_s=60)  # type: ignore[misc]
-                # Members that come now read what is there now.
-                tasks.create_task(run.consume("second", stop))
-                await until(lambda: any(name == "second" for name, *_ in run.handled), timeout_s=60)
-                run.stop_sending.set()
+                    sent = len(traffic.receipts)
+                    enough = partial(_has_receipts, traffic, sent + ROUND)
+                    await until(enough, timeout_s=60)
+                # A new member reads the current files.
+                tasks.create_task(traffic.consume("second", stop))
+                await until(
+                    lambda: any(name == "second" for name, *_ in traffic.handled), timeout_s=60
+                )
+                traffic.stop_sending.set()
                 await sending
                 await until(
-                    lambda: len({n for *_, n, _ in run.handled}) >= len(run.receipts), timeout_s=60
+                    lambda: len({n for *_, n, _ in traffic.handled}) >= len(traffic.receipts),
+                    timeout_s=60,
                 )
                 stop.set()
-    run.check()
+    traffic.check()
     assert reports == []
     log = (tmp_path / "logs" / "storage.log").read_text()
     assert "certificates renewed" in log
@@ -81,7 +86,7 @@ async def _all_show_what_the_files_hold(
 
 
 def _shown(address: str, security: Security) -> bytes | None:
-    """The certificate of a server, as a client that connects now sees it."""
+    """Return the certificate that a server presents to a new connection."""
     context = ssl.create_default_context(cafile=security.ca_file)
     context.load_cert_chain(security.cert_file, security.key_file)
     context.set_alpn_protocols(["h2"])
@@ -91,3 +96,7 @@ def _shown(address: str, security: Security) -> bytes | None:
         context.wrap_socket(plain, server_hostname=host) as secured,
     ):
         return secured.getpeercert(binary_form=True)
+
+
+def _has_receipts(traffic: NumberedTraffic, count: int) -> bool:
+    return len(traffic.receipts) >= count

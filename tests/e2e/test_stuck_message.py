@@ -1,9 +1,9 @@
-"""Goal: after a crash a stuck message comes again alone, and until then an operator sees it.
+"""Goal: after a crash only a stuck message is redelivered, and before it operators see the message.
 
-Method: docs/how-to/stuck-message.md is played: its worker, and its commands in their order, each
-repeated until it prints what the page shows. Ids, times and the generation are left out of the
-comparison. Then the same with acks that are never sent: what comes again is what offsets has not
-got, no more and no less. Locks are leased for 10 s, so that a dead owner is noticed soon.
+Method: the worker and the commands of docs/how-to/stuck-message.md, in their order, each repeated
+until it prints the output of the page, except ids, times and the generation. Then the same with
+acks that are never sent: exactly the messages without an ack at offsets are redelivered. Leases of
+10 s make the hand-over after the kill fast.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 
 from batonmq.admin.admin import Admin
 from tests.docs.terminal import commands, terminal
-from tests.e2e.crew import crew_of, send, started_again
+from tests.e2e.worker_group import send, started_again, worker_group
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 from tools.docs.pages import ROOT, Page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -30,7 +30,7 @@ LEASES: dict[str, Any] = {
 }
 
 
-async def test_the_page_tells_what_happens(tmp_path: Path) -> None:
+async def test_documentation_matches_the_behavior(tmp_path: Path) -> None:
     page = Page(PAGE, (ROOT / PAGE).read_text())
     (program,) = page.blocks("python")
     assert ADDRESS in program
@@ -49,27 +49,27 @@ async def test_the_page_tells_what_happens(tmp_path: Path) -> None:
         assert any(told in command + shown for command, shown in played)
 
 
-async def test_acks_that_were_not_sent_before_a_crash_come_again_flagged_and_no_others(
+async def test_messages_without_a_sent_ack_are_redelivered_flagged_after_a_crash(
     tmp_path: Path,
 ) -> None:
     async with (
         local_cluster(tmp_path / "cluster", **LEASES) as cluster,
         Admin(cluster.nameserver) as admin,
-        crew_of(cluster.nameserver, "parcels", tmp_path) as crew,
+        worker_group(cluster.nameserver, "parcels", tmp_path) as workers,
     ):
         await admin.create_topic("parcels", 1)
         await send(cluster.nameserver, "parcels", range(1, 2_201))
-        victim = await crew.join("victim", parallel=20, stick=2_101, commit_ms=600_000)
+        victim = await workers.join("victim", parallel=20, stick=2_101, commit_ms=600_000)
         everything = set(range(1, 2_201))
-        await until(lambda: crew.done() == everything - {2_101}, timeout_s=60)
-        # The pull that waits by now ends with these; the next one takes the acks before them along,
-        # and waits in its turn: theirs are on their way for as long as it does.
+        await until(lambda: workers.done() == everything - {2_101}, timeout_s=60)
+        # The pending long poll returns these messages; the next one carries the acks of the earlier
+        # messages, and waits in turn: the acks of these are not sent before it ends.
         await send(cluster.nameserver, "parcels", range(2_201, 2_221))
         everything |= set(range(2_201, 2_221))
-        await until(lambda: crew.done() == everything - {2_101}, timeout_s=60)
+        await until(lambda: workers.done() == everything - {2_101}, timeout_s=60)
         victim.kill()
         await victim.process.ended()
-        (progress,) = await admin.progress(crew.group)
+        (progress,) = await admin.progress(workers.group)
         durable = set(range(progress.committed_offset))
         durable.update(
             offset for run in progress.acked for offset in range(run.first_offset, run.next_offset)
@@ -77,10 +77,10 @@ async def test_acks_that_were_not_sent_before_a_crash_come_again_flagged_and_no_
         missing = everything - {offset + 1 for offset in durable}
         assert missing > {2_101}, "nothing was on its way, so this shows nothing"
 
-        heir = await crew.join("heir", parallel=20)
-        await until(lambda: crew.done() == everything, timeout_s=60)
+        successor = await workers.join("heir", parallel=20)
+        await until(lambda: workers.done() == everything, timeout_s=60)
         await send(cluster.nameserver, "parcels", [2_221])
-        await until(lambda: 2_221 in crew.done())
-        again = {later.number: later.redelivered for _, later in started_again(crew.handlings())}
+        await until(lambda: 2_221 in workers.done())
+        again = {later.number: later.redelivered for _, later in started_again(workers.handlings())}
         assert again == dict.fromkeys(missing, True)
-        assert {handling.number for handling in heir.handlings()} == missing | {2_221}
+        assert {handling.number for handling in successor.handlings()} == missing | {2_221}

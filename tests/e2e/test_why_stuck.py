@@ -1,8 +1,8 @@
-"""Goal: whatever keeps a queue from moving, the cluster says what it is, with the right values.
+"""Goal: the cluster reports the reason why a queue does not move, with correct values.
 
-Method: a real cluster. Consumers are stopped where it matters: in a handler, between membership and
-ownership, before they pull; services are killed. Then `why_stuck` is asked until it answers as it
-must, and its values are compared with what the test knows.
+Method: a real cluster. Consumers are stopped in a handler, between membership and ownership, or
+before they pull; services are killed. `why_stuck` is polled until it reports the expected reason,
+and its values are compared with those of the test.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt
 from batonmq.admin.admin import Admin
-from batonmq.admin.group_reports import Diagnosis
+from batonmq.admin.group_reports import QueueDiagnosis
 from batonmq.errors import SubscriptionConflict
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.nameserver.core.diagnosis import LATELY_MS
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -42,22 +42,22 @@ TOPIC, GROUP = "flights", "planners"
 
 
 @dataclass(frozen=True)
-class Scene:
+class DiagnosisCluster:
     """A cluster with one topic of one queue."""
 
-    cluster: LocalCluster
+    local: LocalCluster
     admin: Admin
 
-    async def why(self, topic: str = "", group: str = GROUP) -> Diagnosis:
-        """Why the one queue does not move."""
+    async def why(self, topic: str = "", group: str = GROUP) -> QueueDiagnosis:
+        """Return the diagnosis of the only queue."""
         (found,) = await self.admin.why_stuck(group, topic)
         return found
 
     async def until(
         self, reason: str, topic: str = "", group: str = GROUP, **evidence: str
-    ) -> Diagnosis:
-        """The diagnosis, once it has this reason, and this among its evidence."""
-        found: list[Diagnosis] = []
+    ) -> QueueDiagnosis:
+        """Return the diagnosis once it has this reason and this evidence."""
+        found: list[QueueDiagnosis] = []
 
         async def is_told() -> bool:
             found.append(await self.why(topic, group))
@@ -70,8 +70,8 @@ class Scene:
         return found[-1]
 
     async def send(self, count: int, *, tag: str = "", topic: str = TOPIC) -> list[Receipt]:
-        """Store so many messages."""
-        async with Producer(self.cluster.nameserver) as producer:
+        """Send that many messages; return their receipts."""
+        async with Producer(self.local.nameserver) as producer:
             return [
                 await producer.send(topic, str(number).encode(), tag=tag) for number in range(count)
             ]
@@ -85,15 +85,15 @@ class Scene:
         group: str = GROUP,
         queue_concurrency: int = 8,
     ) -> AsyncIterator[Consumer]:
-        """A member that reads from the first message on, until the block ends."""
+        """Run a member that reads from the first message on, until the block ends."""
         settings = ConsumerSettings(
             consume_from="first",
             commit_interval_ms=100,
             queue_concurrency=queue_concurrency,
             drain_timeout_ms=500,
-            send_back=False,  # what is told is of one queue
+            send_back=False,  # the group has one queue only
         )
-        nameserver = self.cluster.nameserver
+        nameserver = self.local.nameserver
         async with (
             Consumer(nameserver, group, {TOPIC: "*"}, settings, client_id=client_id) as consumer,
             asyncio.TaskGroup() as tasks,
@@ -104,7 +104,7 @@ class Scene:
             await running
 
     async def heartbeat(self, client_id: str, subscriptions: dict[str, str]) -> None:
-        """What a member sends; nobody acquires or pulls for it."""
+        """Send one heartbeat of a member that never acquires or pulls."""
         request = pb.HeartbeatRequest(
             group=GROUP,
             incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
@@ -117,7 +117,7 @@ class Scene:
         await self.admin.directory.nameserver().Heartbeat(request, timeout=5)
 
     async def acquire(self, client_id: str) -> None:
-        """Own the queue, and do nothing with it."""
+        """Acquire the queue and do not use it."""
         group = await self.admin.describe_group(GROUP)
         queue = queue_pb2.QueueRef(topic=TOPIC, broker="broker-0", queue_id=0)
         request = lockmgr_pb.AcquireRequest(
@@ -132,7 +132,7 @@ class Scene:
             assert answer.HasField("grant"), answer
 
     async def leave(self, client_id: str) -> None:
-        """Be no member any more, and give nothing back."""
+        """Leave the group without releasing the queue."""
         request = pb.LeaveRequest(
             group=GROUP,
             incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
@@ -141,20 +141,22 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(folder: Path, *, auto_restart: bool = True) -> AsyncIterator[Scene]:
-    """A cluster whose nameserver looks at the groups twice a second, and lets members be silent."""
+async def diagnosis_cluster(
+    folder: Path, *, auto_restart: bool = True
+) -> AsyncIterator[DiagnosisCluster]:
+    """Start a cluster that diagnoses groups twice a second and tolerates silent members."""
     nameserver = {"inspect_interval_ms": 500, "member_lease_ms": 120_000}
     async with (
         local_cluster(folder, auto_restart=auto_restart, nameserver=nameserver) as cluster,
         Admin(cluster.nameserver) as admin,
     ):
         await admin.create_topic(TOPIC, 1)
-        yield Scene(cluster, admin)
+        yield DiagnosisCluster(cluster, admin)
 
 
-async def series(at: Scene, name: str) -> set[str]:
-    """Series of a metric of the nameserver, without values."""
-    (node,) = (n for n in (await at.admin.cluster()).nodes if n.service == "nameserver")
+async def series(cluster: DiagnosisCluster, name: str) -> set[str]:
+    """Return the series of a nameserver metric without values."""
+    (node,) = (n for n in (await cluster.admin.cluster()).nodes if n.service == "nameserver")
 
     def read() -> str:
         with urllib.request.urlopen(f"http://{node.metrics_address}/metrics") as answer:
@@ -164,19 +166,19 @@ async def series(at: Scene, name: str) -> set[str]:
     return {line.rpartition(" ")[0] for line in lines if line.startswith(f"{name}{{")}
 
 
-async def test_a_stuck_message_is_told_with_its_id_and_its_exact_age(tmp_path: Path) -> None:
-    async with scene(tmp_path) as at:
+async def test_stuck_message_is_reported_with_its_id_and_age(tmp_path: Path) -> None:
+    async with diagnosis_cluster(tmp_path) as cluster:
         let_go, clock = asyncio.Event(), Clock()
 
         async def handle(message: ReceivedMessage) -> None:
             if message.offset == 3:
                 await let_go.wait()
 
-        async with at.consuming("c1", handle):
-            receipts = await at.send(20)
-            await at.until("HEAD_OF_LINE", unacked="1")
+        async with cluster.consuming("c1", handle):
+            receipts = await cluster.send(20)
+            await cluster.until("HEAD_OF_LINE", unacked="1")
             begin_ms = clock.unix_ms()
-            found = await at.why()
+            found = await cluster.why()
             end_ms, stored_ms = clock.unix_ms(), receipts[3].store_unix_ms
             assert found.evidence["message_id"] == receipts[3].message_id
             assert found.evidence["offset"] == "3"
@@ -186,88 +188,88 @@ async def test_a_stuck_message_is_told_with_its_id_and_its_exact_age(tmp_path: P
             assert found.lag_ms is not None
             assert begin_ms - stored_ms <= found.lag_ms <= end_ms - stored_ms
             assert found.evidence["age_ms"] == str(found.lag_ms)
-            assert "16 after it are done" in found.message
+            assert "16 after it are acknowledged" in found.message
 
             stuck = {
                 f'baton_queue_stuck{{broker="broker-0",group="{GROUP}",queue_id="0",'
                 f'reason="HEAD_OF_LINE",topic="{TOPIC}"}}'
             }
-            await until(partial(_shows, at, stuck))
+            await until(partial(_shows, cluster, stuck))
             let_go.set()
-            idle = await at.until("IDLE")
+            idle = await cluster.until("IDLE")
             assert (idle.lag, idle.lag_ms, idle.committed_offset) == (0, 0, 20)
-            await until(partial(_shows, at, set()))
+            await until(partial(_shows, cluster, set()))
 
 
-async def test_a_queue_that_moves_is_not_stuck(tmp_path: Path) -> None:
-    async with scene(tmp_path) as at:
+async def test_moving_queue_is_not_stuck(tmp_path: Path) -> None:
+    async with diagnosis_cluster(tmp_path) as cluster:
 
         async def handle(_: ReceivedMessage) -> None:
             await asyncio.sleep(0.08)
 
-        async with at.consuming("c1", handle, queue_concurrency=1):
-            await at.send(160)
+        async with cluster.consuming("c1", handle, queue_concurrency=1):
+            await cluster.send(160)
 
             async def is_late() -> bool:
-                return ((await at.why()).lag_ms or 0) > LATELY_MS
+                return ((await cluster.why()).lag_ms or 0) > LATELY_MS
 
             await until(is_late)
-            found = await at.why()
+            found = await cluster.why()
             assert (found.reason, found.stuck) == ("MOVING", False)
             assert found.lag is not None
             assert 0 < found.lag < 160
-            await at.until("IDLE")
+            await cluster.until("IDLE")
 
 
-async def test_a_group_without_members_and_a_paused_one_are_told(tmp_path: Path) -> None:
-    async with scene(tmp_path) as at:
-        async with at.consuming("c1", lambda _: None):
-            await at.send(10)
-            await at.until("IDLE")
-        await at.send(5)
-        found = await at.until("NO_MEMBER")
+async def test_group_without_members_and_paused_group_are_reported(tmp_path: Path) -> None:
+    async with diagnosis_cluster(tmp_path) as cluster:
+        async with cluster.consuming("c1", lambda _: None):
+            await cluster.send(10)
+            await cluster.until("IDLE")
+        await cluster.send(5)
+        found = await cluster.until("NO_MEMBER")
         assert (found.lag, found.committed_offset, found.log_end_offset) == (5, 10, 15)
         assert found.client_id is None
-        await at.admin.pause_group(GROUP, "ops", "a deploy")
-        async with at.consuming("c2", lambda _: None):
-            found = await at.until("PAUSED")
+        await cluster.admin.pause_group(GROUP, "ops", "a deploy")
+        async with cluster.consuming("c2", lambda _: None):
+            found = await cluster.until("PAUSED")
             assert (found.evidence["by"], found.evidence["reason"]) == ("ops", "a deploy")
             assert 0 <= int(found.evidence["since_ms"]) < 30_000
-            await at.admin.resume_group(GROUP, "ops")
-            await at.until("IDLE")
+            await cluster.admin.resume_group(GROUP, "ops")
+            await cluster.until("IDLE")
 
 
-async def test_messages_that_nobody_wants_and_an_owner_that_lets_nothing_go_are_told(
+async def test_filtered_messages_and_an_owner_that_does_not_release_are_reported(
     tmp_path: Path,
 ) -> None:
-    async with scene(tmp_path) as at:
-        await at.send(10, tag="EWR")
-        await at.heartbeat("c1", {TOPIC: "JFK"})
-        found = await at.until("NOT_ACQUIRED")
+    async with diagnosis_cluster(tmp_path) as cluster:
+        await cluster.send(10, tag="EWR")
+        await cluster.heartbeat("c1", {TOPIC: "JFK"})
+        found = await cluster.until("NOT_ACQUIRED")
         assert found.evidence == {"assigned": "c1"}
-        await at.acquire("c1")
-        found = await at.until("FILTERED")
+        await cluster.acquire("c1")
+        found = await cluster.until("FILTERED")
         assert found.evidence == {"expression": "JFK", "scanned": "10"}
         assert not found.stuck
-        await at.leave("c1")
-        await at.heartbeat("c2", {TOPIC: "JFK"})
-        found = await at.until("HELD")
+        await cluster.leave("c1")
+        await cluster.heartbeat("c2", {TOPIC: "JFK"})
+        found = await cluster.until("HELD")
         assert (found.evidence["owner"], found.client_id) == ("c1", "c1")
         assert "dealt to c2" in found.message
         assert 0 < int(found.evidence["held_ms"]) < 60_000
-        found = await at.until("OWNER_SILENT")
+        found = await cluster.until("OWNER_SILENT")
         assert found.evidence["owner"] == "c1"
         assert 0 < int(found.evidence["lease_left_ms"]) <= 18_000
 
 
 async def test_refused_client_is_reported_with_its_subscription(tmp_path: Path) -> None:
-    async with scene(tmp_path) as at:
-        await at.admin.create_topic("orders", 1)
-        await at.send(3, topic="orders")
-        await at.heartbeat("c1", {TOPIC: "*"})
+    async with diagnosis_cluster(tmp_path) as cluster:
+        await cluster.admin.create_topic("orders", 1)
+        await cluster.send(3, topic="orders")
+        await cluster.heartbeat("c1", {TOPIC: "*"})
         with pytest.raises(SubscriptionConflict):
-            await _refused(at.heartbeat("c2", {TOPIC: "*", "orders": "paid"}))
-        found = await at.until("REFUSED_SUBSCRIPTION", topic="orders")
+            await _refused(cluster.heartbeat("c2", {TOPIC: "*", "orders": "paid"}))
+        found = await cluster.until("REFUSED_SUBSCRIPTION", topic="orders")
         assert found.evidence == {
             "client_id": "c2",
             "member_client_id": "c1",
@@ -277,33 +279,33 @@ async def test_refused_client_is_reported_with_its_subscription(tmp_path: Path) 
         }
 
 
-async def test_each_service_that_is_away_is_told(tmp_path: Path) -> None:
-    async with scene(tmp_path, auto_restart=False) as at:
-        await at.heartbeat("c1", {TOPIC: "*"})
-        await at.send(5)
-        await at.until("NOT_ACQUIRED")
+async def test_each_unavailable_service_is_reported(tmp_path: Path) -> None:
+    async with diagnosis_cluster(tmp_path, auto_restart=False) as cluster:
+        await cluster.heartbeat("c1", {TOPIC: "*"})
+        await cluster.send(5)
+        await cluster.until("NOT_ACQUIRED")
         for service in ("storage", "offsets", "lockmgr"):
             reason = f"{service.upper()}_UNREACHABLE"
-            await at.cluster.kill(service)
-            found = await at.until(reason)
+            await cluster.local.kill(service)
+            found = await cluster.until(reason)
             assert found.evidence["error"].startswith("UNREACHABLE")
-            await until(partial(_has, at, f'reason="{reason}"'))
-            await at.cluster.start(service)
-            await at.cluster.serving(service)
-            await at.until("NOT_ACQUIRED")
+            await until(partial(_has, cluster, f'reason="{reason}"'))
+            await cluster.local.start(service)
+            await cluster.local.serving(service)
+            await cluster.until("NOT_ACQUIRED")
 
 
 async def _refused(call: Awaitable[None]) -> None:
-    """Raise what a call was refused with."""
+    """Raise the error of a call."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
 
 
-async def _shows(at: Scene, stuck: set[str]) -> bool:
-    return await series(at, "baton_queue_stuck") == stuck
+async def _shows(cluster: DiagnosisCluster, stuck: set[str]) -> bool:
+    return await series(cluster, "baton_queue_stuck") == stuck
 
 
-async def _has(at: Scene, part: str) -> bool:
-    return any(part in line for line in await series(at, "baton_queue_stuck"))
+async def _has(cluster: DiagnosisCluster, part: str) -> bool:
+    return any(part in line for line in await series(cluster, "baton_queue_stuck"))

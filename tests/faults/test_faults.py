@@ -1,7 +1,7 @@
-"""Goal: a whole cluster keeps its promises under every kind of fault there is.
+"""Goal: a whole cluster keeps its promises under every kind of fault.
 
-Method: `python -m tools.faults selection`, which is what `make faults` draws at length, with faults
-that are given: about three minutes. See docs/explanation/testing.md.
+Method: `python -m tools.faults selection`: as `make faults`, with a fixed list of faults, in about
+three minutes. See docs/explanation/testing.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tools.faults.selection import selection
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
+def test_cluster_survives_every_kind_of_fault(tmp_path: Path) -> None:
     status = play("selection", tmp_path)
     report = json.loads((tmp_path / "selection.json").read_text())
     assert report["reasons"] == {}

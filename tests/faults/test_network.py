@@ -1,7 +1,7 @@
-"""Goal: a cut loses packets one way or both, silently, for as long as it is wanted, and only here.
+"""Goal: a cut loses packets silently in the given directions until it is healed.
 
-Method: pairs by name; then a process in a network of its own, in which one node serves and the
-others, and the hub, try to reach it.
+Method: pairs by name; then a process in a private network, in which one node serves and the others
+and the hub connect to it. The network of the machine stays as it is.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tools.faults.network import both_ways, bridge, found_launcher, halves, ring
 NAMES = ["a", "b", "c", "d", "e"]
 
 
-def test_both_halves_are_cut_from_each_other_and_whole_in_themselves() -> None:
+def test_halves_are_cut_from_each_other_and_connected_inside() -> None:
     cut = halves(NAMES)
     assert cut == both_ways("ab", "cde")
     assert ("a", "b") not in cut
     assert ("c", "e") not in cut
 
 
-def test_the_bridge_sees_everybody() -> None:
+def test_bridge_node_reaches_both_halves() -> None:
     cut = bridge(NAMES)
     assert cut == both_ways("bc", "de")
 
 
 @pytest.mark.parametrize("count", range(3, 18))
-def test_in_a_ring_everybody_sees_a_majority_and_nobody_the_same_one(count: int) -> None:
+def test_each_node_of_a_ring_reaches_a_different_majority(count: int) -> None:
     names = [f"{number}" for number in range(count)]
     cut = ring(names)
     seen = {one: frozenset(other for other in names if (one, other) not in cut) for one in names}
@@ -90,7 +90,7 @@ server.wait()
 
 
 @pytest.mark.e2e
-def test_packets_are_lost_while_there_is_a_cut() -> None:
+def test_packets_are_lost_during_a_cut() -> None:
     launcher = found_launcher()
     if not launcher:
         pytest.skip("NOT TESTED: no network of its own can be made here")

@@ -1,4 +1,4 @@
-"""Goal: the report tells what a history says, and the picture is drawn from it.
+"""Goal: the report describes a history, and the plot is drawn from it.
 
 Method: a history of half a second with a fault in the middle.
 """
@@ -9,22 +9,22 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tools.faults.history import Handling, History, Outcome, Send, Struck
+from tools.faults.history import FaultRecord, HandlerCall, History, Send, SendOutcome
 from tools.faults.page import write_page
-from tools.faults.playing import write_report
 from tools.faults.report import Stall, describe, stall, unseen
+from tools.faults.runner import write_report
 
 MS = 1_000
 A, B = ("broker-0", 0), ("broker-1", 0)
 
 
 def sent(number: int, begin_ms: int, end_ms: int, queue: tuple[str, int], offset: int) -> Send:
-    return Send(number, "", begin_ms * MS, end_ms * MS, Outcome.OK, queue, offset)
+    return Send(number, "", begin_ms * MS, end_ms * MS, SendOutcome.OK, queue, offset)
 
 
-def handled(send: Send, start_ms: int) -> Handling:
+def handled(send: Send, start_ms: int) -> HandlerCall:
     assert send.queue is not None
-    return Handling(
+    return HandlerCall(
         "a", send.queue, send.offset, 1, False, send.number, start_ms * MS, start_ms * MS + MS
     )
 
@@ -34,14 +34,16 @@ SENDS = [
     sent(1, 10, 20, B, 0),
     sent(2, 210, 230, A, 1),
     sent(3, 210, 350, B, 1),
-    Send(4, "", 220 * MS, 300 * MS, Outcome.INDETERMINATE, reason="Unreachable"),
-    Send(5, "", 220 * MS, 300 * MS, Outcome.FAIL, reason="NotSent"),
+    Send(4, "", 220 * MS, 300 * MS, SendOutcome.INDETERMINATE, reason="Unreachable"),
+    Send(5, "", 220 * MS, 300 * MS, SendOutcome.FAIL, reason="NotSent"),
 ]
 HISTORY = History(
     sends=SENDS,
-    handlings=[handled(one, at_ms) for one, at_ms in zip(SENDS, (30, 130, 240, 410), strict=False)],
+    handler_calls=[
+        handled(one, at_ms) for one, at_ms in zip(SENDS, (30, 130, 240, 410), strict=False)
+    ],
     faults=[
-        Struck(
+        FaultRecord(
             what="kill storage-0-a",
             kinds=[("kill", "storage")],
             begin_us=200 * MS,
@@ -57,38 +59,38 @@ def seconds(*times: float) -> list[int]:
     return [round(1_000 * MS * one) for one in times]
 
 
-def test_a_stall_is_that_of_the_queue_that_was_held_up_longest() -> None:
+def test_stall_is_that_of_the_slowest_queue() -> None:
     done = {A: seconds(1, 2.1, 3.5, 4), B: seconds(1.9, 2.5, 5.5, 6)}
     assert stall(done, *seconds(2, 5)) == Stall(longest_ms=3_000, over_after_ms=3_500)
 
 
-def test_a_stall_may_begin_with_the_fault_or_later() -> None:
+def test_stall_may_begin_with_the_fault_or_later() -> None:
     assert stall({A: seconds(1.9, 4, 5)}, *seconds(2, 5)) == Stall(2_000, 2_000)
     assert stall({A: seconds(2.5, 3.1, 4.6, 5)}, *seconds(2, 5)) == Stall(1_500, 2_600)
 
 
-def test_a_queue_that_goes_on_is_not_held_up() -> None:
+def test_moving_queue_has_no_stall() -> None:
     assert stall({A: seconds(2.5, 3, 3.8, 4.5, 5)}, *seconds(2, 5)) == Stall(800, 0)
 
 
-def test_what_begins_after_the_next_fault_is_not_of_this_one() -> None:
+def test_stall_that_begins_after_the_next_fault_is_not_counted() -> None:
     assert stall({A: seconds(2.5, 3.2, 9)}, *seconds(2, 3)) == Stall(500, 0)
     assert stall({A: seconds(2.5, 2.9, 9)}, *seconds(2, 3)) == Stall(500, 0)
 
 
-def test_what_lasts_beyond_the_next_fault_is_of_this_one() -> None:
+def test_stall_that_lasts_beyond_the_next_fault_is_counted() -> None:
     assert stall({A: seconds(2.5, 9)}, *seconds(2, 4)) == Stall(6_500, 7_000)
 
 
-def test_a_queue_that_never_goes_on_is_said_to_be_so() -> None:
+def test_queue_that_never_recovers_is_reported() -> None:
     assert stall({A: seconds(2, 3, 4, 5), B: seconds(1)}, *seconds(2, 5)) == Stall(3_000, None)
 
 
-def test_unseen_messages_have_a_receipt_and_no_handler_that_ended() -> None:
+def test_unseen_messages_have_a_receipt_and_no_finished_handler_call() -> None:
     assert unseen(HISTORY) == [(0, 0), (100, 1), (200, 0), (300, 0), (400, 1), (500, 0)]
 
 
-def test_outcomes_are_kept_apart() -> None:
+def test_outcomes_are_counted_separately() -> None:
     report = describe(HISTORY, [], "7")
     assert report["sends"] == {"ok": 4, "fail": 1, "indeterminate": 1}
     assert report["indeterminate_stored"] == 0
@@ -96,10 +98,10 @@ def test_outcomes_are_kept_apart() -> None:
     assert report["valid"] is True
 
 
-def test_a_report_says_why_a_history_is_not_valid_and_has_a_picture(tmp_path: Path) -> None:
+def test_report_of_an_invalid_history_has_reasons_and_a_picture(tmp_path: Path) -> None:
     assert write_report(HISTORY, "7", tmp_path)
     lost = [*SENDS, sent(6, 400, 410, A, 2)]
-    history = History(sends=lost, handlings=HISTORY.handlings, end_us=500 * MS)
+    history = History(sends=lost, handler_calls=HISTORY.handler_calls, end_us=500 * MS)
     assert not write_report(history, "8", tmp_path)
     report = json.loads((tmp_path / "8.json").read_text())
     assert report["name"] == "8"
@@ -109,9 +111,9 @@ def test_a_report_says_why_a_history_is_not_valid_and_has_a_picture(tmp_path: Pa
     assert (tmp_path / "8.png").stat().st_size > 1_000
 
 
-def test_recovery_is_told_by_service_and_kind() -> None:
-    again = [*HISTORY.faults, replace(HISTORY.faults[0], healed_us=None)]
-    report = describe(replace(HISTORY, faults=again), [], "7")
+def test_recovery_is_reported_by_service_and_kind() -> None:
+    repeats = [*HISTORY.faults, replace(HISTORY.faults[0], healed_us=None)]
+    report = describe(replace(HISTORY, faults=repeats), [], "7")
     recovery = report["recovery"]
     assert isinstance(recovery, dict)
     assert recovery["storage"]["kill"]["count"] == 2
@@ -119,7 +121,7 @@ def test_recovery_is_told_by_service_and_kind() -> None:
     assert recovery["storage"]["kill"]["sends_went_on_after_ms"] == {"p50": 0, "max": 0}
 
 
-def test_a_page_has_the_report_and_its_picture_and_is_listed(tmp_path: Path) -> None:
+def test_page_contains_the_report_and_picture_and_is_listed(tmp_path: Path) -> None:
     runs, pages = tmp_path / "runs", tmp_path / "pages"
     write_report(replace(HISTORY, notes=["a note"]), "7", runs)
     assert not write_report(replace(HISTORY, problems=["no"]), "8", runs)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 
 def redis_binary() -> str | None:

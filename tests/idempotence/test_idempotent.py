@@ -310,5 +310,5 @@ def test_a_message_without_key_is_refused_by_key() -> None:
 
 @pytest.mark.parametrize(("claim_ms", "done_ms"), [(0, 1), (1, -1)])
 def test_times_that_are_not_positive_are_refused(claim_ms: int, done_ms: int) -> None:
-    with pytest.raises(InvalidArgument, match="not positive"):
+    with pytest.raises(InvalidArgument, match="must be positive"):
         idempotent(Books().book, MemoryStore(), claim_ms=claim_ms, done_ms=done_ms)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from batonmq_server.local.child_process import ChildProcess, NotReady, Program
-from tests.support.waiting import lives, until
+from tests.support.conditions import lives, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"

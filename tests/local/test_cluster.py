@@ -12,7 +12,7 @@ import pytest
 
 from batonmq_server.local.cluster import ClusterFailed
 from tests.support.cluster import local_cluster
-from tests.support.waiting import lives
+from tests.support.conditions import lives
 
 pytestmark = pytest.mark.e2e
 

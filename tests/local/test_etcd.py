@@ -17,7 +17,7 @@ import pytest
 
 from batonmq_server.local.child_process import NotReady, describe_exit
 from batonmq_server.local.etcd import EtcdProcess, is_healthy
-from tests.support.waiting import lives, until
+from tests.support.conditions import lives, until
 
 pytestmark = pytest.mark.e2e
 

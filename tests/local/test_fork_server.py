@@ -20,7 +20,7 @@ import pytest
 
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.fork_server import ForkServer
-from tests.support.waiting import lives, until
+from tests.support.conditions import lives, until
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -214,6 +214,7 @@ async def test_failed_fork_is_an_error_and_other_processes_keep_running(
     child.kill_now()
 
 
+@pytest.mark.usefixtures("default_sighup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_signal_to_all_ends_forked_processes_but_not_the_fork_server(
     fork_server: ForkServer, folder: Path, number: signal.Signals

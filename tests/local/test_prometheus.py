@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from batonmq_server.local.ports import keep_ports
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

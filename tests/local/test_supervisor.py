@@ -19,7 +19,7 @@ from batonmq._common.backoff import Backoff
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.cluster import to_stderr
 from batonmq_server.local.supervisor import DEATHS_MAX, RestartLimitExceeded, Supervisor
-from tests.support.waiting import lives, until
+from tests.support.conditions import lives, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 

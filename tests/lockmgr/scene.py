@@ -39,7 +39,7 @@ from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.service_runtime import Runtime
 from tests.support.clock import MovableClock
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 if TYPE_CHECKING:
     from baton.lockmgr.v1.lockmgr_service_pb2_grpc import LockmgrServiceAsyncStub as Stub

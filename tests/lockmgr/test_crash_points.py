@@ -22,7 +22,7 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq.errors import BatonError, Fenced, SubscriptionDraining, Unacked, Unreachable
 from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 LEASE_MS = 30_000
 SHORT = {"slot_ms": 20}

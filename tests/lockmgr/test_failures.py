@@ -25,7 +25,7 @@ from batonmq.errors import (
     Unreachable,
 )
 from tests.lockmgr.scene import GROUP, TIMEOUT_S, Member, Node, Scene, entries, waits
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 HOLD_MS = 15_000
 LEASE_MS = 30_000

@@ -16,7 +16,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from batonmq.errors import BatonError
 from tests.lockmgr.scene import Member, Node, Scene, entries, waits
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 HAND_OVERS = 200
 HOLD_MS = 15_000

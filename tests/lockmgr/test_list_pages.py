@@ -77,7 +77,14 @@ def test_entries_that_go_between_pages_leave_the_others_listed_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "token", ["flights", token_of_key("group/topic/broker-a"), token_of_key("g/t/b/x")]
+    "token",
+    [
+        "flights",
+        token_of_key("group/topic/broker-a"),
+        token_of_key("g/t/b/x"),
+        token_of_key(f"g/t/b/{'9' * 5_000}"),
+    ],
+    ids=["no token", "no queue id", "no number", "number too long"],
 )
 async def test_malformed_page_token_is_rejected(scene: Scene, token: str) -> None:
     node = await scene.leader()

@@ -20,7 +20,7 @@ from batonmq._core.queues import GroupQueue
 from batonmq.errors import Unreachable
 from batonmq_server.lockmgr.offsets_client import OffsetsChannels, OffsetsClient
 from batonmq_server.runtime.group_placements import GroupPlacements
-from tests.support.serving import serving
+from tests.support.grpc_server import serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -17,7 +17,7 @@ from batonmq.errors import BatonError
 from batonmq_server.runtime.etcd.session import Put
 from batonmq_server.runtime.group_placements import GroupPlacement
 from tests.lockmgr.scene import OPEN, TIMEOUT_S, TOPIC, Member, Node, Scene
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 FAR = "far"
 LOCK = f"locks/{FAR}/{TOPIC}/broker-a/0"

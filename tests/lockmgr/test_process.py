@@ -23,7 +23,7 @@ from batonmq._connection.channels import connect
 from batonmq_server.local.child_process import ChildProcess, Program
 from tests.lockmgr.scene import TIMEOUT_S, Member, Scene
 from tests.support.cluster import fork_server
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

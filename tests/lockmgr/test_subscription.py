@@ -22,7 +22,7 @@ from batonmq.errors import (
     SubscriptionDraining,
 )
 from tests.lockmgr.scene import GROUP, Member, Scene, describe, entries, waits
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 HOLD_MS = 15_000
 LEASE_MS = 30_000

@@ -15,7 +15,7 @@ from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import Draining, Held, NotAssigned, SubscriptionDraining
 from batonmq_server.lockmgr.watch_streams import WatchStreams
 from tests.lockmgr.scene import Member, Node, Scene, entries, waits
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 HOLD_MS = 15_000
 SLOW = {"slot_ms": 60_000}

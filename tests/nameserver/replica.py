@@ -22,7 +22,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import connect
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.app import build
 from batonmq_server.nameserver.catalog import Catalog
@@ -50,7 +50,7 @@ from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacem
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.service_runtime import Runtime
 from tests.offsets.service_calls import single_set_directory
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 CALL_TIMEOUT_S = 20
 

@@ -46,7 +46,7 @@ from batonmq_server.nameserver.inspector import QueueInspector
 from batonmq_server.nameserver.queue_queries import BrokerChannels, QueueQueries
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 Context = grpc.aio.ServicerContext[Any, Any]
 TIMEOUT_S = 3.0

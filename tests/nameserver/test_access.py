@@ -20,7 +20,7 @@ from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import connect
-from batonmq.admin.access import AccessControl, Grant, Role
+from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
 from batonmq.errors import InvalidArgument, InvalidName, LimitExceeded
 from batonmq_server.nameserver import access_store
@@ -32,8 +32,8 @@ from batonmq_server.runtime.access.permissions import Grant as StoredGrant
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Replica
 
-READ = Grant(Role.CONSUME, "topic:orders")
-WRITE = Grant(Role.PRODUCE, "topic:orders-*")
+READ = RoleGrant(Role.CONSUME, "topic:orders")
+WRITE = RoleGrant(Role.PRODUCE, "topic:orders-*")
 
 
 @pytest_asyncio.fixture
@@ -66,9 +66,9 @@ async def test_all_grants_of_an_identity_are_revoked_at_once(
 
 async def test_check_names_the_grant_that_allows(control: AccessControl) -> None:
     await control.grant("app", WRITE)
-    allowed = await control.check(Grant(Role.PRODUCE, "topic:orders-1"), "app")
+    allowed = await control.check(RoleGrant(Role.PRODUCE, "topic:orders-1"), "app")
     assert (allowed.allowed, allowed.by, allowed.access_on) == (True, WRITE, False)
-    refused = await control.check(Grant(Role.CONSUME, "topic:orders-1"), "app")
+    refused = await control.check(RoleGrant(Role.CONSUME, "topic:orders-1"), "app")
     assert (refused.allowed, refused.by) == (False, None)
 
 
@@ -85,13 +85,13 @@ async def test_check_without_identity_is_refused_while_authorization_is_off(
         ("service:storage", READ),
         ("", READ),
         ("a b", READ),
-        ("app", Grant(Role.PRODUCE, "group:readers")),
-        ("app", Grant(Role.CONSUME, "orders")),
-        ("app", Grant(Role.CONSUME, "topic:%DLQ%readers")),
+        ("app", RoleGrant(Role.PRODUCE, "group:readers")),
+        ("app", RoleGrant(Role.CONSUME, "orders")),
+        ("app", RoleGrant(Role.CONSUME, "topic:%DLQ%readers")),
     ],
 )
 async def test_malformed_access_request_is_refused(
-    control: AccessControl, identity: str, grant: Grant
+    control: AccessControl, identity: str, grant: RoleGrant
 ) -> None:
     with pytest.raises((InvalidArgument, InvalidName)):
         await control.grant(identity, grant)

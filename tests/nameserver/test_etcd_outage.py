@@ -22,7 +22,7 @@ from tests.nameserver.replica import (
     register_broker,
     replica,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.e2e
 

@@ -22,7 +22,7 @@ from tests.nameserver.replica import (
     register_broker,
     replica,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 HOUR_MS = 3_600_000
 

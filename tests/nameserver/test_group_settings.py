@@ -33,7 +33,7 @@ from tests.nameserver.replica import (
     register_offsets,
     replica,
 )
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 
 async def gate_of(etcd: EtcdSession, group: str = "g") -> StoredGate:

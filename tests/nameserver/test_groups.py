@@ -27,7 +27,7 @@ from tests.nameserver.replica import (
     refusal,
     replica,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 SHORT_MS = 6_000
 SHORT: dict[str, Any] = {"member_lease_ms": SHORT_MS, "heartbeat_interval_ms": 500}

@@ -21,7 +21,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.queues import QueueRef
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import DataLoss, DataLossDetail, Held, NotLeader, SubscriptionConflict
 from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis, StuckReason
 from batonmq_server.nameserver.core.groups import Group, Pause, StagedSubscription, Subscription

@@ -16,12 +16,12 @@ from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from batonmq._connection.channels import connect
-from batonmq.admin.access import AccessControl, Grant, Role
+from batonmq.admin.access import AccessControl, Role, RoleGrant
 from batonmq.admin.admin import Admin
 from batonmq_server.runtime import paging
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, refusal
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 NAMES = [f"{number:02}" for number in range(25)]
 
@@ -93,7 +93,7 @@ async def test_groups_are_listed_in_pages(nameserver: Replica) -> None:
 async def test_identities_are_listed_in_pages(nameserver: Replica) -> None:
     async with Admin(nameserver.address) as admin:
         for name in NAMES:
-            await AccessControl(admin).grant(name, Grant(Role.CONSUME, "topic:orders"))
+            await AccessControl(admin).grant(name, RoleGrant(Role.CONSUME, "topic:orders"))
     assert await all_pages(nameserver, identities_page) == [NAMES[:10], NAMES[10:20], NAMES[20:]]
 
 
@@ -135,7 +135,7 @@ async def test_client_reads_all_pages(
         control = AccessControl(admin)
         for name in NAMES:
             await admin.update_group(name, policy="reject")
-            await control.grant(name, Grant(Role.CONSUME, "topic:orders"))
+            await control.grant(name, RoleGrant(Role.CONSUME, "topic:orders"))
         assert [topic.name for topic in await admin.list_topics()] == [*NAMES, "flights"]
         assert [group.name for group in await admin.list_groups()] == NAMES
         assert [one.identity for one in await control.list()] == NAMES

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Replica, ids, incarnation, next_group, refusal, replica
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 GRACE_MS = 4_000
 """Time that a member has to reconnect."""

@@ -24,7 +24,7 @@ from batonmq.errors import (
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 COUNT = 200
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, register_broker
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 async def leads_to(nameserver: Replica, broker: str, address: str) -> None:

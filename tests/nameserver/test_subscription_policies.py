@@ -22,7 +22,7 @@ from tests.nameserver.replica import (
     refusal,
     replica,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 STAGED = pb.SUBSCRIPTION_POLICY_STAGED
 LATEST = pb.SUBSCRIPTION_POLICY_STAGED_LATEST

@@ -12,7 +12,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, register_broker, replica
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 async def spread(running: Replica) -> dict[str, dict[str, int]]:

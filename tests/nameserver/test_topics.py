@@ -32,8 +32,8 @@ from tests.nameserver.replica import (
     register_offsets,
     replica,
 )
-from tests.support.serving import serving_at
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving_at
 
 
 async def next_route(call: Any) -> pb.Route:

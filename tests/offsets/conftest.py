@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import LmdbDisk
 from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
@@ -26,7 +26,7 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_gates import GATES_PREFIX
 from tests.offsets.replica_cluster import ReplicaSet, replica_set
 from tests.offsets.service_calls import Service, single_set_directory
-from tests.support.serving import serving
+from tests.support.grpc_server import serving
 
 
 @pytest.fixture

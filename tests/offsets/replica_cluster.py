@@ -32,7 +32,7 @@ from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, dec
 from batonmq_server.runtime.service_runtime import Runtime
 from tests.offsets.service_calls import run
 from tests.support.clock import MovableClock
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 TIMEOUT_S = 20.0
 LEASE_MS = 8_000

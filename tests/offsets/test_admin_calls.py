@@ -32,7 +32,7 @@ from tests.offsets.service_calls import (
     rejection,
     run,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 def reset(to_offset: int = 4, *queue_ids: int, **fields: Any) -> pb.ResetRequest:

@@ -12,7 +12,7 @@ import pytest
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from tests.offsets.service_calls import TERM, Service, call, fence_item, queue, run
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 OTHER = queue_pb2.Incarnation(client_id="client-b", incarnation_id=1)
 FORCED = pb.FENCE_CONDITION_FORCED

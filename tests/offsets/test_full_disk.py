@@ -20,7 +20,7 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import DiskFull
 from batonmq_server.offsets import group_commit
 from batonmq_server.offsets.core.values import QueueLimits
@@ -31,8 +31,8 @@ from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.offsets.service_calls import TERM, Service, call, queue, single_set_directory
-from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving
 
 
 class Room:

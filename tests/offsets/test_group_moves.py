@@ -51,7 +51,7 @@ from tests.offsets.replica_cluster import (
     queue,
     replica_set,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -21,7 +21,7 @@ from tests.offsets.replica_cluster import (
     committed,
     hold,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 PATIENCE_S = 45.0
 

@@ -36,7 +36,7 @@ from tests.offsets.replica_cluster import (
     hold,
     rejection,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
 

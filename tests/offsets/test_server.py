@@ -30,7 +30,7 @@ from tests.offsets.service_calls import (
     rejection,
     run,
 )
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 INT64_MAX = (1 << 63) - 1
 

@@ -18,7 +18,7 @@ from batonmq_server.offsets import placement_resolver
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX
 from tests.offsets.service_calls import TERM, VALID_ITEMS, Service, call, queue, reasons, run
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 MADE_UP = [f"made-up-{number}" for number in range(5)]
 

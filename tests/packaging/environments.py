@@ -66,9 +66,9 @@ class Environment:
         return folder
 
 
-def build_wheels(folder: Path) -> Path:
-    """Build the three distributions, as `make wheels` does."""
-    for project in PROJECTS:
+def build_wheels(folder: Path, projects: Sequence[Path] = PROJECTS) -> Path:
+    """Build distributions, all three by default, as `make wheels` does."""
+    for project in projects:
         command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
         _output([*command, "--outdir", str(folder), str(project)])
     return folder

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Self
 
 from batonmq_server.runtime.etcd.session import EtcdSession
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 class StickingProxy:

@@ -22,7 +22,7 @@ from batonmq_server.runtime.election import SAFETY_MS, Election
 from batonmq_server.runtime.etcd.session import EtcdSession, Put
 from tests.runtime.etcd_compaction import compact
 from tests.runtime.etcd_proxies import two_proxies
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 LONG_MS = 60_000
 SHORT_MS = 10_000

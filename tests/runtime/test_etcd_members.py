@@ -26,7 +26,7 @@ from batonmq_server.runtime.etcd.members import FRESH_S, TRY_S
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.runtime.etcd_proxies import EtcdProxies, SlowProxy, two_proxies
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 MINUTE_MS = 60_000
 SOON_S = 30

@@ -21,7 +21,7 @@ from batonmq_server.local.etcd import EtcdProcess
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.runtime.etcd_compaction import compact
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 @asynccontextmanager

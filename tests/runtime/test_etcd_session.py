@@ -12,7 +12,7 @@ import pytest
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum
 from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 # ---- keys
 

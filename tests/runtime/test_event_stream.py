@@ -17,12 +17,12 @@ import pytest
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
-from batonmq._telemetry import events
-from batonmq._telemetry.events import EVENTS_MAX, WATCHERS_MAX, EventHub
+from batonmq._telemetry import event_hub as events
+from batonmq._telemetry.event_hub import EVENTS_MAX, WATCHERS_MAX, EventHub
 from batonmq.errors import Overloaded
 from batonmq_server.runtime.event_stream_server import add_event_stream
-from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving
 
 
 class SetClock(Clock):
@@ -118,7 +118,7 @@ async def test_events_beyond_the_byte_limit_are_dropped_and_counted(
 ) -> None:
     monkeypatch.setattr(events, "EVENT_BYTES_MAX", 3 * event(1).ByteSize() + 30)
     hub = new_hub()
-    with hub.listening() as listener:
+    with hub.listen() as listener:
         for number in range(1, 101):
             hub.publish(event(number))
         kept = listener.take(1 << 20)
@@ -129,7 +129,7 @@ async def test_events_beyond_the_byte_limit_are_dropped_and_counted(
 
 async def test_batch_ends_at_its_limit_and_holds_one_long_event() -> None:
     hub = new_hub()
-    with hub.listening() as listener:
+    with hub.listen() as listener:
         long = pb.MetricEvent(delivered=pb.DeliveredRange(runs=[1 << 40] * 100_000))
         for one in (event(1), long, event(2)):
             hub.publish(one)

@@ -25,7 +25,7 @@ from batonmq.errors import NoQuorum
 from batonmq_server.local.ports import keep_ports
 from batonmq_server.runtime import health
 from batonmq_server.runtime.health import LIVE, READY, STARTED, Health, serve_health
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 TIMEOUT_S = 20
 NAME = "baton.offsets.v1.OffsetsService"

@@ -23,7 +23,7 @@ from batonmq_server.runtime.replication.in_sync_set import (
     ReplicaPolicy,
 )
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, ReplicaSetStore
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 POLICY = ReplicaPolicy(min_in_sync=1, lag_ms_max=60_000, hold_ms=100)
 

@@ -41,7 +41,7 @@ from batonmq.errors import (
     Unreachable,
 )
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 DIFFERENCE = Difference("t" * 127, "expression", "new", "a" * 2_048, "old", "b" * 2_048)
 Context = grpc.aio.ServicerContext[Any, Any]

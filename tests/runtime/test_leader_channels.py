@@ -23,13 +23,13 @@ from baton.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import Unreachable
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.event_stream_server import MetricsServicer
 from batonmq_server.runtime.leader_channels import LeaderChannel
-from tests.support.serving import serving_at
+from tests.support.grpc_server import serving_at
 
 
 class Scene:

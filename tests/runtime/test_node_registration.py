@@ -22,7 +22,7 @@ from batonmq.errors import NoQuorum
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Lease
 from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.runtime.settings import ServiceSettings
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 KEY = "nodes/offsets/offsets-0"
 

@@ -36,7 +36,7 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import LIVE, READY, STARTED
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord
 from tests.support.cluster import fork_server
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 TIMEOUT_S = 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.runtime.test_election import Candidate, campaigning
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 LEASE_MS = 600_000
 

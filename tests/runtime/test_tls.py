@@ -30,7 +30,7 @@ from batonmq.errors import Unreachable
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import check_files, listen, server_credentials
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 NODE = CertificateSubject(name="node", uri="service:storage", hosts=("localhost", "127.0.0.1"))
 CAROL = CertificateSubject(name="carol")

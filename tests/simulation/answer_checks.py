@@ -1,4 +1,4 @@
-"""What must hold of answers as they leave a server: what they say is durable by then."""
+"""Checks responses when a server sends them: what a response claims is durable by then."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._core.queues import Incarnation
 from batonmq.errors import BatonError, Internal, Paused
 from batonmq_server.offsets.core.ranges import RangeSet
-from tests.simulation.books import Books, done, holder_of, key_of
+from tests.simulation.expected_state import ExpectedState, done, holder_of, key_of
 
 RECORD_MS = 2_500
-"""Storage may ask for so long to record what it had read before it heard of a pause."""
+"""For this long storage may still record deliveries that it read before it learned of a pause."""
 
 _OF_OFFSETS = (
     offsets_pb.FenceResponse
@@ -25,27 +25,27 @@ _OF_OFFSETS = (
 
 
 class AnswerChecks:
-    """Sees every call as it leaves its client, and every answer as it leaves a server."""
+    """Checks every call when its client sends it, and every response when its server sends it."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, expected: ExpectedState) -> None:
+        self._expected = expected
 
     def called(self, node: str, request: Any) -> None:
-        """A call is sent. Storage that knows of a pause has nothing recorded any more."""
-        group = self._books.group
+        """Check a call: storage that knows of a pause records no delivery any more."""
+        group = self._expected.group
         if not isinstance(request, offsets_pb.RecordDeliveredRequest):
             return
         if node not in group.pause_known_ms:
             return
-        known_ms = self._books.now_ms() - group.pause_known_ms[node]
+        known_ms = self._expected.now_ms() - group.pause_known_ms[node]
         if known_ms > RECORD_MS:
-            self._books.fail("pause", f"{node} delivers {known_ms} ms after it knew: {request}")
+            self._expected.fail("pause", f"{node} delivers {known_ms} ms after it knew: {request}")
 
     def answered(self, node: str, request: Any, answer: Any) -> None:
-        """A server sends an answer."""
+        """Check a response of a server."""
         if isinstance(answer, BatonError):
             if isinstance(answer, Internal):
-                self._books.fail("unexpected", f"{node} failed with {answer.message}: {request}")
+                self._expected.fail("unexpected", f"{node} failed with {answer.message}: {request}")
             if isinstance(answer, Paused) and isinstance(request, storage_pb.PullRequest):
                 self._paused(node, answer)
             return
@@ -69,10 +69,10 @@ class AnswerChecks:
                 self._reset_answered(outcome.step)
 
     def _paused(self, node: str, refusal: Paused) -> None:
-        group = self._books.group
+        group = self._expected.group
         if refusal.facts.get("reason") == group.paused and node not in group.pause_known_ms:
-            self._books.counts["pauses known"] += 1
-            group.pause_known_ms[node] = self._books.now_ms()
+            self._expected.counts["pauses known"] += 1
+            group.pause_known_ms[node] = self._expected.now_ms()
 
     def _lock_answered(
         self,
@@ -84,8 +84,8 @@ class AnswerChecks:
             if not answer.HasField("grant"):
                 return
             key, owner, token = key_of(answer.queue), request.incarnation, answer.grant.token
-            if self._books.queues[key].persisted.get(token) != holder_of(owner):
-                self._books.fail("V11", f"{key}: {node} grants token {token}, not persisted")
+            if self._expected.queues[key].persisted.get(token) != holder_of(owner):
+                self._expected.fail("V11", f"{key}: {node} grants token {token}, not persisted")
             return
         for hold, report in zip(request.holds, answer.reports, strict=False):
             if report.state == lockmgr_pb.HOLD_STATE_NOT_OWNER:
@@ -94,34 +94,34 @@ class AnswerChecks:
                 self._renewed(node, hold)
 
     def _renewed(self, node: str, hold: lockmgr_pb.Hold) -> None:
-        """Nobody is renewed whose token is dead, or is being taken (stories 6, 7 and 12).
+        """Check that no token is renewed that is fenced or being fenced (stories 6, 7 and 12).
 
-        Of a reset the lock manager hears nothing: the owner finds out with its next call.
+        The lock manager does not learn of a reset: the owner gets an error from its next call.
         """
         key = key_of(hold.queue)
-        queue = self._books.queues[key]
-        in_force = self._books.in_force(key, queue.durable) if queue.durable is not None else 0
+        queue = self._expected.queues[key]
+        in_force = self._expected.in_force(key, queue.durable) if queue.durable is not None else 0
         if in_force != hold.token and queue.revoked.get(hold.token) != "reset":
-            self._books.fail(
+            self._expected.fail(
                 "section 5", f"{key}: {node} renews {hold.token}; in force is {in_force}"
             )
 
     def _disowned(self, node: str, owner: Incarnation, hold: lockmgr_pb.Hold) -> None:
-        """Nothing is forgotten by a lock manager, whoever leads (section 12)."""
+        """Check that no lock manager loses a lock, also after a failover (section 12)."""
         key = key_of(hold.queue)
-        queue = self._books.queues[key]
+        queue = self._expected.queues[key]
         if queue.durable is None or queue.owner != owner or queue.etcd_token != hold.token:
             return
-        if self._books.in_force(key, queue.durable) == hold.token:
-            self._books.fail(
+        if self._expected.in_force(key, queue.durable) == hold.token:
+            self._expected.fail(
                 "section 12", f"{key}: {node} tells {owner} that it does not own {hold.token}"
             )
 
     def _fence_answered(self, item: offsets_pb.FenceItem, fenced: offsets_pb.Fenced) -> None:
         key = key_of(item.queue)
-        durable = self._books.queues[key].durable
+        durable = self._expected.queues[key].durable
         if durable is None or durable.token < fenced.token:
-            self._books.fail("V8", f"{key}: token {fenced.token} is answered and not durable")
+            self._expected.fail("V8", f"{key}: token {fenced.token} is answered and not durable")
 
     def _acks_answered(
         self,
@@ -129,17 +129,19 @@ class AnswerChecks:
         acks: offsets_pb.CommitItem | offsets_pb.CloseItem | offsets_pb.Acks,
     ) -> None:
         key = key_of(item.queue)
-        durable = self._books.queues[key].durable
+        durable = self._expected.queues[key].durable
         if durable is not None and durable.reset_epoch > acks.reset_epoch:
             return
         told = RangeSet.merged((r.first_offset, r.next_offset) for r in acks.acked)
         if acks.committed_offset:
             told = told.union(RangeSet.of(0, acks.committed_offset))
         if durable is None or told.difference(done(durable)):
-            self._books.fail("V9", f"{key}: acks {told} are answered and not durable")
+            self._expected.fail("V9", f"{key}: acks {told} are answered and not durable")
 
     def _reset_answered(self, step: offsets_pb.ResetStep) -> None:
         key = key_of(step.queue)
-        durable = self._books.queues[key].durable
+        durable = self._expected.queues[key].durable
         if durable is None or durable.reset_epoch < step.reset_epoch:
-            self._books.fail("V8", f"{key}: a reset to {step.to_offset} is answered, not durable")
+            self._expected.fail(
+                "V8", f"{key}: a reset to {step.to_offset} is answered, not durable"
+            )

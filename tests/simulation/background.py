@@ -1,4 +1,4 @@
-"""Work that a mutant does beside what it should do."""
+"""Background tasks of mutants."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 
 
 def in_background(work: Coroutine[Any, Any, Any]) -> None:
-    """Begin something that nobody waits for."""
+    """Start a task whose result is ignored."""
     asyncio.get_running_loop().create_task(work)

@@ -67,7 +67,7 @@ def skip_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def grant_before_persist(patch: pytest.MonkeyPatch) -> None:
-    """[persist_after_answer] The grant is answered before its transaction is known to be made."""
+    """[persist_after_answer] The grant is sent before its transaction is confirmed."""
 
     async def hand_over(
         self: HandOverExecutor,

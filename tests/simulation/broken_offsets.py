@@ -1,4 +1,4 @@
-"""Offsets that leaves out a rule; the names in brackets are those of protocol section 17."""
+"""Nodes of offsets that leave out a rule; names in brackets are those of protocol section 17."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from batonmq_server.offsets.group_commit import GroupCommit
 
 
 def unconditional_fence(patch: pytest.MonkeyPatch) -> None:
-    """[fence_uncond] Drained is tested by lockmgr, and not again inside the swap."""
+    """[fence_uncond] Only lockmgr checks that the queue is drained; the fence does not."""
     patch.setattr(Progress, "_check_condition", lambda *_: None)
 
 
 def answer_before_durable(patch: pytest.MonkeyPatch) -> None:
-    """Offsets answers fences, commits and closes before they are on its disk."""
+    """Fences, commits and closes are answered before they are durable."""
 
     async def settled(*_: object) -> None:
         return
@@ -43,7 +43,7 @@ def answer_before_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def commit_without_token(patch: pytest.MonkeyPatch) -> None:
-    """[commit_no_token] A commit counts, whoever sends it."""
+    """[commit_no_token] A commit counts with any token."""
     real = Progress.commit
 
     def commit(
@@ -55,7 +55,7 @@ def commit_without_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def pull_without_token(patch: pytest.MonkeyPatch) -> None:
-    """[pull_no_token] A delivery, also that of a pull that was parked, counts whoever pulls."""
+    """[pull_no_token] A delivery counts with any token, also that of a long poll."""
     record, touch = Progress.record_delivered, Progress.touch
 
     def recorded(
@@ -68,7 +68,7 @@ def pull_without_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def record_in_memory(patch: pytest.MonkeyPatch) -> None:
-    """[record_not_durable] Nothing durable says how far deliveries have come."""
+    """[record_not_durable] The delivered offset is not stored."""
     real = Progress.record_delivered
 
     def record(
@@ -83,7 +83,7 @@ def record_in_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def idle_untested(patch: pytest.MonkeyPatch) -> None:
-    """A lease that is over at the lock manager is enough: offsets does not look."""
+    """An expired lease at the lock manager is enough: offsets does not check that calls ceased."""
     real = Progress._check_condition
 
     def check(self: Progress, wish: FenceAttempt, now: Instant) -> None:
@@ -94,7 +94,7 @@ def idle_untested(patch: pytest.MonkeyPatch) -> None:
 
 
 def maybe_seen_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """What the holder before has in flight is not noted when its queue is taken."""
+    """A fence does not record the messages in flight at the previous owner."""
     real = Progress.fence
 
     def fence(self: Progress, wish: FenceAttempt, now: Instant) -> TableGrant:
@@ -109,7 +109,7 @@ def maybe_seen_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def acked_ranges_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A new owner starts at the committed offset, whatever is acked above it."""
+    """A new owner starts at the committed offset and repeats what is acked above it."""
     real = Progress.fence
 
     def fence(self: Progress, wish: FenceAttempt, now: Instant) -> TableGrant:
@@ -120,7 +120,7 @@ def acked_ranges_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def reset_no_epoch(patch: pytest.MonkeyPatch) -> None:
-    """[reset_no_epoch] A reset sets the offset, and nobody is fenced by it."""
+    """[reset_no_epoch] A reset sets the offset, but does not fence the owner."""
     real = Progress.reset
 
     def reset(self: Progress, to: AckState, source: ProgressSource, now: Instant) -> ResetEffect:
@@ -137,9 +137,9 @@ def reset_no_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def reset_no_resume_check(patch: pytest.MonkeyPatch) -> None:
-    """[reset_no_resume_check] A reset fences; what was finished before it counts after it.
+    """[reset_no_resume_check] A reset fences, but acks from before the reset count after it.
 
-    The epoch is not raised, nor does a client drop its work when it hears that it was a reset.
+    The epoch is not raised, and a client keeps its progress when it learns of the reset.
     """
     real_reset = Progress.reset
 
@@ -154,7 +154,7 @@ def reset_no_resume_check(patch: pytest.MonkeyPatch) -> None:
 
 
 def force_without_flags(patch: pytest.MonkeyPatch) -> None:
-    """What is in the hands of an owner that loses a queue by force is not noted."""
+    """A forced release does not record the messages in flight at the owner."""
     real = Progress.fence
 
     def fence(self: Progress, wish: FenceAttempt, now: Instant) -> TableGrant:
@@ -169,7 +169,7 @@ def force_without_flags(patch: pytest.MonkeyPatch) -> None:
 
 
 def riding_acks_without_token(patch: pytest.MonkeyPatch) -> None:
-    """Acks that ride with a pull count, whoever pulls."""
+    """Acks within a pull count with any token."""
     real = Progress.commit
 
     def commit(
@@ -181,9 +181,9 @@ def riding_acks_without_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def delivery_of_any_generation(patch: pytest.MonkeyPatch) -> None:
-    """A delivery counts, whatever it was filtered by.
+    """A delivery counts with any generation of the subscription.
 
-    A client that waits until it knows the subscription its grant is for would hide that.
+    A client that waits for the subscription of its grant would hide this.
     """
     record, begin = Progress.record_delivered, AssignedQueue.begin
 

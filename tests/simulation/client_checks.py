@@ -1,111 +1,113 @@
-"""What must hold of consumers: of what they believe to own, and of what their handlers start."""
+"""Checks consumers: the queues that they regard as owned, and the handler calls that they start."""
 
 from __future__ import annotations
 
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
 from batonmq._core.subscription import TagFilter
-from tests.simulation.books import Books, Queue, Start, done
+from tests.simulation.expected_state import ExpectedQueue, ExpectedState, HandlerStart, done
 
 
 class ClientChecks:
-    """Sees what clients learn of their queues, and what they do with messages."""
+    """Checks what clients learn of their queues and do with messages."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, expected: ExpectedState) -> None:
+        self._expected = expected
 
     def granted(self, client: str, incarnation_id: int, queue: QueueRef, token: int) -> None:
-        """A client believes from now on that it owns a queue (V11)."""
-        key, books = self._books.key(queue), self._books
+        """Check a grant when the client learns of it (V11)."""
+        key, expected = self._expected.key(queue), self._expected
         holder = Incarnation(client, incarnation_id)
-        books.trace.note(client, f"owns {key} token {token}")
-        books.counts["grants"] += 1
-        persisted = books.queues[key].persisted.get(token)
+        expected.trace.note(client, f"owns {key} token {token}")
+        expected.counts["grants"] += 1
+        persisted = expected.queues[key].persisted.get(token)
         if persisted != holder:
-            books.fail("V11", f"{key}: {client} uses token {token}; etcd gave it to {persisted}")
+            expected.fail("V11", f"{key}: {client} uses token {token}; etcd gave it to {persisted}")
 
     def ended(self, client: str, kind: str, queue: QueueRef, token: int) -> None:
-        """A client knows that a token is over, or that it may start nothing more under it."""
-        self._books.trace.note(client, f"{kind} {queue} token {token}")
-        self._books.queues[self._books.key(queue)].told[token] = None
+        """Note that a client has stopped to use a token."""
+        self._expected.trace.note(client, f"{kind} {queue} token {token}")
+        self._expected.queues[self._expected.key(queue)].told[token] = None
 
     def deadline_passed(self, client: str, queue: QueueRef) -> None:
-        """A client has stopped by itself: its lease ran out."""
-        self._books.counts["own deadline"] += 1
-        self._books.excuse(self._books.key(queue), f"own deadline of {client}", client)
+        """Note that a client has stopped by itself because its lease expired."""
+        self._expected.counts["own deadline"] += 1
+        self._expected.excuse(self._expected.key(queue), f"own deadline of {client}", client)
 
     def crashed(self, client: str) -> None:
-        """A client is gone."""
-        for key in self._books.queues:
-            self._books.excuse(key, "", client)
+        """Note that a client was killed."""
+        for key in self._expected.queues:
+            self._expected.excuse(key, "", client)
 
     def started(self, client: str, asked: TagFilter, message: ReceivedMessage) -> None:
-        """A handler begins (V7, V8, V9, and V6 by its excuses).
+        """Check the start of a handler call (V7, V8, V9, and V6 by its excuses).
 
-        An owner that has not heard yet of a reset, or that its queue was taken by force, goes on
-        for a while: what it starts must be flagged when it comes again, and nothing else holds.
+        An owner continues until it learns of a reset or a forced release: the messages that it
+        starts meanwhile must be flagged when they are redelivered; no other rule applies.
 
         Args:
-            asked: What the client itself subscribes to.
+            asked: The subscription of the client.
         """
-        books, key, offset = self._books, self._books.key(message.queue), message.offset
-        queue, token = books.queues[key], message.token
+        expected, key, offset = self._expected, self._expected.key(message.queue), message.offset
+        queue, token = expected.queues[key], message.token
         flag = " redelivered" if message.redelivered else ""
-        books.trace.note(client, f"starts {key}@{offset} token {token}{flag}")
-        books.counts["starts"] += 1
+        expected.trace.note(client, f"starts {key}@{offset} token {token}{flag}")
+        expected.counts["starts"] += 1
         text = f"{key}@{offset}: {client} starts it under token {token}"
         if token in queue.told:
-            books.fail("V3", f"{text}, and knows that it is over")
-        if key.topic != books.retries:
+            expected.fail("V3", f"{text}, and knows that it is over")
+        if key.topic != expected.retries:
             self._check_wanted(text, asked, message.tag)
         if token in queue.revoked:
-            books.counts["starts after a revocation"] += 1
-            queue.starts[offset].append(Start(client, books.now_ms(), excused=True))
+            expected.counts["starts after a revocation"] += 1
+            queue.starts[offset].append(HandlerStart(client, expected.now_ms(), excused=True))
             return
         self._check_repetition(text, queue, message)
-        queue.starts[offset].append(Start(client, books.now_ms()))
+        queue.starts[offset].append(HandlerStart(client, expected.now_ms()))
         self._check_token(text, key, queue, message)
-        served = books.group.served
-        if books.group.bound and 0 < queue.generation_of.get(token, 0) < served:
-            books.fail("section 14", f"{text}; deliveries are of generation {served} already")
+        served = expected.group.served
+        if expected.group.bound and 0 < queue.generation_of.get(token, 0) < served:
+            expected.fail("section 14", f"{text}; deliveries are of generation {served} already")
 
     def finished(self, client: str, message: ReceivedMessage) -> None:
-        """A handler has ended well; it counts in the epoch of its token."""
-        key, books = self._books.key(message.queue), self._books
-        books.trace.note(client, f"handled {key}@{message.offset}")
-        books.queues[key].epoch_of[message.token].handled.add(message.offset)
+        """Note a successful handler call; it counts in the epoch of its token."""
+        key, expected = self._expected.key(message.queue), self._expected
+        expected.trace.note(client, f"handled {key}@{message.offset}")
+        expected.queues[key].epoch_of[message.token].handled.add(message.offset)
 
     def failed(self, client: str, message: ReceivedMessage) -> None:
-        """A handler has ended badly; the message is sent back before it is acked (V4)."""
-        self._books.trace.note(client, f"failed {self._books.key(message.queue)}@{message.offset}")
-        self._books.counts["failed"] += 1
+        """Note a failed handler call; the message is sent back before it is acked (V4)."""
+        self._expected.trace.note(
+            client, f"failed {self._expected.key(message.queue)}@{message.offset}"
+        )
+        self._expected.counts["failed"] += 1
 
     def _check_wanted(self, text: str, asked: TagFilter, tag: str) -> None:
-        """Section 14: nobody is shown what it does not want, unless the policy is to warn."""
-        if self._books.group.bound and not asked.accepts(tag):
-            self._books.fail("section 14", f"{text}; it has tag {tag}, and it wants {asked}")
+        """Section 14: a delivered message matches the subscription, unless the policy is WARN."""
+        if self._expected.group.bound and not asked.accepts(tag):
+            self._expected.fail("section 14", f"{text}; it has tag {tag}, and it wants {asked}")
 
-    def _check_repetition(self, text: str, queue: Queue, message: ReceivedMessage) -> None:
+    def _check_repetition(self, text: str, queue: ExpectedQueue, message: ReceivedMessage) -> None:
         before = queue.starts[message.offset]
         if not before:
             return
-        self._books.counts["repeated"] += 1
+        self._expected.counts["repeated"] += 1
         if not message.redelivered:
-            self._books.fail("V7", f"{text}, unflagged, after {before}")
+            self._expected.fail("V7", f"{text}, unflagged, after {before}")
         if unexcused := [start for start in before if not start.excused]:
-            self._books.fail("V6", f"{text} after {unexcused}, and nothing has happened to that")
+            self._expected.fail("V6", f"{text} after {unexcused}, and nothing has happened to that")
 
     def _check_token(
-        self, text: str, key: GroupQueue, queue: Queue, message: ReceivedMessage
+        self, text: str, key: GroupQueue, queue: ExpectedQueue, message: ReceivedMessage
     ) -> None:
-        books, durable, offset = self._books, queue.durable, message.offset
+        expected, durable, offset = self._expected, queue.durable, message.offset
         if durable is None or durable.token < message.token:
-            books.fail("V8", f"{text}; no such token is durable")
+            expected.fail("V8", f"{text}; no such token is durable")
             return
-        in_force = books.in_force(key, durable)
+        in_force = expected.in_force(key, durable)
         if in_force != message.token:
-            books.fail("V3", f"{text}; the token in force is {in_force}")
+            expected.fail("V3", f"{text}; the token in force is {in_force}")
         if durable.token == message.token and durable.delivered_reserved <= offset:
-            books.fail("V8", f"{text}; durable is only D={durable.delivered_reserved}")
+            expected.fail("V8", f"{text}; durable is only D={durable.delivered_reserved}")
         if done(durable).between(offset, offset + 1):
-            books.fail("V9", f"{text}; it is acked already")
+            expected.fail("V9", f"{text}; it is acked already")

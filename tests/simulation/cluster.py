@@ -1,6 +1,6 @@
-"""A whole cluster in one loop: real services and clients, each process a host of its own.
+"""A whole cluster in one event loop: real services and clients, each on a simulated host.
 
-    etcd            twin, never dies
+    etcd            in memory, never fails
     ns-a ns-b       nameserver, two replicas
     lock-a lock-b   lock manager, leader and standby
     offsets         one node, on a disk that outlives it; or
@@ -11,8 +11,8 @@
     c1 c2 ...       consumers of one group
     producer
 
-A process can be killed, frozen and restarted at any event. What a killed process would still do
-is never done; its disk stays, and in the network remains what it had sent.
+A process can be killed, frozen and restarted at any event. A killed process executes nothing more;
+its disk and its messages in the network remain.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from batonmq_server.testing.memory_network import MemoryCall
 from batonmq_server.testing.processes import ServiceSpec, SimulatedProcess
 from batonmq_server.testing.services import lockmgr, nameserver, offsets, storage
 from tests.simulation.checker import Checker
-from tests.simulation.options import Options
-from tests.simulation.replica_checks import SET_KEY
-from tests.simulation.store_checks import SET_KEY as STORE_SET_KEY
+from tests.simulation.offsets_replica_checks import SET_KEY
+from tests.simulation.options import RunOptions
+from tests.simulation.storage_replica_checks import SET_KEY as STORE_SET_KEY
 from tests.simulation.trace import Trace
 
 GROUP, TOPIC, BROKER = "readers", "orders", "broker-a"
 OFFSETS = "offsets"
-"""The node of a cluster that has one."""
+"""The only node of a cluster with one offsets set."""
 FAR = "offsets-far"
-"""The other one, of a cluster that has two sets; both are called as their set."""
+"""The node of the second set; both nodes have the name of their set."""
 REPLICAS = ("offsets-a", "offsets-b", "offsets-c")
 STORES = ("broker-a-0", "broker-a-1", "broker-a-2")
 NAMESERVERS = "ns-a:1,ns-b:1"
 LEASE_MS = 12_000
-"""Of a lock; short, so that much can happen in a run. Its margins are those of production."""
+"""Lease of a lock; short, so that many leases expire in a run. Margins are those of production."""
 LEADER_LEASE_MS, REPLICA_LAG_MS = 4_000, 1_500
 WRITE_MS_MAX = 8
 SLOW_WRITE_MS_MAX = 400
 _SLOW = 0.02
 
 
-class World(processes.MemoryEnvironment):
-    """What all processes of a run share, and who looks at it."""
+class SimulatedCluster(processes.MemoryEnvironment):
+    """The environment that all processes of a run share, and its checker."""
 
     def __init__(self, seed: str, *, kept_max: int | None = 4_000) -> None:
         super().__init__(seed)
@@ -76,12 +76,12 @@ class World(processes.MemoryEnvironment):
         self.loop.set_exception_handler(self._unexpected)
 
     def leader(self, key: str) -> str:
-        """Who holds an election key in etcd; empty for nobody."""
+        """Return the holder of an election key in etcd; empty without one."""
         stored = self.etcd.get(key)
         return stored.value.decode() if stored is not None else ""
 
     def offsets_disk_of(self, node_id: str) -> MemoryOffsetsDisk:
-        """See base; what a node without followers has written counts at once."""
+        """See base; a write of a node without followers counts at once."""
         known = node_id in self.offsets_disks
         disk = super().offsets_disk_of(node_id)
         if not known and node_id in (OFFSETS, FAR):
@@ -91,17 +91,17 @@ class World(processes.MemoryEnvironment):
         return disk
 
     def lose_offsets_disk(self, node_id: str) -> None:
-        """Its next life begins with an empty one."""
+        """Replace the disk of a node by an empty one at its next start."""
         del self.offsets_disks[node_id]
         self.offsets_disk_of(node_id)
 
     def lose_store_disk(self, node_id: str) -> None:
-        """Likewise of storage."""
+        """Replace the disk of a storage node by an empty one at its next start."""
         self.storage_disks[node_id] = MemoryDisk()
         self.checker.stores.lost(node_id)
 
     def write_s(self, random: Random) -> float:
-        """Sometimes very long."""
+        """Return the duration of a disk write; sometimes very long."""
         longest = SLOW_WRITE_MS_MAX if random.random() < _SLOW else WRITE_MS_MAX
         return random.uniform(0.5, longest) / 1000
 
@@ -134,7 +134,7 @@ class World(processes.MemoryEnvironment):
         self.checker.forget_pause()
 
     def failed(self, process: str, error: BaseException) -> None:
-        self.checker.books.fail("unexpected", f"process {process} ends with {error!r}")
+        self.checker.expected.fail("unexpected", f"process {process} ends with {error!r}")
 
     def _put(self, stored: KeyValue) -> None:
         if stored.key == SET_KEY:
@@ -143,29 +143,29 @@ class World(processes.MemoryEnvironment):
             self.checker.stores.standing_written(stored)
 
     def _unexpected(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self.checker.books.fail(
+        self.checker.expected.fail(
             "unexpected", f"{context.get('message')} {context.get('exception')!r}"
         )
 
 
 class ConsumerProcess(SimulatedProcess):
-    """A life of a member; it leaves gracefully when asked to stop.
+    """One incarnation of a member; it leaves gracefully when it is stopped.
 
     Attributes:
-        expression: What it subscribes to.
+        expression: Its subscription.
     """
 
     def __init__(
         self,
-        world: World,
+        cluster: SimulatedCluster,
         client_id: str,
         life: int,
         expression: str,
         settings: ConsumerSettings,
         handle: Callable[[SimulatedProcess, ReceivedMessage], Awaitable[object]],
     ) -> None:
-        super().__init__(world, client_id, life)
-        self._trace, self._checker = world.trace, world.checker
+        super().__init__(cluster, client_id, life)
+        self._trace, self._checker = cluster.trace, cluster.checker
         self.expression, self._asked = expression, TagFilter.parse(expression)
         self._settings, self._handle = settings, handle
         self._consumer: Consumer | None = None
@@ -180,7 +180,7 @@ class ConsumerProcess(SimulatedProcess):
                 self._settings,
                 client_id=self.name,
                 on_ownership=self._on_ownership,
-                surroundings=self.surroundings(),
+                environment=self.client_environment(),
             )
             try:
                 async with consumer, asyncio.TaskGroup() as tasks:
@@ -188,7 +188,7 @@ class ConsumerProcess(SimulatedProcess):
                     await consumer.run(self._handler())
                     self.stopping.set()
             except BatonError as error:
-                # Refused: the client id is still in use by the life before, for example.
+                # Rejected, for example because the previous incarnation still uses the client id.
                 self._trace.note(self.name, "starts anew", error)
                 await asyncio.sleep(1)
 
@@ -223,8 +223,8 @@ class ConsumerProcess(SimulatedProcess):
                 checks.deadline_passed(self.name, event.queue)
 
 
-def services(world: World, random: Random, options: Options) -> list[ServiceSpec]:
-    """The services of the cluster, in the order in which they start."""
+def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> list[ServiceSpec]:
+    """Return the services of the cluster in the order of their start."""
     common: dict[str, Any] = {"cluster": "sim", "node_lease_ms": 6_000, "metrics_stream": False}
     span_max = random.choice([8, 50])
 
@@ -242,13 +242,13 @@ def services(world: World, random: Random, options: Options) -> list[ServiceSpec
         settings = OffsetsSettings(
             node_id=node_id, data_dir=Path("unused"), span_max=span_max, **common, **more
         )
-        return offsets(world, settings)
+        return offsets(cluster, settings)
 
     def log(node_id: str, **more: Any) -> ServiceSpec:
         settings = StorageSettings(
             node_id=node_id, segment_bytes=16_384, touch_interval_ms=3_000, **common, **more
         )
-        return storage(world, settings)
+        return storage(cluster, settings)
 
     log_replicated: dict[str, Any] = {
         "broker": BROKER,

@@ -1,4 +1,4 @@
-"""What the simulations need of pytest."""
+"""Fixtures of the simulations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def only_errors_are_logged() -> Iterator[None]:
-    """A run logs thousands of warnings: they are what it is about. Errors go into its trace."""
+    """Hide the thousands of expected warnings of a run; errors go into its trace."""
     names = ("batonmq", "batonmq_server", "asyncio")
     before = [logging.getLogger(name).level for name in names]
     for name in names:

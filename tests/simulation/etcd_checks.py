@@ -1,4 +1,4 @@
-"""What must hold of what is written to etcd: locks, and the group with its gate."""
+"""Checks writes to etcd: locks, and the group with its gate."""
 
 from __future__ import annotations
 
@@ -8,74 +8,82 @@ from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._core.subscription import TagFilter
 from batonmq_server.runtime.etcd.session import KeyValue
-from tests.simulation.books import Books, Queue, holder_of, key_of, token_of
+from tests.simulation.expected_state import (
+    ExpectedQueue,
+    ExpectedState,
+    holder_of,
+    key_of,
+    token_of,
+)
 
 
 class EtcdChecks:
-    """Sees each key as it is written, in etcd's order."""
+    """Checks each write of a key, in etcd's order."""
 
-    def __init__(self, books: Books, topic: str) -> None:
-        self._books, self._topic = books, topic
+    def __init__(self, expected: ExpectedState, topic: str) -> None:
+        self._expected, self._topic = expected, topic
 
     def written(self, stored: KeyValue) -> None:
-        """A key has a new value."""
+        """Check a new value of a key."""
         kind, _, rest = stored.key.partition("/")
         if kind == "locks":
             self._lock_written(stored_lock_pb2.StoredLock.FromString(stored.value))
-        elif kind == "gates" and rest == self._books.name:
+        elif kind == "gates" and rest == self._expected.name:
             self._gate_written(StoredGate.FromString(stored.value))
-        elif kind == "groups" and rest == self._books.name:
+        elif kind == "groups" and rest == self._expected.name:
             self._group_written(StoredGroup.FromString(stored.value))
 
     def _lock_written(self, lock: stored_lock_pb2.StoredLock) -> None:
-        books, key = self._books, key_of(lock.queue)
-        queue = books.queues[key]
+        expected, key = self._expected, key_of(lock.queue)
+        queue = expected.queues[key]
         owner = holder_of(lock.owner) if lock.HasField("owner") else None
-        books.trace.note("etcd", f"{key} is {owner.client_id if owner else 'free'} {lock.token}")
+        expected.trace.note("etcd", f"{key} is {owner.client_id if owner else 'free'} {lock.token}")
         if lock.token < queue.etcd_token:
-            books.fail("V1", f"{key}: token in etcd fell from {queue.etcd_token} to {lock.token}")
+            expected.fail(
+                "V1", f"{key}: token in etcd fell from {queue.etcd_token} to {lock.token}"
+            )
         if owner is not None and owner == queue.owner and lock.acquire_seq < queue.acquire_seq:
-            books.fail("story 8", f"{key}: request {lock.acquire_seq} after {queue.acquire_seq}")
+            expected.fail("story 8", f"{key}: request {lock.acquire_seq} after {queue.acquire_seq}")
         queue.etcd_token, queue.owner, queue.acquire_seq = lock.token, owner, lock.acquire_seq
         self._check_issued(key, queue, owner, lock.token)
         if owner is None:
             return
         queue.persisted[lock.token] = owner
-        group = books.group
+        group = expected.group
         if group.draining:
-            books.fail("section 14", f"{key} goes to {owner} while the subscription is changed")
+            expected.fail("section 14", f"{key} goes to {owner} while the subscription is changed")
         if group.bound and lock.subscription_generation != group.generation:
-            books.fail(
+            expected.fail(
                 "section 14",
                 f"{key} goes to {owner} for generation {lock.subscription_generation} of the "
                 f"subscription; it is {group.generation}",
             )
 
     def _check_issued(
-        self, key: GroupQueue, queue: Queue, owner: Incarnation | None, token: int
+        self, key: GroupQueue, queue: ExpectedQueue, owner: Incarnation | None, token: int
     ) -> None:
-        """V1: etcd knows no token that offsets has not issued, durably, to the same incarnation."""
+        """V1: each token in etcd was durably issued by offsets to the same incarnation."""
         if token not in queue.fenced or token > token_of(queue.durable):
-            self._books.fail("V1", f"{key}: etcd has token {token}, never issued")
+            self._expected.fail("V1", f"{key}: etcd has token {token}, never issued")
         elif owner is not None and queue.fenced[token] != owner:
             issued = queue.fenced[token]
-            self._books.fail("V1", f"{key}: etcd gives {token} to {owner}, issued to {issued}")
+            self._expected.fail("V1", f"{key}: etcd gives {token} to {owner}, issued to {issued}")
 
     def _gate_written(self, gate: StoredGate) -> None:
-        books, group = self._books, self._books.group
+        expected, group = self._expected, self._expected.group
         paused = gate.pause.reason if gate.HasField("pause") else ""
         if paused != group.paused:
             group.paused, group.pause_known_ms = paused, {}
         if gate.draining and not group.draining:
-            books.counts["drains"] += 1
+            expected.counts["drains"] += 1
         group.bound, group.draining = gate.bound, gate.draining
-        books.trace.note("etcd", "gate", gate)
+        expected.trace.note("etcd", "gate", gate)
         if gate.subscription_generation == group.generation:
             return
         group.generation = gate.subscription_generation
-        for key, queue in books.queues.items():
+        for key, queue in expected.queues.items():
             if gate.bound and queue.owner is not None:
-                books.fail(
+                expected.fail(
                     "section 14",
                     f"generation {group.generation} of the subscription counts, and {key} is "
                     f"still {queue.owner.client_id}'s",
@@ -86,9 +94,9 @@ class EtcdChecks:
         if expression is None:
             return
         wanted = TagFilter.parse(expression)
-        known = self._books.group.filters.setdefault(group.subscription_generation, wanted)
+        known = self._expected.group.filters.setdefault(group.subscription_generation, wanted)
         if known != wanted:
-            self._books.fail(
+            self._expected.fail(
                 "section 14",
                 f"generation {group.subscription_generation} of the subscription was {known}, "
                 f"now it is {wanted}",

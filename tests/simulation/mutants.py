@@ -1,8 +1,7 @@
-"""The protocol, broken on purpose: each mutant leaves out one thing that the protocol asks for.
+"""Mutants of the protocol: each one leaves out one rule.
 
-A mutant replaces a method of a real class for the time of a test. The names in brackets are
-those of protocol section 17. A simulator that does not find one of them would not find a
-programmer's mistake of that kind either.
+A mutant replaces a method of a real class during a test. The names in brackets are those of
+protocol section 17. A simulator that misses a mutant would also miss a bug of that kind.
 """
 
 from __future__ import annotations
@@ -13,99 +12,97 @@ from dataclasses import dataclass, replace
 import pytest
 
 from batonmq_server.testing.memory_network import Faults
-from tests.simulation import (
-    broken_clients,
-    broken_lockmgr,
-    broken_moves,
-    broken_offsets,
-    broken_replicas,
-    broken_serving,
-    broken_stores,
-)
-from tests.simulation.options import Options
+from tests.simulation import broken_clients, broken_lockmgr, broken_offsets
+from tests.simulation import broken_group_moves as broken_moves
+from tests.simulation import broken_offsets_replicas as broken_replicas
+from tests.simulation import broken_services as broken_serving
+from tests.simulation import broken_storage_replicas as broken_stores
+from tests.simulation.options import RunOptions
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One broken protocol.
+    """One mutant.
 
     Attributes:
-        name: What is left out.
-        break_it: Leaves it out, until the monkeypatch is undone.
-        options: A kind of run in which it matters.
-        rules: What it breaks: which of them is seen first depends on the run.
-        first: Number of the first seed: what few runs find is looked for where it was found.
-        seeds_max: It is found within so many seeds.
+        name: The rule that is left out.
+        break_it: Applies the mutant; undone with the monkeypatch.
+        options: Kind of run that can reveal it.
+        rules: The properties that it breaks; which one is found first depends on the run.
+        first: First seed; a mutant that few seeds reveal starts near such a seed.
+        seeds_max: Number of seeds within which it is found.
     """
 
     name: str
     break_it: Break
-    options: Options
+    options: RunOptions
     rules: tuple[str, ...]
     first: int = 0
     seeds_max: int = 40
 
 
-CALM = Options(steps=30)
-CRASHES = Options(steps=40, kills=6, pauses=4, slow_handlers=0.05)
-ZOMBIES = Options(steps=40, pauses=8, kills=2, pause_ms_max=40_000, slow_handlers=0.1)
-SLOW = Options(steps=40, joins=6, leaves=6, slow_handlers=0.2)
+CALM = RunOptions(steps=30)
+CRASHES = RunOptions(steps=40, kills=6, pauses=4, slow_handlers=0.05)
+ZOMBIES = RunOptions(steps=40, pauses=8, kills=2, pause_ms_max=40_000, slow_handlers=0.1)
+SLOW = RunOptions(steps=40, joins=6, leaves=6, slow_handlers=0.2)
 LOSSY = replace(SLOW, faults=Faults(loss=0.08), slow_handlers=0.5, joins=8, leaves=8, steps=80)
-NAPS = Options(
+NAPS = RunOptions(
     steps=60, queues=6, consumers=6, faults=Faults(duplicate=0.5), joins=6, leaves=2, pauses=4,
     cuts=4, forces=6, resets=4, pause_ms_max=4_000, slow_handlers=0.3, commit_on_pull=False,
 )  # fmt: skip
-DEAF = Options(steps=60, deaf=12, pause_ms_max=40_000)
-CROWDED = Options(steps=60, queues=6, consumers=4, joins=8, leaves=4, deaf=10, pause_ms_max=30_000)
-LATE = Options(
+DEAF = RunOptions(steps=60, deaf=12, pause_ms_max=40_000)
+CROWDED = RunOptions(
+    steps=60, queues=6, consumers=4, joins=8, leaves=4, deaf=10, pause_ms_max=30_000
+)
+LATE = RunOptions(
     steps=100, queues=6, consumers=4, joins=12, leaves=12, resets=4,
     faults=Faults(duplicate=0.8, slow=0.1, slow_ms_max=3_000),
 )  # fmt: skip
-UNDERWAY = Options(
+UNDERWAY = RunOptions(
     steps=120, queues=8, consumers=6, faults=Faults(loss=0.03, duplicate=0.3, slow=0.05), joins=2,
     leaves=6, pauses=4, service_pauses=3, pause_ms_max=4_000,
 )  # fmt: skip
-FAILING = Options(steps=40, fails=0.5, faults=Faults(loss=0.05))
-FAILOVER = Options(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
-RESETS = Options(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
-FORCES = Options(steps=60, forces=10, slow_handlers=0.1)
-RIDING = Options(
+FAILING = RunOptions(steps=40, fails=0.5, faults=Faults(loss=0.05))
+FAILOVER = RunOptions(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
+RESETS = RunOptions(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
+FORCES = RunOptions(steps=60, forces=10, slow_handlers=0.1)
+RIDING = RunOptions(
     steps=80, queues=6, forces=6, resets=2, pauses=4, faults=Faults(slow=0.1, duplicate=0.3)
 )
-ROLLING = Options(
+ROLLING = RunOptions(
     steps=60, queues=6, consumers=4, policy="STAGED_LATEST", switches=8, joins=2, leaves=2,
     service_pauses=2, pause_ms_max=4_000, faults=Faults(slow=0.1, delay_ms_max=150),
 )  # fmt: skip
-UNINFORMED = Options(
+UNINFORMED = RunOptions(
     steps=120, queues=8, consumers=5, policy="STAGED_LATEST", switches=5, joins=8, leaves=8,
     deaf=14, pause_ms_max=8_000, slow_handlers=0.2, faults=Faults(delay_ms_max=50),
 )  # fmt: skip
-PAUSES = Options(steps=80, group_pauses=6, deaf=12, pause_ms_max=40_000)
-REPLICATED = Options(steps=40, replicated=True, leader_faults=6, splits=4, service_kills=4)
-DEPOSED = Options(
+PAUSES = RunOptions(steps=80, group_pauses=6, deaf=12, pause_ms_max=40_000)
+REPLICATED = RunOptions(steps=40, replicated=True, leader_faults=6, splits=4, service_kills=4)
+DEPOSED = RunOptions(
     steps=60, replicated=True, leader_faults=10, pause_ms_max=8_000, faults=Faults(delay_ms_max=80)
 )
-SPLIT = Options(
+SPLIT = RunOptions(
     steps=60, replicated=True, leader_faults=8, splits=12, service_kills=4, pause_ms_max=8_000,
 )  # fmt: skip
-EMPTY = Options(steps=60, replicated=True, leader_faults=8, lost_disks=8, service_kills=4)
-BUSY = Options(
+EMPTY = RunOptions(steps=60, replicated=True, leader_faults=8, lost_disks=8, service_kills=4)
+BUSY = RunOptions(
     steps=80, queues=8, consumers=4, replicated=True, leader_faults=20, joins=12, leaves=8,
     pause_ms_max=8_000, faults=Faults(delay_ms_max=300),
 )  # fmt: skip
-BEHIND = Options(
+BEHIND = RunOptions(
     steps=80, queues=8, consumers=4, replicated=True, kept_bytes_max=500, leader_faults=12,
     splits=20, joins=8, leaves=8, pause_ms_max=4_000, faults=Faults(delay_ms_max=150),
 )  # fmt: skip
-STORES = Options(steps=40, stores=3, leader_faults=6, splits=4, service_kills=4)
-STORES_SPLIT = Options(
+STORES = RunOptions(steps=40, stores=3, leader_faults=6, splits=4, service_kills=4)
+STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
     faults=Faults(delay_ms_max=300),
 )  # fmt: skip
-MOVES = Options(steps=50, moves=12, faults=Faults(slow=0.05, duplicate=0.3, delay_ms_max=80))
-TO_AND_FRO = Options(
+MOVES = RunOptions(steps=50, moves=12, faults=Faults(slow=0.05, duplicate=0.3, delay_ms_max=80))
+TO_AND_FRO = RunOptions(
     steps=60, moves=60, consumers=2, queues=2,
     faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
 )  # fmt: skip

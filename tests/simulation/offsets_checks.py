@@ -1,4 +1,4 @@
-"""What must hold of offsets: as its rules are applied, and as it writes to its disk."""
+"""Checks offsets when its rules are applied and when it writes to its disk."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from batonmq_server.offsets.core.values import (
     ResetEffect,
     Tombstone,
 )
-from tests.simulation.books import Books, Epoch, copy_of, done, token_of
+from tests.simulation.expected_state import ExpectedState, ResetEpoch, copy_of, done, token_of
 
 QUIET_MS = 1_500
-"""A drained queue goes to a newcomer after three slots of 500 ms without change (section 7)."""
+"""A drained queue is granted to a new member after three unchanged slots of 500 ms (section 7)."""
 
 
 class OffsetsChecks:
-    """Sees the table of offsets change, and its disk being written."""
+    """Checks the changes of the table of offsets and the writes to its disk."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, expected: ExpectedState) -> None:
+        self._expected = expected
 
     # ---- as its rules are applied
 
     def watch_table(self, table: ProgressTable, offsets_set: str) -> None:
-        """See every operation that the table of a new life of a set accepts."""
-        self._books.tables[offsets_set] = table
-        for queue in self._books.queues.values():
+        """Observe every operation that the table of a new leader accepts."""
+        self._expected.tables[offsets_set] = table
+        for queue in self._expected.queues.values():
             queue.resets = 0
         real = {name: getattr(table, name) for name in _WATCHED}
 
@@ -73,7 +73,7 @@ class OffsetsChecks:
             committed = real["commit"](key, token, acks, now, source)
             self._accepted(key, before, token, f"{source.name.lower()} of acks")
             self._acked(key, before, table.query(key))
-            self._books.counts[f"acks by {source.name.lower()}"] += committed.changed
+            self._expected.counts[f"acks by {source.name.lower()}"] += committed.changed
             return committed
 
         def close(key: GroupQueue, token: int, acks: Acks, left: RangeSet, now: Instant) -> Any:
@@ -83,9 +83,9 @@ class OffsetsChecks:
                 self._fail("V3", f"{key}: close under {token} accepted; T={token_of(before)}")
             self._acked(key, before, table.query(key))
             if left:
-                self._books.counts["unfinished"] += 1
-                self._books.excuse(key, f"drain timeout under token {token}", offsets=left)
-            self._books.counts["closes"] += closed.changed
+                self._expected.counts["unfinished"] += 1
+                self._expected.excuse(key, f"drain timeout under token {token}", offsets=left)
+            self._expected.counts["closes"] += closed.changed
             return closed
 
         def reset(
@@ -101,12 +101,12 @@ class OffsetsChecks:
             self._watch(table, wrapped)
 
     def _watch(self, table: ProgressTable, watched: Callable[..., Any]) -> None:
-        """What a deposed leader still does in memory is not looked at."""
+        """Observe a method of the table; changes in memory by a deposed leader are ignored."""
         name = watched.__name__
         real = getattr(table, name)
 
         def call(*args: Any, **more: Any) -> Any:
-            return (watched if self._books.watches(table) else real)(*args, **more)
+            return (watched if self._expected.watches(table) else real)(*args, **more)
 
         setattr(table, name, call)
 
@@ -125,11 +125,11 @@ class OffsetsChecks:
     ) -> None:
         if not grant.changed:
             return
-        books, queue = self._books, self._books.queues[key]
+        expected, queue = self._expected, self._expected.queues[key]
         to = wish.holder.client_id if wish.holder else "nobody"
         text = f"{key}: {wish.condition.value} to {to} token {grant.token}"
-        books.trace.note("offsets", f"fenced {text}")
-        books.counts[f"fence {wish.condition.value}"] += 1
+        expected.trace.note("offsets", f"fenced {text}")
+        expected.counts[f"fence {wish.condition.value}"] += 1
         queue.fenced[grant.token] = wish.holder
         queue.epoch_of[grant.token] = queue.epochs[grant.reset_epoch]
         queue.generation_of[grant.token] = wish.subscription_generation
@@ -138,7 +138,7 @@ class OffsetsChecks:
         if grant.token <= before.token:
             self._fail("V1", f"{text} after {before.token}")
         if before.holder not in (None, wish.holder):
-            books.counts["hand-overs"] += 1
+            expected.counts["hand-overs"] += 1
         match wish.condition:
             case FenceCondition.CLOSED_OR_DRAINED:
                 self._fenced_quietly(key, before, wish, text, now)
@@ -146,7 +146,7 @@ class OffsetsChecks:
                 self._fail("section 4", f"{text}, but the holder is {before.holder}")
             case FenceCondition.FORCED:
                 queue.revoked[before.token] = "forced"
-                books.excuse(key, f"token {before.token} was ended by force")
+                expected.excuse(key, f"token {before.token} was ended by force")
             case FenceCondition.IDLE:
                 self._fenced_idle(key, before, wish, text, now)
 
@@ -156,42 +156,42 @@ class OffsetsChecks:
         if now.monotonic_ms - before.last_call_monotonic_ms < wish.idle_ms:
             self._fail("section 4", f"{text}, but the holder was not idle")
         else:
-            self._books.excuse(key, f"lease of token {before.token} ran out")
+            self._expected.excuse(key, f"lease of token {before.token} ran out")
         if not before.closed and not before.drained:
-            self._books.counts["steals"] += 1
+            self._expected.counts["steals"] += 1
 
     def _fenced_quietly(
         self, key: GroupQueue, before: Progress, wish: FenceAttempt, text: str, now: Instant
     ) -> None:
-        """A queue whose owner has neither closed it nor fallen silent (section 7)."""
+        """Check the fence of a queue that its owner has not closed (section 7)."""
         if before.closed:
             return
         if not before.drained:
             self._fail("section 4", f"{text} with {before.in_flight()} in flight")
-        queue = self._books.queues[key]
+        queue = self._expected.queues[key]
         owned = queue.owner is not None and queue.owner not in (wish.holder,)
-        lives = now.monotonic_ms - before.last_call_monotonic_ms < self._books.lease_ms
+        lives = now.monotonic_ms - before.last_call_monotonic_ms < self._expected.lease_ms
         quiet_ms = now.monotonic_ms - queue.moved_ms
         if owned and lives and quiet_ms < QUIET_MS:
             self._fail("section 7", f"{text} after only {quiet_ms} ms without change")
-        self._books.counts["passive"] += 1
+        self._expected.counts["passive"] += 1
 
     def _reset(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
-        """From here on nothing counts that was handled before (section 13)."""
-        books, queue = self._books, self._books.queues[key]
-        books.counts["resets"] += 1
-        queue.epochs[after.reset_epoch] = Epoch(done(after))
+        """Start a reset epoch: earlier handler calls do not count any more (section 13)."""
+        expected, queue = self._expected, self._expected.queues[key]
+        expected.counts["resets"] += 1
+        queue.epochs[after.reset_epoch] = ResetEpoch(done(after))
         queue.resets += 1
-        queue.moved_ms = queue.committed_ms = books.now_ms()
+        queue.moved_ms = queue.committed_ms = expected.now_ms()
         if before is not None:
-            books.counts["back resets"] += after.committed_offset < before.committed_offset
+            expected.counts["back resets"] += after.committed_offset < before.committed_offset
             queue.revoked[before.token] = "reset"
-        books.excuse(key, f"reset to {after.committed_offset}, token {after.token}")
+        expected.excuse(key, f"reset to {after.committed_offset}, token {after.token}")
 
     def _delivered(self, key: GroupQueue, token: int, run: DeliveryRange, now: Progress) -> None:
-        """Section 14: two filters never serve at one instant; what is acked is passed already."""
-        books, group = self._books, self._books.group
-        queue, generation = books.queues[key], run.subscription_generation
+        """Section 14: two filters are never active at once; acked messages are filtered already."""
+        expected, group = self._expected, self._expected.group
+        queue, generation = expected.queues[key], run.subscription_generation
         for first, end in RangeSet.of(run[0], run[1]).difference(done(now)).runs:
             for offset in range(first, end):
                 queue.judged[offset].append(generation)
@@ -201,27 +201,27 @@ class OffsetsChecks:
             self._fail("section 14", f"{text} under token {token}, which is for {bound}")
         if group.bound and generation < group.served:
             self._fail("section 14", f"{text}, but {group.served} serves already")
-        books.counts["changes of the filter"] += 0 < group.served < generation
+        expected.counts["changes of the filter"] += 0 < group.served < generation
         group.served = max(group.served, generation)
 
     def _acked(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
-        """V4: what is acked was handled, or nobody wanted it. V5: C never falls."""
+        """V4: acked messages were handled or filtered. V5: C never goes back."""
         assert before is not None
         if after.committed_offset < before.committed_offset:
             self._fail("V5", f"{key}: C fell from {before.committed_offset} in memory")
         self._moved(key, before, after)
-        queue = self._books.queues[key]
+        queue = self._expected.queues[key]
         handled = queue.epochs[after.reset_epoch].handled
         for first, end in done(after).difference(done(before)).runs:
             for offset in range(first, end):
                 if offset in handled:
                     continue
                 tag = queue.stored.get(offset, ("", None))[1]
-                if tag is None or self._books.wanted(key, offset, tag, after.reset_epoch):
+                if tag is None or self._expected.wanted(key, offset, tag, after.reset_epoch):
                     self._fail("V4", f"{key}@{offset} is acked, and nobody has handled it")
 
     def _moved(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
-        queue, now_ms = self._books.queues[key], self._books.now_ms()
+        queue, now_ms = self._expected.queues[key], self._expected.now_ms()
         if before is None or before.committed_offset != after.committed_offset:
             queue.moved_ms = queue.committed_ms = now_ms
         elif before.delivered_offset != after.delivered_offset:
@@ -230,12 +230,12 @@ class OffsetsChecks:
     # ---- what is durable
 
     def written(self, entries: Sequence[tuple[bytes, bytes | None]]) -> None:
-        """Offsets has made progress durable."""
+        """Check a durable write of progress."""
         for raw_key, raw in entries:
             if raw_key.startswith(META):
                 continue
             if raw is None:
-                continue  # handed over, and forgotten: what was durable is so elsewhere
+                continue  # moved and removed: the progress is durable in the other set
             key = decode_key(raw_key)
             now = decode_progress(key, unseal(raw_key, raw))
             if isinstance(now, Tombstone):
@@ -244,18 +244,18 @@ class OffsetsChecks:
                 self._durable(key, now)
 
     def began(self, entries: Mapping[bytes, bytes]) -> None:
-        """A leader begins with what is on its disk: all that was durable, and perhaps more."""
+        """Check that a new leader starts with all durable progress; it may have more."""
         queues = [(key, raw) for key, raw in entries.items() if not key.startswith(META)]
-        for queue in self._books.queues.values():
+        for queue in self._expected.queues.values():
             queue.resets = 0
         self.written(queues)
         there = {decode_key(key) for key, _ in queues}
-        for key, queue in self._books.queues.items():
+        for key, queue in self._expected.queues.items():
             if queue.durable is not None and key not in there:
                 self._fail("V9", f"{key}: a new leader has no progress of it")
 
     def _durable(self, key: GroupQueue, now: Progress) -> None:
-        queue = self._books.queues[key]
+        queue = self._expected.queues[key]
         before, queue.durable = queue.durable, now
         if now.holder is not None and queue.issued.setdefault(now.token, now.holder) != now.holder:
             self._fail("V2", f"{key}: token {now.token} belongs to two incarnations")
@@ -273,7 +273,7 @@ class OffsetsChecks:
         queue.resets = max(0, queue.resets - max(risen, int(bool(lost))))
 
     def _fail(self, rule: str, text: str) -> None:
-        self._books.fail(rule, text)
+        self._expected.fail(rule, text)
 
 
 _WATCHED = ("fence", "record_delivered", "touch", "commit", "close", "reset")

@@ -1,4 +1,4 @@
-"""What may happen in a run.
+"""The options of a run.
 
 Fault model. The cluster must keep its promises while
 - messages between any two processes are lost, come late (also after the caller has given up),
@@ -7,25 +7,25 @@ Fault model. The cluster must keep its promises while
 - any process but etcd is killed at any event and started again later, without its memory. Its
   disk has what was synced; what offsets was just writing is there or not; of what storage had
   not synced any part may be there, torn (after a power cut), or all of it (after `kill -9`);
-- any process is frozen at any event for longer than its leases, and then goes on with what was
+- any process is frozen at any event for longer than its leases, and then continues with the data
   in its sockets;
 - wall clocks jump by hours;
-- of the nodes of a replica set, of offsets or of storage, the acting leader dies, stands still or
-  is cut off, from its followers, from etcd, or both; followers are, too, in one direction or both;
+- of the nodes of a replica set, of offsets or of storage, the acting leader is killed, frozen or
+  cut off, from its followers, from etcd, or both; followers are, too, in one direction or both;
   a node loses its disk, or a bit of its log is flipped, though never of the only one that has
   everything; a disk of storage fails for a while, and forgets what it was just to sync;
 - consumers join, leave, are killed and come back under the same or another name, and handlers
   run longer than a queue that is lost may drain, or fail, so that messages are sent back;
 - streams break;
-- an operator moves the group back and forth, undoes that, takes queues from their owners, stops
+- an operator moves the group back and forth, undoes that, forces the release of queues, pauses
   the group for a while; a new version with another subscription is rolled out;
-- the group is moved between two sets of offsets, whose nodes die, stand still and are cut off.
+- the group is moved between two sets of offsets, whose nodes are killed, frozen and cut off.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
 rates, a damaged disk without another copy.
 
-What happens is drawn from the seed, and so is what may happen at all (`Options`), so that runs
-differ in kind and not just in luck.
+The seed determines the events and also the options (`RunOptions`), so that runs differ in the kinds
+of their faults.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ POLICIES = ("REJECT", "STAGED", "STAGED", "STAGED_LATEST", "WARN")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What may happen in a run. Numbers of actions are weights among all that are drawn.
+class RunOptions:
+    """The options of a run. The weight of an action is its relative frequency among all actions.
 
     Attributes:
         steps: Actions until the faults cease.
@@ -62,33 +62,33 @@ class Options:
         cuts: Weight of a link, or a process, that is cut off for a while.
         deaf: Weight of a member that reaches no lock manager, or no nameserver, for a while.
         jumps: Weight of a wall clock that jumps.
-        resets: Weight of an operator who moves queues back or forth, and perhaps undoes it.
-        forces: Weight of an operator who takes a queue from its owner.
+        resets: Weight of an operator's reset back or forth, which may be undone.
+        forces: Weight of an operator's forced release of a queue.
         switches: Weight of a new version that subscribes to something else.
-        group_pauses: Weight of an operator who stops the group for a while.
+        group_pauses: Weight of an operator's pause of the group.
         watch_breaks: Weight of a member whose streams break.
-        questions: Weight of an operator who asks why queues do not move.
+        questions: Weight of an operator's diagnosis of queues that do not move.
         policy: What happens to subscriptions that differ; a `SubscriptionPolicy`.
-        commit_on_pull: Whether acks ride with pulls.
+        commit_on_pull: Whether acks are sent within pulls.
         pause_ms_max: Longest pause or cut.
         slow_handlers: Probability that a handler runs longer than the drain timeout.
         power_cuts: Whether a killed storage node loses or tears what it had not synced.
-        strategy: How the group deals out its queues.
-        fails: Probability that a handler fails; what has failed is sent back. 0: there is no
+        strategy: Assignment strategy of the group.
+        fails: Probability that a handler fails and sends the message back. 0: there is no
             retry topic.
         replicated: Whether offsets has three nodes, or one.
-        min_in_sync: So many of the three have to be in sync.
-        kept_bytes_max: So many bytes of changes a leader keeps for followers that come back.
+        min_in_sync: Minimum size of the in-sync set.
+        kept_bytes_max: Bytes of changes that a leader keeps for returning followers.
         leader_faults: Weight of the acting leader of offsets that is killed, frozen or cut off.
         splits: Weight of a node of offsets that does not reach the others, or etcd, for a while.
         lost_disks: Weight of a node of offsets that is killed and comes back with an empty disk.
         stores: Nodes of the broker: one, or a replica set. Then `min_in_sync` counts for it too,
             and the three weights above for nodes of either set.
-        memory_window_bytes: Who is further behind than this reads from a follower; 0 for nobody.
+        memory_window_bytes: Consumers lagging more than this read from a follower; 0 for none.
         rots: Weight of a node of storage that is killed and comes back with a damaged log.
         disk_failures: Weight of a node of storage whose disk can't be written to for a while, if it
             has others.
-        moves: Weight of an operator who moves the group to the other of two sets of offsets, of one
+        moves: Weight of an operator's move of the group to the other of two sets of offsets, of one
             node each. 0: there is one set.
     """
 
@@ -133,8 +133,8 @@ class Options:
     moves: int = 0
 
     @staticmethod
-    def drawn(random: Random, steps: int) -> Options:
-        """Each kind of fault is there, or not, or there is a lot of it."""
+    def drawn(random: Random, steps: int) -> RunOptions:
+        """Draw options; each kind of fault is absent, present or frequent."""
 
         def some(most: int) -> int:
             return random.choice([0, 0, most // 2, most])
@@ -145,7 +145,7 @@ class Options:
             slow=random.choice([0, 0.01, 0.04]),
             delay_ms_max=random.choice([3, 20, 150]),
         )
-        found = Options(
+        found = RunOptions(
             steps=steps,
             queues=random.randint(2, 6),
             consumers=random.randint(2, 4),
@@ -174,7 +174,7 @@ class Options:
             power_cuts=random.random() < 0.5,
             strategy=random.choice(get_args(Strategy)),
         )
-        # What is sent back waits by the wall clock, so for hours if that has jumped.
+        # A retry copy waits by the wall clock: for hours if the clock has jumped.
         fails = random.choice([0, 0.3, 0.3, 0.6])
         found = found if found.jumps else replace(found, fails=fails)
         if random.random() < 0.5:
@@ -190,10 +190,10 @@ class Options:
         )
 
     @staticmethod
-    def of_storage(random: Random, steps: int) -> Options:
-        """As `drawn`, and the broker is a replica set to which something happens."""
+    def of_storage(random: Random, steps: int) -> RunOptions:
+        """Draw options as `drawn`, with a replicated broker and its faults."""
         return replace(
-            Options.drawn(random, steps),
+            RunOptions.drawn(random, steps),
             stores=random.choice([2, 3, 3]),
             min_in_sync=random.choice([1, 1, 2]),
             memory_window_bytes=random.choice([0, 2_000]),
@@ -205,15 +205,15 @@ class Options:
         )
 
     @staticmethod
-    def of_moves(random: Random, steps: int) -> Options:
-        """As `drawn`, and the group is moved between two sets of offsets again and again."""
-        drawn = Options.drawn(random, steps)
+    def of_moves(random: Random, steps: int) -> RunOptions:
+        """Draw options as `drawn`, with repeated moves of the group between two sets of offsets."""
+        drawn = RunOptions.drawn(random, steps)
         return replace(drawn, moves=12, replicated=False, leader_faults=0, splits=0, lost_disks=0)
 
     @staticmethod
-    def graceful(random: Random, steps: int) -> Options:
-        """Members come and go, services are replaced one by one; nothing breaks."""
-        found = Options(
+    def graceful(random: Random, steps: int) -> RunOptions:
+        """Return options without faults: members join and leave, services restart one by one."""
+        found = RunOptions(
             steps=steps,
             queues=random.randint(2, 6),
             consumers=random.randint(2, 4),
@@ -235,8 +235,8 @@ class Options:
         return found if found.replicated else replace(found, moves=random.choice([0, 3]))
 
     def __str__(self) -> str:
-        """The options that are not as they are by default."""
-        plain = Options()
+        """Return the options that differ from the defaults."""
+        plain = RunOptions()
         names = [each.name for each in fields(self)]
         changed = [name for name in names if getattr(self, name) != getattr(plain, name)]
         return ", ".join(f"{name}={getattr(self, name)}" for name in changed)

@@ -1,4 +1,4 @@
-"""One run: a cluster starts, things happen to it, then it is left in peace and must finish."""
+"""One run: a cluster starts, has faults, and must finish all work after the faults."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from dataclasses import dataclass
 from batonmq._common.aio import unless
 from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.virtual_time import run_virtual
-from tests.simulation.books import Violation
-from tests.simulation.cluster import World
-from tests.simulation.crew import Crew
-from tests.simulation.operations import Operator
-from tests.simulation.options import Options
-from tests.simulation.plant import Plant
-from tests.simulation.producing import Producing
-from tests.simulation.stage import Later, Stage
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.expected_state import Violation
+from tests.simulation.options import RunOptions
+from tests.simulation.run_context import Later, RunContext
+from tests.simulation.service_faults import ServiceFaults
+from tests.simulation.simulated_members import SimulatedMembers
+from tests.simulation.simulated_operator import SimulatedOperator
+from tests.simulation.simulated_producer import SimulatedProducer
 from tests.simulation.trace import Trace
 
 SETTLE_S = 240
-"""Once faults have ceased, everything must be done within this time."""
+"""After the last fault all work must be finished within this time."""
 ALIKE_S = 30
-"""And then all copies must be alike."""
+"""After that all copies must be equal within this time."""
 ASK_S = 20
-"""Meanwhile the operator asks so often why it is not."""
+"""Interval at which the operator diagnoses the queues meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run has come to.
+class RunResult:
+    """The result of a run.
 
     Attributes:
-        counts: How often which kind of event happened.
+        counts: Number of events by kind.
         violation: The first broken property.
     """
 
     seed: str
-    options: Options
+    options: RunOptions
     counts: Mapping[str, int]
     trace: Trace
     violation: Violation | None
 
     def lines(self) -> list[str]:
-        """The transcript, as far as it was kept."""
+        """Return the kept lines of the transcript."""
         return self.trace.lines()
 
     def check(self) -> None:
-        """Raise the violation, with what is needed to play it again."""
+        """Raise the violation, with seed and options to repeat the run."""
         if self.violation is not None:
             raise Violation(f"seed {self.seed}, {self.options}\n{self.violation}")
 
 
-def play(seed: str, options: Options, *, kept_max: int | None = 4_000) -> Outcome:
-    """One run in virtual time.
+def play(seed: str, options: RunOptions, *, kept_max: int | None = 4_000) -> RunResult:
+    """Execute one run in virtual time.
 
-    The garbage collector rests meanwhile: it would end abandoned generators at times of its own.
+    The garbage collector is off meanwhile: it would close abandoned generators at random times.
     """
     gc.disable()
     try:
@@ -66,25 +66,25 @@ def play(seed: str, options: Options, *, kept_max: int | None = 4_000) -> Outcom
         gc.enable()
 
 
-async def _play(seed: str, options: Options, kept_max: int | None) -> Outcome:
-    world = World(seed, kept_max=kept_max)
-    run = Run(world, options)
-    logging.getLogger().addHandler(world.trace)
+async def _play(seed: str, options: RunOptions, kept_max: int | None) -> RunResult:
+    cluster = SimulatedCluster(seed, kept_max=kept_max)
+    run = SimulationRun(cluster, options)
+    logging.getLogger().addHandler(cluster.trace)
     try:
         await run.play()
     finally:
-        logging.getLogger().removeHandler(world.trace)
-        world.trace.end()
-        world.checker.books.watching = False
-        counts = world.checker.books.counts + world.network.counts + run.stage.counts
-        await _end(world)
-    return Outcome(seed, options, counts, world.trace, world.checker.books.violation)
+        logging.getLogger().removeHandler(cluster.trace)
+        cluster.trace.end()
+        cluster.checker.expected.watching = False
+        counts = cluster.checker.expected.counts + cluster.network.counts + run.context.counts
+        await _end(cluster)
+    return RunResult(seed, options, counts, cluster.trace, cluster.checker.expected.violation)
 
 
-async def _end(world: World) -> None:
-    """Unwind every process, also those that were killed: Python wants its tasks to end."""
-    world.network.end()
-    for host in world.hosts:
+async def _end(cluster: SimulatedCluster) -> None:
+    """Cancel the tasks of every process, also of killed ones, so that the loop can close."""
+    cluster.network.end()
+    for host in cluster.hosts:
         host.thaw()
     this = asyncio.current_task()
     while left := [task for task in asyncio.all_tasks() if task is not this]:
@@ -93,35 +93,35 @@ async def _end(world: World) -> None:
         await asyncio.wait(left, timeout=5)
 
 
-class Run:
-    """The director of one run."""
+class SimulationRun:
+    """The scenario of one run."""
 
-    def __init__(self, world: World, options: Options) -> None:
-        self.world, self.options = world, options
-        self.stage = Stage(world, options)
-        self._crew = Crew(self.stage)
-        self._plant = Plant(self.stage, self._crew)
-        self._producing = Producing(self.stage)
-        self._operator = Operator(self.stage)
+    def __init__(self, cluster: SimulatedCluster, options: RunOptions) -> None:
+        self.cluster, self.options = cluster, options
+        self.context = RunContext(cluster, options)
+        self._members = SimulatedMembers(self.context)
+        self._service_faults = ServiceFaults(self.context, self._members)
+        self._producer = SimulatedProducer(self.context)
+        self._operator = SimulatedOperator(self.context)
         self._later: list[asyncio.Task[None]] = []
 
     async def play(self) -> None:
-        """The whole run; ends early at the first violation."""
+        """Execute the run; stop at the first violation."""
         async with asyncio.TaskGroup() as tasks:
-            await unless(self.world.checker.books.broken, self._direct(tasks))
+            await unless(self.cluster.checker.expected.broken, self._direct(tasks))
             for task in self._later:
                 task.cancel()
 
     async def _direct(self, tasks: asyncio.TaskGroup) -> None:
-        random = self.stage.random
-        self._plant.start()
-        self._producing.start()
-        await self.stage.until(lambda: self._producing.ready, 60)
+        random = self.context.random
+        self._service_faults.start()
+        self._producer.start()
+        await self.context.until(lambda: self._producer.ready, 60)
         await self._operator.prepare()
         for _ in range(self.options.consumers):
-            self._crew.join()
-        self._producing.burst()
-        self.world.network.faults = self.options.faults
+            self._members.join()
+        self._producer.burst()
+        self.cluster.network.faults = self.options.faults
         actions = self._actions()
         for _ in range(self.options.steps):
             await asyncio.sleep(random.choice([0.01, 0.3, 2, 6]) * random.random())
@@ -132,27 +132,27 @@ class Run:
         await self._settle(tasks)
 
     def _actions(self) -> dict[Callable[[], Later], int]:
-        """What may happen, by weight; some of it goes on for a while."""
+        """Return the possible actions and their weights."""
         options = self.options
         return {
-            self._producing.burst: 8,
-            self._crew.join: options.joins,
-            self._crew.leave: options.leaves,
-            self._crew.kill: options.kills,
-            self._crew.pause: options.pauses,
-            self._crew.switch: options.switches,
-            self._crew.break_watches: options.watch_breaks,
-            self._plant.kill: options.service_kills,
-            self._plant.pause: options.service_pauses,
-            self._plant.restart: options.service_restarts,
-            self._plant.cut: options.cuts,
-            self._plant.deafen: options.deaf,
-            self._plant.fail_leader: options.leader_faults,
-            self._plant.split: options.splits,
-            self._plant.lose_disk: options.lost_disks,
-            self._plant.rot: options.rots,
-            self._plant.fail_disk: options.disk_failures,
-            self._plant.jump: options.jumps,
+            self._producer.burst: 8,
+            self._members.join: options.joins,
+            self._members.leave: options.leaves,
+            self._members.kill: options.kills,
+            self._members.pause: options.pauses,
+            self._members.switch: options.switches,
+            self._members.break_watches: options.watch_breaks,
+            self._service_faults.kill: options.service_kills,
+            self._service_faults.pause: options.service_pauses,
+            self._service_faults.restart: options.service_restarts,
+            self._service_faults.cut: options.cuts,
+            self._service_faults.deafen: options.deaf,
+            self._service_faults.fail_leader: options.leader_faults,
+            self._service_faults.split: options.splits,
+            self._service_faults.lose_disk: options.lost_disks,
+            self._service_faults.rot: options.rots,
+            self._service_faults.fail_disk: options.disk_failures,
+            self._service_faults.jump: options.jumps,
             self._operator.reset: options.resets,
             self._operator.force: options.forces,
             self._operator.pause: options.group_pauses,
@@ -161,23 +161,23 @@ class Run:
         }
 
     async def _settle(self, tasks: asyncio.TaskGroup) -> None:
-        """Faults cease; what is left to be done gets done (L1, L2)."""
-        self.world.trace.note("director", "faults cease")
-        self.world.network.faults = Faults()
-        self._plant.settle()
-        self._crew.settle()
+        """End all faults and check that the remaining work is finished (L1, L2)."""
+        self.cluster.trace.note("director", "faults cease")
+        self.cluster.network.faults = Faults()
+        self._service_faults.settle()
+        self._members.settle()
         self._later.append(tasks.create_task(self._operator.settle()))
         for _ in range(0, SETTLE_S, ASK_S):
-            await self.stage.until(self._done, ASK_S)
+            await self.context.until(self._done, ASK_S)
             if self._done():
                 break
             self._operator.ask()
-        for replicas in (self.world.checker.replicas, self.world.checker.stores):
-            await self.stage.until(replicas.alike, ALIKE_S)
+        for replicas in (self.cluster.checker.replicas, self.cluster.checker.stores):
+            await self.context.until(replicas.alike, ALIKE_S)
             replicas.check_alike()
-        self.world.checker.check_complete(self._producing.acked)
+        self.cluster.checker.check_complete(self._producer.acked)
 
     def _done(self) -> bool:
-        settled = not self._producing.unsettled and not self._operator.busy
-        checker = self.world.checker
+        settled = not self._producer.unsettled and not self._operator.busy
+        checker = self.cluster.checker
         return settled and checker.stores.quiet() and checker.complete()

@@ -1,4 +1,4 @@
-"""Which runs are played: BATON_SIM_SEEDS, BATON_SIM_FIRST_SEED, BATON_SIM_STEPS."""
+"""The runs to execute: BATON_SIM_SEEDS, BATON_SIM_FIRST_SEED, BATON_SIM_STEPS."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from random import Random
 from pydantic import Field
 
 from batonmq._process.config import Settings, load
-from tests.simulation.options import Options
+from tests.simulation.options import RunOptions
 
 
 class SimSettings(Settings):
-    """Read from the environment."""
+    """Settings of the simulation, read from the environment."""
 
     seeds: int = Field(200, ge=1)
-    """How many runs with faults are played."""
+    """Number of runs with faults."""
     first_seed: int = Field(1, ge=0)
-    """Their numbers count from here."""
+    """First seed."""
     steps: int = Field(30, ge=1)
-    """How much happens in a run: actions until the faults cease."""
+    """Number of actions of a run until the faults end."""
 
 
 SETTINGS = load(SimSettings, "BATON_SIM")
 SEEDS = range(SETTINGS.first_seed, SETTINGS.first_seed + SETTINGS.seeds)
 STORAGE_SEEDS = SEEDS[: max(1, SETTINGS.seeds * 3 // 20)]
-"""Of runs in which the broker is a replica set."""
+"""Seeds of runs in which the broker is a replica set."""
 MOVES_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
-"""Of runs in which the group is moved between two sets of offsets."""
+"""Seeds of runs in which the group moves between two sets of offsets."""
 
 
-def options_of(seed: int) -> Options:
-    """What may happen in the run of a seed."""
-    return Options.drawn(Random(f"{seed}/options"), SETTINGS.steps)
+def options_of(seed: int) -> RunOptions:
+    """Return the options of the run of a seed."""
+    return RunOptions.drawn(Random(f"{seed}/options"), SETTINGS.steps)
 
 
-def storage_options_of(seed: int) -> Options:
-    """What may happen in a run of a seed in which the broker is a replica set."""
-    return Options.of_storage(Random(f"{seed}/storage"), SETTINGS.steps)
+def storage_options_of(seed: int) -> RunOptions:
+    """Return the options of a run in which the broker is a replica set."""
+    return RunOptions.of_storage(Random(f"{seed}/storage"), SETTINGS.steps)
 
 
-def moves_options_of(seed: int) -> Options:
-    """What may happen in a run of a seed in which the group is moved."""
-    return Options.of_moves(Random(f"{seed}/moves"), SETTINGS.steps)
+def moves_options_of(seed: int) -> RunOptions:
+    """Return the options of a run in which the group moves."""
+    return RunOptions.of_moves(Random(f"{seed}/moves"), SETTINGS.steps)
 
 
-def graceful_options_of(seed: int) -> Options:
-    """The same for a run in which nothing breaks."""
-    return Options.graceful(Random(f"{seed}/options"), SETTINGS.steps)
+def graceful_options_of(seed: int) -> RunOptions:
+    """Return the options of a run without faults."""
+    return RunOptions.graceful(Random(f"{seed}/options"), SETTINGS.steps)
 
 
 KINDS = {
@@ -55,4 +55,4 @@ KINDS = {
     "storage": storage_options_of,
     "moves": moves_options_of,
 }
-"""What `python -m tests.simulation SEED KIND` plays."""
+"""The options by KIND of `python -m tests.simulation SEED KIND`."""

@@ -1,7 +1,7 @@
-"""Goal: the simulator would find a mistake in the protocol.
+"""Goal: the simulator finds a protocol with a missing rule.
 
 Method: each mutant leaves out one of the protocol's rules in the real code (`mutants`); some
-run, of a bounded number, must then break a promise. Which one it breaks is in its report.
+run, of a bounded number, must then break a promise.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.mutants import MUTANTS, Mutant
-from tests.simulation.scenario import Outcome, play
+from tests.simulation.scenario import RunResult, play
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_a_protocol_with_a_rule_left_out_is_found(
-    mutant: Mutant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutant_of_the_protocol_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.break_it(monkeypatch)
     for number in range(mutant.first, mutant.first + mutant.seeds_max):
         outcome = play(f"{mutant.name}/{number}", mutant.options)
@@ -28,11 +26,11 @@ def test_a_protocol_with_a_rule_left_out_is_found(
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_the_whole_protocol_passes_where_the_mutant_fails(mutant: Mutant) -> None:
+def test_complete_protocol_passes_where_the_mutant_fails(mutant: Mutant) -> None:
     play(f"{mutant.name}/{mutant.first}", mutant.options).check()
 
 
-def test_a_violation_shows_the_seed_the_options_and_the_events_before_it(
+def test_violation_shows_seed_options_and_previous_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mutant = MUTANTS[0]
@@ -47,6 +45,6 @@ def test_a_violation_shows_the_seed_the_options_and_the_events_before_it(
     assert len(text.splitlines()) > 20
 
 
-def broken_rule(outcome: Outcome) -> str:
-    """The property that did not hold, such as "V3"."""
+def broken_rule(outcome: RunResult) -> str:
+    """Return the broken property, such as "V3"."""
     return str(outcome.violation).partition(":")[0] if outcome.violation else ""

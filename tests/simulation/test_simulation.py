@@ -1,9 +1,9 @@
-"""Goal: the promises of the ownership protocol hold under every schedule, not just in the demo.
+"""Goal: the promises of the ownership protocol hold under every schedule.
 
-Method: real services and real clients in one virtual-time loop, over a network, disks and an
-etcd that are played (`cluster`), with faults drawn from a seed (`scenario`). Every change is
-checked as it happens against books of the test's own (`checker`): protocol sections 13, 14 and 16,
-V1 to V11, and L2 in the end. Runs that were too quiet to prove anything fail as well.
+Method: real services and clients in one loop of virtual time, with a simulated network, disks and
+etcd (`cluster`), and faults drawn from a seed (`scenario`). Every change is checked as it happens
+against an expected state (`checker`): protocol sections 13, 14 and 16, V1 to V11, and L2 at the
+end. Runs with too few events to prove anything fail as well.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.simulation.options import Options
-from tests.simulation.scenario import Outcome, play
+from tests.simulation.options import RunOptions
+from tests.simulation.scenario import RunResult, play
 from tests.simulation.seeds import (
     KINDS,
     MOVES_SEEDS,
@@ -31,7 +31,7 @@ from tests.simulation.seeds import (
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
 BUNCH = 20
-"""Runs per test; few enough to name the guilty, enough to have seen every kind of fault."""
+"""Runs per test: few enough to identify a failing seed, enough to contain every kind of fault."""
 ENOUGH = {
     "hand-overs": 60, "closes": 30, "grants": 100, "starts": 400, "repeated": 5, "joins": 60,
     "leaves": 10, "kills": 1, "pauses": 1, "service kills": 1, "service pauses": 1, "cuts": 1,
@@ -40,7 +40,7 @@ ENOUGH = {
     "acks by pull": 4, "questions": 4, "sent back": 20, "elections": 10, "shrinks": 10,
     "leader faults": 1, "lost disks": 1,
 }  # fmt: skip
-"""What must have happened in a bunch, at least so often."""
+"""Minimum number of events of each kind in the runs of one test."""
 STORAGE_BUNCH = 15
 ENOUGH_OF_STORAGE = {
     "leaderships of storage": 20, "replicated receipts": 100, "pulls from followers": 2, "rots": 1,
@@ -49,8 +49,8 @@ ENOUGH_OF_STORAGE = {
 BUNCHES = [SEEDS[begin : begin + BUNCH] for begin in range(0, len(SEEDS), BUNCH)]
 
 
-def played(seed: int, options: Options) -> Mapping[str, int]:
-    """What happened in a run that broke no promise."""
+def played(seed: int, options: RunOptions) -> Mapping[str, int]:
+    """Return the event counts of a run without a violation."""
     outcome = play(str(seed), options)
     outcome.check()
     assert outcome.counts["starts"] and outcome.counts["grants"], f"seed {seed}: nothing happened"
@@ -58,7 +58,7 @@ def played(seed: int, options: Options) -> Mapping[str, int]:
 
 
 @pytest.mark.parametrize("seeds", BUNCHES, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
-def test_promises_hold_whatever_happens(seeds: range) -> None:
+def test_promises_hold_under_random_faults(seeds: range) -> None:
     counts: Counter[str] = Counter()
     for seed in seeds:
         counts.update(played(seed, options_of(seed)))
@@ -75,7 +75,7 @@ def test_promises_hold_whatever_happens(seeds: range) -> None:
     ],
     ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
 )
-def test_promises_hold_whatever_happens_to_replicas_of_storage(seeds: range) -> None:
+def test_promises_hold_under_faults_of_storage_replicas(seeds: range) -> None:
     counts: Counter[str] = Counter()
     for seed in seeds:
         counts.update(played(seed, storage_options_of(seed)))
@@ -86,7 +86,7 @@ def test_promises_hold_whatever_happens_to_replicas_of_storage(seeds: range) -> 
         assert not quiet, f"seeds {seeds}: too quiet to prove anything: {quiet}"
 
 
-def test_promises_hold_whatever_happens_while_a_group_moves() -> None:
+def test_promises_hold_under_faults_during_a_group_move() -> None:
     counts: Counter[str] = Counter()
     for seed in MOVES_SEEDS:
         counts.update(played(seed, moves_options_of(seed)))
@@ -96,7 +96,7 @@ def test_promises_hold_whatever_happens_while_a_group_moves() -> None:
 @pytest.mark.parametrize(
     "seeds", BUNCHES[: max(1, len(BUNCHES) // 4)], ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}"
 )
-def test_a_graceful_run_starts_nothing_twice(seeds: range) -> None:
+def test_graceful_run_starts_no_handler_twice(seeds: range) -> None:
     counts: Counter[str] = Counter()
     for seed in seeds:
         counts.update(played(seed, graceful_options_of(seed)))
@@ -106,14 +106,14 @@ def test_a_graceful_run_starts_nothing_twice(seeds: range) -> None:
     assert counts["hand-overs"] >= len(seeds), f"seeds {seeds}: too few hand-overs"
 
 
-def test_a_seed_plays_the_same_run_again_and_another_seed_another() -> None:
+def test_seed_determines_the_run() -> None:
     first = transcript(play("1", options_of(1), kept_max=None))
     assert transcript(play("1", options_of(1), kept_max=None)) == first
     assert transcript(play("2", options_of(2), kept_max=None)) != first
 
 
 @pytest.mark.parametrize(("seed", "kind"), [(3, ""), (7, "storage")])
-def test_a_seed_plays_the_same_run_in_another_process(seed: int, kind: str) -> None:
+def test_seed_determines_the_run_in_another_process(seed: int, kind: str) -> None:
     runs = [
         subprocess.run(
             [sys.executable, "-m", "tests.simulation", str(seed), kind],
@@ -128,6 +128,6 @@ def test_a_seed_plays_the_same_run_in_another_process(seed: int, kind: str) -> N
     assert runs[0].rstrip("\n") == transcript(play(str(seed), KINDS[kind](seed), kept_max=None))
 
 
-def transcript(outcome: Outcome) -> str:
-    """Everything that happened."""
+def transcript(outcome: RunResult) -> str:
+    """Return the full transcript of a run."""
     return "\n".join(outcome.lines())

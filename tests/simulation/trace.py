@@ -1,4 +1,4 @@
-"""What happened in a run, event by event, for people; and for comparing two runs."""
+"""The events of a run as text, for reports and for comparing two runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QUEUE = re.compile(
 
 
 class Trace(logging.Handler):
-    """Keeps the last events, or all; messages are put into words only when somebody reads."""
+    """Keeps the last events, or all; messages are formatted only when they are read."""
 
     def __init__(self, now_ms: Callable[[], int], *, kept_max: int | None = 4_000) -> None:
         super().__init__(logging.ERROR)
@@ -33,12 +33,12 @@ class Trace(logging.Handler):
         self._over = False
 
     def note(self, who: str, what: str, message: Any = None) -> None:
-        """Something has happened now; `message` belongs to it."""
+        """Add an event of the current time, with an optional message."""
         if not self._over:
             self._events.append((self._now_ms(), who, what, message))
 
     def end(self) -> None:
-        """What happens from now on is no part of the run."""
+        """Ignore all later events."""
         self._over = True
 
     def called(self, call: MemoryCall, request: Any) -> None:
@@ -48,18 +48,18 @@ class Trace(logging.Handler):
         self.note(call.source, f"#{call.number} {call.method} answered by {call.target}", answer)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A process has logged an error."""
+        """Add an error log line of a process."""
         self.note("log", record.getMessage(), record.exc_info[1] if record.exc_info else None)
 
     def lines(self) -> list[str]:
-        """Every event that is kept."""
+        """Return all kept events."""
         return [
             f"{ms / 1000:9.3f}  {who:<12} {what}{_words(message)}"
             for ms, who, what, message in self._events
         ]
 
     def tail(self) -> str:
-        """The last events."""
+        """Return the last events."""
         return "\n".join(self.lines()[-TAIL:])
 
 

@@ -11,11 +11,11 @@ from batonspark.session import build_session
 from tests.spark.running_cluster import TEST_CONFIG, RunningCluster
 
 TIMEOUT_S = 600
-"""Long: a test that is interrupted leaves the session to the others as a wreck."""
+"""Long, because an interrupted test leaves the session unusable for the other tests."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests of Spark more time than others have, unless they say how much."""
+    """Give the tests of Spark a longer timeout, unless they have one of their own."""
     for item in items:
         if item.get_closest_marker("spark") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
@@ -37,6 +37,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """A cluster with two brokers, for tests that break nothing; each has topics of its own."""
+    """A cluster with two brokers, for tests that do not break it; each test uses its own topics."""
     with RunningCluster(tmp_path_factory.mktemp("cluster"), brokers=2) as running:
         yield running

@@ -1,4 +1,4 @@
-"""A local cluster for tests that block, as Spark does: it lives in an event loop of its own."""
+"""A local cluster for blocking tests; it runs in an event loop of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq_server.local.cluster import LocalCluster
 from batonspark.cluster import LoopThread
@@ -80,7 +80,7 @@ class RunningCluster:
         settings: ProducerSettings | None = None,
         queue: QueueRef | None = None,
     ) -> None:
-        """Store messages, by turns in the queues of the topic unless one is named."""
+        """Store messages, distributed over the queues of the topic unless `queue` is given."""
 
         async def send() -> None:
             async with Producer(self.nameserver, settings) as producer:

@@ -1,4 +1,4 @@
-"""Goal: the rules file is checked as a whole, and says for every group and topic what holds there.
+"""Goal: the rules file is validated as a whole, and gives the rules of every group and topic.
 
 Method: files written to a folder and read; no Spark.
 """
@@ -19,19 +19,19 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_no_file_and_an_empty_one_are_the_defaults(tmp_path: Path) -> None:
+def test_missing_path_and_empty_file_give_the_default_rules(tmp_path: Path) -> None:
     assert load_rules(None) == RuleBook()
     assert load_rules(written(tmp_path, "")) == RuleBook()
 
 
-def test_value_that_is_not_named_keeps_its_default(tmp_path: Path) -> None:
+def test_omitted_value_keeps_its_default(tmp_path: Path) -> None:
     book = load_rules(written(tmp_path, "lag: {samples: 3}\nsteals: {count_max: 2}\n"))
     assert book.lag.samples == 3
     assert book.lag.clear_samples == RuleBook().lag.clear_samples
     assert (book.steals.count_max, book.steals.window_ms) == (2, 300_000)
 
 
-def test_every_problem_is_named_with_its_place(tmp_path: Path) -> None:
+def test_every_problem_is_reported_with_its_path(tmp_path: Path) -> None:
     path = written(tmp_path, "lag: {sample: 3}\nsteals: {count_max: -1}\nlatency: [{}]\n")
     with pytest.raises(ConfigError) as raised:
         load_rules(path)
@@ -41,17 +41,17 @@ def test_every_problem_is_named_with_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["lag: [", "- a list", "version: 2"])
-def test_file_that_is_no_rules_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_without_rules_is_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError):
         load_rules(written(tmp_path, text))
 
 
-def test_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         load_rules(tmp_path / "nowhere.yaml")
 
 
-def test_later_override_wins_and_changes_only_what_it_names(tmp_path: Path) -> None:
+def test_later_override_wins_and_keeps_other_values(tmp_path: Path) -> None:
     text = """
     overrides:
       - {group: "billing-*", lag: {age_ms_max: 1000, severity: critical}}

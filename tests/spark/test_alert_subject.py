@@ -1,6 +1,6 @@
 """Goal: every rule fires when it should, once, and is resolved when it should be.
 
-Method: the state machines are fed with hand-made signals in event time, and stored and read back
+Method: the state machines get hand-made signals in event time, and stored and read back
 between any two of them; no Spark.
 """
 
@@ -67,7 +67,7 @@ def standing(count: int, since_ms: int = 0) -> list[Signal]:
     return [lag(since_ms + 10_000 * n, 5, 100) for n in range(1, count + 1)]
 
 
-def test_queue_that_stands_fires_once_and_is_resolved_after_two_good_samples() -> None:
+def test_queue_without_progress_fires_once_and_is_resolved_after_two_ok_samples() -> None:
     good = [lag(60_000, 50, 100), lag(70_000, 100, 100), lag(80_000, 100, 100)]
     assert told(QUEUE, standing(5) + good) == [
         ("FIRING", "lag", "stopped", 30_000),
@@ -75,7 +75,7 @@ def test_queue_that_stands_fires_once_and_is_resolved_after_two_good_samples() -
     ]
 
 
-def test_verdict_that_changes_ends_one_alert_and_begins_another() -> None:
+def test_changed_verdict_resolves_one_alert_and_fires_another() -> None:
     reason = Signal("stuck_changed", 45_000, reason="NO_MEMBER", text="the group has no member")
     assert told(QUEUE, [*standing(4), reason, *standing(1, 40_000)]) == [
         ("FIRING", "lag", "stopped", 30_000),
@@ -84,7 +84,7 @@ def test_verdict_that_changes_ends_one_alert_and_begins_another() -> None:
     ]
 
 
-def test_blocked_queue_tells_its_reason_in_words() -> None:
+def test_alert_of_a_blocked_queue_describes_the_reason() -> None:
     reason = Signal("stuck_changed", 1, reason="HELD", text="c1 still owns it")
     subject = AlertSubject(QUEUE, BOOK)
     (alert,) = subject.feed([reason, *standing(3)])
@@ -93,23 +93,23 @@ def test_blocked_queue_tells_its_reason_in_words() -> None:
     assert alert.change.value == 95
 
 
-def test_paused_group_raises_nothing() -> None:
+def test_paused_group_raises_no_alert() -> None:
     assert told(QUEUE, [Signal("stuck_changed", 1, reason="PAUSED"), *standing(9)]) == []
 
 
-def test_rewind_fires_and_reset_by_an_operator_does_not() -> None:
+def test_progress_that_goes_back_fires_unless_an_operator_reset_it() -> None:
     before, after = lag(10_000, 50, 60), lag(20_000, 10, 60)
     assert told(QUEUE, [before, after]) == [("FIRING", "lag", "rewound", 20_000)]
     assert told(QUEUE, [before, Signal("progress_reset", 15_000), after]) == []
 
 
-def test_sample_that_comes_twice_or_late_counts_once() -> None:
+def test_repeated_or_late_sample_counts_once() -> None:
     first, second, third = standing(3)
     assert told(QUEUE, [first, second, second, first]) == []
     assert len(told(QUEUE, [first, second, second, third])) == 1
 
 
-def test_queue_of_which_nothing_is_told_is_resolved_and_forgotten() -> None:
+def test_queue_without_samples_is_resolved_and_forgotten() -> None:
     subject = AlertSubject(QUEUE, BOOK)
     list(subject.feed(standing(3)))
     assert subject.wake_unix_ms == 90_000
@@ -128,25 +128,25 @@ def test_rebalances_fire_above_the_limit_and_are_resolved_as_they_leave_the_wind
     ]
 
 
-def test_a_rebalance_told_in_parts_is_one() -> None:
+def test_rebalance_in_several_events_counts_once() -> None:
     parts = [Signal("rebalanced", at, generation=at) for at in (1_000, 5_000) for _ in range(6)]
     assert told(GROUP, parts, 200_000) == []
 
 
-def test_a_clock_only_tells_the_time() -> None:
+def test_clock_subject_only_advances_the_time() -> None:
     subject = AlertSubject("clock|storage/broker-0", BOOK)
     assert list(subject.feed([Signal("volume_state", 1_000)])) == []
     assert subject.wake_unix_ms is None
 
 
-def test_one_steal_fires() -> None:
+def test_one_takeover_fires() -> None:
     assert told(GROUP, [Signal("lock_granted", 1_000)], 40_000) == [
         ("FIRING", "steals", "", 1_000),
         ("RESOLVED", "steals", "", 32_000),
     ]
 
 
-def test_conflict_fires_until_it_was_quiet_for_long() -> None:
+def test_conflict_is_resolved_after_a_time_without_another() -> None:
     refused = [Signal("subscription_refused", at, client_id="c2") for at in (0, 15_000, 30_000)]
     assert told(GROUP, refused, 60_000) == [
         ("FIRING", "subscription_conflict", "", 0),
@@ -162,11 +162,11 @@ def test_changed_subscription_is_a_conflict_only_with_differences() -> None:
         [Signal("subscription_changed", 0, client_id="c2", text=text)]
     )
     assert (alert.rule, alert.severity) == ("subscription_conflict", "critical")
-    words = "c2 subscribes differently: orders: expression eu, c1 has nothing"
+    words = "c2 has a different subscription: orders: expression eu, c1 has nothing"
     assert alert.change.summary == words
 
 
-def test_silent_client_fires_until_it_is_back() -> None:
+def test_expired_member_fires_until_it_rejoins() -> None:
     signals = [
         Signal("member_seen", 1_000, client_id="c1"),
         Signal("member_expired", 40_000, client_id="c1", silent_ms=30_000),
@@ -178,7 +178,7 @@ def test_silent_client_fires_until_it_is_back() -> None:
     ]
 
 
-def test_client_that_does_not_come_back_is_forgotten_and_their_number_is_bounded() -> None:
+def test_expired_members_are_forgotten_after_a_time_and_bounded_in_number() -> None:
     gone = [Signal("member_expired", n, client_id=f"c{n}") for n in range(5)]
     assert told(GROUP, gone, 900_000) == [
         ("FIRING", "silent_client", "c0", 0),
@@ -201,7 +201,7 @@ def test_slow_operation_fires_by_its_percentile_over_the_window() -> None:
     assert told(APPENDS, [took(1_000, slow, 9)]) == []
 
 
-def test_rule_that_is_switched_off_ends_its_alerts() -> None:
+def test_disabled_rule_resolves_its_alerts() -> None:
     subject = AlertSubject(GROUP, BOOK)
     list(subject.feed([Signal("lock_granted", 1_000)]))
     book = BOOK.model_copy(update={"steals": CountRule(enabled=False, count_max=0)})
@@ -213,13 +213,13 @@ def test_rule_that_is_switched_off_ends_its_alerts() -> None:
     )
 
 
-def test_subject_without_anything_to_remember_wants_no_timer() -> None:
+def test_subject_without_state_needs_no_timer() -> None:
     subject = AlertSubject(GROUP, BOOK)
     assert list(subject.feed([Signal("member_seen", 1, client_id="c")])) == []
     assert subject.wake_unix_ms is None
 
 
-def test_state_of_another_version_is_refused() -> None:
+def test_state_of_another_version_is_rejected() -> None:
     with pytest.raises(ValueError, match="version 9"):
         AlertSubject(GROUP, BOOK, '{"version": 9, "watches": {}}')
 
@@ -231,7 +231,7 @@ TIMED = st.lists(st.tuples(st.integers(0, 200_000), KINDS), max_size=40).map(sor
 
 
 @given(TIMED, st.sets(st.integers(0, 40)), st.sets(st.integers(0, 300_000), max_size=5))
-def test_alerts_do_not_depend_on_how_signals_and_timers_come(
+def test_alerts_do_not_depend_on_the_grouping_of_signals_and_timers(
     timed: list[tuple[int, str]], cuts: set[int], timers: set[int]
 ) -> None:
     signals = [Signal(kind, at, client_id="c") for at, kind in timed]

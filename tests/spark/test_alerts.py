@@ -1,4 +1,4 @@
-"""Goal: events reach the watch of the subject they belong to, and what it says reaches the tables.
+"""Goal: events reach the evaluators of their subject, and alert changes reach the tables.
 
 Method: the stateful processor is driven without a session by Spark's tester, by signals and by
 watermarks; the DataFrames around it by events as services tell them.
@@ -47,7 +47,7 @@ def names(found: Any) -> list[tuple[str, str, int]]:
     return [(row.state, row.rule, row.unix_ms) for row in found]
 
 
-def test_signals_of_a_micro_batch_are_fed_in_the_order_of_their_time() -> None:
+def test_signals_of_a_micro_batch_are_processed_in_time_order() -> None:
     lag = {"committed_offset": 5, "delivered_offset": 9, "next_offset": 50}
     late_first = [signal("queue_lag", at, **lag) for at in (30_000, 10_000, 20_000)]
     (row,) = driver().test(SUBJECT, late_first)
@@ -59,7 +59,7 @@ def test_signals_of_a_micro_batch_are_fed_in_the_order_of_their_time() -> None:
     )
 
 
-def test_watermark_ends_what_was_to_end_and_the_state_is_forgotten() -> None:
+def test_watermark_resolves_due_alerts_and_removes_the_state() -> None:
     driven = driver()
     found = driven.test("group|g", [signal("lock_granted", 1_000)])
     found += driven.test("group|g", [signal("subscription_refused", 5_000, client_id="c2")])
@@ -73,14 +73,14 @@ def test_watermark_ends_what_was_to_end_and_the_state_is_forgotten() -> None:
     assert driven.peekValueState("subject", "group|g") is None
 
 
-def test_subjects_do_not_know_of_each_other() -> None:
+def test_subjects_are_independent() -> None:
     driven = driver()
     assert driven.test("group|g", [signal("lock_granted", 1_000)])
     assert driven.test("group|h", [signal("lock_granted", 1_000)])
     assert driven.peekValueState("subject", "group|i") is None
 
 
-def test_subject_that_remembers_nothing_keeps_no_state() -> None:
+def test_subject_without_state_stores_none() -> None:
     driven = driver()
     assert driven.test("group|g", [signal("member_seen", 1_000, client_id="c")]) == []
     assert driven.peekValueState("subject", "group|g") is None
@@ -122,7 +122,7 @@ def test_events_become_signals_of_their_subjects(spark: SparkSession) -> None:
 
 
 @pytest.mark.spark
-def test_events_that_are_told_late_keep_their_order_and_are_not_late(spark: SparkSession) -> None:
+def test_events_published_late_keep_their_order_and_are_not_dropped(spark: SparkSession) -> None:
     happened = [-90_000, -30_000, -4_000, 0, 90_000]
     told_late = rows(spark, [event("queue_lag", at, **QUEUE) for at in happened])
     told_late = told_late.withColumn("store_time", F.timestamp_millis(F.lit(NOON)))
@@ -132,7 +132,7 @@ def test_events_that_are_told_late_keep_their_order_and_are_not_late(spark: Spar
 
 
 @pytest.mark.spark
-def test_change_becomes_an_alert_and_a_message(spark: SparkSession) -> None:
+def test_alert_change_becomes_an_alert_row_and_a_message(spark: SparkSession) -> None:
     change = (SUBJECT, "lag", "warning", "FIRING", "stalled", NOON, NOON + 5, "text", "", 9.0, 0.0)
     alerts = alert_rows(spark.createDataFrame([change], CHANGES))
     (alert,) = alerts.collect()
@@ -147,7 +147,7 @@ def test_change_becomes_an_alert_and_a_message(spark: SparkSession) -> None:
     assert '"summary":"text"' in message.body
 
 
-def test_gauge_is_there_while_the_alert_fires() -> None:
+def test_gauge_exists_while_the_alert_fires() -> None:
     registry = CollectorRegistry()
     gauges = AlertGauges(registry)
     labels = dict.fromkeys(

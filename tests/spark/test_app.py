@@ -1,4 +1,4 @@
-"""Goal: a job's process runs its queries, tells of them, and ends cleanly; its page tells of it.
+"""Goal: a job's process runs its queries, reports them, and ends cleanly; the page documents it.
 
 Method: the real program beside the demo, on a real cluster; its Prometheus endpoint, and what a
 real Prometheus that scrapes it answers to the queries of its dashboard; SIGTERM; progress as Spark
@@ -32,7 +32,7 @@ from batonspark.latency import LATENCY
 from batonspark.progress import gauge_values
 from batonspark.rollup import ROLLUP
 from batonspark.settings import PREFIX, JobSettings
-from tests.deploy.live import (
+from tests.deploy.live_prometheus import (
     differing,
     documented,
     exported,
@@ -42,7 +42,7 @@ from tests.deploy.live import (
     values,
 )
 from tests.spark.running_cluster import TEST_CONFIG, RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 from tools.dashboards.internals import SPARK
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ process = [pytest.mark.spark, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What Prometheus knew while the demo ran.
+    """What Prometheus recorded while the demo ran.
 
     Attributes:
         unanswered: Dashboard, panel and query.
@@ -79,7 +79,7 @@ class Life:
 
 @pytest.fixture(scope="module")
 def life(cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> Life:
-    """One run for all who look at it: it takes a JVM of its own."""
+    """One run shared by the tests, since it starts a JVM of its own."""
     folder = tmp_path_factory.mktemp("job")
     log = folder / "log"
     with started(cluster.nameserver, folder) as running:
@@ -148,7 +148,7 @@ class TestProcess:
 
     pytestmark = process
 
-    def test_it_runs_its_queries_tells_of_them_and_ends_on_sigterm(self, life: Life) -> None:
+    def test_process_runs_and_reports_its_queries_and_ends_on_sigterm(self, life: Life) -> None:
         assert 'baton_spark_running{query="bronze"} 1.0' in life.page
         assert life.status == 0, life.log
         assert len(re.findall("query ended query=", life.log)) == 3
@@ -156,18 +156,18 @@ class TestProcess:
             r"query progress query=bronze batch=\d+ rows=[1-9]\d* rows_per_s=", life.log
         )
 
-    def test_its_metrics_are_those_that_are_documented(self, life: Life) -> None:
+    def test_metrics_are_those_that_are_documented(self, life: Life) -> None:
         assert differing({"spark": life.shown}, documented()) == []
 
     @needs_prometheus
-    def test_every_query_of_its_dashboard_has_an_answer_in_the_demo(self, life: Life) -> None:
+    def test_every_dashboard_query_has_a_result_during_the_demo(self, life: Life) -> None:
         assert life.seen is not None
         assert life.seen.unanswered == []
         assert life.seen.rows > 0
         assert life.seen.result.ok
 
 
-def test_backlog_is_what_is_there_and_not_read_yet() -> None:
+def test_backlog_is_the_number_of_unread_messages_and_commits() -> None:
     progress = {
         "batchId": 7,
         "numInputRows": 10,
@@ -192,7 +192,7 @@ def test_backlog_is_what_is_there_and_not_read_yet() -> None:
     assert (values["input_rows_per_second"], values["batch_duration_seconds"]) == (0.0, 2.0)
 
 
-def test_settings_come_from_the_environment_and_unknown_names_are_refused() -> None:
+def test_settings_come_from_the_environment_and_unknown_names_are_rejected() -> None:
     env = {
         "BATON_SPARK_SPARK": '{"spark.executor.memory": "2g"}',
         "BATON_SPARK_TLS_CA_FILE": "/ca.pem",

@@ -1,4 +1,4 @@
-"""Goal: the audit says "clean" only of events that tell everything, and counts the rest exactly.
+"""Goal: the verdict is "clean" only if the events are complete, and repeats are counted exactly.
 
 Method: what services would tell of a small history, decoded as Spark decodes it; then the same with
 something missing, doubled, or out of the range that is asked for.
@@ -61,7 +61,7 @@ HISTORY = [
     batch([committed(60, 2, 200, 200)], 2, OFFSETS),
     batch([event("volume_state", 75_000, used_bytes=1)], 3, STORAGE),
 ]  # fmt: skip
-"""A crash with ten messages in hand, told by three services."""
+"""A crash with ten messages in flight, in the events of three services."""
 
 
 def rows(spark: SparkSession, batches: Sequence[pb.MetricBatch]) -> DataFrame:
@@ -82,7 +82,7 @@ def at(second: int) -> datetime:
     return datetime.fromtimestamp(NOON / 1000 + second, UTC).replace(tzinfo=None)
 
 
-def test_crash_is_found_and_explained_and_repeated_batches_change_nothing(
+def test_crash_is_found_and_repeated_batches_change_nothing(
     spark: SparkSession,
 ) -> None:
     found = report(spark, [*HISTORY, HISTORY[3], HISTORY[0]], ReportScope())
@@ -98,7 +98,7 @@ def test_crash_is_found_and_explained_and_repeated_batches_change_nothing(
     assert "explained duplicates: 10" in found.lines
 
 
-def test_acked_messages_that_come_again_are_a_bug(spark: SparkSession) -> None:
+def test_redelivery_of_acked_messages_is_a_bug(spark: SparkSession) -> None:
     again = batch([delivered(42, 3, 50, 60)], 4, STORAGE)
     granted = event("lock_granted", 41_500, **QUEUE, client_id="c3", token=3)
     found = report(spark, [*HISTORY, again, batch([granted], 2, LOCKMGR)], ReportScope())
@@ -116,7 +116,7 @@ def test_acked_messages_that_come_again_are_a_bug(spark: SparkSession) -> None:
     ],
     ids=["delivery", "batch", "offsets"],
 )  # fmt: skip
-def test_missing_events_make_it_incomplete(
+def test_missing_events_make_the_audit_incomplete(
     spark: SparkSession, batches: list[pb.MetricBatch], gap: str
 ) -> None:
     found = report(spark, batches, ReportScope())
@@ -124,7 +124,7 @@ def test_missing_events_make_it_incomplete(
     assert gap in {one["what"] for one in found.summary["gaps"]}
 
 
-def test_dropped_events_and_new_lives_of_a_source_are_told_with_their_place(
+def test_dropped_events_and_restarts_of_a_source_are_gaps(
     spark: SparkSession,
 ) -> None:
     dropping = batch([delivered(80, 2, 200, 210)], 4, STORAGE)
@@ -138,7 +138,7 @@ def test_dropped_events_and_new_lives_of_a_source_are_told_with_their_place(
     assert begins["dropped"] == (at(75), at(80))
 
 
-def test_storage_that_does_not_tell_of_the_end_makes_it_incomplete(spark: SparkSession) -> None:
+def test_storage_without_events_at_the_end_makes_the_audit_incomplete(spark: SparkSession) -> None:
     other = batch([event("volume_state", 44_000, used_bytes=1)], 1, "storage/broker-1")
     later = batch([event("volume_state", 75_000, used_bytes=1)], 2, "storage/broker-1")
     place = {("silent", "storage/broker-1")}
@@ -155,12 +155,12 @@ def test_storage_that_does_not_tell_of_the_end_makes_it_incomplete(spark: SparkS
     assert gaps(ReportScope(until=at(140)), later) == place | {("silent", STORAGE)}
 
 
-def test_no_events_are_not_clean(spark: SparkSession) -> None:
+def test_audit_without_events_is_empty_not_clean(spark: SparkSession) -> None:
     found = report(spark, HISTORY, ReportScope(group="nobody"))
     assert (found.summary["verdict"], found.ok) == ("empty", False)
 
 
-def test_range_that_is_asked_for_bounds_the_repeats_and_not_their_reasons(
+def test_scope_bounds_the_repeats_and_not_their_causes(
     spark: SparkSession,
 ) -> None:
     whole = ReportScope(since=at(30), until=at(45))
@@ -170,7 +170,7 @@ def test_range_that_is_asked_for_bounds_the_repeats_and_not_their_reasons(
     assert report(spark, HISTORY, some).summary["counts"] == {"crash": 3}
 
 
-def test_command_line_takes_times_with_and_without_a_zone() -> None:
+def test_command_line_accepts_times_with_and_without_a_zone() -> None:
     given = ["--since", "2026-01-01T13:00:00+01:00", "--until", "2026-01-01T12:00:45"]
     scope = parse_arguments("duplicate_audit", [*given, "--group", "g", "--next-offset", "5"])
     assert scope == ReportScope(at(0), at(45), "g", None, None, 5)

@@ -1,4 +1,4 @@
-"""Goal: every message of the metrics topic becomes rows, also one that holds no batch or is lost.
+"""Goal: every message of the metrics topic becomes rows, even without a batch or if it is lost.
 
 Method: the functions that run on executors, over hand-made messages; no session.
 """
@@ -48,7 +48,7 @@ def named(rows: list[dict[str, object]]) -> list[tuple[str, int]]:
     return list(zip(*(found[name].to_pylist() for name in ("producer_id", "seq")), strict=True))
 
 
-def test_batch_is_named_by_its_source_life_and_number() -> None:
+def test_batch_is_identified_by_source_incarnation_and_number() -> None:
     rows = stored(batch([], 3, "storage/a"), batch([], 4, "storage/b"))
     assert named(rows) == [
         ("storage/a/0000000000000007", 3),
@@ -56,20 +56,20 @@ def test_batch_is_named_by_its_source_life_and_number() -> None:
     ]
 
 
-def test_message_that_holds_no_batch_is_named_by_its_place() -> None:
+def test_message_without_a_batch_is_identified_by_queue_and_offset() -> None:
     queue = "BATON_SYS_METRICS/broker-0/0"
     rows = [message(5, b"\xff"), message(6, b""), message(7, None)]
     assert named(rows) == [(queue, 5), (queue, 6), (queue, 7)]
 
 
-def test_events_of_several_queues_keep_their_places() -> None:
+def test_events_of_several_queues_keep_queue_and_offset() -> None:
     batches = [batch([event("member_seen", n, group="g")] * 2, n + 1) for n in range(4)]
     rows = opened(stored(*batches))
     places = sorted((r["sys_queue_id"], r["sys_offset"], r["seq"], r["event_index"]) for r in rows)
     assert places == [(n % 2, n, n + 1, i) for n in (0, 2, 1, 3) for i in range(2)]
 
 
-def test_many_messages_are_opened_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_messages_are_decoded_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = stored(*(batch([event("member_seen", n)] * 3, n + 1) for n in range(20)))
     rows.insert(7, message(40, None))
     (whole,) = events_of(iter([pa.RecordBatch.from_pylist(one_queue(rows), MESSAGES)]))
@@ -83,13 +83,13 @@ def one_queue(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     return [{**row, "queue_id": 0} for row in rows]
 
 
-def test_rows_have_the_day_of_their_storing() -> None:
+def test_rows_have_the_date_of_their_store_time() -> None:
     assert {row["date"] for row in opened(stored(batch([event("member_seen", 1)])))} == {
         datetime.fromtimestamp(NOON / 1_000, UTC).date()
     }
 
 
-def test_names_are_those_of_the_rows() -> None:
+def test_batch_identity_is_that_of_the_decoded_rows() -> None:
     rows = [*stored(batch([event("member_seen", 1)], 9)), message(5, b"\xff")]
     assert named(rows) == [(row["producer_id"], row["seq"]) for row in opened(rows)]
 
@@ -105,14 +105,14 @@ def test_lost_messages_are_a_row_that_counts_them() -> None:
     assert kept["kind"] == "member_seen"
 
 
-def test_message_that_has_a_body_is_none_that_is_lost() -> None:
+def test_message_with_a_body_is_not_a_lost_one() -> None:
     body = batch([event("member_seen", 1)]).SerializeToString()
     for count in ("17", "many"):
         (row,) = opened([message(40, body, properties={LOST_COUNT: count})])
         assert row["kind"] == "member_seen"
 
 
-def test_batch_with_a_number_that_no_column_has_room_for_is_named() -> None:
+def test_batch_with_a_number_beyond_int64_is_identified() -> None:
     assert named(stored(batch([], (1 << 64) - 1))) == [("storage/broker-0/0000000000000007", -1)]
 
 

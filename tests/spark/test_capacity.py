@@ -1,4 +1,4 @@
-"""Goal: growth, fullness and skew are what the events say, and more queues are asked for only where
+"""Goal: growth, disk usage and skew follow from the events; more queues are suggested only where
 too few are known.
 
 Method: events as services tell them, of topics with known rates; values are counted by hand.
@@ -78,7 +78,7 @@ def test_forecast_says_when_disks_are_full_and_which_topics_need_more_queues(
     assert len(queues) == 5
 
 
-def test_disk_that_does_not_get_fuller_is_never_full(spark: SparkSession) -> None:
+def test_disk_without_growth_is_never_full(spark: SparkSession) -> None:
     events = [volume(0, 12 * GB, 88 * GB), volume(50, 11 * GB, 89 * GB)]
     found = forecast(rows(spark, events), ReportScope())
     assert found.summary["volumes"][0]["hours_until_full"] is None

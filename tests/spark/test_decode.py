@@ -1,4 +1,4 @@
-"""Goal: what is decoded by columns is what decoding message by message gives.
+"""Goal: decoding by columns gives the same rows as decoding message by message.
 
 Method: Hypothesis makes messages; batches are encoded, cut and compressed, and the rows compared
 with `decode_records`. No Spark.
@@ -86,7 +86,7 @@ def decoded(batches: Sequence[bytes], first: int, after: int) -> list[dict[str, 
 
 @settings(deadline=None)
 @given(st.lists(MESSAGES, min_size=1, max_size=3), st.sampled_from(Compression), st.data())
-def test_columns_are_what_records_say(
+def test_columns_have_the_values_of_the_records(
     parts: list[list[Message]], compression: Compression, data: st.DataObject
 ) -> None:
     batches, end = [], 10
@@ -102,7 +102,7 @@ def test_columns_are_what_records_say(
     "properties",
     [b"a\x01b", b"a\x01b\x02c\x01d", b"a\x02b\x01c\x02", b"\xff\x01\xfe\x02", b"a\x01b\x01c\x02"],
 )
-def test_odd_properties_are_read_as_elsewhere(properties: bytes) -> None:
+def test_irregular_properties_are_decoded_as_by_the_client(properties: bytes) -> None:
     head = b"\x00\x00\x00\x00" + len(properties).to_bytes(4, "big")
     record = head + properties + b"body"
     plain = Message(b"x", properties={"n": "1"})
@@ -110,14 +110,14 @@ def test_odd_properties_are_read_as_elsewhere(properties: bytes) -> None:
     assert decoded([batch], 0, 2) == expected([batch], 0, 2)
 
 
-def test_text_that_is_not_utf_8_stops_nobody() -> None:
+def test_text_that_is_not_utf_8_is_replaced() -> None:
     record = b"\x00\x02\x00\x01\x00\x00\x00\x00" + b"\xffk" + b"\xfe" + b"body"
     batch = stored([Message(b"")], 0, records=[record])
     (row,) = decoded([batch], 0, 1)
     assert (row["key"], row["tag"], row["body"]) == ("\ufffdk", "\ufffd", b"body")
 
 
-def test_every_row_knows_where_it_was_and_when() -> None:
+def test_every_row_has_queue_offset_and_store_time() -> None:
     batches = [stored([Message(b"a"), Message(b"b")], 5), stored([Message(b"c")], 7)]
     rows = messages(batches, QueueSlice(QUEUE, 6, 8, 7)).to_pylist()
     assert [(r["topic"], r["broker"], r["queue_id"], r["offset"]) for r in rows] == [
@@ -127,19 +127,19 @@ def test_every_row_knows_where_it_was_and_when() -> None:
     assert [int(r["store_time"].timestamp() * 1000) % 100_000 for r in rows] == [5, 7]
 
 
-def test_messages_of_a_later_topic_are_not_taken_for_those_of_an_earlier() -> None:
+def test_messages_of_another_topic_with_the_same_name_are_rejected() -> None:
     with pytest.raises(OldTopic):
         messages([stored([Message(b"a")], 0)], QueueSlice(QUEUE, 0, 1, 6))
 
 
-def test_a_flipped_bit_is_noticed() -> None:
+def test_flipped_bit_is_detected() -> None:
     batch = bytearray(stored([Message(b"abc")], 0))
     batch[-1] ^= 1
     with pytest.raises(BadChecksum):
         messages([bytes(batch)], QueueSlice(QUEUE, 0, 1, 7))
 
 
-def test_a_loss_is_one_row_with_its_size() -> None:
+def test_loss_is_one_row_with_its_size() -> None:
     (row,) = lost_messages(QueueSlice(QUEUE, 10, 35), 1_700_000_000_000).to_pylist()
     assert (row["offset"], row["body"]) == (10, None)
     assert row["properties"] == [(LOST_COUNT, "25")]

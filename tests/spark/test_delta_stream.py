@@ -1,7 +1,7 @@
-"""Goal: a stream of a Delta table has every added row once, whatever happens to the table besides.
+"""Goal: a stream of a Delta table has every added row once, despite other changes of the table.
 
 Method: the reader alone, without a session, over tables that are appended to, compacted, vacuumed,
-widened, and whose log was cut.
+widened, and with a truncated log.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def numbers(of: Reader, begin: int, end: int) -> list[int]:
     return sorted(n for part in parts for rows in of.read(part) for n in rows["n"].to_pylist())
 
 
-def test_rows_come_once_with_the_values_that_folders_tell(path: Path) -> None:
+def test_rows_are_read_once_with_their_partition_values(path: Path) -> None:
     read = reader(path)
     assert read.initialOffset() == {"version": -1}
     assert read.latestOffset({"version": -1}, ReadAllAvailable()) == {"version": 2}
@@ -65,7 +65,7 @@ def test_micro_batch_ends_with_the_commit_that_reaches_the_limit(path: Path) -> 
     assert read.reportLatestOffset() == {"version": 2}
 
 
-def test_available_now_does_not_see_what_comes_later(path: Path) -> None:
+def test_available_now_ignores_later_commits(path: Path) -> None:
     read = reader(path)
     read.prepareForTriggerAvailableNow()
     append(path, [9])
@@ -84,12 +84,12 @@ def test_compaction_and_deletion_add_nothing(path: Path) -> None:
     assert numbers(read, -1, 6) == list(range(11))
 
 
-def test_starting_version_leaves_earlier_commits_out(path: Path) -> None:
+def test_starting_version_skips_earlier_commits(path: Path) -> None:
     read = reader(path, startingVersion="2")
     assert numbers(read, read.initialOffset()["version"], 2) == [6, 7, 8]
 
 
-def test_table_whose_log_was_cut_is_read_as_it_stands(path: Path) -> None:
+def test_table_with_a_truncated_log_is_read_as_a_whole(path: Path) -> None:
     deltalake.DeltaTable(path).create_checkpoint()
     for version in range(2):
         (path / "_delta_log" / f"{version:020d}.json").unlink()
@@ -102,7 +102,7 @@ def test_table_whose_log_was_cut_is_read_as_it_stands(path: Path) -> None:
         read.partitions({"version": 0}, {"version": 3})
 
 
-def test_file_that_was_vacuumed_before_it_was_read_is_an_error(path: Path) -> None:
+def test_file_vacuumed_before_it_was_read_is_an_error(path: Path) -> None:
     read = reader(path)
     (part,) = read.partitions({"version": 0}, {"version": 1})
     for file in path.glob("date=2026-01-02/*.parquet"):
@@ -111,7 +111,7 @@ def test_file_that_was_vacuumed_before_it_was_read_is_an_error(path: Path) -> No
         list(read.read(part))
 
 
-def test_column_is_null_in_files_that_are_older(path: Path) -> None:
+def test_new_column_is_null_in_older_files(path: Path) -> None:
     wide = StructType().add("later", StringType()).add("n", LongType())
     read = reader(path, wide)
     (part,) = read.partitions({"version": 0}, {"version": 1})
@@ -119,7 +119,7 @@ def test_column_is_null_in_files_that_are_older(path: Path) -> None:
     assert rows.to_pydict() == {"later": [None] * 3, "n": [3, 4, 5]}
 
 
-def test_columns_are_those_that_are_asked_for(path: Path) -> None:
+def test_columns_are_those_of_the_option(path: Path) -> None:
     options = {"path": str(path), "columns": "date, n"}
     assert delta_schema(delta_read_options(options)).fieldNames() == ["date", "n"]
     with pytest.raises(BadOption, match="no column m"):
@@ -131,6 +131,6 @@ def test_columns_are_those_that_are_asked_for(path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"path": "p", "colums": "n"}, {"path": "p", "maxRowsPerTrigger": "x"}]
 )
-def test_option_that_can_not_be_is_refused(options: dict[str, str]) -> None:
+def test_invalid_option_is_rejected(options: dict[str, str]) -> None:
     with pytest.raises(BadOption):
         delta_read_options(options)

@@ -1,4 +1,4 @@
-"""Goal: nothing depends on what only the driver has: its folder, its path, its memory.
+"""Goal: executors need nothing that only the driver has: its folder, its path, its memory.
 
 Method: a session whose executors are processes of their own, started from an empty folder.
 """
@@ -21,7 +21,9 @@ from tests.spark.running_cluster import RunningCluster
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 
-def test_executors_read_and_write_by_themselves(cluster: RunningCluster, tmp_path: Path) -> None:
+def test_executors_read_and_write_without_the_driver_environment(
+    cluster: RunningCluster, tmp_path: Path
+) -> None:
     topic = cluster.create("executors", 4)
     cluster.send(topic, [Message(str(n).encode()) for n in range(1_000)])
     away, table = tmp_path / "away", tmp_path / "table"

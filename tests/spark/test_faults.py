@@ -1,4 +1,4 @@
-"""Goal: what Spark writes down of a topic is what was in it, each message once, whatever fails.
+"""Goal: Spark's copy of a topic has each message once, despite failures.
 
 Method: real processes. A query is killed with everything it started, at moments at which a
 micro-batch is begun and not committed; storage nodes are killed under a query; retention removes
@@ -22,17 +22,17 @@ from pyspark.sql import SparkSession
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonspark.cluster import ClusterClient
 from batonspark.decode import LOST_COUNT
 from batonspark.options import ConnectionOptions
 from batonspark.sink_delta import read_delta
-from tests.e2e.leading import in_sync
+from tests.e2e.leadership import in_sync
 from tests.spark.metric_events import batch, event
 from tests.spark.running_cluster import RunningCluster
 from tests.spark.stream_queries import Query, committed, drain, is_between, started
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
@@ -108,7 +108,7 @@ async def leader(cluster: RunningCluster) -> str:
 
 
 async def has_a_follower(cluster: RunningCluster) -> None:
-    """Wait until whoever follows may be elected."""
+    """Wait until a follower may be elected."""
     async with Admin(cluster.nameserver) as admin:
         await in_sync(admin, "storage", "broker-0")
 
@@ -121,7 +121,7 @@ def told(begin: int, end: int) -> list[Message]:
     ]
 
 
-def test_tables_and_topics_have_every_message_once_after_a_kill_in_mid_batch(
+def test_tables_and_topics_have_every_message_once_after_a_kill_within_a_micro_batch(
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:
     source, target = cluster.create("killed", 4), cluster.create("copied", 3)
@@ -173,7 +173,7 @@ def test_tables_and_topics_have_every_message_once_after_a_kill_in_mid_batch(
     assert sorted(bytes(row.body) for row in copied.collect()) == sorted(sent)
 
 
-def test_a_stream_goes_on_when_its_broker_comes_back(spark: SparkSession, tmp_path: Path) -> None:
+def test_stream_continues_after_its_broker_restarts(spark: SparkSession, tmp_path: Path) -> None:
     with RunningCluster(tmp_path / "cluster") as cluster:
         topic = cluster.create("restarted", 2)
         cluster.send(topic, bodies(0, SENT))
@@ -200,9 +200,9 @@ def test_a_stream_goes_on_when_its_broker_comes_back(spark: SparkSession, tmp_pa
     assert table.select("body").distinct().count() == SENT
 
 
-def test_reads_go_on_at_whoever_leads_or_follows(spark: SparkSession, tmp_path: Path) -> None:
+def test_reads_continue_on_a_new_leader_or_follower(spark: SparkSession, tmp_path: Path) -> None:
     """Followers are read from; and when the leader dies, so is the one that follows it."""
-    # A follower that Spark has starved for seconds would be let out of the set, and never lead.
+    # A follower that Spark has starved for seconds would leave the in-sync set and never lead.
     slow = {"replica_lag_ms_max": 30_000}
     with RunningCluster(tmp_path / "cluster", storage_replicas=2, storage=slow) as cluster:
         topic = cluster.create("replicated", 2)
@@ -218,7 +218,7 @@ def test_reads_go_on_at_whoever_leads_or_follows(spark: SparkSession, tmp_path: 
             assert frame.load().select("body").distinct().count() == SENT
 
 
-def test_retention_that_was_faster_is_an_error_or_a_counted_loss(
+def test_messages_removed_before_reading_are_an_error_or_a_counted_loss(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     settings = {"segment_bytes": 65_536, "retention_bytes": 262_144, "disk_interval_ms": 50}

@@ -1,4 +1,4 @@
-"""Goal: a hand-over is one row with its phases, and the page shows them by itself.
+"""Goal: a hand-over is one row with its phases, and the page shows them without other files.
 
 Method: events as services tell them, decoded as Spark decodes them; the page is opened in Chromium
 where there is one, and looked at by a parser where not.
@@ -71,7 +71,7 @@ def test_hand_over_has_its_phases_its_first_pull_and_its_outliers(spark: SparkSe
 
 
 @pytest.mark.spark
-def test_owner_has_a_queue_until_it_gives_it_back_or_loses_it(spark: SparkSession) -> None:
+def test_ownership_ends_with_a_release_or_a_takeover(spark: SparkSession) -> None:
     found = owners(rows(spark, EVENTS), ReportScope()).orderBy("token").collect()
     assert [(one.client_id, one.begin, one.end) for one in found] == [
         ("c1", at(0.5), at(4.9)),
@@ -89,7 +89,7 @@ def test_report_has_percentiles_of_each_phase_and_a_page(spark: SparkSession) ->
     phases = {one["phase"]: one for one in found.summary["phases"]}
     assert (phases["drain"]["p50"], phases["drain"]["max"]) == (30, 25_000)
     assert (phases["first_pull"]["count"], phases["first_pull"]["p99"]) == (1, 700)
-    assert found.lines[0] == "hand-overs: 3, of them 0 outliers"
+    assert found.lines[0] == "hand-overs: 3, 0 of them outliers"
     assert "<svg" in found.page
     empty = report(rows(spark, EVENTS[:2]), ReportScope())
     assert empty.summary["count"] == 0
@@ -150,7 +150,7 @@ class Seen(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_page_is_whole_and_loads_nothing() -> None:
+def test_page_is_complete_and_loads_nothing() -> None:
     text, seen = many(120), Seen()
     seen.feed(text)
     assert seen.open == []

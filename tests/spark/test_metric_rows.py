@@ -1,4 +1,4 @@
-"""Goal: every event of the metrics streams becomes one row, also events that nobody knows yet.
+"""Goal: every event of the metrics streams becomes one row, even events of an unknown kind.
 
 Method: an event of every kind of the contract, with every field set, as protobuf and as Arrow; and
 batches with holes. No Spark.
@@ -115,7 +115,7 @@ def test_arrow_and_protobuf_give_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_many_events_of_a_kind_are_read_as_few_are(kind: str) -> None:
+def test_many_events_of_a_kind_are_decoded_as_few_are(kind: str) -> None:
     """Beyond some number they are read with numpy: also where fields are absent."""
     events = []
     for number in range(FEW + 50):
@@ -140,7 +140,7 @@ def test_many_events_of_a_kind_are_read_as_few_are(kind: str) -> None:
     assert in_order(found) == in_order(expected)
 
 
-def test_an_event_that_is_none_stops_no_other() -> None:
+def test_invalid_event_does_not_affect_others() -> None:
     events = [event("appended").SerializeToString() for _ in range(FEW + 50)]
     events[7] = b"\x52\xff"
     found = encoded_rows(events)
@@ -150,7 +150,7 @@ def test_an_event_that_is_none_stops_no_other() -> None:
     assert set(kinds.values()) == {"appended"}
 
 
-def test_rows_name_their_batch_and_their_place() -> None:
+def test_rows_identify_their_batch_and_position() -> None:
     def batch(seq: int, count: int) -> bytes:
         events = [event("appended") for _ in range(count)]
         made = MetricBatch(source="storage/a", seq=seq, incarnation_id=255, events=events)
@@ -166,7 +166,7 @@ def test_rows_name_their_batch_and_their_place() -> None:
     assert {(row["sys_broker"], row["sys_queue_id"]) for row in rows} == {("broker-0", 1)}
 
 
-def test_an_unknown_kind_passes_through_with_its_bytes() -> None:
+def test_unknown_kind_is_kept_with_its_bytes() -> None:
     known = MetricEvent(unix_ms=5).SerializeToString()
     payload = b"\x08\x01"
     newer = known + bytes([0xA2, 0x3E, len(payload)]) + payload  # field 996, length-delimited
@@ -175,20 +175,20 @@ def test_an_unknown_kind_passes_through_with_its_bytes() -> None:
     assert (row["kind"], row["payload"]) == ("field_996", payload)
 
 
-def test_what_a_source_dropped_is_a_row() -> None:
+def test_dropped_events_are_a_row() -> None:
     made = MetricBatch(source="s", seq=9, dropped_count=17)
     (row,) = rows_of(made.SerializeToString())
     assert (row["kind"], row["count"], row["event_index"]) == ("dropped", 17, -1)
 
 
-def test_a_message_that_is_no_batch_stops_nobody() -> None:
+def test_message_that_is_not_a_batch_does_not_affect_others() -> None:
     good = MetricBatch(source="s", events=[event("sent")]).SerializeToString()
     bad, fine = rows_of(b"\xff\xff\xff", good)
     assert (bad["kind"], bad["payload"], bad["seq"]) == ("unreadable", b"\xff\xff\xff", 100)
     assert fine["kind"] == "sent"
 
 
-def test_what_says_nothing_is_null() -> None:
+def test_empty_values_are_null() -> None:
     made = MetricEvent(unix_ms=1)
     made.lock_granted.token = 3
     (row,) = event_rows([made]).rows.to_pylist()
@@ -197,7 +197,7 @@ def test_what_says_nothing_is_null() -> None:
     assert (row["token"], row["duration_ms"]) == (3, 0)
 
 
-def test_enumerations_come_by_name() -> None:
+def test_enumerations_are_decoded_to_names() -> None:
     made = MetricEvent(unix_ms=1)
     made.latency.operation = Latency.OPERATION_FSYNC
     (row,) = event_rows([made]).rows.to_pylist()
@@ -209,7 +209,7 @@ def test_schemas_agree() -> None:
     assert METRICS.names[5:-4] == EVENTS.names
 
 
-def test_what_is_packed_and_can_not_be_read_is_a_row_with_its_bytes() -> None:
+def test_unreadable_arrow_payload_is_a_row_with_its_bytes() -> None:
     """A reader that failed would fail at the same message for ever."""
     packed = encode_events([event("appended") for _ in range(50)])
     other = pa.RecordBatch.from_pydict({"queue_id": pa.array([{"a": 1}])})
@@ -226,7 +226,7 @@ def test_what_is_packed_and_can_not_be_read_is_a_row_with_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("count", [1, FEW + 1])
-def test_numbers_that_no_column_has_room_for_stop_nobody(count: int) -> None:
+def test_numbers_out_of_range_do_not_affect_other_rows(count: int) -> None:
     made = event("appended")
     made.queue.queue.queue_id = (1 << 32) - 2
     made.appended.message_count = (1 << 64) - 3
@@ -243,7 +243,7 @@ def test_numbers_that_no_column_has_room_for_stop_nobody(count: int) -> None:
 
 
 @pytest.mark.parametrize("unix_ms", [-1, 1_700_000_000_000_000, (1 << 63) - 1])
-def test_time_that_can_not_be_is_that_of_storing(unix_ms: int) -> None:
+def test_time_out_of_range_becomes_the_store_time(unix_ms: int) -> None:
     made = [event("appended", unix_ms), event("appended", 5_000)]
     row, fine = rows_of(MetricBatch(source="s", events=made).SerializeToString())
     assert row["time"] == row["store_time"]

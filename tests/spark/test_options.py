@@ -1,4 +1,4 @@
-"""Goal: what an option means is what docs/reference/spark.md says, and a mistake is told at once.
+"""Goal: options mean what docs/reference/spark.md says, and invalid options are rejected.
 
 Method: options as users write them. No Spark.
 """
@@ -25,11 +25,11 @@ def test_defaults() -> None:
     assert pickle.loads(pickle.dumps(found)) == found
 
 
-def test_names_are_taken_in_any_case() -> None:
+def test_option_names_are_not_case_sensitive() -> None:
     assert read_options(LEAST | {"MAXROWSPERTRIGGER": "7"}).rows_max == 7
 
 
-def test_metrics_have_a_topic_of_their_own() -> None:
+def test_view_metrics_has_a_default_topic() -> None:
     assert read_options({"nameserver": "ns:1", "view": "metrics"}).topic == "BATON_SYS_METRICS"
 
 
@@ -44,7 +44,7 @@ def test_metrics_have_a_topic_of_their_own() -> None:
         ({"startingOffsets": '{"a/0": 3, "topic_id": 9}'}, {"a/0": 3}),
     ],
 )
-def test_places_to_begin(given: dict[str, str], meant: object) -> None:
+def test_start_positions(given: dict[str, str], meant: object) -> None:
     assert read_options(LEAST | given).starting == meant
 
 
@@ -54,32 +54,32 @@ def test_places_to_begin(given: dict[str, str], meant: object) -> None:
         ({"topics": "x"}, "unknown option topics"),
         ({"topic": ""}, "topic is missing"),
         ({"nameserver": ""}, "nameserver is missing"),
-        ({"view": "rows"}, "view can't be 'rows'"),
-        ({"maxRowsPerTrigger": "-1"}, "can't be '-1'"),
-        ({"failOnDataLoss": "perhaps"}, "can't be 'perhaps'"),
-        ({"startingOffsets": "soon"}, "startingOffsets can't be 'soon'"),
-        ({"startingOffsets": '{"a/0": -1}'}, "wants"),
-        ({"startingOffsets": '{"a/0"'}, "wants"),
-        ({"startingOffsets": "latest", "startingTimestamp": "5"}, "contradict"),
-        ({"startingOffsets": "timestamp"}, "startingOffsets can't be 'timestamp'"),
-        ({"startingTimestamp": "yesterday"}, "is no time"),
-        ({"tlsCertFile": "a.pem"}, "go together"),
+        ({"view": "rows"}, "view has an invalid value: 'rows'"),
+        ({"maxRowsPerTrigger": "-1"}, "maxRowsPerTrigger has an invalid value: '-1'"),
+        ({"failOnDataLoss": "perhaps"}, "failOnDataLoss has an invalid value: 'perhaps'"),
+        ({"startingOffsets": "soon"}, "startingOffsets has an invalid value: 'soon'"),
+        ({"startingOffsets": '{"a/0": -1}'}, "must be"),
+        ({"startingOffsets": '{"a/0"'}, "must be"),
+        ({"startingOffsets": "latest", "startingTimestamp": "5"}, "exclude each other"),
+        ({"startingOffsets": "timestamp"}, "startingOffsets has an invalid value: 'timestamp'"),
+        ({"startingTimestamp": "yesterday"}, "is not a time"),
+        ({"tlsCertFile": "a.pem"}, "must be given together"),
         ({"tls": "false", "tlsCaFile": "a.pem"}, "tls is false"),
     ],
 )
-def test_mistakes_are_told(given: dict[str, str], text: str) -> None:
+def test_invalid_options_are_rejected(given: dict[str, str], text: str) -> None:
     with pytest.raises(BadOption, match=re.escape(text)):
         read_options(LEAST | given)
 
 
-def test_tls_is_on_where_a_file_for_it_is_named() -> None:
+def test_tls_is_enabled_if_a_tls_file_is_given() -> None:
     assert read_options(LEAST | {"tlsCaFile": "ca.pem"}).connection.security == Security(
         ca_file="ca.pem"
     )
     assert read_options(LEAST | {"tls": "true"}).connection.security == Security()
 
 
-def test_options_of_a_write() -> None:
+def test_write_options_are_parsed() -> None:
     found = write_options(LEAST | {"writeId": "nightly", "order": "content", "queryName": "q"})
     assert (found.topic, found.write_id, found.sorted) == ("orders", "nightly", True)
     with pytest.raises(BadOption, match="unknown option startingoffsets"):

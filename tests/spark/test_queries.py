@@ -1,4 +1,4 @@
-"""Goal: what services publish arrives in the tables once, is added up, and raises its alerts.
+"""Goal: published events are in the tables once, are added up, and raise their alerts.
 
 Method: a real cluster, batches sent to its topic of metrics besides its own, some of them twice;
 the queries run until they have done what is there, are started again, and lose their checkpoints.
@@ -33,7 +33,7 @@ from batonspark.sink_delta import read_delta
 from batonspark.tables import ALERTS, BRONZE, ROLLUP, Table
 from tests.spark.metric_events import NOON, assert_same_rows, batch, event
 from tests.spark.running_cluster import RunningCluster
-from tests.support.waiting import until_now
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -95,7 +95,7 @@ async def _has_topics(nameserver: str) -> bool:
 def done(
     spark: SparkSession, cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> QueryContext:
-    """A queue stood and moves again; the batches that tell of it were stored twice."""
+    """A queue stalls and recovers; the batches with these events are stored twice."""
     until_now(lambda: cluster.call(_has_topics(cluster.nameserver)), 60)
     folder = tmp_path_factory.mktemp("jobs")
     rules = folder / "rules.yaml"
@@ -122,7 +122,7 @@ def done(
 
 @pytest.fixture
 def copied(done: QueryContext, tmp_path: Path) -> QueryContext:
-    """The same tables and checkpoints in a folder of one's own."""
+    """A copy of the tables and checkpoints."""
     shutil.copytree(done.settings.data_dir, tmp_path / "data")
     settings = done.settings.model_copy(update={"data_dir": str(tmp_path / "data")})
     return QueryContext(done.session, settings, AlertGauges(CollectorRegistry()))
@@ -157,7 +157,7 @@ def test_alerts_reach_the_table_and_the_topic_once(
     assert told[:3] == [(row.alert_id, row.state) for row in alerts]
 
 
-def test_alerts_of_a_micro_batch_that_comes_again_are_written_once(
+def test_alerts_of_a_repeated_micro_batch_are_written_once(
     copied: QueryContext, cluster: RunningCluster
 ) -> None:
     topic = cluster.create("alerts")
@@ -198,7 +198,7 @@ def test_query_without_its_checkpoint_writes_nothing_twice(copied: QueryContext)
     ]
 
 
-def test_compaction_joins_files_deletes_old_days_and_disturbs_no_stream(
+def test_compaction_joins_files_and_deletes_old_days_without_affecting_streams(
     copied: QueryContext, cluster: RunningCluster
 ) -> None:
     path = copied.warehouse.table(BRONZE)

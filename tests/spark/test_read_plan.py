@@ -1,4 +1,4 @@
-"""Goal: micro-batches and filters choose the slices that they should, and none twice.
+"""Goal: micro-batches and filters select the right slices, each once.
 
 Method: the pure rules, with offsets and filters made by hand or by Hypothesis. No session.
 """
@@ -33,7 +33,7 @@ QUEUE = QueueRef("orders", "broker-0", 3)
 
 
 @given(OFFSETS, OFFSETS, st.integers(0, 500))
-def test_a_batch_goes_on_in_every_queue_and_back_in_none(
+def test_micro_batch_advances_every_queue_and_never_goes_back(
     begin: dict[str, int], end: dict[str, int], rows_max: int
 ) -> None:
     found = batch_end(begin, end, rows_max)
@@ -47,11 +47,11 @@ def test_a_batch_goes_on_in_every_queue_and_back_in_none(
         assert rows <= max(rows_max, len(found))
 
 
-def test_without_a_bound_a_batch_takes_everything() -> None:
+def test_micro_batch_without_a_limit_has_all_messages() -> None:
     assert batch_end({"a/0": 3}, {"a/0": 10, "b/0": 4}, 0) == {"a/0": 10, "b/0": 4}
 
 
-def test_offsets_have_one_order_and_name_their_queues() -> None:
+def test_offsets_are_sorted_and_name_their_queues() -> None:
     assert list(sorted_offsets({"topic_id": 1, "b/0": 2, "a/10": 3})) == ["a/10", "b/0", "topic_id"]
     assert queue_offsets({"topic_id": 1, "b/0": 2}) == {"b/0": 2}
     assert queue_of("orders", key_of(QUEUE)) == QUEUE
@@ -64,7 +64,7 @@ class _Cut(QueueStreamReader):
         return {"a/0": 40, "a/1": 9, "topic_id": 1}
 
 
-def test_a_stream_goes_on_at_the_end_that_a_queue_has_left_if_it_may() -> None:
+def test_stream_continues_at_the_end_of_a_shortened_queue_if_data_loss_is_allowed() -> None:
     options = {"nameserver": "127.0.0.1:9", "topic": "orders"}
     begin = {"a/0": 50, "a/1": 5, "topic_id": 1}
     reader = _Cut(read_options({**options, "failOnDataLoss": "false"}))
@@ -90,19 +90,19 @@ def test_filters_narrow_queues_and_offsets() -> None:
         "",
     )
     assert (wanted.first_offset, wanted.next_offset) == (5, 10)
-    assert wanted.takes(QUEUE)
-    assert not wanted.takes(QueueRef("orders", "broker-1", 3))
-    assert not wanted.takes(QueueRef("orders", "broker-0", 2))
+    assert wanted.includes(QUEUE)
+    assert not wanted.includes(QueueRef("orders", "broker-1", 3))
+    assert not wanted.includes(QueueRef("orders", "broker-0", 2))
 
 
-def test_in_the_view_of_metrics_other_columns_name_the_place() -> None:
+def test_filters_of_the_view_metrics_use_the_sys_columns() -> None:
     filters = [EqualTo(("queue_id",), 5), GreaterThanOrEqual(("sys_offset",), 7)]
     wanted = narrow(ReadFilter(), filters, "sys_")
-    assert wanted.takes(QUEUE)
+    assert wanted.includes(QUEUE)
     assert (wanted.first_offset, wanted.next_offset) == (7, OFFSET_MAX)
 
 
-def test_times_are_narrowed_to_whole_milliseconds_and_no_further() -> None:
+def test_time_filters_are_rounded_to_whole_milliseconds() -> None:
     since = datetime(2026, 1, 31, 12, 0, 0, 1_500, tzinfo=UTC)
     wanted = narrow(
         ReadFilter(), [GreaterThan(("store_time",), since), LessThan(("store_time",), since)], ""

@@ -1,4 +1,4 @@
-"""Goal: every message that is delivered twice is found, each time, and for the right reason.
+"""Goal: every repeated delivery is found, with the right cause.
 
 Method: histories written by hand for each cause; random histories against a model that keeps the
 last delivery of each single message; random filters against their expanded offsets.
@@ -41,7 +41,7 @@ def passed(manner: str, *, stolen: bool = False) -> list[OwnerChange]:
     return [granted, handed] if manner else [granted]
 
 
-def test_what_is_delivered_once_is_no_repeat() -> None:
+def test_single_delivery_is_not_a_repeat() -> None:
     assert (
         causes(A, DeliveryEvent(2_000, 1, "a", 10, 20), DeliveryEvent(3_000, 2, "b", 20, 30)) == {}
     )
@@ -63,7 +63,7 @@ def test_repeat_names_both_owners_and_their_tokens() -> None:
     assert (one.client_id, one.token, one.unix_ms, one.count) == ("b", 2, 60_000, 6)
 
 
-def test_grant_alone_tells_a_crash_from_an_owner_that_asked_again() -> None:
+def test_grant_alone_distinguishes_a_crash_from_a_reacquired_queue() -> None:
     assert causes(A, B, passings=passed("", stolen=True)) == {"crash": (4, 10)}
     again = [OwnerChange(50_000, 2, "a", previous_client_id="a")]
     assert causes(A, DeliveryEvent(60_000, 2, "a", 4, 12), passings=again) == {
@@ -71,7 +71,7 @@ def test_grant_alone_tells_a_crash_from_an_owner_that_asked_again() -> None:
     }
 
 
-def test_queue_taken_by_an_operator_and_granted_later_was_forced() -> None:
+def test_queue_released_by_an_operator_and_granted_later_was_forced() -> None:
     taken = [OwnerChange(40_000, 2, "", previous_client_id="a", manner="FORCED")]
     granted = [OwnerChange(50_000, 3, "b")]
     later = DeliveryEvent(60_000, 3, "b", 4, 12)
@@ -88,27 +88,29 @@ def test_message_marked_as_started_after_a_graceful_hand_over_is_a_bug() -> None
     assert causes(A, flagged, passings=passed("GRACEFUL")) == {"graceful": (4, 10)}
 
 
-def test_mark_after_a_graceful_hand_over_is_a_bug_though_the_first_delivery_is_not_told() -> None:
+def test_redelivery_mark_after_a_graceful_hand_over_is_a_bug_without_a_known_first_delivery() -> (
+    None
+):
     flagged = DeliveryEvent(60_000, 2, "b", 10, 12, redelivered_count=1)
     assert causes(A, flagged, passings=passed("GRACEFUL")) == {"graceful": (10, 12)}
     assert causes(A, flagged, passings=passed("LEASE_EXPIRED")) == {}
 
 
-def test_acked_message_that_comes_again_is_a_bug_whatever_the_manner() -> None:
+def test_redelivered_acked_message_is_a_bug_for_every_manner() -> None:
     commits = [CommitEvent(49_000, 1, 7, 10)]
     for manner, cause in {"GRACEFUL": "returned", "LEASE_EXPIRED": "crash"}.items():
         found = causes(A, B, passings=passed(manner), commits=commits)
         assert found == {"acked": (4, 7), cause: (7, 10)}
 
 
-def test_acked_message_that_comes_is_a_bug_though_the_first_delivery_is_not_told() -> None:
+def test_delivered_acked_message_is_a_bug_without_a_known_first_delivery() -> None:
     commits = [CommitEvent(500, 1, 7, 10), CommitEvent(61_000, 2, 12, 12)]
     assert causes(B, commits=commits) == {"acked": (4, 7)}
     assert causes(B, commits=commits, resets=[ResetEvent(55_000, 5)]) == {"acked": (4, 5)}
     assert causes(DeliveryEvent(2_000, 1, "a", 4, 12), commits=commits) == {}
 
 
-def test_reset_explains_what_lies_behind_its_target() -> None:
+def test_reset_explains_repeats_behind_its_target() -> None:
     commits = [CommitEvent(49_000, 1, 10, 10)]
     resets = [ResetEvent(55_000, 6, "joe", "test")]
     passings = passed("UNFINISHED")
@@ -118,16 +120,16 @@ def test_reset_explains_what_lies_behind_its_target() -> None:
     assert causes(A, B, passings=passings, commits=commits, resets=late) == {"acked": (4, 10)}
 
 
-def test_same_owner_that_pulls_again_repeats() -> None:
+def test_second_pull_of_the_same_owner_is_repeated() -> None:
     assert causes(A, DeliveryEvent(2_000, 1, "a", 5, 15)) == {"repeated": (5, 10)}
 
 
-def test_queue_without_owner_has_repeats_of_its_own_kind() -> None:
+def test_repeats_of_a_queue_without_owner_are_unowned() -> None:
     one, other = DeliveryEvent(1_000, 0, "a", 0, 5), DeliveryEvent(2_000, 0, "b", 0, 5)
     assert causes(one, other) == {"unowned": (0, 5)}
 
 
-def test_message_of_a_retry_topic_is_a_retry_and_its_repeat_a_repeat() -> None:
+def test_first_delivery_in_a_retry_topic_is_a_retry_and_the_next_a_repeat() -> None:
     found = list(repeated_ranges(QueueHistory([A, B], passed("LEASE_EXPIRED"), is_retry=True)))
     counts: Counter[str] = Counter()
     for one in found:
@@ -135,11 +137,11 @@ def test_message_of_a_retry_topic_is_a_retry_and_its_repeat_a_repeat() -> None:
     assert counts == {"retry": 12, "crash": 6}
 
 
-def test_end_of_an_owner_that_is_not_told_leaves_the_cause_unknown() -> None:
+def test_unknown_end_of_an_ownership_leaves_the_cause_unknown() -> None:
     assert causes(A, B) == {"unknown": (4, 10)}
 
 
-def test_only_delivered_offsets_count_of_a_filtered_range() -> None:
+def test_filtered_offsets_are_not_repeats() -> None:
     one = DeliveryEvent(1_000, 1, "a", 0, 10, runs=[2, 3, 1, 2, 2])
     assert list(one.islands()) == [(2, 5), (6, 8)]
     other = DeliveryEvent(60_000, 2, "b", 0, 10, runs=[4, 3, 3])
@@ -156,7 +158,7 @@ def test_progress_without_deliveries_is_uncovered() -> None:
     assert undelivered_commits(QueueHistory(history.deliveries, commits=history.commits[:1])) == []
 
 
-def test_progress_that_an_operator_moved_needs_no_deliveries() -> None:
+def test_progress_reset_by_an_operator_needs_no_deliveries() -> None:
     commits = [
         CommitEvent(1_000, 1, 5, 5),
         CommitEvent(9_000, 3, 105, 105),
@@ -168,7 +170,7 @@ def test_progress_that_an_operator_moved_needs_no_deliveries() -> None:
     assert undelivered_commits(history) == []
 
 
-def test_progress_of_the_last_moment_may_be_ahead_of_what_is_told() -> None:
+def test_latest_progress_may_be_ahead_of_the_delivery_events() -> None:
     commits = [CommitEvent(1_000, 1, 5, 5), CommitEvent(9_000, 1, 50, 50)]
     assert undelivered_commits(QueueHistory([], (), commits)) == [(5, 50)]
     assert undelivered_commits(QueueHistory([], (), commits, settled_unix_ms=8_000)) == []
@@ -203,7 +205,7 @@ def _runs(kept: list[bool]) -> list[int]:
 
 @settings(deadline=None)
 @given(deliveries())
-def test_ranges_find_what_a_look_at_each_message_finds(history: list[DeliveryEvent]) -> None:
+def test_ranges_give_the_same_repeats_as_single_messages(history: list[DeliveryEvent]) -> None:
     last: dict[int, DeliveryEvent] = {}
     expected: Counter[tuple[int, int, int]] = Counter()
     for delivery in history:
@@ -225,7 +227,7 @@ def test_ranges_find_what_a_look_at_each_message_finds(history: list[DeliveryEve
 
 @settings(deadline=None)
 @given(deliveries(), st.lists(st.tuples(st.integers(1, 12), st.integers(0, 45)), max_size=8))
-def test_acked_messages_are_found_whatever_else_happened(
+def test_redelivered_acked_messages_are_always_found(
     history: list[DeliveryEvent], acks: list[tuple[int, int]]
 ) -> None:
     commits = [CommitEvent(0, token, offset, offset) for token, offset in acks]
@@ -247,6 +249,6 @@ def test_acked_messages_are_found_whatever_else_happened(
     assert sum(one.count for one in told) == len(expected)
 
 
-def test_page_explains_every_cause() -> None:
+def test_reference_page_describes_every_cause() -> None:
     text = PAGE.read_text()
     assert [cause for cause in RepeatCause if f"| `{cause}` |" not in text] == []

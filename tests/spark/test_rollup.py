@@ -1,4 +1,4 @@
-"""Goal: windows say what the events in them say, however the events come.
+"""Goal: windows have the measures of their events, in any order and grouping of the events.
 
 Method: events as services tell them, decoded as Spark decodes them. Values are compared with those
 counted by hand; random splits, and micro-batches that come twice or late, with the result over all
@@ -84,7 +84,7 @@ def has(row: dict[str, object], **wanted: object) -> bool:
     return {name: row[name] for name in wanted} == wanted
 
 
-def test_ten_seconds_of_a_queue(told: list[dict[str, object]]) -> None:
+def test_window_of_ten_seconds_has_the_measures_of_a_queue(told: list[dict[str, object]]) -> None:
     row = find(told, level="queue", window_s=10, window_start=at(0), consumer_group="g", queue_id=0)
     assert has(row, delivered_count=50, delivered_rate=5.0, redelivery_ratio=0.1, filtered_count=3)
     assert has(row, lag=50, lag_max=85, lag_ms=None, lag_ms_max=1_500, in_flight=0)
@@ -93,23 +93,25 @@ def test_ten_seconds_of_a_queue(told: list[dict[str, object]]) -> None:
     assert has(row, hand_over_count=1, hand_over_p50_ms=33, hand_over_p99_ms=33)
 
 
-def test_events_that_name_no_group_belong_to_the_queue(told: list[dict[str, object]]) -> None:
+def test_events_without_a_group_belong_to_the_queue(told: list[dict[str, object]]) -> None:
     row = find(told, level="queue", window_s=10, topic="orders", consumer_group=None, queue_id=0)
     assert has(row, appended_count=100, appended_rate=10.0, appended_bytes_rate=100.0, lag=None)
 
 
-def test_events_that_name_no_queue_belong_to_the_group(told: list[dict[str, object]]) -> None:
+def test_events_without_a_queue_belong_to_the_group(told: list[dict[str, object]]) -> None:
     row = find(told, level="queue", window_s=10, consumer_group="g", topic=None)
     assert has(row, rebalance_count=1, moved_queue_count=2, expired_member_count=1, queue_id=None)
 
 
-def test_minute_of_a_queue_is_made_of_its_ten_seconds(told: list[dict[str, object]]) -> None:
+def test_minute_of_a_queue_is_the_sum_of_its_ten_second_windows(
+    told: list[dict[str, object]],
+) -> None:
     row = find(told, level="queue", window_s=60, window_start=at(0), consumer_group="g", queue_id=0)
     assert has(row, delivered_count=50, delivered_rate=50 / 60, committed_rate=4.0, lag=50)
     assert has(row, hand_over_count=2, hand_over_p50_ms=7, hand_over_p95_ms=33)
 
 
-def test_topic_and_group_add_their_queues_up(told: list[dict[str, object]]) -> None:
+def test_windows_of_topic_and_group_are_sums_of_their_queues(told: list[dict[str, object]]) -> None:
     group = find(told, level="group", window_s=10, window_start=at(0), consumer_group="g")
     assert has(group, lag=65, in_flight=4, lag_max=85, lag_ms=7_000, rebalance_count=1, topic=None)
     topic = find(told, level="topic", window_s=60, topic="orders")
@@ -161,7 +163,7 @@ def some_events(random: Random, count: int) -> list[pb.MetricEvent]:
     return events
 
 
-def test_any_split_gives_the_windows_of_the_whole(spark: SparkSession) -> None:
+def test_windows_do_not_depend_on_the_split_into_micro_batches(spark: SparkSession) -> None:
     """Twelve splits in one run: each has groups, topics and sources of its own."""
     random, splits, parts = Random(11), 12, 5
     whole = rows(spark, some_events(random, 250))
@@ -181,7 +183,7 @@ def test_any_split_gives_the_windows_of_the_whole(spark: SparkSession) -> None:
     copies.unpersist()
 
 
-def test_micro_batches_that_come_twice_or_late_change_nothing(
+def test_repeated_or_late_micro_batches_do_not_change_the_windows(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     random = Random(3)
@@ -197,7 +199,7 @@ def test_micro_batches_that_come_twice_or_late_change_nothing(
     whole.unpersist()
 
 
-def test_query_that_begins_anew_makes_the_windows_of_the_days_that_bronze_has(
+def test_query_without_checkpoint_recomputes_the_windows_of_bronze(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     warehouse = Warehouse(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Goal: rows become messages, each stored once however often it is written.
+"""Goal: rows become messages, each stored once even if it is written several times.
 
 Method: rows written into a real cluster, by Spark and task by task; repeated as they were, in
 another order, and after other rows.
@@ -38,9 +38,7 @@ def write(
     return write_rows(write_options(cluster.options(topic, **options)), name, iter(parts))
 
 
-def test_rows_become_messages_in_the_order_of_their_keys(
-    spark: SparkSession, cluster: RunningCluster
-) -> None:
+def test_rows_become_messages_ordered_by_key(spark: SparkSession, cluster: RunningCluster) -> None:
     topic = cluster.create("written", 4)
     rows = spark.range(0, 600, numPartitions=1).selectExpr(
         "cast(id as string) as body",
@@ -63,7 +61,7 @@ def test_rows_become_messages_in_the_order_of_their_keys(
         assert [number for *_, number in places] == sorted(number for *_, number in places)
 
 
-def test_a_write_with_a_name_stores_once(spark: SparkSession, cluster: RunningCluster) -> None:
+def test_write_with_a_write_id_stores_once(spark: SparkSession, cluster: RunningCluster) -> None:
     topic = cluster.create("named", 2)
     rows = spark.range(0, 200, numPartitions=2).selectExpr("cast(id as string) as body")
     for _ in range(2):
@@ -74,7 +72,7 @@ def test_a_write_with_a_name_stores_once(spark: SparkSession, cluster: RunningCl
     assert len(bodies(spark, cluster, topic)) == 400
 
 
-def test_what_comes_again_is_known_batch_by_batch(
+def test_repeated_rows_are_recognized_by_batch(
     spark: SparkSession, cluster: RunningCluster
 ) -> None:
     topic = cluster.create("again", 3)
@@ -88,7 +86,7 @@ def test_what_comes_again_is_known_batch_by_batch(
     assert len(bodies(spark, cluster, topic)) == 120
 
 
-def test_rows_in_another_order_are_known_if_they_are_sorted(
+def test_reordered_rows_are_recognized_if_sorted_by_content(
     spark: SparkSession, cluster: RunningCluster
 ) -> None:
     topic = cluster.create("shuffled", 3)
@@ -99,16 +97,14 @@ def test_rows_in_another_order_are_known_if_they_are_sorted(
     assert sorted(bodies(spark, cluster, topic)) == sorted(texts)
 
 
-def test_rows_in_another_order_are_never_lost(spark: SparkSession, cluster: RunningCluster) -> None:
+def test_reordered_rows_are_never_lost(spark: SparkSession, cluster: RunningCluster) -> None:
     topic = cluster.create("reordered", 1)
     write(cluster, topic, "t", ["a 1", "a 2"])
     write(cluster, topic, "t", ["a 2", "a 3"])
     assert set(bodies(spark, cluster, topic)) == {"a 1", "a 2", "a 3"}
 
 
-def test_columns_that_mean_nothing_are_an_error(
-    spark: SparkSession, cluster: RunningCluster
-) -> None:
+def test_unknown_columns_are_an_error(spark: SparkSession, cluster: RunningCluster) -> None:
     rows = spark.range(1).selectExpr("cast(id as string) as body", "id as offset")
     with pytest.raises(PySparkException, match="messages are written from the columns"):
         rows.write.format("baton").mode("append").options(**cluster.options("any")).save()

@@ -59,7 +59,7 @@ def found(target: DeltaTarget) -> list[int]:
     return sorted(n for file in files for n in pq.read_table(file, columns=["n"])["n"].to_pylist())
 
 
-def test_messages_that_come_are_events_in_the_table(tmp_path: Path) -> None:
+def test_view_metrics_writes_the_events_of_messages(tmp_path: Path) -> None:
     messages = pa.RecordBatch.from_pylist(
         [
             {
@@ -82,7 +82,7 @@ def test_messages_that_come_are_events_in_the_table(tmp_path: Path) -> None:
     assert file.partition == {"date": datetime.fromtimestamp(NOON / 1_000, UTC).date().isoformat()}
 
 
-def test_a_transaction_that_comes_again_changes_nothing(tmp_path: Path) -> None:
+def test_repeated_transaction_changes_nothing(tmp_path: Path) -> None:
     where = target(tmp_path, "date")
     first = write_files(where, iter([rows(0, 50), rows(50, 100)]))
     assert commit_files(where, first, ("query", 0))
@@ -98,7 +98,7 @@ def test_a_transaction_that_comes_again_changes_nothing(tmp_path: Path) -> None:
     assert table.version() == 3
 
 
-def test_files_lie_by_partition_and_tell_their_bounds(tmp_path: Path) -> None:
+def test_files_are_partitioned_and_have_column_bounds(tmp_path: Path) -> None:
     where = target(tmp_path, "date")
     commit_files(where, write_files(where, iter([rows(0, 100)])), None)
     table = deltalake.DeltaTable(where.path)
@@ -128,7 +128,7 @@ def test_partition_values_may_have_any_character(tmp_path: Path) -> None:
         assert pq.read_table(uri, columns=["n"], partitioning=None)["n"].to_pylist() == [n]
 
 
-def test_a_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     where = target(tmp_path, "date")
 
     def failing() -> object:
@@ -140,7 +140,7 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
     assert list(Path(where.path).rglob("*.parquet")) == []
 
 
-def test_new_columns_are_added_and_changed_ones_refused(tmp_path: Path) -> None:
+def test_new_columns_are_added_and_changed_types_rejected(tmp_path: Path) -> None:
     where = target(tmp_path)
     commit_files(where, write_files(where, iter([rows(0, 10)])), None)
     more = SCHEMA.append(pa.field("new", pa.string()))
@@ -178,14 +178,14 @@ def test_spark_writes_and_reads_tables(spark: SparkSession, tmp_path: Path) -> N
 
 
 @pytest.mark.spark
-def test_misspelt_options_are_errors(spark: SparkSession, tmp_path: Path) -> None:
+def test_unknown_options_are_errors(spark: SparkSession, tmp_path: Path) -> None:
     options = {"path": str(tmp_path), "partitionedBy": "id"}
     with pytest.raises(PySparkException, match="unknown option partitionedby"):
         spark.range(1).write.format("batondelta").options(**options).mode("append").save()
 
 
 @pytest.mark.parametrize("micros", [10**18, 253_402_300_799_999_999, -(10**18)])
-def test_times_that_few_know_are_written_without_bounds(tmp_path: Path, micros: int) -> None:
+def test_times_out_of_range_are_written_without_bounds(tmp_path: Path, micros: int) -> None:
     schema = pa.schema([("time", pa.timestamp("us", tz="UTC")), ("n", pa.int64())])
     times = pa.array([micros, 0]).cast(schema.field("time").type)
     where = target(tmp_path, schema=schema)

@@ -1,4 +1,4 @@
-"""Goal: no row that is committed is lost when a write is told that it failed.
+"""Goal: no committed row is lost when a write reports an error.
 
 Method: commits that fail behind the point from which they stand, because the checkpoint that is due
 can't be written; aborts as Spark calls them, in a process that only knows what was written.
@@ -78,16 +78,16 @@ def no_checkpoints(where: DeltaTarget) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("transaction", TRANSACTIONS)
-def test_a_commit_stands_whatever_fails_behind_it(
+def test_commit_succeeds_although_a_later_step_fails(
     where: DeltaTarget, transaction: tuple[str, int] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with no_checkpoints(where):
         assert commit_files(where, written(where, 1, 2).files, transaction)
-    assert "commit stands although it failed" in caplog.text
+    assert "commit succeeded although it reported an error" in caplog.text
     assert found(where) == [0, 1, 2]
 
 
-def test_a_micro_batch_is_not_repeated_when_its_commit_stands(where: DeltaTarget) -> None:
+def test_committed_micro_batch_is_not_repeated(where: DeltaTarget) -> None:
     writer = DeltaStreamWriter(where, "")
     with no_checkpoints(where):
         writer.commit(told(where, 1, 2), 1)
@@ -100,7 +100,7 @@ def test_a_micro_batch_is_not_repeated_when_its_commit_stands(where: DeltaTarget
 
 
 @pytest.mark.parametrize("transaction", TRANSACTIONS)
-def test_an_abort_leaves_what_is_committed(
+def test_abort_keeps_committed_files(
     where: DeltaTarget, transaction: tuple[str, int] | None
 ) -> None:
     """As when the process ended behind the commit, and could not say so."""
@@ -110,7 +110,7 @@ def test_an_abort_leaves_what_is_committed(
     assert found(where) == [0, 1]
 
 
-def test_an_abort_leaves_what_was_committed_and_merged_into_other_files_since(
+def test_abort_keeps_committed_rows_that_were_compacted(
     where: DeltaTarget,
 ) -> None:
     writer, tasks = DeltaStreamWriter(where, ""), told(where, 1)
@@ -130,19 +130,19 @@ def aborts(where: DeltaTarget) -> None:
     DeltaStreamWriter(where, "other").abort([None], 0)
 
 
-def test_an_abort_removes_what_was_never_committed(where: DeltaTarget) -> None:
+def test_abort_removes_uncommitted_files(where: DeltaTarget) -> None:
     aborts(where)
     assert lying(where) == 1
     assert found(where) == [0]
 
 
-def test_an_abort_removes_what_was_written_for_a_table_that_was_not_made(tmp_path: Path) -> None:
+def test_abort_removes_files_of_a_table_that_was_not_created(tmp_path: Path) -> None:
     nowhere = DeltaTarget(str(tmp_path / "table"), SCHEMA, (), "zstd")
     aborts(nowhere)
     assert lying(nowhere) == 0
 
 
-def test_an_abort_that_can_not_read_the_table_removes_nothing(where: DeltaTarget) -> None:
+def test_abort_that_can_not_read_the_table_removes_nothing(where: DeltaTarget) -> None:
     last = Path(where.path) / "_delta_log" / f"{2:020}.json"
     last.write_text("torn")
     aborts(where)
@@ -151,7 +151,7 @@ def test_an_abort_that_can_not_read_the_table_removes_nothing(where: DeltaTarget
     assert found(where) == [0]
 
 
-def test_a_commit_that_does_not_stand_is_an_error_and_leaves_no_file(where: DeltaTarget) -> None:
+def test_failed_commit_is_an_error_and_leaves_no_file(where: DeltaTarget) -> None:
     (Path(where.path) / "_delta_log" / f"{2:020}.json" / "in the way").mkdir(parents=True)
     writer, tasks = DeltaStreamWriter(where, ""), told(where, 1)
     with pytest.raises(DeltaError):
@@ -162,7 +162,9 @@ def test_a_commit_that_does_not_stand_is_an_error_and_leaves_no_file(where: Delt
 
 
 @pytest.mark.spark
-def test_spark_does_not_undo_a_commit_that_stands(spark: SparkSession, where: DeltaTarget) -> None:
+def test_abort_by_spark_does_not_undo_a_successful_commit(
+    spark: SparkSession, where: DeltaTarget
+) -> None:
     ids = spark.range(1, 100, numPartitions=2)
     with no_checkpoints(where):
         ids.write.format("batondelta").options(path=where.path).mode("append").save()

@@ -1,4 +1,4 @@
-"""Goal: a topic read by Spark is what was sent to it, where and in which parts one asked for it.
+"""Goal: Spark reads the messages that were sent, from the given offsets and in the given parts.
 
 Method: a real cluster, batch reads and streams with every option; rows are compared with what was
 sent and with what the storage nodes say.
@@ -18,7 +18,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonspark import decode
 from batonspark.source import starting_offsets
 from tests.spark.running_cluster import RunningCluster
@@ -50,7 +50,7 @@ def drain(
     return [json.loads(progress.json) for progress in query.recentProgress]
 
 
-def test_columns_are_those_that_spark_expects(spark: SparkSession, cluster: RunningCluster) -> None:
+def test_columns_are_those_of_the_schema(spark: SparkSession, cluster: RunningCluster) -> None:
     topic = cluster.create("columns")
     for view, schema in (("messages", decode.MESSAGES), ("metrics", decode.METRICS)):
         frame = read(spark, cluster, topic, view=view)
@@ -83,7 +83,7 @@ def test_rows_are_the_messages_that_were_sent(spark: SparkSession, cluster: Runn
         assert row.store_time is not None
 
 
-def test_a_batch_read_begins_and_ends_where_it_is_told(
+def test_batch_read_has_the_given_start_and_end(
     spark: SparkSession, cluster: RunningCluster
 ) -> None:
     topic = cluster.create("ranges")
@@ -103,7 +103,7 @@ def test_a_batch_read_begins_and_ends_where_it_is_told(
     assert numbers(before) == [n for n in range(100) if n not in expected]
 
 
-def test_pushed_filters_spare_partitions_and_change_no_row(
+def test_pushed_filters_skip_partitions_and_keep_all_rows(
     spark: SparkSession, cluster: RunningCluster
 ) -> None:
     topic = cluster.create("pushed", 4)
@@ -124,7 +124,7 @@ def test_pushed_filters_spare_partitions_and_change_no_row(
     assert whole.rdd.getNumPartitions() == 4
 
 
-def test_a_stream_takes_no_more_than_it_may_and_resumes_where_it_was(
+def test_stream_limits_its_micro_batches_and_resumes_at_its_checkpoint(
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:
     topic = cluster.create("limited", 2)
@@ -139,7 +139,7 @@ def test_a_stream_takes_no_more_than_it_may_and_resumes_where_it_was(
     assert numbers(table) == list(range(300))
 
 
-def test_a_stream_reports_how_far_it_is_behind(
+def test_stream_reports_its_backlog(
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:
     topic = cluster.create("behind", 1)
@@ -150,7 +150,7 @@ def test_a_stream_reports_how_far_it_is_behind(
     assert source["latestOffset"][key] - source["endOffset"][key] == 10
 
 
-def test_starting_offsets_pin_a_moment(
+def test_starting_offsets_fix_the_start_of_a_stream(
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:
     topic = cluster.create("pinned", 2)
@@ -161,14 +161,12 @@ def test_starting_offsets_pin_a_moment(
     assert numbers(spark.read.parquet(str(tmp_path / "table"))) == list(range(20, 30))
 
 
-def test_a_misspelt_option_is_an_error(spark: SparkSession, cluster: RunningCluster) -> None:
+def test_unknown_option_is_an_error(spark: SparkSession, cluster: RunningCluster) -> None:
     with pytest.raises(PySparkException, match="unknown option startingoffset;"):
         read(spark, cluster, "any", startingOffset="latest").count()
 
 
-def test_a_topic_that_is_not_there_is_an_error(
-    spark: SparkSession, cluster: RunningCluster
-) -> None:
+def test_missing_topic_is_an_error(spark: SparkSession, cluster: RunningCluster) -> None:
     with pytest.raises(PySparkException, match=r"TOPIC_NOT_FOUND|TopicNotFound"):
         read(spark, cluster, "nowhere").count()
 

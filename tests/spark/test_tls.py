@@ -1,4 +1,4 @@
-"""Goal: with the options for TLS a client talks to servers that speak nothing else.
+"""Goal: with the TLS options a client connects to servers that require TLS.
 
 Method: certificates made for the test; a real gRPC server that wants one of the client; the health
 service is asked.
@@ -40,8 +40,8 @@ def certify(name: str, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an authority, a server and a client."""
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of an authority, a server and a client."""
     folder = tmp_path_factory.mktemp("tls")
     authority = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=authority"]
     openssl(*authority, "-days", "2", "-keyout", "ca.key", "-out", "ca.pem", folder=folder)
@@ -51,10 +51,10 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def serving(papers: Path) -> AsyncIterator[str]:
-    """Address of a server that trusts clients of the authority alone."""
+async def serving(certificates: Path) -> AsyncIterator[str]:
+    """Address of a server that accepts only clients with a certificate of the authority."""
     key, chain, root = (
-        (papers / name).read_bytes() for name in (f"{NAME}.key", f"{NAME}.pem", "ca.pem")
+        (certificates / name).read_bytes() for name in (f"{NAME}.key", f"{NAME}.pem", "ca.pem")
     )
     server = grpc.aio.server()
     servicer = health.HealthServicer()
@@ -69,8 +69,8 @@ async def serving(papers: Path) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-def tls(papers: Path, **more: str) -> Security:
-    options = {"nameserver": "ns:1", "topic": "t", "tlsCaFile": str(papers / "ca.pem")} | more
+def tls(certificates: Path, **more: str) -> Security:
+    options = {"nameserver": "ns:1", "topic": "t", "tlsCaFile": str(certificates / "ca.pem")} | more
     found = read_options(options).connection.security
     assert found is not None
     return found
@@ -83,18 +83,26 @@ async def status(security: Security, address: str) -> int:
         return int(answer.status)
 
 
-async def test_with_the_right_papers_calls_are_answered(papers: Path) -> None:
-    own = {"tlsCertFile": str(papers / "client.pem"), "tlsKeyFile": str(papers / "client.key")}
-    async with serving(papers) as address:
-        wanted = tls(papers, tlsServerName=NAME, **own)
+async def test_call_with_valid_certificates_succeeds(certificates: Path) -> None:
+    own = {
+        "tlsCertFile": str(certificates / "client.pem"),
+        "tlsKeyFile": str(certificates / "client.key"),
+    }
+    async with serving(certificates) as address:
+        wanted = tls(certificates, tlsServerName=NAME, **own)
         assert await status(wanted, address) == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.parametrize("missing", ["client", "name"])
-async def test_without_them_nothing_is_said(papers: Path, missing: str) -> None:
-    own = {"tlsCertFile": str(papers / "client.pem"), "tlsKeyFile": str(papers / "client.key")}
+async def test_call_without_client_certificate_or_server_name_fails(
+    certificates: Path, missing: str
+) -> None:
+    own = {
+        "tlsCertFile": str(certificates / "client.pem"),
+        "tlsKeyFile": str(certificates / "client.key"),
+    }
     given = {"client": {"tlsServerName": NAME}, "name": own}[missing]
-    async with serving(papers) as address:
+    async with serving(certificates) as address:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await status(tls(papers, **given), address)
+            await status(tls(certificates, **given), address)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,6 +1,6 @@
-"""Goal: what a micro-batch adds to a table is added once, also when it is written twice at once.
+"""Goal: a micro-batch is added to a table once, even if two processes write it at once.
 
-Method: the second writer comes while the first one makes its rows.
+Method: the second writer starts while the first one makes its rows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def rows(n: int) -> pa.Table:
 
 
 def add(path: str, first: Upsert, second: Upsert) -> tuple[list[str], list[int]]:
-    """Each adds 1 to a row, `second` while `first` does: who has counted, and what is there."""
+    """Two writers add 1 to a row, `second` during `first`: return the writers and the row."""
     deltalake.write_deltalake(path, rows(5), partition_by=["date"])
     made: list[str] = []
 
-    def added(found: pa.Table, who: str) -> pa.Table:
-        made.append(who)
+    def added(found: pa.Table, writer: str) -> pa.Table:
+        made.append(writer)
         if made == ["first"]:
             second.apply(SCHEMA.names, "true", lambda found: added(found, "second"))
         return rows(sum(found["n"].to_pylist()) + 1)
@@ -39,13 +39,13 @@ def add(path: str, first: Upsert, second: Upsert) -> tuple[list[str], list[int]]
     return made, [row["n"] for row in table.to_pylist()]
 
 
-def test_one_micro_batch_that_two_write_at_once_is_added_once(tmp_path: Path) -> None:
+def test_micro_batch_written_by_two_processes_is_added_once(tmp_path: Path) -> None:
     path = str(tmp_path / "table")
     again = Upsert(path, [MINUTE], ("query", 7))
     assert add(path, again, again) == (["first", "second"], [6])
 
 
-def test_what_others_have_written_meanwhile_is_added_to(tmp_path: Path) -> None:
+def test_upsert_adds_to_rows_of_another_writer(tmp_path: Path) -> None:
     path = str(tmp_path / "table")
     one, other = (Upsert(path, [MINUTE], (query, 7)) for query in ("one", "other"))
     assert add(path, one, other) == (["first", "second", "first"], [7])

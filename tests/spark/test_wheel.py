@@ -6,6 +6,7 @@ reads the metrics topic of a real cluster into a Delta table.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import deltalake
@@ -14,10 +15,10 @@ import pytest
 
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
-from tests.packaging.environments import Environment, build_wheels, new_environment
+from tests.packaging.environments import ROOT, Environment, build_wheels, new_environment
 from tests.spark.metric_events import batch, event
-from tests.spark.running_cluster import RunningCluster
-from tests.support.waiting import until_now
+from tests.spark.running_cluster import TEST_CONFIG, RunningCluster
+from tests.support.conditions import until_now
 
 pytestmark = [pytest.mark.spark, pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -27,7 +28,7 @@ TOPIC = "BATON_SYS_METRICS"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    wheels = build_wheels(tmp_path_factory.mktemp("wheels"))
+    wheels = build_wheels(tmp_path_factory.mktemp("wheels"), (ROOT, ROOT / "spark-jobs"))
     return new_environment(tmp_path_factory.mktemp("spark-wheel") / "env", wheels, "batonmq-spark")
 
 
@@ -60,6 +61,7 @@ def test_job_of_the_wheel_reads_the_metrics_topic_into_a_table(
         "BATON_SPARK_DATA_DIR": str(tmp_path / "data"),
         "BATON_SPARK_MASTER": "local[2]",
         "BATON_SPARK_AVAILABLE_NOW": "true",
+        "BATON_SPARK_SPARK": json.dumps(TEST_CONFIG),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     environment.run("python", "-m", "batonspark.jobs.bronze", env=settings, timeout_s=300)

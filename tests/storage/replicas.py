@@ -46,7 +46,7 @@ from tests.offsets.replica_cluster import (
 )
 from tests.storage.batches import TOPIC, TOPIC_ID
 from tests.storage.running_node import WATERMARKS
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 BROKER = "broker-a"
 SEGMENT_BYTES = 64 * 1024

@@ -31,8 +31,8 @@ from batonmq_server.storage.app import build
 from batonmq_server.storage.config import StorageSettings
 from tests.storage.batches import TOPIC, TOPIC_ID
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.support.serving import serving_at
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving_at
 
 BROKER = "broker-a"
 GROUP = "billing"

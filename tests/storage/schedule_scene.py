@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from baton.storage.v1 import schedule_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.retention import Retention, RetentionPolicy

@@ -24,7 +24,7 @@ from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import append, batch, bodies, open_store
 from tests.storage.running_node import running_node
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 FIRST = f"log/{0:020d}"
 

@@ -19,8 +19,8 @@ from batonmq_server.storage.delivery_recorder import TOUCHES_MAX, DeliveryRecord
 from batonmq_server.storage.long_polls import QueueOwner
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.support.clock import MovableClock
-from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving
 
 HOLDER = QueueOwner("billing", "orders", "broker-a", 0, 1)
 

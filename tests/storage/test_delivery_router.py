@@ -33,8 +33,8 @@ from batonmq_server.storage.delivery_recorder import DeliveryRecorder, PendingDe
 from batonmq_server.storage.delivery_router import DeliveryRouter
 from batonmq_server.storage.long_polls import QueueOwner
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving
 
 NEAR, FAR = (
     QueueOwner("near", "orders", "broker-a", 0, 1),

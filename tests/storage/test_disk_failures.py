@@ -21,7 +21,7 @@ from tests.storage.batches import batch
 from tests.storage.failing_disk import DiskFailure, FailingDisks, failing_disks
 from tests.storage.replicas import Replica, Scene
 from tests.storage.test_replication import numbered, others, three
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
 SYNC, REPLACE, CREATE = (frozenset({name}) for name in ("sync", "replace", "create"))

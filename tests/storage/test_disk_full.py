@@ -39,8 +39,8 @@ from tests.storage.batches import (
     sync,
 )
 from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
+from tests.support.conditions import until
 from tests.support.tmpfs import fill_up, small_file_system
-from tests.support.waiting import until
 
 PROPER: dict[str, Any] = {
     "disk_warn_percent": 70,

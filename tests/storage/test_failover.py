@@ -16,12 +16,12 @@ import pytest
 
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
+from batonmq._producer.producer_settings import Durability, ProducerSettings
 from batonmq._producer.receipts import Receipt
-from batonmq._producer.settings import Durability, ProducerSettings
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC
 from tests.storage.replicas import BROKER, replica_set
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
 

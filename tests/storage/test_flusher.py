@@ -24,7 +24,7 @@ from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode, open_directory
 from tests.storage.batches import TOPIC_ID, append, batch
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 class SlowNode(StorageNode):

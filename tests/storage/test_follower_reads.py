@@ -28,7 +28,7 @@ from batonmq._consumer.puller import Puller
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import decode_records, read_header
 from batonmq.admin.admin import Admin
-from batonmq.admin.query import Queries
+from batonmq.admin.message_queries import MessageQueries
 from batonmq.errors import BatonError
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import replica
@@ -36,8 +36,8 @@ from tests.storage.batches import TOPIC, batch
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.replicas import BROKER, Replica, Scene
 from tests.storage.running_node import GROUP, pull_request
-from tests.support.serving import serving_at
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving_at
 
 pytestmark = pytest.mark.timeout(180)
 TIMEOUT_S = 20
@@ -214,7 +214,7 @@ async def test_messages_are_queried_at_a_follower_while_there_is_no_leader(
             return [n.node_id for n in (await admin.cluster()).nodes] == [follower.name]
 
         await until(gone)
-        found = await Queries(admin).message(f"{BROKER}-{receipt.position}-0")
+        found = await MessageQueries(admin).message(f"{BROKER}-{receipt.position}-0")
     assert found.body == b"found"
 
 

@@ -24,7 +24,7 @@ from tests.storage.batches import append, batch
 from tests.storage.replicas import Scene
 from tests.storage.test_flusher import SlowNode, slow_node
 from tests.storage.test_replication import numbered, others, three
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 async def turns() -> None:

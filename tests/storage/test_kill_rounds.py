@@ -22,13 +22,13 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
+from batonmq._producer.producer_settings import Durability
 from batonmq._producer.receipts import Receipt
-from batonmq._producer.settings import Durability
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
 from tests.storage.test_process import output, read, send, site
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -37,7 +37,7 @@ from batonmq_server.storage.node import StorageNode, recover_directory
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, append, batch, bodies, stored
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 SEGMENT_BYTES = 1_000
 HOUR_MS = 3_600_000

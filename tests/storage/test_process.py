@@ -36,8 +36,8 @@ from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.running_node import WATERMARKS, pull_request
 from tests.support.cluster import fork_server
-from tests.support.serving import serving_at
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tests.support.grpc_server import serving_at
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 TIMEOUT_S = 20

@@ -36,7 +36,7 @@ from batonmq.errors import (
 )
 from tests.storage.batches import TOPIC, batch, tagged
 from tests.storage.running_node import GROUP, TIMEOUT_S, RunningNode, pull_request, running_node
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 LONG_MS = 30_000
 

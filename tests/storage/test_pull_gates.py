@@ -24,7 +24,7 @@ from batonmq.errors import (
 )
 from tests.storage.batches import batch
 from tests.storage.running_node import GROUP, RunningNode, running_node
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 BROADCASTING: dict[str, Any] = {"model": nameserver_pb.MESSAGE_MODEL_BROADCASTING}
 OFF: dict[str, Any] = {"ownership": nameserver_pb.OWNERSHIP_OFF}

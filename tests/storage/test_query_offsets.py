@@ -16,7 +16,7 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.QueueRef:

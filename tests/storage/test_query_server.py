@@ -24,7 +24,7 @@ from batonmq._core.records import Message, decode_records, read_header
 from batonmq.errors import BatonError, DataLoss, NotReadable, WrongBroker
 from tests.storage.batches import TOPIC, TOPIC_ID, batch, tagged
 from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 Answer = TypeVar("Answer")
 

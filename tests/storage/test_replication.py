@@ -36,7 +36,7 @@ from batonmq_server.storage.replica import StorageReplica
 from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, Replica, Scene, queue
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
 

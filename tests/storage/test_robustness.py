@@ -29,7 +29,7 @@ from batonmq_server.storage.core.query import MessageQueries, TimeWindow
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
 from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, pull_request, running_node
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 INT64_MAX, INT64_MIN = (1 << 63) - 1, -(1 << 63)
 INT32_MAX, UINT32_MAX = (1 << 31) - 1, (1 << 32) - 1

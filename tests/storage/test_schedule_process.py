@@ -22,7 +22,7 @@ from batonmq._core.records import check_batch, decode_records
 from tests.storage.batches import batch
 from tests.storage.running_node import WATERMARKS, pull_request
 from tests.storage.test_process import QUEUES, TIMEOUT_S, ProcessSite, site
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

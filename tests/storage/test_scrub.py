@@ -20,7 +20,7 @@ from batonmq_server.storage.node import open_directory
 from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import Opened, append, batch, open_store, stored
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 @pytest.fixture(autouse=True)

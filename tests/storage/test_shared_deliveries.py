@@ -23,7 +23,7 @@ from batonmq_server.storage.delivery_recorder import (
 )
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.test_delivery_recorder import HOLDER, asking, rejection_of
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 PATIENT_MS = 20_000
 

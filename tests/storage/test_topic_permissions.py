@@ -20,7 +20,7 @@ from batonmq._core.records import read_header
 from batonmq.errors import BatonError, NotReadable
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 READ, WRITE = nameserver_pb.TOPIC_PERMISSION_READ, nameserver_pb.TOPIC_PERMISSION_WRITE
 READ_WRITE = nameserver_pb.TOPIC_PERMISSION_READ_WRITE

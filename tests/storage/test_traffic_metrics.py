@@ -14,7 +14,7 @@ from batonmq._core.records import Message
 from batonmq._core.retries import dead_letter_topic
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running_node import GROUP, RunningNode, running_node
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 NAMES = (
     "rocketmq_messages_in_total",

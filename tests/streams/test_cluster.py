@@ -23,10 +23,10 @@ from batonmq._consumer.puller import Puller
 from batonmq._core.names import METRICS_TOPIC
 from batonmq.admin.admin import Admin
 from batonmq.errors import SubscriptionConflict, TopicNotFound
-from tests.e2e.crew import crew_of, send
+from tests.e2e.worker_group import send, worker_group
 from tests.streams.reading import by_kind
 from tests.support.cluster import local_cluster
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -78,19 +78,21 @@ async def test_streams_tell_of_a_hand_over_a_redelivery_and_a_conflict(tmp_path:
     async with (
         local_cluster(tmp_path / "cluster", **SOON) as cluster,  # type: ignore[arg-type]
         Admin(cluster.nameserver) as admin,
-        crew_of(cluster.nameserver, TOPIC, tmp_path) as crew,
+        worker_group(cluster.nameserver, TOPIC, tmp_path) as workers,
     ):
         await admin.create_topic(TOPIC, QUEUES)
         told = Told(cluster.nameserver)
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(told.read())
-            first = await crew.join("first", handle_ms=20)
+            first = await workers.join("first", handle_ms=20)
             await until(lambda: len(first.owned) == QUEUES, timeout_s=60)
-            second = await crew.join("second", handle_ms=100)
+            second = await workers.join("second", handle_ms=100)
             await until(lambda: len(second.owned) == QUEUES // 2, timeout_s=60)
             await send(cluster.nameserver, TOPIC, range(100))
             with pytest.raises(SubscriptionConflict):
-                async with Consumer(cluster.nameserver, crew.group, {TOPIC: "x"}, client_id="odd"):
+                async with Consumer(
+                    cluster.nameserver, workers.group, {TOPIC: "x"}, client_id="odd"
+                ):
                     pass
             # What a process that is killed has told in its last second goes with it.
             await until(lambda: len(told.delivered()) == 100, timeout_s=60)
@@ -109,7 +111,7 @@ async def test_streams_tell_of_a_hand_over_a_redelivery_and_a_conflict(tmp_path:
     flagged = {(h.queue_id, h.offset) for h in first.handlings() if h.redelivered}
     assert again and flagged <= again, "what came twice is known exactly"
     assert sum(e.delivered.redelivered_count for e in told.of("delivered")) >= len(flagged)
-    assert {row["group"] for row in shown["groups"]} == {crew.group}
+    assert {row["group"] for row in shown["groups"]} == {workers.group}
     assert {(row["client_id"], row["queues"]) for row in shown["owners"]} == {("first", QUEUES)}
     assert shown["nodes"] == 4
 

@@ -16,7 +16,7 @@ from batonmq._core.log_buckets import LogBuckets
 from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC
 from batonmq._core.queues import QueueRef
 from batonmq._core.reset_targets import ToEarliest
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq.admin.locks import Locks
 from batonmq.admin.operation import Operation
 from batonmq.admin.resets import Resets

@@ -15,11 +15,12 @@ import pytest
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._core.names import METRICS_TOPIC
-from batonmq._telemetry import events, publishing
-from batonmq._telemetry.events import EventHub
-from batonmq._telemetry.publishing import Publisher
+from batonmq._telemetry import event_hub as events
+from batonmq._telemetry import metrics_publisher as publishing
+from batonmq._telemetry.event_hub import EventHub
+from batonmq._telemetry.metrics_publisher import MetricsPublisher
 from batonmq.errors import Unreachable
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 
 class Wire:
@@ -45,8 +46,8 @@ class Wire:
 
 
 @asynccontextmanager
-async def publishing_to(wire: Wire, hub: EventHub) -> AsyncIterator[Publisher]:
-    publisher = Publisher(hub, wire.opened)
+async def publishing_to(wire: Wire, hub: EventHub) -> AsyncIterator[MetricsPublisher]:
+    publisher = MetricsPublisher(hub, wire.opened)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(publisher.run())
         await until(lambda: hub.watched)
@@ -122,7 +123,7 @@ async def test_while_the_topic_is_away_events_are_dropped_and_counted_and_then_i
 async def test_stop_publishes_what_there_is() -> None:
     wire, hub = Wire(), new_hub()
     hub.gatherers.append(lambda: [event(7)] if not wire.stored else [])
-    publisher = Publisher(hub, wire.opened)
+    publisher = MetricsPublisher(hub, wire.opened)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(publisher.run())
         await until(lambda: hub.watched)
@@ -140,8 +141,8 @@ async def test_what_goes_wrong_in_telling_ends_nothing_else(
         raise ValueError("broken")
 
     hub.gatherers.append(broken)
-    publisher = Publisher(hub, wire.opened)
+    publisher = MetricsPublisher(hub, wire.opened)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(publisher.run())
     assert not hub.watched
-    assert "metrics are not published any more source=storage/a" in caplog.text
+    assert "publishing of metrics has ended by an error source=storage/a" in caplog.text

@@ -150,7 +150,7 @@ def test_events_of_all_nodes_are_followed_also_of_one_that_comes_back() -> None:
                 for one in batch.events:
                     board.take(one, clock.monotonic_ms())
 
-            watch = EventWatch(broker.nameserver, take, broker.surroundings)
+            watch = EventWatch(broker.nameserver, take, broker.environment)
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(watch.run())
                 await broker.create_topic("t", queues=1)

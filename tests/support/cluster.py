@@ -25,7 +25,7 @@ PROGRAMS = (
 
 @cache
 def fork_server() -> ForkServer:
-    """Where all processes of a run of pytest come from."""
+    """Return the fork server of this pytest process."""
     return ForkServer(PROGRAMS, REPO)
 
 
@@ -44,7 +44,7 @@ async def local_cluster(
     report: Callable[[str], None] = to_stderr,
     **settings: Mapping[str, object],
 ) -> AsyncIterator[LocalCluster]:
-    """A cluster that serves, until the block ends.
+    """Start a cluster; stop it at the end of the block.
 
     Use it in the body of a test, not in a fixture: it belongs to the task that enters it.
 

@@ -12,6 +12,6 @@ from batonmq_server.local.etcd import EtcdProcess
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    """`127.0.0.1:port` of an etcd that all tests share; use a cluster name of your own."""
+    """Return the `127.0.0.1:port` of the shared etcd; each test uses its own cluster name."""
     async with EtcdProcess(tmp_path_factory.mktemp("etcd")) as etcd:
         yield etcd.endpoint

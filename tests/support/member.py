@@ -29,12 +29,12 @@ FAILED = 3
 
 
 def now_us() -> int:
-    """The machine's monotonic clock, the same for all processes, in microseconds."""
+    """Return the monotonic time in microseconds; all processes of a machine share this clock."""
     return int(asyncio.get_running_loop().time() * 1_000_000)
 
 
 class Lines:
-    """The file. What was written is there after a kill -9."""
+    """An unbuffered journal: a written line survives kill -9."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -51,12 +51,12 @@ class Lines:
         )  # fmt: skip
 
     def ownership(self, event: OwnershipEvent) -> None:
-        """Add a line about a queue that came or went."""
+        """Add a line about a change of queue ownership."""
         self.write("own", event.kind, event.queue.queue_id, event.token, now_us())
 
 
 async def consume(options: argparse.Namespace, lines: Lines) -> None:
-    """Join, handle, leave."""
+    """Consume until stopped; write handler calls and ownership changes to the journal."""
 
     async def handle(message: ReceivedMessage) -> None:
         lines.message("start", message)

@@ -1,4 +1,4 @@
-"""A plugin of pytest: with `--required`, as in CI, a test that is skipped has failed.
+"""A pytest plugin: with `--required`, as in CI, a skipped test fails.
 
 Without it whoever lacks a program still has all the other tests. `.ci/run` brings the programs, so
 that what is skipped there is something that nobody has looked at.
@@ -16,12 +16,12 @@ ALLOWED = {
     "no file system may be mounted here": "a right that a container may not have",
     "NO CHROMIUM ON PATH": "a browser, for one test, takes hundreds of megabytes",
 }
-"""What the reason of a skip has to contain so that it is no failure, and why that is so."""
+"""Text that the reason of an allowed skip contains, and why the skip is allowed."""
 _Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--required`."""
+    """Add the option `--required`."""
     parser.addoption(
         "--required",
         action="store_true",
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test."""
+    """Fail a skipped test."""
     return _judged((yield), item.config)
 
 
@@ -41,7 +41,7 @@ def pytest_runtest_makereport(
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A file that is skipped as a whole."""
+    """Fail a file that is skipped as a whole."""
     return _judged((yield), collector.config)
 
 

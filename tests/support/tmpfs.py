@@ -1,4 +1,4 @@
-"""A file system of a few megabytes, to fill."""
+"""A file system of a few megabytes for tests with a full disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def small_file_system(folder: Path, megabytes: int) -> Iterator[Path]:
-    """`folder` as a file system of its own; the test is skipped where that is not allowed."""
+    """Mount a small file system at `folder`; skip the test if that is not permitted."""
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)],
@@ -30,7 +30,7 @@ def small_file_system(folder: Path, megabytes: int) -> Iterator[Path]:
 
 
 def fill_up(folder: Path, *, leave_bytes: int) -> Path:
-    """Put a file on the file system of `folder` that leaves so much free; the file."""
+    """Create a file that leaves that much free space at `folder`; return the file."""
     ballast = folder / "ballast"
     found = os.statvfs(folder)
     size = found.f_bavail * found.f_frsize - leave_bytes

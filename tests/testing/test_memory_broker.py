@@ -285,10 +285,10 @@ async def test_restart_of_an_unknown_service_is_rejected() -> None:
 async def test_clients_of_the_code_under_test_reach_the_broker() -> None:
     async with MemoryBroker() as broker:
         await broker.create_topic("orders")
-        async with Producer(broker.nameserver, surroundings=broker.surroundings) as producer:
+        async with Producer(broker.nameserver, environment=broker.environment) as producer:
             await producer.send("orders", b"1")
         consumer = Consumer(
-            broker.nameserver, "billing", {"orders": "*"}, BACK, surroundings=broker.surroundings
+            broker.nameserver, "billing", {"orders": "*"}, BACK, environment=broker.environment
         )
         async with consumer:
             assert (await anext(consumer)).body == b"1"

@@ -24,14 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.waiting import until
+from tests.support.conditions import until
+from tools.containers.container_cluster import START_S, ContainerCluster
 from tools.containers.docker import DockerFailed, Network, docker, missing, network
-from tools.containers.flow import Flow
 from tools.containers.page import page
 from tools.containers.pods import K8S, REPO, Pod, jobs, pods, render
-from tools.containers.scene import START_S, Scene
-from tools.containers.secrets import STRANGER, Secrets
-from tools.containers.strangers import PAPERS, refuse
+from tools.containers.rejected_callers import SECRETS_FOLDER, refuse
+from tools.containers.secrets import FOREIGN_SECRET, Secrets
+from tools.containers.traffic_report import TrafficReport
 
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver", "etcd")
 RECOVER_S, END_S = 180.0, 300.0
@@ -53,86 +53,94 @@ async def _lacking(tag: str) -> str:
     return ""
 
 
-async def _strike(
-    scene: Scene, flow: Flow, pod: Pod, name: str, strike: Callable[[Pod], Awaitable[None]]
+async def _inject(
+    cluster: ContainerCluster,
+    traffic: TrafficReport,
+    pod: Pod,
+    name: str,
+    inject: Callable[[Pod], Awaitable[None]],
 ) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    await strike(pod)
+    await inject(pod)
     over_s = loop.time()
-    await scene.answers(pod, "readiness", RECOVER_S)
+    await cluster.answers(pod, "readiness", RECOVER_S)
     ready_s = loop.time()
-    await flow.flows(RATE * 3, RECOVER_S)
+    await traffic.flows(RATE * 3, RECOVER_S)
     result = {
         "service": pod.service,
         "pod": pod.name,
-        "strike": name,
+        "fault": name,
         "lasted_s": round(over_s - began_s, 1),
         "ready_after_s": round(ready_s - over_s, 1),
         "flows_after_s": round(loop.time() - over_s, 1),
-        "sent_stood_s": flow.stood_s("sent", began_s),
-        "handled_stood_s": flow.stood_s("handled", began_s),
+        "sent_stood_s": traffic.stood_s("sent", began_s),
+        "handled_stood_s": traffic.stood_s("handled", began_s),
     }
     print(json.dumps(result), flush=True)
     return result
 
 
-def _scene(net: Network, overlay: str, jobs_folder: str) -> Scene:
+def _scene(net: Network, overlay: str, jobs_folder: str) -> ContainerCluster:
     members, clients = pods(render(K8S / "overlays" / overlay)), jobs(render(K8S / jobs_folder))
     asks = clients.get("grants", clients["demo"])
-    papers = ("tls-demo", "tls-nobody", STRANGER, "etcd-client") if asks.secrets else ()
-    shown = {f"{PAPERS}/{name}": name for name in papers}
-    return Scene(net, members, clients, replace(asks, secrets={**asks.secrets, **shown}))
+    secret = ("tls-demo", "tls-nobody", FOREIGN_SECRET, "etcd-client") if asks.secrets else ()
+    shown = {f"{SECRETS_FOLDER}/{name}": name for name in secret}
+    return ContainerCluster(net, members, clients, replace(asks, secrets={**asks.secrets, **shown}))
 
 
 async def _play(options: argparse.Namespace, secrets: Secrets) -> dict[str, Any]:
     async with network(options.network, options.tag, secrets.mounted) as net:
-        scene = _scene(net, "kind-secure", "jobs-secure")
+        cluster = _scene(net, "kind-secure", "jobs-secure")
         report: dict[str, Any] = {
-            "containers": len(scene.members),
-            "start_s": await scene.start(),
+            "containers": len(cluster.members),
+            "start_s": await cluster.start(),
         }
         print(json.dumps(report), flush=True)
-        report["status"] = await scene.baton("cluster", "status")
-        await scene.finish("grants")
-        report["grants"] = await scene.baton("access", "list")
-        report["demo"] = await scene.play("demo")
+        report["status"] = await cluster.baton("cluster", "status")
+        await cluster.finish("grants")
+        report["grants"] = await cluster.baton("access", "list")
+        report["demo"] = await cluster.play("demo")
         print(json.dumps(report["demo"]), flush=True)
-        report |= await _under_fire(scene, options.services, secrets)
+        report |= await _under_fire(cluster, options.services, secrets)
     async with network(options.network, options.tag, secrets.mounted) as net:
-        scene = _scene(net, "kind", "jobs")
-        report["insecure"] = {"start_s": await scene.start(), "demo": await scene.play("demo")}
+        cluster = _scene(net, "kind", "jobs")
+        report["insecure"] = {"start_s": await cluster.start(), "demo": await cluster.play("demo")}
         print(json.dumps(report["insecure"]), flush=True)
     return report
 
 
-async def _under_fire(scene: Scene, services: list[str], secrets: Secrets) -> dict[str, Any]:
+async def _under_fire(
+    cluster: ContainerCluster, services: list[str], secrets: Secrets
+) -> dict[str, Any]:
     """Let messages flow, and strike; what came of it."""
-    report: dict[str, Any] = {"strikes": []}
-    pod = scene.jobs["traffic"]
+    report: dict[str, Any] = {"faults": []}
+    pod = cluster.jobs["traffic"]
     words = ("--rate", str(RATE), "--repeats")
-    process = await scene.net.attached(replace(pod, command=(*pod.command, *words)))
-    flow = Flow(process)
-    strikes = {"kill": scene.kill, "pause": scene.pause, "disconnect": scene.cut}
+    process = await cluster.net.attached(replace(pod, command=(*pod.command, *words)))
+    traffic = TrafficReport(process)
+    injections = {"kill": cluster.kill, "pause": cluster.pause, "disconnect": cluster.cut}
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(flow.follow())
-        await flow.flows(RATE * 3, START_S)
+        tasks.create_task(traffic.follow())
+        await traffic.flows(RATE * 3, START_S)
         for number, service in enumerate(services):
             if number == len(services) // 2:
-                report["strangers"] = await refuse(scene)
-                report["renewal"] = await _renew(scene, flow, secrets)
-                print(json.dumps([report["strangers"], report["renewal"]]), flush=True)
-            pod = next(pod for pod in scene.members if pod.service == service)
-            for name, strike in strikes.items():
-                report["strikes"].append(await _strike(scene, flow, pod, name, strike))
-        await docker("kill", "--signal", "TERM", scene.net.container("traffic"))
+                report["rejected_callers"] = await refuse(cluster)
+                report["renewal"] = await _renew(cluster, traffic, secrets)
+                print(json.dumps([report["rejected_callers"], report["renewal"]]), flush=True)
+            pod = next(pod for pod in cluster.members if pod.service == service)
+            for name, inject in injections.items():
+                report["faults"].append(await _inject(cluster, traffic, pod, name, inject))
+        await docker("kill", "--signal", "TERM", cluster.net.container("traffic"))
         async with asyncio.timeout(END_S):
             await process.wait()
-    report["traffic"] = flow.verdict
+    report["traffic"] = traffic.verdict
     return report
 
 
-async def _renew(scene: Scene, flow: Flow, secrets: Secrets) -> dict[str, Any]:
+async def _renew(
+    cluster: ContainerCluster, traffic: TrafficReport, secrets: Secrets
+) -> dict[str, Any]:
     """Replace every certificate and key; how long until all pods show theirs.
 
     Raises:
@@ -141,30 +149,30 @@ async def _renew(scene: Scene, flow: Flow, secrets: Secrets) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(secrets.make)
     began_s = loop.time()
-    for pod in scene.members:
+    for pod in cluster.members:
         (secret,) = (name for name in pod.secrets.values() if name != "etcd-client")
-        address, papers = _address(pod)
+        address, secret = _address(pod)
         wanted = _digest(secrets.file(secret, "tls.crt"))
 
-        async def shown(address: str = address, papers: str = papers, wanted: str = wanted) -> bool:
-            return (await scene.shake_hands(address, papers)).out == wanted
+        async def shown(address: str = address, secret: str = secret, wanted: str = wanted) -> bool:
+            return (await cluster.shake_hands(address, secret)).out == wanted
 
         await until(shown, RECOVER_S)
     shown_s = loop.time()
-    await flow.flows(RATE * 3, RECOVER_S)
+    await traffic.flows(RATE * 3, RECOVER_S)
     return {
-        "pods": len(scene.members),
+        "pods": len(cluster.members),
         "shown_after_s": round(shown_s - began_s, 1),
-        "sent_stood_s": flow.stood_s("sent", began_s),
-        "handled_stood_s": flow.stood_s("handled", began_s),
+        "sent_stood_s": traffic.stood_s("sent", began_s),
+        "handled_stood_s": traffic.stood_s("handled", began_s),
     }
 
 
 def _address(pod: Pod) -> tuple[str, str]:
     """Where others call a pod, and as whom one may."""
     if pod.service == "etcd":
-        return f"{pod.names[0]}:2379", f"{PAPERS}/etcd-client"
-    return pod.env[f"BATON_{pod.service.upper()}_ADVERTISE_ADDRESS"], f"{PAPERS}/tls"
+        return f"{pod.names[0]}:2379", f"{SECRETS_FOLDER}/etcd-client"
+    return pod.env[f"BATON_{pod.service.upper()}_ADVERTISE_ADDRESS"], f"{SECRETS_FOLDER}/tls"
 
 
 def _digest(path: Path) -> str:
@@ -195,10 +203,10 @@ def main() -> int:
         report["demo"]["ok"]
         and report["traffic"].get("ok")
         and report["insecure"]["demo"]["ok"]
-        and all(one["refused"] for one in report["strangers"])
+        and all(one["refused"] for one in report["rejected_callers"])
     )
     print(json.dumps(report["traffic"]))
-    print("OK: nothing lost, nothing twice unannounced." if good else "FAILED: see above.")
+    print("OK: nothing lost, no unflagged duplicate." if good else "FAILED: see above.")
     return 0 if good else 1
 
 

@@ -17,7 +17,7 @@ class DockerFailed(Exception):
     """A command has failed."""
 
 
-class Said(NamedTuple):
+class DockerResult(NamedTuple):
     """How a command has ended, and what it has printed."""
 
     status: int
@@ -25,14 +25,14 @@ class Said(NamedTuple):
     error: str
 
 
-async def run(*words: str) -> Said:
+async def run(*words: str) -> DockerResult:
     """Run `docker ...` to its end, whatever that is."""
     process = await asyncio.create_subprocess_exec(
         "docker", *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
     )
     out, error = await process.communicate()
     assert process.returncode is not None
-    return Said(process.returncode, out.decode().strip(), error.decode().strip())
+    return DockerResult(process.returncode, out.decode().strip(), error.decode().strip())
 
 
 async def docker(*words: str) -> str:
@@ -41,10 +41,10 @@ async def docker(*words: str) -> str:
     Raises:
         DockerFailed: it says no.
     """
-    said = await run(*words)
-    if said.status:
-        raise DockerFailed(f"docker {' '.join(words)}: {said.error}")
-    return said.out
+    result = await run(*words)
+    if result.status:
+        raise DockerFailed(f"docker {' '.join(words)}: {result.error}")
+    return result.out
 
 
 async def missing() -> str:

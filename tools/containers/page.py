@@ -1,29 +1,29 @@
-"""The report of a run as a page for people."""
+"""The report of a run as a Markdown page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-_HEAD = """# Containers under fire
+_HEAD = """# Faults in containers
 
 Written by `make e2e-containers PAGE=1`. The pods of `deploy/k8s/overlays/kind-secure` and the Jobs
 of `deploy/k8s/jobs-secure` run as containers on a private Docker network: the commands, settings,
 names, users, read-only root file systems, memory limits, volumes and Secrets are those of the
-manifests, and so are the probes that say when a pod is ready. Everybody shows a certificate to
-everybody, etcd included, as `deploy/k8s/scripts/make-ca.sh` makes them, and access is on. What
-Kubernetes itself does (scheduling, network policies, rolling updates) is not part of this.
+manifests, and so are the readiness probes. All connections use mutual TLS, those to etcd included,
+with certificates from `deploy/k8s/scripts/make-ca.sh`, and access control is on. The work of
+Kubernetes itself (scheduling, network policies, rolling updates) is not part of this test.
 
 """
 _STRIKES = """
-## Under fire
+## Faults
 
-Messages are sent, 200 a second, and handled by three members, while one pod after the other is
-killed and started again a second later, stands still for 40 s, and runs cut off from the network
-for 40 s. When it comes back it may have another address. *Ready* and *flows* count from the end of
-the strike: until the readiness probe succeeds, and until all that waited is handled. *Stood* is the
-longest time without a confirmed, or without a handled, message, from the beginning of the strike;
-told once a second.
+A producer sends 200 messages a second, and three members handle them. Meanwhile one pod after the
+other is killed and restarted a second later, paused for 40 s, and disconnected from the network for
+40 s. It may have another address afterwards. *Ready* and *flows* are times from the end of the fault
+until the readiness probe succeeds, and until all waiting messages are handled. *Stood* is the
+longest time without a confirmed, or without a handled, message, from the begin of the fault; it is
+measured once a second.
 
 """
 
@@ -31,12 +31,12 @@ told once a second.
 _RENEWAL = """
 ## New certificates
 
-In the midst of it every certificate and every key is replaced, of the services, of etcd, of the
-demo and of the operator, as Kubernetes replaces the files of a Secret. Nothing is restarted.
+Meanwhile every certificate and every key of the services, of etcd, of the demo and of the operator
+is replaced, as Kubernetes replaces the files of a Secret. No process is restarted.
 
 """
 _STRANGERS = """
-## Who is not let in
+## Refused clients
 
 While messages flow:
 
@@ -44,30 +44,30 @@ While messages flow:
 _INSECURE = """
 ## Without TLS
 
-The demo in the pods of `deploy/k8s/overlays/kind`, where whoever reaches them may do everything.
+The demo in the pods of `deploy/k8s/overlays/kind`, where every client may make every call.
 
 """
 _DEMO = ("published", "consumed", "lost", "duplicated", "misordered", "handovers")
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The page."""
+    """Return the page of a run as Markdown."""
     demo, traffic, insecure = report["demo"], report["traffic"], report["insecure"]
     text = _HEAD
     text += f"{report['containers']} containers; all ready after {report['start_s']} s.\n"
     text += f"\n```\n$ baton cluster status\n{_shown(report['status'])}\n"
     text += f"$ baton access list\n{_shown(report['grants'])}\n```\n\n## The demo\n\n"
     text += _demo(demo) + _STRIKES
-    head = ("pod", "strike", "ready, s", "flows, s", "sending stood, s", "handling stood, s")
-    keys = ("pod", "strike", "ready_after_s", "flows_after_s", "sent_stood_s", "handled_stood_s")
-    text += _table(head, [[str(one[key]) for key in keys] for one in report["strikes"]])
+    head = ("pod", "fault", "ready, s", "flows, s", "sending stood, s", "handling stood, s")
+    keys = ("pod", "fault", "ready_after_s", "flows_after_s", "sent_stood_s", "handled_stood_s")
+    text += _table(head, [[str(one[key]) for key in keys] for one in report["faults"]])
     text += _RENEWAL + _renewal(report["renewal"]) + _STRANGERS
     told = [
         [one["who"], f"`{one['command']}`", one["told"] if one["refused"] else "**LET IN**"]
-        for one in report["strangers"]
+        for one in report["rejected_callers"]
     ]
-    text += _table(("who", "tries", "is told"), [[_cell(text) for text in row] for row in told])
-    text += "\n## What became of the messages\n\n"
+    text += _table(("client", "tries", "error"), [[_cell(text) for text in row] for row in told])
+    text += "\n## Result for the messages\n\n"
     counts = (
         "sent",
         "unsure",
@@ -80,7 +80,7 @@ def page(report: Mapping[str, Any]) -> str:
     )
     text += _table(counts, [[f"{traffic[key]:,}" for key in counts]])
     text += (
-        "\n`sent` were confirmed, `unsure` were not and may be stored. `duplicated` counts\n"
+        "\n`sent` were confirmed; `unsure` were not confirmed and may be stored. `duplicated` counts\n"
         "handlings beyond the first, `unflagged` those of them not marked as redelivered.\n"
         f"Verdict: **{_verdict(traffic['ok'])}**.\n"
     )
@@ -94,8 +94,8 @@ def _demo(demo: Mapping[str, Any]) -> str:
 
 def _renewal(found: Mapping[str, Any]) -> str:
     return (
-        f"After {found['shown_after_s']} s all {found['pods']} pods showed their new one to those\n"
-        f"who connected. Sending stood for at most {found['sent_stood_s']} s, handling for "
+        f"After {found['shown_after_s']} s all {found['pods']} pods presented their new one to new\n"
+        f"connections. Sending stood for at most {found['sent_stood_s']} s, handling for "
         f"{found['handled_stood_s']} s.\n"
     )
 
@@ -109,7 +109,7 @@ def _cell(text: str) -> str:
 
 
 def _verdict(good: bool) -> str:
-    return "nothing lost, nothing twice unannounced" if good else "failed"
+    return "nothing lost, no unflagged duplicate" if good else "failed"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

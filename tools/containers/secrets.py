@@ -14,7 +14,7 @@ from pathlib import Path
 from tools.containers.pods import REPO
 
 CLIENTS = ("operator", "demo", "nobody")
-STRANGER = "tls-stranger"
+FOREIGN_SECRET = "tls-stranger"
 """Certified by an authority that nobody trusts, and trusting that of the cluster."""
 _SCRIPT = REPO / "deploy" / "k8s" / "scripts" / "make-ca.sh"
 
@@ -39,10 +39,10 @@ class Secrets:
         _make(self._made, *CLIENTS)
         _make(self._others, "stranger")
         trusted = self._made / "ca.crt"
-        shutil.copy(trusted, self._others / STRANGER / "ca.crt")
+        shutil.copy(trusted, self._others / FOREIGN_SECRET / "ca.crt")
         for one in (
             *(path.parent for path in self._made.glob("*/tls.crt")),
-            self._others / STRANGER,
+            self._others / FOREIGN_SECRET,
         ):
             self._show(one)
 

@@ -29,7 +29,7 @@ from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.admin.admin import Admin
 from batonmq_server.demo.demo_run import DemoResult, run_demo
@@ -54,7 +54,7 @@ _OPTIONS = ClusterOptions(
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class DemoCluster:
     """The cluster, and everything that shows metrics, as Prometheus is told of it."""
 
     cluster: LocalCluster
@@ -75,7 +75,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(folder: Path) -> AsyncIterator[Scene]:
+async def demo_cluster(folder: Path) -> AsyncIterator[DemoCluster]:
     """The cluster serves, and the program beside the demo works, until the block ends.
 
     Use it in the body of a test: it belongs to the task that enters it.
@@ -98,7 +98,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
             beside = tasks.create_task(
                 _beside(cluster.nameserver, cluster.security, ClientMetrics(registry))
             )
-            yield Scene(cluster, told, addresses)
+            yield DemoCluster(cluster, told, addresses)
             beside.cancel()
     finally:
         page.shutdown()

@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from batonmq._common.clock import Clock
 from batonmq_server.demo.flights import load_flights
 from batonmq_server.local.prometheus import Prometheus
-from tools.dashboards.demo_cluster import scene
+from tools.dashboards.demo_cluster import demo_cluster
 from tools.dashboards.internals import LOCKS, STORAGE
 from tools.dashboards.messages import CLUSTER
 from tools.dashboards.panels import Dashboard, Panel
@@ -51,7 +51,7 @@ def main() -> None:
 
 async def _render(folder: Path) -> None:
     async with (
-        scene(folder / "data") as at,
+        demo_cluster(folder / "data") as at,
         Prometheus(folder / "prometheus", at.targets, port=0) as prometheus,
     ):
         print(await at.demo(load_flights()[:FLIGHTS], folder / "journals", PACE))

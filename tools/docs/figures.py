@@ -48,7 +48,7 @@ from batonmq_server.offsets.codec import encode_key, encode_progress
 from batonmq_server.offsets.core.change_log import Entry
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.disk import LmdbDisk
-from tests.support.waiting import until
+from tests.support.conditions import until
 
 PROCESSES = ("nameserver", "lockmgr", "offsets", "storage", "etcd")
 PAUSES = (*((name, 10) for name in PROCESSES), ("lockmgr", 40), ("nameserver", 40))

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from batonmq._common.clock import Clock
 from batonmq._process.config import load
 from batonmq._telemetry.client_metrics import ClientMetrics
-from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.event_hub import EventHub
 from batonmq_server.lockmgr.metrics import LockmgrMetrics
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.metrics import (
@@ -66,8 +66,8 @@ class _Recording(CollectorRegistry):
 
 
 def families() -> dict[str, list[Family]]:
-    """Metrics by who has them, by name: `common` is every service's, `clients` are programs."""
-    return {who: _families(make) for who, make in _REGISTER.items()}
+    """Return the metrics of each owner, by name; `common`: all services, `clients`: programs."""
+    return {owner: _families(make) for owner, make in _REGISTER.items()}
 
 
 def _families(make: Callable[[CollectorRegistry], object]) -> list[Family]:

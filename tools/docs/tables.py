@@ -1,11 +1,11 @@
-"""The lists that the code decides: settings and metrics.
+"""Generated tables of settings and metrics.
 
 They are in docs/reference/operations.md and docs/reference/metrics.md.
 
-    python -m tools.docs.tables     writes them anew
+    python -m tools.docs.tables     writes them again
 
-A list stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of the page is
-nobody's business here.
+A table is between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of the page is not
+changed.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def settings() -> dict[str, str]:
 
 
 def metrics() -> dict[str, str]:
-    """Every list of metrics by its name, as Markdown."""
+    """Return every table of metrics by its name, as Markdown."""
     heads = ("Name", "Type", "Labels", "Meaning")
     return {
-        f"metrics {who}": _table(
+        f"metrics {owner}": _table(
             heads,
             (
                 (f"`{f.name}`", f.kind, ", ".join(f"`{label}`" for label in f.labels), f.meaning)
                 for f in found
             ),
         )
-        for who, found in families().items()
+        for owner, found in families().items()
     }
 
 

@@ -4,10 +4,10 @@
     python -m tools.faults selection        every kind of fault once, in about three minutes
     python -m tools.faults page 17          the report of seed 17, in docs/explanation/faults/
 
-Without a seed one is drawn, and told. The run gets a network of its own, for which it needs Linux,
-`ip` and the right to make namespaces (root has it, others often have); where that can't be, it says
-so and leaves the network alone. The exit status is 1 if the history is not valid; then logs and
-journals stay in build/faults/<seed>/.
+Without a seed one is drawn and printed. The run gets a private network, which needs Linux, `ip` and
+the right to make namespaces (root has it, other users often do); without it, the run prints a
+warning and does not cut the network. The exit status is 1 if the history is not valid; then logs
+and journals stay in build/faults/<seed>/.
 """
 
 from __future__ import annotations
@@ -26,55 +26,55 @@ from batonmq_server.local import parent_death
 from batonmq_server.local.cluster import to_stderr
 from tools.faults.network import found_launcher
 from tools.faults.page import write_page
-from tools.faults.run import UPSETS
-from tools.faults.upsets import FOLDER as UPSETS_FOLDER
+from tools.faults.process_faults import FOLDER as FAULTS_FOLDER
+from tools.faults.run import PROCESS_FAULTS
 
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "build" / "faults"
 PAGES = REPO / "docs" / "explanation" / "faults"
-NO_NETWORK = "!!! the network is not cut: no network of its own can be made here !!!"
+NO_NETWORK = "WARNING: the network is not cut: no private network can be made here"
 
 
 class FaultSettings(Settings):
-    """Read from the environment."""
+    """Settings of a run, read from the environment."""
 
     seed: int = Field(default_factory=lambda: int.from_bytes(os.urandom(2)), ge=0)
-    """What is drawn."""
+    """Seed of the faults."""
     minutes: float = Field(3, gt=0)
-    """How long faults are made."""
+    """Duration of the faults, in minutes."""
 
 
 def play(name: str, folder: Path, *arguments: str) -> int:
-    """Play a run in a network of its own, if there can be one; the exit status.
+    """Run in a private network if possible; return the exit status.
 
     Args:
-        name: Of the report.
-        folder: Of the reports; the run's own, `<name>` in it, is made anew.
-        arguments: Of `tools.faults.playing`.
+        name: Name of the report.
+        folder: Folder of the reports; its folder `<name>` is replaced.
+        arguments: Arguments for `tools.faults.runner`.
     """
     shutil.rmtree(folder / name, ignore_errors=True)
     (folder / name).mkdir(parents=True)
     launcher = found_launcher()
     if not launcher:
         to_stderr(NO_NETWORK)
-    surroundings = [
-        # The services with upset disks are modules of the tests.
+    environment = [
+        # The services with faulty disks are modules of this repository.
         f"PYTHONPATH={REPO}:{REPO / 'gen'}",
-        f"TMPDIR={folder / name}",  # ports are free in this network only
-        f"{UPSETS_FOLDER}={folder / name / UPSETS}",
+        f"TMPDIR={folder / name}",  # reservations of ports are valid in this network only
+        f"{FAULTS_FOLDER}={folder / name / PROCESS_FAULTS}",
     ]
     options = ["--network"] if launcher else []
     tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
-    run = [sys.executable, "-m", "tools.faults.playing", name, str(folder), *options, *arguments]
-    command = [*tied, *launcher, "/usr/bin/env", *surroundings, *run]
+    run = [sys.executable, "-m", "tools.faults.runner", name, str(folder), *options, *arguments]
+    command = [*tied, *launcher, "/usr/bin/env", *environment, *run]
     return subprocess.run(command, cwd=REPO, check=False).returncode
 
 
 def main() -> None:
-    """Read the command line and the environment, and do it."""
+    """Read the command line and the environment, and execute the verb."""
     parser = argparse.ArgumentParser(prog="tools.faults", description=__doc__)
     parser.add_argument("verb", nargs="?", default="play", choices=["play", "selection", "page"])
-    parser.add_argument("names", nargs="*", help="of the reports a page is made of")
+    parser.add_argument("names", nargs="*", help="names of the reports to make pages of")
     options = parser.parse_args()
     if options.verb == "page":
         print(write_page([FOLDER / f"{name}.json" for name in options.names], PAGES))

@@ -1,8 +1,8 @@
-"""Holds the merged history of a run against what a broker that keeps its promises can produce.
+"""Checks that a broker that keeps its promises could have produced the merged history of a run.
 
-The model is small: a queue is a list of messages that only grows; a group goes through it in order;
-a message passes from hand to hand only when its owner was killed or stood still before it was
-committed. The ids are those of the invariants that are checked.
+The model is small: a queue is a list of messages that only grows; a group handles it in order; a
+message is handled by a second member only if its owner was killed or paused before it was
+committed. Ids such as T1 are those of the checked invariants.
 """
 
 from __future__ import annotations
@@ -14,70 +14,74 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tools.faults.history import (
-    Crash,
-    Firsts,
-    Handling,
+    FirstCalls,
+    HandlerCall,
     History,
-    Outcome,
-    Owning,
+    MemberOutage,
+    OwnershipChange,
+    ProgressSample,
     Queue,
-    Sample,
     Send,
+    SendOutcome,
 )
 
 CAUGHT_US = 250_000
-"""Who stood still between looking at its deadline and starting the handler starts it so soon after
-it goes on, under its old token: one message of a queue at most."""
+"""A member that is paused between the check of its deadline and the start of the handler starts it
+this soon after the pause, under its old token: at most one message of a queue."""
 
 STUCK_MS = 25_000
-"""Somebody who looked 15 s ago, and then now, may believe for 5 s more that a queue has moved."""
+"""The diagnosis looks every 15 s and may report for 5 s more that a queue has moved."""
 NO_REASON = ("", "IDLE", "MOVING", "FILTERED")
-"""Diagnoses that say that nothing is wrong."""
+"""Diagnoses that report no problem."""
 
 
-class Reason(NamedTuple):
-    """Why a history is not valid."""
+class HistoryProblem(NamedTuple):
+    """A violated rule and its description."""
 
     rule: str
     text: str
 
 
-def check(history: History, span_max: int) -> list[Reason]:
-    """Everything that should not be; a run is valid if that is nothing.
+def check(history: History, span_max: int) -> list[HistoryProblem]:
+    """Return all problems of a history; the run is valid without any.
 
     Args:
-        span_max: Of the consumers: no owner has more offsets than this in hand.
+        span_max: Setting of the consumers: an owner has at most this many offsets in flight.
     """
-    firsts = Firsts.of(history.handlings)
-    found = [Reason("run", problem) for problem in history.problems]
+    firsts = FirstCalls.of(history.handler_calls)
+    found = [HistoryProblem("run", problem) for problem in history.problems]
     found += _check_handled(history)
     found += _check_log(history)
     found += _check_places(history)
     found += _check_real_time(history)
     found += _check_lanes(history)
     found += _check_owners(history)
-    found += _check_again(history, firsts, span_max)
+    found += _check_repeats(history, firsts, span_max)
     found += _check_order(firsts)
     found += _check_committed(history, firsts)
-    found += _check_watches(history)
+    found += _check_stuck_queues(history)
     return found
 
 
-def _check_handled(history: History) -> Iterator[Reason]:
-    """Ok: handled to the end. Failed: never. Indeterminate: either. T2, T4."""
-    done = {one.number for one in history.handlings if one.done_us is not None}
-    started = {one.number for one in history.handlings}
+def _check_handled(history: History) -> Iterator[HistoryProblem]:
+    """Acknowledged messages are handled, failed ones never, indeterminate ones may be. T2, T4."""
+    done = {one.number for one in history.handler_calls if one.done_us is not None}
+    started = {one.number for one in history.handler_calls}
     for send in history.sends:
-        if send.outcome is Outcome.OK and send.number not in done:
-            yield Reason("lost", f"{send.number} at {send.queue}@{send.offset} was never handled")
-        if send.outcome is Outcome.FAIL and send.number in started:
-            yield Reason("failed", f"{send.number} was handled, though it failed: {send.reason}")
+        if send.outcome is SendOutcome.OK and send.number not in done:
+            yield HistoryProblem(
+                "lost", f"{send.number} at {send.queue}@{send.offset} was never handled"
+            )
+        if send.outcome is SendOutcome.FAIL and send.number in started:
+            yield HistoryProblem(
+                "failed", f"{send.number} was handled, though it failed: {send.reason}"
+            )
     for number in sorted(started - {send.number for send in history.sends}):
-        yield Reason("unknown", f"{number} was handled, and nobody has sent it")
+        yield HistoryProblem("unknown", f"{number} was handled and never sent")
 
 
-def _check_log(history: History) -> Iterator[Reason]:
-    """The log has what has a receipt, and where; nothing that failed; no holes. T1, T2, T4."""
+def _check_log(history: History) -> Iterator[HistoryProblem]:
+    """The log has each message at the offset of its receipt, no failed one, no hole. T1, T2, T4."""
     if history.stored is None:
         return
     at = {(one.queue, one.offset): one.number for one in history.stored}
@@ -86,31 +90,35 @@ def _check_log(history: History) -> Iterator[Reason]:
         offsets[one.queue].append(one.offset)
     for queue, found in offsets.items():
         if len(set(found)) < len(found):
-            yield Reason("log", f"an offset of {queue} was read twice")
+            yield HistoryProblem("log", f"an offset of {queue} was read twice")
         if found != sorted(found) or max(found) - min(found) + 1 > len(found):
-            yield Reason("log", f"{queue} has holes between {min(found)} and {max(found)}")
+            yield HistoryProblem("log", f"{queue} has holes between {min(found)} and {max(found)}")
     for send in history.sends:
         if send.queue is None:
             continue
         kept = offsets.get(send.queue)
         # Retention may have removed what is below the first message.
         if kept is None or (send.offset >= kept[0] and (send.queue, send.offset) not in at):
-            yield Reason("lost", f"{send.number} is not at {send.queue}@{send.offset} of the log")
-    failed = {send.number for send in history.sends if send.outcome is Outcome.FAIL}
+            yield HistoryProblem(
+                "lost", f"{send.number} is not at {send.queue}@{send.offset} of the log"
+            )
+    failed = {send.number for send in history.sends if send.outcome is SendOutcome.FAIL}
     for number in sorted(failed & set(at.values())):
-        yield Reason("failed", f"{number} is in the log, though it failed")
+        yield HistoryProblem("failed", f"{number} is in the log, though it failed")
 
 
-def _check_places(history: History) -> Iterator[Reason]:
-    """One message at a place, one place for a message; receipts say where. T1, T4, T5."""
+def _check_places(history: History) -> Iterator[HistoryProblem]:
+    """Each message has one offset, each offset one message, as in the receipts. T1, T4, T5."""
     seen: set[tuple[int, Queue, int]] = {
         (send.number, send.queue, send.offset) for send in history.sends if send.queue is not None
     }
     receipts = Counter((queue, offset) for _, queue, offset in seen)
     for (queue, offset), count in receipts.items():
         if count > 1:
-            yield Reason("receipts", f"{count} messages have a receipt for {queue}@{offset}")
-    seen |= {(one.number, one.queue, one.offset) for one in history.handlings}
+            yield HistoryProblem(
+                "receipts", f"{count} messages have a receipt for {queue}@{offset}"
+            )
+    seen |= {(one.number, one.queue, one.offset) for one in history.handler_calls}
     seen |= {(one.number, one.queue, one.offset) for one in history.stored or ()}
     places, numbers = defaultdict(set), defaultdict(set)
     for number, queue, offset in seen:
@@ -118,14 +126,14 @@ def _check_places(history: History) -> Iterator[Reason]:
         numbers[queue, offset].add(number)
     for number, at in places.items():
         if len(at) > 1:
-            yield Reason("stored twice", f"{number} is at {sorted(at)}")
+            yield HistoryProblem("stored twice", f"{number} is at {sorted(at)}")
     for (queue, offset), those in numbers.items():
         if len(those) > 1:
-            yield Reason("inconsistent", f"{queue}@{offset} was {sorted(those)}")
+            yield HistoryProblem("inconsistent", f"{queue}@{offset} was {sorted(those)}")
 
 
-def _check_real_time(history: History) -> Iterator[Reason]:
-    """What was sent after a receipt was there stands behind it in its queue. T1."""
+def _check_real_time(history: History) -> Iterator[HistoryProblem]:
+    """A message sent after a receipt has a higher offset in the queue. T1."""
     by_queue: dict[Queue, list[Send]] = defaultdict(list)
     for send in history.sends:
         if send.queue is not None:
@@ -138,12 +146,12 @@ def _check_real_time(history: History) -> Iterator[Reason]:
                 highest = max(highest, ended[index].offset)
                 index += 1
             if send.offset < highest:
-                text = f"{send.number} is at {queue}@{send.offset}, sent when {highest} was told"
-                yield Reason("real time", text)
+                text = f"{send.number} is at {queue}@{send.offset}, sent after receipt of {highest}"
+                yield HistoryProblem("real time", text)
 
 
-def _check_lanes(history: History) -> Iterator[Reason]:
-    """Messages of one ordering key stand in their queue in the order of their sending. T1."""
+def _check_lanes(history: History) -> Iterator[HistoryProblem]:
+    """Messages of one ordering key are in one queue, in send order. T1."""
     last: dict[str, tuple[int, Queue, int]] = {}
     for send in sorted(history.sends, key=lambda one: one.number):
         if not send.lane or send.queue is None:
@@ -151,25 +159,27 @@ def _check_lanes(history: History) -> Iterator[Reason]:
         number, queue, offset = last.get(send.lane, (-1, send.queue, -1))
         if queue != send.queue:
             text = f"{send.lane}: {number} is in {queue}, {send.number} in {send.queue}"
-            yield Reason("key order", text)
+            yield HistoryProblem("key order", text)
         elif offset >= send.offset:
             text = f"{send.lane}: {number} is at {queue}@{offset}, {send.number} at {send.offset}"
-            yield Reason("key order", text)
+            yield HistoryProblem("key order", text)
         last[send.lane] = send.number, send.queue, send.offset
 
 
-def _check_owners(history: History) -> Iterator[Reason]:
-    """One owner at a time: a grant ends what was under older tokens, whoever had it. T8, T9."""
-    crashes = _by_member(history.crashes)
-    starts: dict[Queue, list[Handling]] = defaultdict(list)
-    for handling in history.handlings:
+def _check_owners(history: History) -> Iterator[HistoryProblem]:
+    """A queue has one owner at a time: a grant ends handling under older tokens. T8, T9."""
+    outages = _by_member(history.outages)
+    starts: dict[Queue, list[HandlerCall]] = defaultdict(list)
+    for handling in history.handler_calls:
         starts[handling.queue].append(handling)
     holders: dict[tuple[Queue, int], str] = {}
-    grants: dict[Queue, list[Owning]] = defaultdict(list)
-    for own in history.ownings:
+    grants: dict[Queue, list[OwnershipChange]] = defaultdict(list)
+    for own in history.ownership_changes:
         if own.kind == "granted":
             if holders.setdefault((own.queue, own.token), own.member) != own.member:
-                yield Reason("owners", f"token {own.token} of {own.queue} was granted to two")
+                yield HistoryProblem(
+                    "owners", f"token {own.token} of {own.queue} was granted to two"
+                )
             grants[own.queue].append(own)
     for queue, granted in grants.items():
         granted.sort(key=lambda own: own.at_us)
@@ -178,69 +188,71 @@ def _check_owners(history: History) -> Iterator[Reason]:
         for handling in starts[queue]:
             index = bisect_right(times, handling.start_us)
             token = newest[index - 1] if index else 0
-            if handling.token < token and _caught(crashes, handling) is None:
+            if handling.token < token and _caught(outages, handling) is None:
                 text = f"{handling.member} started {queue}@{handling.offset} under token "
-                yield Reason("owners", f"{text}{handling.token} when {token} was granted")
+                yield HistoryProblem("owners", f"{text}{handling.token} when {token} was granted")
             if holders.get((queue, handling.token), handling.member) != handling.member:
                 text = f"{handling.member} started {queue}@{handling.offset} under the token of "
-                yield Reason("owners", text + holders[queue, handling.token])
+                yield HistoryProblem("owners", text + holders[queue, handling.token])
 
 
-def _by_member(crashes: Sequence[Crash]) -> dict[str, list[Crash]]:
-    found: dict[str, list[Crash]] = defaultdict(list)
-    for crash in crashes:
+def _by_member(outages: Sequence[MemberOutage]) -> dict[str, list[MemberOutage]]:
+    found: dict[str, list[MemberOutage]] = defaultdict(list)
+    for crash in outages:
         found[crash.member].append(crash)
     return found
 
 
-def _check_again(history: History, firsts: Firsts, span_max: int) -> Iterator[Reason]:
-    """Twice only what a killed or paused owner had in hand, and flagged. T6, T7, T9."""
-    crashes = _by_member(history.crashes)
+def _check_repeats(history: History, firsts: FirstCalls, span_max: int) -> Iterator[HistoryProblem]:
+    """Only messages in flight at a killed or paused owner repeat, and are flagged. T6, T7, T9."""
+    outages = _by_member(history.outages)
     committed = _Committed(history.samples)
-    in_hand: dict[tuple[Crash, Queue], set[int]] = defaultdict(set)
-    caught: Counter[tuple[Crash, Queue]] = Counter()
-    for before, after in firsts.again:
+    in_flight: dict[tuple[MemberOutage, Queue], set[int]] = defaultdict(set)
+    caught: Counter[tuple[MemberOutage, Queue]] = Counter()
+    for before, after in firsts.repeats:
         what = (
             f"{before.queue}@{before.offset} by {before.member} under token {before.token} and "
             f"{after.member} under {after.token}, {(after.start_us - before.start_us) // 1000} ms "
             "later"
         )
-        if after.token < before.token and (late := _caught(crashes, after)) is not None:
+        if after.token < before.token and (late := _caught(outages, after)) is not None:
             caught[late, after.queue] += 1
             continue
         if not after.redelivered:
-            yield Reason("not flagged", what)
-        fall = _reason_to_repeat(crashes.get(before.member, []), before, after)
-        if fall is None or after.token == before.token:
-            yield Reason("handled twice", what)
+            yield HistoryProblem("not flagged", what)
+        outage = _reason_to_repeat(outages.get(before.member, []), before, after)
+        if outage is None or after.token == before.token:
+            yield HistoryProblem("handled twice", what)
         elif committed.below(after.queue, after.start_us) > after.offset:
-            yield Reason("handled twice", f"{what}; it was committed by then")
+            yield HistoryProblem("handled twice", f"{what}; it was committed by then")
         else:
-            in_hand[fall, before.queue].add(before.offset)
-    for (crash, queue), offsets in in_hand.items():
+            in_flight[outage, before.queue].add(before.offset)
+    for (crash, queue), offsets in in_flight.items():
         if max(offsets) - min(offsets) >= span_max:
-            text = f"{crash.member} had {min(offsets)} to {max(offsets)} of {queue} in hand"
-            yield Reason("more than in hand", text)
+            text = f"{crash.member} had {min(offsets)} to {max(offsets)} of {queue} in flight"
+            yield HistoryProblem("more than in flight", text)
     for (crash, queue), count in caught.items():
         if count > 1:
             text = f"{crash.member} started {count} messages of {queue} after its pause"
-            yield Reason("zombie", text)
+            yield HistoryProblem("zombie", text)
 
 
-def _reason_to_repeat(crashes: list[Crash], before: Handling, after: Handling) -> Crash | None:
-    """The fall of the owner that left the message in its hand."""
-    for crash in crashes:
+def _reason_to_repeat(
+    outages: list[MemberOutage], before: HandlerCall, after: HandlerCall
+) -> MemberOutage | None:
+    """Return the outage during which the owner had the message in flight."""
+    for crash in outages:
         until_us = crash.begin_us if crash.end_us is None else crash.end_us + CAUGHT_US
         if before.start_us <= until_us and after.start_us > crash.begin_us:
             return crash
     return None
 
 
-def _caught(crashes: dict[str, list[Crash]], handling: Handling) -> Crash | None:
-    """The pause in whose first moment afterwards a handler was started that somebody else had."""
-    for crash in crashes.get(handling.member, ()):
+def _caught(outages: dict[str, list[MemberOutage]], handling: HandlerCall) -> MemberOutage | None:
+    """Return the pause that ended less than `CAUGHT_US` before the start of the handler call."""
+    for crash in outages.get(handling.member, ()):
         if (
-            crash.stood_still
+            crash.paused
             and crash.end_us is not None
             and 0 <= handling.start_us - crash.end_us <= CAUGHT_US
         ):
@@ -248,48 +260,48 @@ def _caught(crashes: dict[str, list[Crash]], handling: Handling) -> Crash | None
     return None
 
 
-def _check_order(firsts: Firsts) -> Iterator[Reason]:
-    """First handlings of a queue ascend. T17."""
-    for queue, handlings in firsts.by_queue():
+def _check_order(firsts: FirstCalls) -> Iterator[HistoryProblem]:
+    """First handler calls of a queue have ascending offsets. T17."""
+    for queue, handler_calls in firsts.by_queue():
         highest = -1
-        for one in handlings:
+        for one in handler_calls:
             if one.offset < highest:
                 text = f"{queue}@{one.offset} was first handled after {highest}, by {one.member}"
-                yield Reason("order", text)
+                yield HistoryProblem("order", text)
             highest = max(highest, one.offset)
 
 
-def _check_committed(history: History, firsts: Firsts) -> Iterator[Reason]:
-    """Committed offsets never fall, and pass nothing that nobody has handled. T13, T14."""
+def _check_committed(history: History, firsts: FirstCalls) -> Iterator[HistoryProblem]:
+    """Committed offsets never go back and never pass an unhandled message. T13, T14."""
     highest: dict[Queue, int] = {}
-    done = _Done(history.handlings)
+    done = _Done(history.handler_calls)
     for sample in history.samples:
         for queue, offset in sample.committed.items():
             if offset < highest.get(queue, 0):
-                yield Reason("rewound", f"{queue} went from {highest[queue]} to {offset}")
+                yield HistoryProblem("rewound", f"{queue} went from {highest[queue]} to {offset}")
             if (gap := done.gap(queue, offset, sample.end_us)) is not None:
                 text = f"{queue} was committed up to {offset}, and {gap} was not handled by then"
-                yield Reason("passed over", text)
+                yield HistoryProblem("passed over", text)
             highest[queue] = max(offset, highest.get(queue, 0))
     committed = _Committed(history.samples)
     for one in firsts.by_place.values():
         if committed.below(one.queue, one.start_us) > one.offset:
             text = f"{one.queue}@{one.offset} was first handled when it was committed already"
-            yield Reason("passed over", text)
+            yield HistoryProblem("passed over", text)
 
 
-def _check_watches(history: History) -> Iterator[Reason]:
-    """A queue with a backlog moves, or something says why not. T40."""
-    for watch in history.watches:
+def _check_stuck_queues(history: History) -> Iterator[HistoryProblem]:
+    """A queue with a backlog moves, or the diagnosis has a reason. T40."""
+    for watch in history.stuck_reports:
         if watch.unmoved_ms >= STUCK_MS and watch.reason in NO_REASON:
             text = f"{watch.queue} stood at {watch.committed} for {watch.unmoved_ms} ms"
-            yield Reason("stuck", f"{text}: {watch.reason or 'nothing was said'}")
+            yield HistoryProblem("stuck", f"{text}: {watch.reason or 'no diagnosis'}")
 
 
 class _Committed:
-    """Up to where queues were known to be committed at a time."""
+    """The committed offsets that were known at a given time."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
+    def __init__(self, samples: Sequence[ProgressSample]) -> None:
         self._times: dict[Queue, list[int]] = defaultdict(list)
         self._offsets: dict[Queue, list[int]] = defaultdict(list)
         for sample in samples:
@@ -298,17 +310,17 @@ class _Committed:
                 self._offsets[queue].append(offset)
 
     def below(self, queue: Queue, at_us: int) -> int:
-        """Every offset below was known to be committed before `at_us`."""
+        """Return the highest committed offset that was known before `at_us`."""
         index = bisect_left(self._times[queue], at_us)
         return self._offsets[queue][index - 1] if index else 0
 
 
 class _Done:
-    """By when every offset of a queue up to some one was handled to the end."""
+    """The time by which all offsets of a queue up to a given one were handled."""
 
-    def __init__(self, handlings: Sequence[Handling]) -> None:
+    def __init__(self, handler_calls: Sequence[HandlerCall]) -> None:
         done: dict[Queue, dict[int, int]] = defaultdict(dict)
-        for one in handlings:
+        for one in handler_calls:
             if one.done_us is not None:
                 earlier_us = done[one.queue].get(one.offset, one.done_us)
                 done[one.queue][one.offset] = min(earlier_us, one.done_us)
@@ -319,6 +331,6 @@ class _Done:
                 by_us.append(max(at_us, by_us[-1] if by_us else 0))
 
     def gap(self, queue: Queue, offset: int, at_us: int) -> int | None:
-        """The lowest offset below `offset` that was not handled by `at_us`; None if all were."""
+        """Return the lowest offset below `offset` not handled by `at_us`; None if all were."""
         lowest = bisect_right(self._by_us.get(queue, []), at_us)
         return lowest if lowest < offset else None

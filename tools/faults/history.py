@@ -1,6 +1,6 @@
-"""What happened in a run, as plain values.
+"""The events of a run as plain values.
 
-Every time is of one monotonic clock, in microseconds.
+Every time is read from one monotonic clock, in microseconds.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from enum import Enum
 from typing import NamedTuple
 
 Queue = tuple[str, int]
-"""Broker and index: of the one topic there is."""
+"""Broker and queue id; a run has one topic."""
 
 
-class Outcome(Enum):
-    """What a producer was told of a message."""
+class SendOutcome(Enum):
+    """The outcome of a send."""
 
     OK = "ok"
     FAIL = "fail"
-    """It is certainly not stored."""
+    """The message is certainly not stored."""
     INDETERMINATE = "indeterminate"
-    """It may be stored or not."""
+    """The message may be stored or not."""
 
 
 class Send(NamedTuple):
     """A message and its outcome.
 
     Attributes:
-        number: Its body; no two messages have the same.
+        number: Body; unique in a run.
         lane: Producer and ordering key; empty without a key.
-        begin_us: When it was handed to the producer.
-        end_us: When the outcome was known.
-        queue: Where the receipt says it is; None without one.
-        offset: Likewise; -1 without one.
-        reason: Of a failure.
+        begin_us: Time of the call of the producer.
+        end_us: Time of the outcome.
+        queue: Queue of the receipt; None without one.
+        offset: Offset of the receipt; -1 without one.
+        reason: Error of a failed or indeterminate send.
     """
 
     number: int
     lane: str
     begin_us: int
     end_us: int
-    outcome: Outcome
+    outcome: SendOutcome
     queue: Queue | None = None
     offset: int = -1
     reason: str = ""
 
 
-class Handling(NamedTuple):
-    """A handler that was started.
+class HandlerCall(NamedTuple):
+    """A call of a message handler.
 
     Attributes:
-        member: Client id; no two processes of a run have the same.
-        done_us: None if it did not end.
+        member: Client id; unique for each process of a run.
+        done_us: None if the call did not end.
     """
 
     member: str
@@ -65,11 +65,11 @@ class Handling(NamedTuple):
     done_us: int | None
 
 
-class Owning(NamedTuple):
-    """A queue came to a member or went.
+class OwnershipChange(NamedTuple):
+    """A change of the ownership of a queue, as its member saw it.
 
     Attributes:
-        kind: Of `OwnershipEvent`.
+        kind: Kind of the `OwnershipEvent`.
     """
 
     member: str
@@ -79,32 +79,32 @@ class Owning(NamedTuple):
     at_us: int
 
 
-class Crash(NamedTuple):
-    """A member was killed, or stood still until `end_us`.
+class MemberOutage(NamedTuple):
+    """A member was killed at `begin_us`, or paused or cut off until `end_us`.
 
     Attributes:
-        stood_still: False if it went on, but cut off from everything for longer than its lease.
+        stood_still: False if the member was running, but cut off for longer than its lease.
     """
 
     member: str
     begin_us: int
     end_us: int | None
-    stood_still: bool = True
+    paused: bool = True
 
 
-class Stored(NamedTuple):
-    """A message that was read from the log when all was over."""
+class LoggedMessage(NamedTuple):
+    """A message that was read from the log at the end of the run."""
 
     queue: Queue
     offset: int
     number: int
 
 
-class Watch(NamedTuple):
-    """A queue with a backlog that did not move, and what was said of it.
+class StuckReport(NamedTuple):
+    """A queue with a backlog that did not move, and its diagnosis.
 
     Attributes:
-        reason: Of the diagnosis, or of the error if there was none.
+        reason: Reason of the diagnosis, or of the error of the call.
     """
 
     queue: Queue
@@ -114,8 +114,8 @@ class Watch(NamedTuple):
     reason: str
 
 
-class Sample(NamedTuple):
-    """Committed offsets by queue, asked for at `begin_us` and answered at `end_us`."""
+class ProgressSample(NamedTuple):
+    """Committed offsets by queue; requested at `begin_us`, received at `end_us`."""
 
     begin_us: int
     end_us: int
@@ -123,14 +123,14 @@ class Sample(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Struck:
-    """A fault that was made.
+class FaultRecord:
+    """A group of faults that was injected.
 
     Attributes:
-        what: For people: what was done to whom.
-        kinds: What was done, and to which service.
-        end_us: When it was undone; None as long as it is not.
-        healed_us: When everything served and was in sync again; None if it never was.
+        what: Description of the faults and their processes.
+        kinds: Kind and service of each fault.
+        end_us: Time at which all faults were undone; None before.
+        healed_us: Time at which all processes served and were in sync; None if never.
     """
 
     what: str
@@ -142,25 +142,24 @@ class Struck:
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """Of all parties, merged.
+    """The merged history of all processes of a run; only `samples` are ordered by time.
 
     Attributes:
-        sends: In no particular order, like the rest but the samples, which are as they were taken.
-        stored: The whole topic; None if it was not read.
-        problems: What the run itself could not do, such as heal the cluster.
-        notes: What was left out, and what else one should know.
-        begin_us: When the work began.
-        end_us: When everything that will ever be handled was.
+        stored: All messages of the topic; None if the topic was not read.
+        problems: Failures of the run itself, such as a cluster that did not heal.
+        notes: Omitted faults and other remarks.
+        begin_us: Start of the load.
+        end_us: Time at which all messages were handled.
     """
 
     sends: Sequence[Send] = ()
-    handlings: Sequence[Handling] = ()
-    ownings: Sequence[Owning] = ()
-    crashes: Sequence[Crash] = ()
-    samples: Sequence[Sample] = ()
-    watches: Sequence[Watch] = ()
-    stored: Sequence[Stored] | None = None
-    faults: Sequence[Struck] = ()
+    handler_calls: Sequence[HandlerCall] = ()
+    ownership_changes: Sequence[OwnershipChange] = ()
+    outages: Sequence[MemberOutage] = ()
+    samples: Sequence[ProgressSample] = ()
+    stuck_reports: Sequence[StuckReport] = ()
+    stored: Sequence[LoggedMessage] | None = None
+    faults: Sequence[FaultRecord] = ()
     problems: Sequence[str] = ()
     notes: Sequence[str] = ()
     begin_us: int = 0
@@ -168,33 +167,33 @@ class History:
 
 
 @dataclass(slots=True)
-class Firsts:
-    """The first handler of each message, and the later ones.
+class FirstCalls:
+    """The first handler call of each message, and the repeated ones.
 
     Attributes:
-        by_place: First handlings by queue and offset.
-        again: Pairs of handlings of one message, the one before first.
+        by_place: First calls by queue and offset.
+        again: Pairs of consecutive calls for one message.
     """
 
-    by_place: dict[tuple[Queue, int], Handling] = field(default_factory=dict)
-    again: list[tuple[Handling, Handling]] = field(default_factory=list)
+    by_place: dict[tuple[Queue, int], HandlerCall] = field(default_factory=dict)
+    repeats: list[tuple[HandlerCall, HandlerCall]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, handlings: Sequence[Handling]) -> Firsts:
-        """Sort handlings out."""
-        found, last = cls(), dict[tuple[Queue, int], Handling]()
-        for one in sorted(handlings, key=lambda handling: handling.start_us):
+    def of(cls, handler_calls: Sequence[HandlerCall]) -> FirstCalls:
+        """Split handler calls into first and repeated ones."""
+        found, last = cls(), dict[tuple[Queue, int], HandlerCall]()
+        for one in sorted(handler_calls, key=lambda handling: handling.start_us):
             place = one.queue, one.offset
             if place in last:
-                found.again.append((last[place], one))
+                found.repeats.append((last[place], one))
             else:
                 found.by_place[place] = one
             last[place] = one
         return found
 
-    def by_queue(self) -> Iterator[tuple[Queue, list[Handling]]]:
-        """First handlings of each queue, in the order of their starts."""
-        queues: dict[Queue, list[Handling]] = {}
+    def by_queue(self) -> Iterator[tuple[Queue, list[HandlerCall]]]:
+        """Yield the first calls of each queue in the order of their start."""
+        queues: dict[Queue, list[HandlerCall]] = {}
         for one in self.by_place.values():
             queues.setdefault(one.queue, []).append(one)
         yield from sorted(queues.items())

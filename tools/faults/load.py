@@ -1,4 +1,4 @@
-"""Messages that are sent without a break, and what became of each."""
+"""The producers of a run and the outcome of each message."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from batonmq._core.records import Message
-from batonmq._producer.broker import NotSent
-from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.broker_sender import NotSent
 from batonmq._producer.producer import Producer
-from batonmq._producer.receipts import Pending
-from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import PendingReceipt
+from batonmq._producer.send_buffer import ProducerClosed
 from batonmq.errors import (
     BatonError,
     DiskFull,
@@ -23,24 +23,24 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from tests.support.member import now_us
-from tools.faults.history import Outcome, Send
+from tools.faults.history import Send, SendOutcome
 from tools.faults.member import TOPIC
 
 CERTAIN = (
     DiskFull, InvalidArgument, LimitExceeded, NotSent, NotWritable, Overloaded, ProducerClosed,
     QueueNotFound, TopicNotFound,
 )  # fmt: skip
-"""What says that a message is not stored. Everything else leaves it open."""
+"""Errors that guarantee that the message is not stored. After other errors it may be stored."""
 PATIENT = ProducerSettings()
 HASTY = ProducerSettings(delivery_timeout_ms=2_500, request_timeout_ms=2_000)
-"""Gives up while a leader is replaced, so that some sends fail and some are in doubt."""
+"""Times out during a failover, so that some sends fail and some are indeterminate."""
 _BATCH, _EVERY_S, _KEYS = 10, 0.1, 20
 _WAITING_MAX = 5_000
 
 
 @dataclass(slots=True)
 class Load:
-    """What was sent, as it happens."""
+    """The sends of all producers so far."""
 
     nameserver: str
     sends: list[Send] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Load:
     _numbers: count[int] = field(default_factory=count)
 
     async def produce(self, name: str, settings: ProducerSettings, *, keyed: bool) -> None:
-        """Send until told to stop, about a hundred messages a second, and wait for all outcomes."""
+        """Send about 100 messages per second until `stop` is set; wait for all outcomes."""
         room = asyncio.Semaphore(_WAITING_MAX)
         async with asyncio.TaskGroup() as tasks, Producer(self.nameserver, settings) as producer:
             while not self.stop.is_set():
@@ -60,24 +60,24 @@ class Load:
                     try:
                         pending = await producer.submit(TOPIC, message, ordering_key=key)
                     except BatonError as error:
-                        self._note(Send(number, key or "", begin_us, 0, Outcome.FAIL), error)
+                        self._note(Send(number, key or "", begin_us, 0, SendOutcome.FAIL), error)
                         room.release()
                         continue
-                    begun = Send(number, key or "", begin_us, 0, Outcome.INDETERMINATE)
+                    begun = Send(number, key or "", begin_us, 0, SendOutcome.INDETERMINATE)
                     tasks.create_task(self._settle(begun, pending, room))
                 await asyncio.sleep(_EVERY_S)
 
-    async def _settle(self, begun: Send, pending: Pending, room: asyncio.Semaphore) -> None:
+    async def _settle(self, begun: Send, pending: PendingReceipt, room: asyncio.Semaphore) -> None:
         try:
             receipt = await pending
         except BatonError as error:
-            outcome = Outcome.FAIL if isinstance(error, CERTAIN) else Outcome.INDETERMINATE
+            outcome = SendOutcome.FAIL if isinstance(error, CERTAIN) else SendOutcome.INDETERMINATE
             self._note(begun._replace(outcome=outcome), error)
         else:
             queue = receipt.queue.broker, receipt.queue.queue_id
             self.sends.append(
                 begun._replace(
-                    end_us=now_us(), outcome=Outcome.OK, queue=queue, offset=receipt.offset
+                    end_us=now_us(), outcome=SendOutcome.OK, queue=queue, offset=receipt.offset
                 )
             )
         finally:

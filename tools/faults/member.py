@@ -1,9 +1,9 @@
-"""One consumer as a process of its own: `python -m tools.faults.member` and what `main` reads.
+"""`python -m tools.faults.member`: a consumer in a process of its own.
 
-Every handler writes a line when it starts and one when it ends, straight to the file, so that they
-are there whatever happens to the process. SIGTERM lets it leave gracefully. Lines:
+Every handler call writes a line when it starts and one when it ends, unbuffered, so that a kill
+loses none. SIGTERM makes the consumer leave gracefully. Lines:
 
-    up    (from here on SIGTERM is heard)
+    up    (SIGTERM is handled from here on)
     start BROKER QUEUE_ID OFFSET TOKEN REDELIVERED NUMBER MONOTONIC_US    (NUMBER: the body)
     done  the same
     own   KIND BROKER QUEUE_ID TOKEN MONOTONIC_US    (KIND: of `OwnershipEvent`)
@@ -31,7 +31,7 @@ _HANDLE_S = 0.001
 
 
 async def consume(nameserver: str, client_id: str, lines: Lines) -> None:
-    """Join, handle, leave."""
+    """Consume until stopped; write handler calls and ownership changes to `lines`."""
 
     def note(kind: str, message: ReceivedMessage) -> None:
         lines.write(

@@ -1,8 +1,8 @@
-"""A network that nobody else is on, with an address for each process, and cuts in it.
+"""A private network with an address for each process and cuts between them.
 
-Everything is in one namespace of the run's own: a bridge, and for each process a namespace with one
-end of a cable. A cut is a neighbour that is not there: packets to it are sent, and lost, and nobody
-is told; no error, no reset, as with a switch that drops them. Cuts have a direction.
+The run has a network namespace with a bridge, and a namespace for each process that is connected to
+the bridge by a virtual cable. A cut replaces the link address of a neighbour by an unused one:
+packets are lost without an error or a reset, as if a switch dropped them. Cuts have a direction.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from itertools import product
 from batonmq_server.local.process_host import ProcessHost
 
 HUB = "hub"
-"""The process of the run itself, with its producers."""
+"""Name of the run's own process, which contains the producers."""
 NAMESPACES = "/run/netns"
-_BRIDGE, _NOBODY = "baton0", "02:00:00:00:00:01"
+_BRIDGE, _UNUSED_ADDRESS = "baton0", "02:00:00:00:00:01"
 Pair = tuple[str, str]
-"""From whom, to whom."""
+"""Sender and receiver."""
 
 
 def launchers() -> Iterator[list[str]]:
-    """What may give a command a network of its own: for root, and for others."""
+    """Yield commands that start a program in a private network: for root, and for other users."""
     unshare = shutil.which("unshare") or "unshare"
     yield [unshare, "--net", "--mount"]
     yield [unshare, "--map-root-user", "--net", "--mount"]
 
 
 def found_launcher() -> list[str]:
-    """One that works here; empty if there is none."""
+    """Return a launcher that works on this machine; empty without one."""
     tools = all(map(shutil.which, ("ip", "nsenter", "mount")))
     trial = "mount -t tmpfs none /run && ip link add trial type bridge && mkdir /run/netns && "
     trial += "ip netns add trial"
@@ -44,9 +44,9 @@ def found_launcher() -> list[str]:
 
 
 class Network:
-    """The bridge and the cables; to be made in a namespace that `found_launcher` gave.
+    """The bridge and the cables; requires a namespace of `found_launcher`.
 
-    A cut that is made twice has to be healed twice.
+    A pair that is cut twice must be healed twice.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Network:
         )
 
     def place(self, name: str) -> ProcessHost:
-        """Where a process of this name is to run; made when it is asked for first."""
+        """Return the host of the named process; the first call creates it."""
         if name not in self._hosts:
             self._add(name)
         nsenter = shutil.which("nsenter")
@@ -72,24 +72,24 @@ class Network:
         )
 
     def unplug(self, name: str) -> None:
-        """Pull the cable."""
+        """Disconnect the cable of a process."""
         _ip(f"link set {_cable(self._hosts[name])} down")
 
     def plug(self, name: str) -> None:
-        """Put it back."""
+        """Reconnect the cable of a process."""
         _ip(f"link set {_cable(self._hosts[name])} up")
 
     async def cut(self, pairs: Collection[Pair]) -> None:
-        """From now on nothing gets from one to the other."""
+        """Drop all packets from sender to receiver of each pair."""
         self._cuts.update(pairs)
-        await self._tell(pairs, f"replace {{}} lladdr {_NOBODY} nud permanent")
+        await self._set_neighbours(pairs, f"replace {{}} lladdr {_UNUSED_ADDRESS} nud permanent")
 
     async def heal(self, pairs: Collection[Pair]) -> None:
         """Undo a cut."""
         self._cuts.subtract(pairs)
-        await self._tell([one for one in pairs if not self._cuts[one]], "delete {}")
+        await self._set_neighbours([one for one in pairs if not self._cuts[one]], "delete {}")
 
-    async def _tell(self, pairs: Iterable[Pair], command: str) -> None:
+    async def _set_neighbours(self, pairs: Iterable[Pair], command: str) -> None:
         commands: dict[str, list[str]] = defaultdict(list)
         for source, target in pairs:
             device = _BRIDGE if source == HUB else "eth0"
@@ -105,7 +105,7 @@ class Network:
         _ip(
             f"netns add {name}",
             f"link add {_cable(host)} type veth peer name eth0 netns {name}",
-            f"link set {_cable(host)} leader {_BRIDGE} up",
+            f"link set {_cable(host)} master {_BRIDGE} up",
         )
         _ip(
             "link set lo up",
@@ -116,24 +116,24 @@ class Network:
 
 
 def both_ways(some: Iterable[str], others: Iterable[str]) -> set[Pair]:
-    """Nothing gets from the ones to the others, nor back."""
+    """Return the pairs that cut the two groups from each other, in both directions."""
     there = {(a, b) for a, b in product(some, list(others)) if a != b}
     return there | {(b, a) for a, b in there}
 
 
 def halves(names: Sequence[str]) -> set[Pair]:
-    """The first half and the second one don't see each other."""
+    """Return the cuts between the first half and the second half."""
     middle = len(names) // 2
     return both_ways(names[:middle], names[middle:])
 
 
 def bridge(names: Sequence[str]) -> set[Pair]:
-    """Two halves don't see each other; the first of all sees everybody."""
+    """Return the cuts between two halves; the first name reaches both."""
     return halves(names[1:])
 
 
 def ring(names: Sequence[str]) -> set[Pair]:
-    """Everybody sees a majority, and no two see the same one: those next to them in a ring."""
+    """Return cuts that leave each name a different majority: its neighbours in a ring."""
     count = len(names)
     reach = (count // 2 + 1) // 2
     return {

@@ -1,4 +1,4 @@
-"""Reports of runs as a page for people."""
+"""Markdown pages from the reports of fault runs."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ from typing import Any
 
 from tools.faults.report import RECOVERIES
 
-_INTRODUCTION = (
-    "What `make faults` found; [testing.md](../testing.md#faults) tells how it works.\n\n"
-)
+_INTRODUCTION = "Results of `make faults`; see [testing.md](../testing.md#faults).\n\n"
 _RECOVERY = """
-## How long until all was well
+## Recovery times
 
-Seconds, median and maximum, by what was done to which service: until no queue took no message, and
-none had any handled, for more than a second at a time, from the begin of the fault; until everybody
-served and was in sync, from its end.
+Seconds, median and maximum, by service and fault. *sends* and *handling*: from the start of the
+fault until no queue went without a stored, or a handled, message for more than one second. *in
+sync*: from the end of the fault until all processes served and all replicas were in sync.
 
 """
 
 
 def write_page(reports: Sequence[Path], folder: Path) -> Path:
-    """Write `<name>.md` for each report, and copy its picture; `README.md` lists all there are.
+    """Write `<name>.md` and copy the plot for each report; update the list in `README.md`.
 
     Args:
         reports: `<name>.json`, with `<name>.png` beside it.
 
     Returns:
-        The list.
+        Path of the list.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in reports:
@@ -64,10 +62,12 @@ def _page(report: Mapping[str, Any]) -> str:
     facts = {
         "run": f"{report['duration_ms'] / 60_000:.1f} minutes, {len(report['faults'])} faults",
         "sent, with a receipt": f"{sends['ok']:,}",
-        "refused": f"{sends['fail']:,}",
-        "in doubt": f"{sends['indeterminate']:,}, {report['indeterminate_stored']:,} were stored",
+        "rejected": f"{sends['fail']:,}",
+        "indeterminate": (
+            f"{sends['indeterminate']:,}, {report['indeterminate_stored']:,} were stored"
+        ),
         "handled": f"{report['handled']:,}",
-        "handled again, after an owner fell": f"{report['handled_again']:,}",
+        "handled again after an outage of the owner": f"{report['handled_again']:,}",
         "read from the log at the end": f"{report['log_messages']:,}",
         "waiting at most, and at the end": f"{report['unseen_max']:,}, {report['unseen_at_end']:,}",
         "worst lag from receipt to handled": _seconds(report["lag_ms_max"]),
@@ -77,7 +77,7 @@ def _page(report: Mapping[str, Any]) -> str:
         parts.append(f"\n## Not valid: {rule}, {found['count']} times\n\n")
         parts += [f"- {text}\n" for text in found["texts"]]
     parts.append(_RECOVERY)
-    head = ("service", "fault", "times", "sends", "handling", "whole")
+    head = ("service", "fault", "times", "sends", "handling", "in sync")
     rows = [
         (service, kind, str(of["count"]), *(_spread(of[one]) for one in RECOVERIES))
         for service, kinds in report["recovery"].items()

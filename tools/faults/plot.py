@@ -1,4 +1,4 @@
-"""The picture of a run: messages that wait to be handled, and what was done to the cluster."""
+"""The plot of a run: messages that wait to be handled, and the injected faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.faults.report import unseen
 
 
 def draw(history: History, title: str, path: Path) -> None:
-    """Write the picture."""
+    """Write the plot to `path`."""
     points = unseen(history)
     drawing = Figure(figsize=(12, 4.5), layout="constrained")
     axes = drawing.subplots()

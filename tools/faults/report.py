@@ -1,4 +1,4 @@
-"""What people and machines are told of a run."""
+"""The report of a run as JSON-compatible values."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tools.faults.checker import Reason
-from tools.faults.history import Firsts, History, Outcome, Queue, Send
+from tools.faults.checker import HistoryProblem
+from tools.faults.history import FirstCalls, History, Queue, Send, SendOutcome
 
 TEXTS_MAX = 10
 STEP_MS = 100
 STALL_MS = 1_000
 RECOVERIES = ("sends_went_on_after_ms", "handlings_went_on_after_ms", "whole_after_ms")
-"""From the begin of the fault; the last from its end on: until everybody serves and is in sync."""
+"""The first two count from the start of the fault, the last one from its end until all processes
+serve and are in sync."""
 Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """How long a fault held queues up: the one that it held up longest.
+    """The stall of the queue that a fault delayed longest.
 
     Attributes:
-        longest_ms: Longest time in which nothing was done there. What lasts beyond `end_us` counts
-            if it had exceeded `STALL_MS` by then: else it is what came next that made it long.
-        over_after_ms: From the fault until the last such time was over that exceeds `STALL_MS`; 0
-            without one, None if it never was.
+        longest_ms: Longest time without an event. A gap that lasts beyond `end_us` counts only if
+            it exceeds `STALL_MS` by then; otherwise the next fault caused it.
+        over_after_ms: From the fault to the end of the last gap longer than `STALL_MS`; 0 without
+            a gap, None if it did not end.
     """
 
     longest_ms: int
@@ -36,12 +37,12 @@ class Stall:
 
 
 def stall(done_us: Mapping[Queue, Sequence[int]], begin_us: int, end_us: int) -> Stall:
-    """What a fault did to queues.
+    """Return the stall that a fault caused.
 
     Args:
-        done_us: When something was done, by queue, ascending.
-        begin_us: When the fault was made.
-        end_us: When the next one was, or the work ended.
+        done_us: Event times of each queue, ascending.
+        begin_us: Start of the fault.
+        end_us: Start of the next fault, or end of the load.
     """
     found = [_stall(times, begin_us, end_us) for times in done_us.values()]
     overs = [one.over_after_ms for one in found if one.over_after_ms is not None]
@@ -69,12 +70,13 @@ def _stall(times: Sequence[int], begin_us: int, end_us: int) -> Stall:
 
 
 def unseen(history: History) -> list[tuple[int, int]]:
-    """How many messages have a receipt and were not handled, each 100 ms: (ms of the run, count).
+    """Return the number of messages with a receipt and no finished handler call, every 100 ms.
 
-    One that is handled before its sender has the receipt never counts.
+    Each item is (ms since the start of the run, count). A message that is handled before its
+    producer has the receipt never counts.
     """
     done = _done(history)
-    ok = [send for send in history.sends if send.outcome is Outcome.OK]
+    ok = [send for send in history.sends if send.outcome is SendOutcome.OK]
     begins = sorted(send.end_us for send in ok)
     ends = sorted(max(done[send.number], send.end_us) for send in ok if send.number in done)
     return [
@@ -86,10 +88,10 @@ def unseen(history: History) -> list[tuple[int, int]]:
     ]
 
 
-def describe(history: History, reasons: Sequence[Reason], name: str) -> dict[str, object]:
-    """The report, as JSON takes it; times count from the begin of the run."""
-    done, firsts = _done(history), Firsts.of(history.handlings)
-    ok = [send for send in history.sends if send.outcome is Outcome.OK]
+def describe(history: History, reasons: Sequence[HistoryProblem], name: str) -> dict[str, object]:
+    """Return the report as JSON-compatible values; times count from the start of the run."""
+    done, firsts = _done(history), FirstCalls.of(history.handler_calls)
+    ok = [send for send in history.sends if send.outcome is SendOutcome.OK]
     lags = [done[send.number] - send.end_us for send in ok if send.number in done]
     rules = Counter(reason.rule for reason in reasons)
     return {
@@ -99,18 +101,18 @@ def describe(history: History, reasons: Sequence[Reason], name: str) -> dict[str
             rule: {"count": count, "texts": _texts(reasons, rule)} for rule, count in rules.items()
         },
         "duration_ms": (history.end_us - history.begin_us) // 1000,
-        "sends": {one.value: _count(history.sends, one) for one in Outcome},
-        "indeterminate_stored": _count(history.sends, Outcome.INDETERMINATE, done.__contains__),
+        "sends": {one.value: _count(history.sends, one) for one in SendOutcome},
+        "indeterminate_stored": _count(history.sends, SendOutcome.INDETERMINATE, done.__contains__),
         "failures": dict(Counter(send.reason for send in history.sends if send.reason)),
         "handled": len(done),
-        "handled_again": len(firsts.again),
-        "members_fallen": len(history.crashes),
+        "handled_again": len(firsts.repeats),
+        "members_fallen": len(history.outages),
         "committed_samples": len(history.samples),
         "unseen_max": max((count for _, count in unseen(history)), default=0),
         "unseen_at_end": unseen(history)[-1][1],
         "lag_ms_max": max(lags, default=0) // 1000,
         "log_messages": len(history.stored or ()),
-        "diagnoses": dict(Counter(watch.reason for watch in history.watches)),
+        "diagnoses": dict(Counter(watch.reason for watch in history.stuck_reports)),
         "notes": list(history.notes),
         "recovery": _recovery(history, faults := _faults(history)),
         "faults": faults,
@@ -120,9 +122,9 @@ def describe(history: History, reasons: Sequence[Reason], name: str) -> dict[str
 def _recovery(
     history: History, faults: Sequence[Mapping[str, object]]
 ) -> dict[str, dict[str, dict[str, object]]]:
-    """By service and kind of fault: how often, and how long until all was well again.
+    """Return count and recovery times by service and kind of fault.
 
-    A fault that is several things at once counts for each of them.
+    A group of several faults counts for each of them.
     """
     times: dict[tuple[str, str], dict[str, list[int | None]]] = {}
     for struck, fault in zip(history.faults, faults, strict=True):
@@ -145,7 +147,7 @@ def _recovery(
 
 
 def _spread(times_ms: Sequence[int | None]) -> dict[str, int | None]:
-    """Median and maximum; None if it never was."""
+    """Return median and maximum; None stands for "never"."""
     known = sorted(math.inf if one is None else one for one in times_ms)
     found = {"p50": known[(len(known) - 1) // 2], "max": known[-1]}
     return {name: None if one == math.inf else int(one) for name, one in found.items()}
@@ -157,14 +159,14 @@ def _faults(history: History) -> list[dict[str, object]]:
         if send.queue is not None:
             sent[send.queue].append(send.end_us)
     handled: dict[Queue, list[int]] = defaultdict(list)
-    for one in sorted(history.handlings, key=lambda one: one.done_us or 0):
+    for one in sorted(history.handler_calls, key=lambda one: one.done_us or 0):
         if one.done_us is not None:
             handled[one.queue].append(one.done_us)
     last_us = max((send.begin_us for send in history.sends), default=history.end_us)
     described: list[dict[str, object]] = []
     ends_us = [*(fault.begin_us for fault in history.faults[1:]), last_us]
     for fault, end_us in zip(history.faults, ends_us, strict=False):
-        sends, handlings = (stall(done, fault.begin_us, end_us) for done in (sent, handled))
+        sends, handler_calls = (stall(done, fault.begin_us, end_us) for done in (sent, handled))
         described.append(
             {
                 "what": fault.what,
@@ -173,17 +175,17 @@ def _faults(history: History) -> list[dict[str, object]]:
                 "healed_ms": _since(history, fault.healed_us),
                 "sends_stalled_ms": sends.longest_ms,
                 "sends_went_on_after_ms": sends.over_after_ms,
-                "handlings_stalled_ms": handlings.longest_ms,
-                "handlings_went_on_after_ms": handlings.over_after_ms,
+                "handlings_stalled_ms": handler_calls.longest_ms,
+                "handlings_went_on_after_ms": handler_calls.over_after_ms,
             }
         )
     return described
 
 
 def _done(history: History) -> dict[int, int]:
-    """When each message was handled to the end for the first time."""
+    """Return the time at which the first handler call of each message ended."""
     done: dict[int, int] = {}
-    for one in history.handlings:
+    for one in history.handler_calls:
         if one.done_us is not None:
             _keep_first(done, one.number, one.done_us)
     return done
@@ -194,12 +196,12 @@ def _keep_first(times: dict[Key, int], key: Key, at_us: int) -> None:
 
 
 def _count(
-    sends: Iterable[Send], outcome: Outcome, wanted: Callable[[int], bool] = lambda _: True
+    sends: Iterable[Send], outcome: SendOutcome, wanted: Callable[[int], bool] = lambda _: True
 ) -> int:
     return sum(send.outcome is outcome and wanted(send.number) for send in sends)
 
 
-def _texts(reasons: Iterable[Reason], rule: str) -> list[str]:
+def _texts(reasons: Iterable[HistoryProblem], rule: str) -> list[str]:
     return [reason.text for reason in reasons if reason.rule == rule][:TEXTS_MAX]
 
 

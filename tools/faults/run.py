@@ -1,4 +1,4 @@
-"""Plays a run: a real cluster under load, the director's faults, and then the history of it all."""
+"""Run a real cluster under load, inject the scheduled faults, and collect the history."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from batonmq_server.local.layout import ClusterOptions, highly_available
 from batonmq_server.local.process_host import LOOPBACK, ProcessHost
 from tests.support.cluster import REPO
 from tests.support.member import now_us
-from tools.faults.crowd import Crowd, crowd_at
-from tools.faults.director import ETCD, MEMBER, NETWORK, Director, Fault, Strike
-from tools.faults.history import History, Stored, Struck
+from tools.faults.fault_injector import FaultInjector
+from tools.faults.fault_schedule import ETCD, MEMBER, NETWORK, Fault, FaultGroup, FaultSchedule
+from tools.faults.history import FaultRecord, History, LoggedMessage
 from tools.faults.load import HASTY, PATIENT, Load
 from tools.faults.member import GROUP, TOPIC
+from tools.faults.member_pool import MemberPool, member_pool
 from tools.faults.network import Network
-from tools.faults.strikes import Striker
-from tools.faults.watching import Watching, difference, read_all
+from tools.faults.progress_monitor import ProgressMonitor, difference, read_all
 
 QUEUES = 8
 SEGMENT_BYTES = 1024 * 1024
-"""Small, so that logs roll again and again."""
-UPSETS = "upsets"
+"""Small, so that logs roll often."""
+PROCESS_FAULTS = "process-faults"
 _HEAL_S = 90.0
 _DONE_S = 120.0
 _LOOK_S = 0.1
@@ -39,71 +39,71 @@ _WARM_UP = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is to be played.
+class RunPlan:
+    """The duration and the faults of a run.
 
     Attributes:
-        duration_s: No fault begins later than this after the first.
-        faults: These, in place of what the seed gives.
-        churns: Whether members come and go.
+        duration_s: No fault starts later than this after the first one.
+        groups: These faults instead of those drawn from the seed.
+        churns: Whether members join and leave during the run.
     """
 
     seed: int
     duration_s: float
-    faults: tuple[Fault, ...] = ()
+    groups: tuple[FaultGroup, ...] = ()
     churns: bool = True
 
 
 @dataclass(slots=True)
-class Stage:
-    """The cluster and its members, while faults are made."""
+class FaultRun:
+    """The cluster and its members while faults are injected."""
 
     cluster: LocalCluster
     admin: Admin
-    crowd: Crowd
-    striker: Striker
+    pool: MemberPool
+    injector: FaultInjector
     say: Callable[[str], None]
     sets: dict[str, list[str]]
-    struck: list[Struck] = field(default_factory=list)
+    records: list[FaultRecord] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    async def make(self, fault: Fault) -> bool:
-        """Make a fault and wait until the cluster has healed; whether it has."""
-        victims = [(one, await self._victim(one)) for one in fault.strikes]
+    async def make(self, group: FaultGroup) -> bool:
+        """Inject the faults of a group; return whether the cluster has healed in time."""
+        victims = [(one, await self._victim(one)) for one in group.faults]
         what = ", ".join(f"{one.kind} {name}".strip() for one, name in victims)
-        self.say(f"{what} for {max(one.hold_ms for one in fault.strikes)} ms")
-        kinds = [(one.kind, one.part.split()[0]) for one in fault.strikes]
-        struck = Struck(what=what, kinds=kinds, begin_us=now_us())
-        self.struck.append(struck)
+        self.say(f"{what} for {max(one.hold_ms for one in group.faults)} ms")
+        kinds = [(one.kind, one.part.split()[0]) for one in group.faults]
+        record = FaultRecord(what=what, kinds=kinds, begin_us=now_us())
+        self.records.append(record)
         async with asyncio.TaskGroup() as tasks:
-            for strike, name in victims:
-                tasks.create_task(self.striker.strike(strike, name))
-        struck.end_us = now_us()
+            for fault, name in victims:
+                tasks.create_task(self.injector.inject(fault, name))
+        record.end_us = now_us()
         healed = await _within(_HEAL_S, self._is_whole)
         if not healed:
             still = await first_problem(self.admin, self.cluster)
             self.problems.append(f"not healed {_HEAL_S:g} s after: {what}; {still}")
             return False
-        struck.healed_us = now_us()
-        await asyncio.sleep(fault.rest_ms / 1000)
+        record.healed_us = now_us()
+        await asyncio.sleep(group.rest_ms / 1000)
         return True
 
-    async def _victim(self, strike: Strike) -> str:
-        """Who plays the part now."""
-        if strike.part == NETWORK:
+    async def _victim(self, fault: Fault) -> str:
+        """Return the name of the process that is now at the rank of the part."""
+        if fault.part == NETWORK:
             return ""
-        if strike.part == MEMBER:
-            await _within(_HEAL_S, lambda: self.crowd.pick(0) is not None)
-            member = self.crowd.pick(strike.rank)
+        if fault.part == MEMBER:
+            await _within(_HEAL_S, lambda: self.pool.pick(0) is not None)
+            member = self.pool.pick(fault.rank)
             return member.client_id if member else ""
-        names = self.sets[strike.part]
-        if strike.part != ETCD:
-            leaders = await self.leader(strike.part)
+        names = self.sets[fault.part]
+        if fault.part != ETCD:
+            leaders = await self.leader(fault.part)
             names = [*leaders, *(name for name in names if name not in leaders)]
-        return names[strike.rank % len(names)]
+        return names[fault.rank % len(names)]
 
     async def leader(self, part: str) -> list[str]:
-        """Who leads a part, if somebody does."""
+        """Return the name of the leader of a part; empty without a leader."""
         service, _, broker = part.partition(" ")
         with suppress(BatonError):
             name = await leader_process(self.admin, self.cluster, service, broker)
@@ -111,12 +111,12 @@ class Stage:
         return []
 
     async def _is_whole(self) -> bool:
-        """Whether everybody serves, somebody leads each set, and all could be elected."""
-        await self._raise_the_dead()
+        """Return whether every process serves, each set has a leader and is in sync."""
+        await self._restart_ended()
         return not await first_problem(self.admin, self.cluster)
 
-    async def _raise_the_dead(self) -> None:
-        """Nobody should be dead by now; who is gets started again, and is told of."""
+    async def _restart_ended(self) -> None:
+        """Restart every process that has ended by itself, and note the problem."""
         for endpoint in self.cluster.endpoints():
             if endpoint.pid is None:
                 self.problems.append(f"{endpoint.name} ended by itself")
@@ -125,46 +125,51 @@ class Stage:
 
 
 async def play(
-    plan: Plan, folder: Path, say: Callable[[str], None], network: Network | None = None
+    plan: RunPlan, folder: Path, say: Callable[[str], None], network: Network | None = None
 ) -> History:
-    """Play a run, in a folder of its own.
+    """Run the plan in a folder of its own; return the history.
 
     Args:
-        folder: `UPSETS` in it is where the processes look for what is wrong with them.
-        network: Where everybody gets an address; None: all on loopback, and nothing can be cut.
+        folder: `PROCESS_FAULTS` in it holds the fault file of each process.
+        network: Gives each process an address; None: all are on loopback and cannot be cut.
     """
-    (folder / UPSETS).mkdir(parents=True)
+    (folder / PROCESS_FAULTS).mkdir(parents=True)
     place = network.place if network is not None else lambda _: LOOPBACK
     options = _options(place)
     async with LocalCluster(folder / "cluster", options, report=say) as cluster:
         say("the cluster serves")
-        load, watching = Load(cluster.nameserver), Watching(cluster.nameserver)
+        load, monitor = Load(cluster.nameserver), ProgressMonitor(cluster.nameserver)
         async with (
             Admin(cluster.nameserver) as admin,
-            crowd_at(cluster.nameserver, folder, place) as crowd,
+            member_pool(cluster.nameserver, folder, place) as pool,
         ):
             await admin.create_topic(TOPIC, QUEUES)
-            striker = Striker(cluster, crowd, network, folder / UPSETS)
+            injector = FaultInjector(cluster, pool, network, folder / PROCESS_FAULTS)
             sets = replica_sets(cluster)
-            stage = Stage(cluster, admin, crowd, striker, say, sets)
+            run = FaultRun(cluster, admin, pool, injector, say, sets)
             history = History(begin_us=now_us())
             async with asyncio.TaskGroup() as tasks:
-                looking = [tasks.create_task(one()) for one in (watching.sample, watching.watch)]
-                await _work(plan, stage, load)
-                say("no more faults; the rest is handled")
+                monitoring = [
+                    tasks.create_task(one())
+                    for one in (monitor.sample_progress, monitor.find_stuck_queues)
+                ]
+                await _work(plan, run, load)
+                say("no more faults; waiting until all messages are handled")
                 if not await _within(_DONE_S, lambda: _is_done(admin)):
-                    stage.problems.append(f"not everything was handled after {_DONE_S:g} s")
+                    run.problems.append(
+                        f"some messages were not handled {_DONE_S:g} s after the last fault"
+                    )
                 history.end_us = now_us()
-                for task in looking:
+                for task in monitoring:
                     task.cancel()
-            await crowd.disperse()
-            history.stored = await _read_copies(stage)
-            history.sends, history.samples = load.sends, watching.samples
-            history.watches = watching.watches
-            history.handlings, history.crashes = crowd.handlings(), crowd.crashes
-            history.ownings, history.faults = crowd.ownings(), stage.struck
-            history.notes = striker.told
-            history.problems = [*stage.problems, *striker.problems, *crowd.problems]
+            await pool.leave_all()
+            history.stored = await _read_copies(run)
+            history.sends, history.samples = load.sends, monitor.samples
+            history.stuck_reports = monitor.stuck_reports
+            history.handler_calls, history.outages = pool.handler_calls(), pool.outages
+            history.ownership_changes, history.faults = pool.ownership_changes(), run.records
+            history.notes = injector.notes
+            history.problems = [*run.problems, *injector.problems, *pool.problems]
     history.problems += _differences(folder / "cluster", sets)
     return history
 
@@ -182,42 +187,42 @@ def _options(place: Callable[[str], ProcessHost]) -> ClusterOptions:
     return replace(options, hosts={name: place(name) for name in (*etcds, *options.names)})
 
 
-async def _read_copies(stage: Stage) -> list[Stored] | None:
-    """The topic as the leaders have it; what becomes leader after them must have the same."""
-    stored = await _read_all(stage)
-    leaders = {part: await stage.leader(part) for part in stage.sets if part.startswith("storage")}
+async def _read_copies(run: FaultRun) -> list[LoggedMessage] | None:
+    """Read the topic from the leaders; the next leaders must have the same messages."""
+    stored = await _read_all(run)
+    leaders = {part: await run.leader(part) for part in run.sets if part.startswith("storage")}
     for names in leaders.values():
         for name in names:
-            await stage.cluster.stop(name)
+            await run.cluster.stop(name)
 
     async def others_lead() -> bool:
-        now = [await stage.leader(part) for part in leaders]
+        now = [await run.leader(part) for part in leaders]
         return all(now) and not any(one in leaders.values() for one in now)
 
     if not await _within(_HEAL_S, others_lead):
-        stage.problems.append(f"nobody leads {_HEAL_S:g} s after the leaders of storage ended")
-    elif sorted(await _read_all(stage) or ()) != sorted(stored or ()):
-        stage.problems.append("the followers of storage show another log than their leaders")
+        run.problems.append(f"no leader of storage {_HEAL_S:g} s after the former leaders ended")
+    elif sorted(await _read_all(run) or ()) != sorted(stored or ()):
+        run.problems.append("the followers of storage have another log than their leaders")
     return stored
 
 
-async def _read_all(stage: Stage) -> list[Stored] | None:
+async def _read_all(run: FaultRun) -> list[LoggedMessage] | None:
     try:
         async with asyncio.timeout(_DONE_S):
-            return await read_all(stage.cluster.nameserver)
+            return await read_all(run.cluster.nameserver)
     except (TimeoutError, BatonError) as error:
-        stage.problems.append(f"the log could not be read to its end: {error!r}")
+        run.problems.append(f"the log could not be read to its end: {error!r}")
         return None
 
 
 def _differences(data_dir: Path, sets: Mapping[str, Sequence[str]]) -> list[str]:
-    """What the nodes of a broker do not have in common, now that they have ended."""
+    """Return the differences between the logs of the nodes of each broker, after they ended."""
     copies = [[data_dir / name for name in names] for part, names in sets.items() if " " in part]
     return [found for found in map(difference, copies) if found]
 
 
 def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
-    """Names of processes by part."""
+    """Return the process names of each part."""
     sets = defaultdict(list)
     for member in cluster.options.instances:
         sets[f"{member.service} {member.settings.get('broker', '')}".strip()].append(member.name)
@@ -225,33 +230,33 @@ def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
     return {**sets, ETCD: etcds}
 
 
-async def _work(plan: Plan, stage: Stage, load: Load) -> None:
-    """Send and handle while faults are made; return when every send has its outcome."""
-    sets = [name for name in stage.sets if name != ETCD]
-    director = Director(Random(plan.seed), sets, cuts=stage.striker.network is not None)
+async def _work(plan: RunPlan, run: FaultRun, load: Load) -> None:
+    """Send and handle messages while faults are injected; return when every send has an outcome."""
+    sets = [name for name in run.sets if name != ETCD]
+    schedule = FaultSchedule(Random(plan.seed), sets, cuts=run.injector.network is not None)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(load.produce("keyed", PATIENT, keyed=True))
         tasks.create_task(load.produce("free", PATIENT, keyed=False))
         tasks.create_task(load.produce("hasty", HASTY, keyed=True))
         churning = []
         if plan.churns:
-            churning = [tasks.create_task(stage.crowd.churn(Random(f"{plan.seed}/members")))]
-        if await _within(_HEAL_S, lambda: _has_begun(stage.crowd, load)):
+            churning = [tasks.create_task(run.pool.churn(Random(f"{plan.seed}/members")))]
+        if await _within(_HEAL_S, lambda: _has_begun(run.pool, load)):
             end_us = now_us() + int(plan.duration_s * 1_000_000)
-            faults = iter(plan.faults)
+            groups = iter(plan.groups)
             while now_us() < end_us:
-                fault = next(faults, None) if plan.faults else director.draw()
-                if fault is None or not await stage.make(fault):
+                group = next(groups, None) if plan.groups else schedule.draw()
+                if group is None or not await run.make(group):
                     break
         else:
-            stage.problems.append(f"nothing was handled {_HEAL_S:g} s after the start")
+            run.problems.append(f"nothing was handled {_HEAL_S:g} s after the start")
         load.stop.set()
         for task in churning:
             task.cancel()
 
 
-def _has_begun(crowd: Crowd, load: Load) -> bool:
-    return len(load.sends) >= _WARM_UP and len(crowd.handlings()) >= _WARM_UP
+def _has_begun(pool: MemberPool, load: Load) -> bool:
+    return len(load.sends) >= _WARM_UP and len(pool.handler_calls()) >= _WARM_UP
 
 
 async def _is_done(admin: Admin) -> bool:
@@ -263,7 +268,7 @@ async def _is_done(admin: Admin) -> bool:
 
 
 async def _within(timeout_s: float, condition: Callable[[], bool | Awaitable[bool]]) -> bool:
-    """Whether `condition` came true in time."""
+    """Return whether `condition` became true before the timeout."""
     try:
         async with asyncio.timeout(timeout_s):
             while True:

@@ -84,7 +84,7 @@ def render_combination(components: Sequence[str]) -> list[Resource]:
         return render(Path(folder))
 
 
-class Judge:
+class ManifestChecker:
     """Knows what is wrong with resources; looks at each once, in however many renderings it is."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def main() -> int:
     if shutil.which("kubectl") is None:
         print("k8s skipped: there is no kubectl to render the manifests", file=sys.stderr)
         return 1 if "--required" in sys.argv else 0
-    judge, wrong = Judge(), []
+    judge, wrong = ManifestChecker(), []
     for overlay in OVERLAYS:
         resources = render(K8S / overlay)
         wrong += [f"{overlay}: {why}" for why in judge.problems(resources)]

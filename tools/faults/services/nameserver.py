@@ -1,4 +1,4 @@
-"""`python -m tools.faults.services.nameserver`: a nameserver whose clock may be upset."""
+"""`python -m tools.faults.services.nameserver`: a nameserver with an injectable clock fault."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from batonmq._core import sql_parser
 from batonmq_server.nameserver.app import build
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.runtime.process import run
-from tools.faults.upsets import UpsetClock, Upsets
+from tools.faults.process_faults import FaultyClock, ProcessFaults
 
 if __name__ == "__main__":
     sql_parser.prepare()
@@ -14,5 +14,5 @@ if __name__ == "__main__":
         "nameserver",
         NameserverSettings,
         build,
-        lambda settings: UpsetClock(Upsets.of(settings.node_id)),
+        lambda settings: FaultyClock(ProcessFaults.of(settings.node_id)),
     )

@@ -1,4 +1,4 @@
-"""`python -m tools.faults.services.offsets`: a node of offsets with a disk that may be upset."""
+"""`python -m tools.faults.services.offsets`: a node of offsets with injectable disk faults."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from batonmq_server.offsets.disk import LmdbDisk, set_aside_damage
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.process import run
 from batonmq_server.runtime.service_runtime import Runtime
-from tools.faults.upsets import UpsetClock, Upsets
+from tools.faults.process_faults import FaultyClock, ProcessFaults
 
 
-class UpsetDisk(LmdbDisk):
-    """A disk with what is wrong with it."""
+class FaultyOffsetsDisk(LmdbDisk):
+    """A disk with injectable faults."""
 
-    def __init__(self, folder: Path, upsets: Upsets, free_bytes_min: int) -> None:
-        self._upsets = upsets
+    def __init__(self, folder: Path, faults: ProcessFaults, free_bytes_min: int) -> None:
+        self._faults = faults
         super().__init__(folder, free_bytes_min=free_bytes_min, free_bytes=self._free)
 
     def write_blocking(self, entries: Sequence[Entry], *, replace: bool = False) -> None:
-        self._upsets.sync()
+        self._faults.sync()
         super().write_blocking(entries, replace=replace)
 
     def _free(self, folder: Path) -> int:
-        return 0 if self._upsets.now().full else disk_usage(folder).free
+        return 0 if self._faults.now().full else disk_usage(folder).free
 
 
 @asynccontextmanager
 async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """The app of a node, as in production but for its disk."""
-    upsets = Upsets.of(settings.node_id)
+    """Build the app of a node; only its disk differs from production."""
+    faults = ProcessFaults.of(settings.node_id)
     await asyncio.to_thread(set_aside_damage, settings.data_dir)
-    with UpsetDisk(settings.data_dir, upsets, settings.disk_free_bytes_min) as disk:
+    with FaultyOffsetsDisk(settings.data_dir, faults, settings.disk_free_bytes_min) as disk:
         async with served(settings, runtime, disk) as app:
             yield app
 
@@ -48,5 +48,5 @@ if __name__ == "__main__":
         "offsets",
         OffsetsSettings,
         build,
-        lambda settings: UpsetClock(Upsets.of(settings.node_id)),
+        lambda settings: FaultyClock(ProcessFaults.of(settings.node_id)),
     )

@@ -1,4 +1,4 @@
-"""`python -m tools.faults.services.storage`: a node of a broker with a disk that may be upset."""
+"""`python -m tools.faults.services.storage`: a broker node with injectable disk faults."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from batonmq_server.storage.app import replicated
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core.files import Disk, File
 from batonmq_server.storage.disk import RealDisk, locked
-from tools.faults.upsets import UpsetClock, Upsets
+from tools.faults.process_faults import FaultyClock, ProcessFaults
 
 
-class UpsetFile(File):
-    """A file on such a disk. What a failed sync was to make durable is gone for good."""
+class FaultyFile(File):
+    """A file on such a disk. A failed sync loses all unsynced data."""
 
-    def __init__(self, file: File, upsets: Upsets) -> None:
-        self._file, self._upsets = file, upsets
+    def __init__(self, file: File, faults: ProcessFaults) -> None:
+        self._file, self._faults = file, faults
         self._unsynced: list[tuple[int, int]] = []
 
     @property
@@ -31,7 +31,7 @@ class UpsetFile(File):
     def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
         size = sum(map(len, parts))
         if at + size > self._file.size:
-            self._upsets.grow()
+            self._faults.grow()
         self._unsynced.append((at, size))
         self._file.write(at, parts)
 
@@ -39,11 +39,11 @@ class UpsetFile(File):
         return self._file.read(at, bytes_max)
 
     def cut(self, at: int) -> int:
-        self._upsets.sync()
+        self._faults.sync()
         return self._file.cut(at)
 
     def resize(self, size: int) -> None:
-        self._upsets.sync()
+        self._faults.sync()
         self._file.resize(size)
 
     def used(self, at: int) -> int:
@@ -52,7 +52,7 @@ class UpsetFile(File):
     def sync(self) -> None:
         unsynced, self._unsynced = self._unsynced, []
         try:
-            self._upsets.sync()
+            self._faults.sync()
         except OSError:
             for at, size in unsynced:
                 self._file.write(at, [bytes(size)])
@@ -63,22 +63,22 @@ class UpsetFile(File):
         self._file.close()
 
 
-class UpsetDisk(Disk):
-    """A disk with what is wrong with it."""
+class FaultyStorageDisk(Disk):
+    """A disk with injectable faults."""
 
-    def __init__(self, disk: Disk, upsets: Upsets) -> None:
-        self._disk, self._upsets = disk, upsets
+    def __init__(self, disk: Disk, faults: ProcessFaults) -> None:
+        self._disk, self._faults = disk, faults
 
     def names(self, folder: str) -> list[str]:
         return self._disk.names(folder)
 
     def create(self, path: str, size: int) -> File:
         try:
-            self._upsets.grow()
+            self._faults.grow()
         except OSError as error:
             raise DiskFull(f"no space on disk for a segment of {size} bytes") from error
-        self._upsets.sync()
-        return UpsetFile(self._disk.create(path, size), self._upsets)
+        self._faults.sync()
+        return FaultyFile(self._disk.create(path, size), self._faults)
 
     def open(self, path: str, *, create: bool = False) -> File:
         try:
@@ -86,34 +86,34 @@ class UpsetDisk(Disk):
         except FileNotFoundError:
             if not create:
                 raise
-            self._upsets.grow()
+            self._faults.grow()
             file = self._disk.open(path, create=True)
-        return UpsetFile(file, self._upsets)
+        return FaultyFile(file, self._faults)
 
     def remove(self, path: str) -> None:
         self._disk.remove(path)
 
     def space(self) -> tuple[int, int]:
         used, free = self._disk.space()
-        return (used + free, 0) if self._upsets.now().full else (used, free)
+        return (used + free, 0) if self._faults.now().full else (used, free)
 
     def load(self, path: str) -> bytes:
         return self._disk.load(path)
 
     def replace(self, path: str, content: bytes) -> None:
-        self._upsets.grow()
-        self._upsets.sync()
+        self._faults.grow()
+        self._faults.sync()
         self._disk.replace(path, content)
 
     def sync(self, paths: Sequence[str]) -> None:
-        self._upsets.sync()
+        self._faults.sync()
         self._disk.sync(paths)
 
 
 @asynccontextmanager
 async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """The app of a replica, as in production but for its disk."""
-    disk = UpsetDisk(RealDisk(settings.data_dir), Upsets.of(settings.node_id))
+    """Build the app of a replica; only its disk differs from production."""
+    disk = FaultyStorageDisk(RealDisk(settings.data_dir), ProcessFaults.of(settings.node_id))
     with locked(settings.data_dir):
         async with replicated(settings, runtime, disk) as app:
             yield app
@@ -125,5 +125,5 @@ if __name__ == "__main__":
         "storage",
         StorageSettings,
         build,
-        lambda settings: UpsetClock(Upsets.of(settings.node_id)),
+        lambda settings: FaultyClock(ProcessFaults.of(settings.node_id)),
     )

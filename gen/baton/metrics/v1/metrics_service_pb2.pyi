@@ -83,14 +83,14 @@ class MetricBatch(_message.Message):
     source: _builtins.str
     """Service name and node id, `storage/broker-a`; of a client `client/` and its client id."""
     seq: _builtins.int
-    """Number of the batch, from 1, for one life of the source."""
+    """Number of the batch, from 1, within one incarnation of the source."""
     incarnation_id: _builtins.int
-    """Random number of this life of the source."""
+    """Random number of this incarnation of the source."""
     dropped_count: _builtins.int
     """Events of this source that were dropped before this batch, since its start."""
     vocabulary: _builtins.int
-    """Version of the vocabulary: 1. It grows when a kind or a field gets another meaning; new kinds
-    and fields leave it as it is, and readers pass on what they do not know.
+    """Version of the vocabulary: 1. It increases when a kind or a field gets another meaning; new
+    kinds and fields do not change it, and readers preserve unknown ones.
     """
     arrow: _builtins.bytes
     """In place of `events`: the same as one Arrow IPC stream with the columns that
@@ -121,7 +121,7 @@ Global___MetricBatch: _TypeAlias = MetricBatch  # noqa: Y015
 
 @_typing.final
 class MetricEvent(_message.Message):
-    """One thing that happened, or many of one kind within about a second."""
+    """One action, or several of one kind within about a second."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -195,27 +195,27 @@ class MetricEvent(_message.Message):
 
     @_builtins.property
     def lock_forced(self) -> Global___LockForced:
-        """A queue was taken by force."""
+        """A queue was force-released."""
 
     @_builtins.property
     def progress_reset(self) -> Global___ProgressReset:
-        """Progress was moved by an operator."""
+        """An operator reset progress."""
 
     @_builtins.property
     def stuck_changed(self) -> Global___StuckChanged:
-        """What keeps a queue from moving has changed."""
+        """The reason for which a queue is stuck has changed."""
 
     @_builtins.property
     def handed_over(self) -> Global___HandedOver:
-        """A queue passed from one owner to the next."""
+        """A queue was handed over from one owner to the next."""
 
     @_builtins.property
     def fenced(self) -> Global___Fenced:
-        """A call of somebody who no longer owns the queue was refused."""
+        """A call of a former owner was rejected."""
 
     @_builtins.property
     def member_seen(self) -> Global___MemberSeen:
-        """A member was heard of."""
+        """A heartbeat of a member was accepted."""
 
     @_builtins.property
     def member_expired(self) -> Global___MemberExpired:
@@ -223,27 +223,27 @@ class MetricEvent(_message.Message):
 
     @_builtins.property
     def rebalanced(self) -> Global___Rebalanced:
-        """Queues of a group were dealt anew."""
+        """Queues of a group were reassigned."""
 
     @_builtins.property
     def latency(self) -> Global___Latency:
-        """How long something took."""
+        """Durations of an operation."""
 
     @_builtins.property
     def retried(self) -> Global___Retried:
-        """Messages were put aside for another try."""
+        """Messages will be retried."""
 
     @_builtins.property
     def dead_lettered(self) -> Global___DeadLettered:
-        """Messages went to the dead letters."""
+        """Messages became dead letters."""
 
     @_builtins.property
     def queue_lag(self) -> Global___QueueLag:
-        """How far a group is behind in a queue."""
+        """Lag of a group in a queue."""
 
     @_builtins.property
     def volume_state(self) -> Global___VolumeState:
-        """How full the disk of a storage node is."""
+        """Disk usage of a storage node."""
 
     @_builtins.property
     def handled(self) -> Global___Handled:
@@ -476,7 +476,7 @@ class LockDenied(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
-    """Who asked."""
+    """Requester."""
     reason: _error_pb2.Reason.ValueType
     """Why."""
     count: _builtins.int
@@ -498,8 +498,8 @@ Global___LockDenied: _TypeAlias = LockDenied  # noqa: Y015
 
 @_typing.final
 class HandedOver(_message.Message):
-    """A queue passed from one owner to the next. Phases follow each other; the last one, until the first
-    delivery under the new token, is told by that delivery.
+    """A queue was handed over from one owner to the next. Phases follow each other; the first delivery
+    with the new token ends the last one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -513,39 +513,39 @@ class HandedOver(_message.Message):
         MANNER_UNSPECIFIED: HandedOver._Manner.ValueType  # 0
         """Not told."""
         MANNER_GRACEFUL: HandedOver._Manner.ValueType  # 1
-        """The owner before gave it back, or had nothing in hand and did nothing any more: everything that
+        """The previous owner released it, or was inactive without messages in flight: every message that
         was delivered to it is acked.
         """
         MANNER_UNFINISHED: HandedOver._Manner.ValueType  # 2
-        """The owner before gave it back while messages that it, or one before it, may have started are not
-        acked.
+        """The previous owner released it while messages that it, or an earlier owner, may have started
+        are not acked.
         """
         MANNER_LEASE_EXPIRED: HandedOver._Manner.ValueType  # 3
-        """The lease of the owner before ran out, or its process ended."""
+        """The lease of the previous owner expired, or its process ended."""
         MANNER_DRAIN_TIMED_OUT: HandedOver._Manner.ValueType  # 4
-        """It was alive, but did not drain within the time it has for that."""
+        """It was alive, but did not drain within its drain timeout."""
         MANNER_FORCED: HandedOver._Manner.ValueType  # 5
-        """An operator took it away."""
+        """An operator force-released it."""
 
     class Manner(_Manner, metaclass=_MannerEnumTypeWrapper):
-        """How a queue passed on."""
+        """Cause of a hand-over."""
 
     MANNER_UNSPECIFIED: HandedOver.Manner.ValueType  # 0
     """Not told."""
     MANNER_GRACEFUL: HandedOver.Manner.ValueType  # 1
-    """The owner before gave it back, or had nothing in hand and did nothing any more: everything that
+    """The previous owner released it, or was inactive without messages in flight: every message that
     was delivered to it is acked.
     """
     MANNER_UNFINISHED: HandedOver.Manner.ValueType  # 2
-    """The owner before gave it back while messages that it, or one before it, may have started are not
-    acked.
+    """The previous owner released it while messages that it, or an earlier owner, may have started
+    are not acked.
     """
     MANNER_LEASE_EXPIRED: HandedOver.Manner.ValueType  # 3
-    """The lease of the owner before ran out, or its process ended."""
+    """The lease of the previous owner expired, or its process ended."""
     MANNER_DRAIN_TIMED_OUT: HandedOver.Manner.ValueType  # 4
-    """It was alive, but did not drain within the time it has for that."""
+    """It was alive, but did not drain within its drain timeout."""
     MANNER_FORCED: HandedOver.Manner.ValueType  # 5
-    """An operator took it away."""
+    """An operator force-released it."""
 
     PREVIOUS_CLIENT_ID_FIELD_NUMBER: _builtins.int
     PREVIOUS_TOKEN_FIELD_NUMBER: _builtins.int
@@ -565,15 +565,15 @@ class HandedOver(_message.Message):
     token: _builtins.int
     """Its token."""
     manner: Global___HandedOver.Manner.ValueType
-    """How it came about."""
+    """Cause."""
     contend_ms: _builtins.int
-    """From the first refused Acquire of the new owner until the owner before was asked to drain."""
+    """Time from the first denied Acquire of the new owner until the previous owner was told to drain."""
     drain_ms: _builtins.int
-    """Until it gave the queue back, or its lease had run out."""
+    """Then the time until it released the queue, or its lease expired."""
     fence_ms: _builtins.int
-    """Until offsets refused everything under the old token, durably."""
+    """Then the time until offsets had fenced the old token, durably."""
     persist_ms: _builtins.int
-    """Until the new owner stood in etcd."""
+    """Then the time until etcd had the new owner."""
     def __init__(
         self,
         *,
@@ -597,7 +597,7 @@ Global___HandedOver: _TypeAlias = HandedOver  # noqa: Y015
 
 @_typing.final
 class Fenced(_message.Message):
-    """A call of somebody who no longer owns the queue was refused."""
+    """A call of a former owner was rejected."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -607,7 +607,7 @@ class Fenced(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
-    """Who called."""
+    """Caller."""
     token: _builtins.int
     """Its token."""
     current_token: _builtins.int
@@ -635,7 +635,7 @@ Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
 
 @_typing.final
 class MemberSeen(_message.Message):
-    """A member was heard of: about every ten seconds for each."""
+    """A heartbeat of a member was accepted: about every ten seconds for each."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -661,7 +661,7 @@ Global___MemberSeen: _TypeAlias = MemberSeen  # noqa: Y015
 
 @_typing.final
 class MemberExpired(_message.Message):
-    """A member was silent for too long and is none any more."""
+    """A member was silent for too long and was removed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -671,7 +671,7 @@ class MemberExpired(_message.Message):
     client_id: _builtins.str
     """Member."""
     silent_ms: _builtins.int
-    """For how long it was silent, at least."""
+    """Minimum time for which it was silent."""
     generation: _builtins.int
     """Generation of the group without it."""
     def __init__(
@@ -691,13 +691,13 @@ Global___MemberExpired: _TypeAlias = MemberExpired  # noqa: Y015
 
 @_typing.final
 class Rebalanced(_message.Message):
-    """Queues of a group were dealt anew. Many moves are told in several events of one generation."""
+    """Queues of a group were reassigned. Many moves are published in several events of one generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class QueueMove(_message.Message):
-        """One queue whose owner is to change."""
+        """A queue that gets another owner."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -730,14 +730,14 @@ class Rebalanced(_message.Message):
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """Generation from which the deal holds."""
+    """Generation from which the assignment is valid."""
     member_count: _builtins.int
     """Members then."""
     queue_count: _builtins.int
     """Queues in all."""
     @_builtins.property
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rebalanced.QueueMove]:
-        """Queues whose owner is to change."""
+        """Queues that get another owner."""
 
     def __init__(
         self,
@@ -757,8 +757,8 @@ Global___Rebalanced: _TypeAlias = Rebalanced  # noqa: Y015
 
 @_typing.final
 class Latency(_message.Message):
-    """How long something took, every time within about a second. What a client tells is by topic, and what
-    a consumer tells by group too: they are in the event's queue.
+    """Durations of an operation, all within about a second. Events of clients are by topic, those of
+    consumers also by group; both are in the queue of the event.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -791,7 +791,7 @@ class Latency(_message.Message):
         """From the store time of a message until its handler began."""
 
     class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
-        """What took the time."""
+        """Measured operation."""
 
     OPERATION_UNSPECIFIED: Latency.Operation.ValueType  # 0
     """Not told."""
@@ -817,7 +817,7 @@ class Latency(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     US_FIELD_NUMBER: _builtins.int
     operation: Global___Latency.Operation.ValueType
-    """What."""
+    """Operation."""
     @_builtins.property
     def us(self) -> Global___LogBuckets:
         """Times, in microseconds."""
@@ -1005,7 +1005,7 @@ class Handled(_message.Message):
     client_id: _builtins.str
     """Consumer."""
     message_count: _builtins.int
-    """Messages whose handler said that they are done."""
+    """Messages that were handled successfully."""
     failed_count: _builtins.int
     """Messages whose handler failed."""
     def __init__(
@@ -1066,7 +1066,7 @@ class LockReleased(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
-    """Who released."""
+    """Former owner."""
     token: _builtins.int
     """Its token."""
     def __init__(
@@ -1160,7 +1160,7 @@ class SubscriptionChanged(_message.Message):
     subscription_generation: _builtins.int
     """Generation of the subscription now."""
     client_id: _builtins.str
-    """Client that asked for it."""
+    """Client that requested it."""
     @_builtins.property
     def differences(self) -> _containers.RepeatedCompositeFieldContainer[_error_pb2.SubscriptionDifference]:
         """On what it differs from that of other live members; only under the policy WARN."""
@@ -1183,7 +1183,7 @@ Global___SubscriptionChanged: _TypeAlias = SubscriptionChanged  # noqa: Y015
 
 @_typing.final
 class LockForced(_message.Message):
-    """A queue was taken by force."""
+    """A queue was force-released."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1196,7 +1196,7 @@ class LockForced(_message.Message):
     token: _builtins.int
     """Token now."""
     by: _builtins.str
-    """Who did it."""
+    """Operator."""
     reason: _builtins.str
     """Why."""
     def __init__(
@@ -1217,7 +1217,7 @@ Global___LockForced: _TypeAlias = LockForced  # noqa: Y015
 
 @_typing.final
 class ProgressReset(_message.Message):
-    """Progress was moved by an operator."""
+    """An operator reset progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1233,7 +1233,7 @@ class ProgressReset(_message.Message):
     to_offset: _builtins.int
     """Committed offset now."""
     by: _builtins.str
-    """Who did it."""
+    """Operator."""
     reason: _builtins.str
     """Why."""
     def __init__(
@@ -1255,7 +1255,7 @@ Global___ProgressReset: _TypeAlias = ProgressReset  # noqa: Y015
 
 @_typing.final
 class StuckChanged(_message.Message):
-    """What keeps a queue from moving has changed."""
+    """The reason for which a queue is stuck has changed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

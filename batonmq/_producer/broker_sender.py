@@ -1,0 +1,220 @@
+"""Sends the batches for one broker in Append requests, with retries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc.aio
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.directory import Directory
+from batonmq._core.queue_sender import MAYBE_STORED, Batch, QueueSender, maybe_stored
+from batonmq._core.queues import QueueRef
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import BatchOutcome
+from batonmq.errors import (
+    BatonError,
+    DiskFull,
+    DuplicateSequence,
+    Internal,
+    NotEnoughReplicas,
+    NotWritable,
+    Overloaded,
+    QueueNotFound,
+    Retry,
+    SequenceGap,
+    Unreachable,
+)
+
+log = logging.getLogger(__name__)
+
+REQUEST_BYTES_MAX = 8 * 1024 * 1024
+REQUEST_BATCHES_MAX = 1_024
+
+
+class NotSent(Unreachable):
+    """The broker could not be connected to, so nothing was sent."""
+
+    remedy = "Check that the storage service runs. Nothing was stored; sending again is safe."
+
+
+_OF_THE_QUEUE = (NotWritable, QueueNotFound)
+_NOT_STORED = (DiskFull, NotEnoughReplicas, NotSent, Overloaded, *_OF_THE_QUEUE)
+"""Errors which prove that this attempt stored nothing. `NotServing` does not: a disk that fails
+during a write reports it too."""
+
+
+class BatchResults(Protocol):
+    """Receives the results of batches from the sender of a broker."""
+
+    def settle(self, batch: Batch[BatchOutcome], outcome: pb.AppendReceipt | BatonError) -> None:
+        """Set the outcome of the batch."""
+        ...
+
+    def is_writable(self, queue: QueueRef) -> bool:
+        """Return whether the latest route says that the queue is writable."""
+        ...
+
+    def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
+        """Move the batches of a queue that is not writable to other queues of its topic."""
+        ...
+
+    def broker_answered(self, broker: str, latency_ms: int) -> None:
+        """Record that the broker has answered a request."""
+        ...
+
+    def broker_failed(self, broker: str) -> None:
+        """Record a failure of the broker."""
+        ...
+
+    def reroute(self, sender: QueueSender[BatchOutcome]) -> None:
+        """Move waiting batches that may go to any queue, and are not stored, to other brokers."""
+        ...
+
+
+class BrokerSender:
+    """Sends the ready batches of one broker, with a bounded number of requests in flight."""
+
+    def __init__(
+        self,
+        broker: str,
+        settings: ProducerSettings,
+        directory: Directory,
+        clock: Clock,
+        results: BatchResults,
+    ) -> None:
+        self._broker, self._settings = broker, settings
+        self._directory, self._clock, self._results = directory, clock, results
+        self._ready: dict[QueueSender[BatchOutcome], None] = {}
+        self._woken, self._turn = asyncio.Event(), asyncio.Lock()
+
+    def wake(self, sender: QueueSender[BatchOutcome]) -> None:
+        """Schedule `sender` if it has a batch that is ready."""
+        if sender.ready and sender not in self._ready:
+            self._ready[sender] = None
+            self._woken.set()
+
+    async def run(self) -> None:
+        """Send until cancelled; run it as one task."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._settings.in_flight_requests_max):
+                tasks.create_task(self._work(tasks))
+
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        """Send one request after the other."""
+        while True:
+            async with self._turn:
+                await self._woken.wait()
+                if self._settings.linger_ms:
+                    await asyncio.sleep(self._settings.linger_ms / 1000)
+                senders = self._take()
+            if senders and (failed := await self._request(senders)):
+                tasks.create_task(self._back_off(*failed))
+
+    def _take(self) -> list[QueueSender[BatchOutcome]]:
+        unix_ms = self._clock.unix_ms()
+        taken: list[QueueSender[BatchOutcome]] = []
+        bytes_count = 0
+        while self._ready and bytes_count < REQUEST_BYTES_MAX and len(taken) < REQUEST_BATCHES_MAX:
+            sender = next(iter(self._ready))
+            del self._ready[sender]
+            if not sender.ready:
+                continue
+            try:
+                bytes_count += len(sender.take(unix_ms).encoded)
+            except BatonError as error:
+                self._results.settle(sender.rejected(), error)
+                self.wake(sender)
+            else:
+                taken.append(sender)
+        if not self._ready:
+            self._woken.clear()
+        return taken
+
+    async def _request(
+        self, senders: Sequence[QueueSender[BatchOutcome]]
+    ) -> tuple[list[QueueSender[BatchOutcome]], BatonError] | None:
+        """Send the batches in flight of `senders`.
+
+        Returns:
+            The senders whose batch failed and the error of one of them; None if none failed.
+        """
+        outcomes = await self._append([s.in_flight.encoded for s in senders if s.in_flight])
+        failed: list[QueueSender[BatchOutcome]] = []
+        worst: BatonError | None = None
+        for sender, outcome in zip(senders, outcomes, strict=True):
+            if isinstance(outcome, BatonError):
+                worst = outcome
+                failed.append(sender)
+                self._failed(sender, outcome)
+            else:
+                self._results.settle(sender.stored(), outcome)
+            self.wake(sender)
+        return (failed, worst) if worst else None
+
+    async def _back_off(self, failed: list[QueueSender[BatchOutcome]], error: BatonError) -> None:
+        failures = max(sender.failures for sender in failed)
+        await self._directory.pause(error, failures)
+        for sender in failed:
+            sender.backing_off = False
+            self.wake(sender)
+
+    async def _append(self, batches: list[bytes]) -> Sequence[pb.AppendReceipt | BatonError]:
+        """Return one outcome per batch; if the call failed, its error for each batch."""
+        timeout_s = self._settings.request_timeout_ms / 1000
+        try:
+            stub = await self._directory.connected_storage(self._broker, timeout_s)
+        except BatonError as error:
+            not_sent = NotSent(error.message, retry_after_ms=error.retry_after_ms)
+            return [not_sent] * len(batches)
+        request = pb.AppendRequest(batches=batches, durability=self._settings.durability.value)
+        begin_ms = self._clock.monotonic_ms()
+        try:
+            answer = await stub.Append(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return [from_rpc_error(error)] * len(batches)
+        self._results.broker_answered(self._broker, self._clock.monotonic_ms() - begin_ms)
+        return [
+            error_from_pb(outcome.error) if outcome.HasField("error") else outcome.receipt
+            for outcome in answer.outcomes
+        ]
+
+    def _failed(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
+        batch = sender.in_flight
+        assert batch is not None
+        no_queue = isinstance(error, _OF_THE_QUEUE)
+        doubt = batch.unsure
+        batch.unsure = batch.unsure or not isinstance(error, _NOT_STORED)
+        if no_queue and not self._results.is_writable(sender.queue):
+            self._results.move(sender, error)
+            return
+        now_ms = self._clock.monotonic_ms()
+        late_ms = now_ms - self._settings.delivery_timeout_ms
+        retry = error.retry is not Retry.NEVER
+        lost = isinstance(error, SequenceGap)  # a batch that was stored in memory only is lost
+        if retry and not no_queue and not lost:
+            self._results.broker_failed(self._broker)
+        if retry and batch.begin_ms > late_ms:
+            log.debug("append is retried queue=%s error=%s", sender.queue, error)
+            sender.retry(new_epoch=lost)
+            self._results.reroute(sender)
+        elif retry or isinstance(error, DuplicateSequence | Internal):
+            late = maybe_stored(error) if doubt and retry else _too_late(error, batch.unsure)
+            self._results.settle(sender.unknown(), late)
+        else:
+            self._results.settle(sender.rejected(), maybe_stored(error) if doubt else error)
+        for never_sent in sender.expire(late_ms):
+            self._results.settle(never_sent, _too_late(error, never_sent.unsure))
+
+
+def _too_late(error: BatonError, unsure: bool) -> BatonError:
+    """Return the error of a batch that timed out; it says whether the batch may be stored."""
+    if not isinstance(error, Unreachable):
+        return error
+    kind = Unreachable if unsure else NotSent
+    return kind(error.message, remedy=MAYBE_STORED if unsure else "", facts=error.facts)

@@ -1,0 +1,83 @@
+"""Settings of a producer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._connection.security import Security
+from batonmq._core.compression import Compression, RecordCompressor
+from batonmq.errors import InvalidArgument
+
+
+class Durability(Enum):
+    """Durability of a message when its receipt is returned."""
+
+    MEMORY = pb.DURABILITY_MEMORY
+    """In the page cache of one node: survives kill -9, but not a power failure."""
+    FSYNCED = pb.DURABILITY_FSYNCED
+    """On the disk of one node."""
+    REPLICATED = pb.DURABILITY_REPLICATED
+    """On the disks of the leader and of the in-sync set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerSettings:
+    """Settings of a producer.
+
+    Attributes:
+        durability: The durability that a message must have before its receipt is returned.
+        linger_ms: Time that a batch waits for more messages before it is sent. 0 sends at once;
+            messages that arrive while a request is in flight still share the next request.
+        batch_bytes_max: Largest size of a batch, in bytes. A batch is for one queue.
+        batch_messages_max: Most messages in a batch, up to 65,535.
+        in_flight_requests_max: Most requests in flight to one broker.
+        in_flight_bytes_max: Most bytes of messages that are buffered or in flight; `send` waits
+            at this limit.
+        delivery_timeout_ms: A batch fails if it has no outcome this long after its first message
+            was passed to the producer.
+        request_timeout_ms: Timeout of one request.
+        compression: Compression of a batch: `none`, `lz4` for speed or `zstd` for size. Consumers
+            need no setting. Size limits of messages apply before compression.
+        compression_bytes_min: A batch with fewer bytes of messages is not compressed, nor is a
+            batch that compression would not make smaller.
+        metrics_stream: Publish counts and latencies of sends once a second to the topic
+            BATON_SYS_METRICS.
+        security: TLS and credentials; None for a connection without TLS.
+    """
+
+    durability: Durability = Durability.FSYNCED
+    linger_ms: int = 0
+    batch_bytes_max: int = 512 * 1024
+    batch_messages_max: int = 1_000
+    in_flight_requests_max: int = 4
+    in_flight_bytes_max: int = 64 * 1024 * 1024
+    delivery_timeout_ms: int = 120_000
+    request_timeout_ms: int = 10_000
+    compression: Literal["none", "lz4", "zstd"] = "none"
+    compression_bytes_min: int = 1_024
+    metrics_stream: bool = False
+    security: Security | None = None
+
+    @property
+    def packing(self) -> RecordCompressor:
+        """Return the compressor of batches.
+
+        Raises:
+            InvalidArgument: `compression` is not a known compression.
+        """
+        try:
+            compression = Compression[self.compression.upper()]
+        except KeyError:
+            raise InvalidArgument(
+                f"unknown compression {self.compression!r}",
+                remedy="Use none, lz4 or zstd.",
+                facts={"field": "compression"},
+            ) from None
+        return RecordCompressor(compression, self.compression_bytes_min)
+
+
+METRICS_PRODUCER = ProducerSettings(compression="zstd", delivery_timeout_ms=10_000)
+"""Settings of the producer that publishes events to the metrics topic."""

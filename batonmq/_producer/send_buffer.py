@@ -1,0 +1,242 @@
+"""The messages that a producer has buffered or in flight, in batches per queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._connection.directory import ClientEnvironment, Directory
+from batonmq._core.broker_health import BrokerHealth
+from batonmq._core.queue_sender import Batch, QueueSender, maybe_stored
+from batonmq._core.queues import QueueRef
+from batonmq._core.records import Message
+from batonmq._producer.broker_sender import BrokerSender
+from batonmq._producer.one_way_failures import OneWayFailures
+from batonmq._producer.producer_settings import ProducerSettings
+from batonmq._producer.receipts import ANY_QUEUE, BatchOutcome, PendingReceipt, SendOptions
+from batonmq._producer.topic_queues import TopicQueues
+from batonmq._telemetry.client_metrics import ProducerMetrics
+from batonmq._telemetry.event_counters import ProducerEventCounter
+from batonmq.errors import BatonError, NotWritable, Retry, Unreachable
+
+
+class ProducerClosed(Unreachable):
+    """The producer is closed. Messages without a receipt may be stored or not."""
+
+    retry = Retry.NEVER
+    remedy = "Open another Producer; messages without a receipt may be stored."
+
+
+class SendBuffer:
+    """Puts messages into batches, and settles or reroutes the batches that senders return.
+
+    Args:
+        start: Runs a coroutine until the producer is closed.
+        metrics: Counts outcomes for Prometheus; None for no metrics.
+        event_counter: Counts outcomes for the metrics stream; None for no stream.
+
+    Attributes:
+        topics: The open topics, by name.
+        broker_health: Recent failures and latencies of brokers.
+        one_way_failures: Counts one-way messages that failed.
+        free_bytes: Bytes of messages that may still be added before the limit.
+    """
+
+    def __init__(
+        self,
+        settings: ProducerSettings,
+        directory: Directory,
+        environment: ClientEnvironment,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+        *,
+        metrics: ProducerMetrics | None = None,
+        event_counter: ProducerEventCounter | None = None,
+    ) -> None:
+        self._settings, self._directory = settings, directory
+        self._metrics, self._event_counter = metrics, event_counter
+        self._clock, self._random, self._start = environment.clock, environment.random, start
+        self._packing = settings.packing
+        self.topics: dict[str, TopicQueues] = {}
+        self.broker_health = BrokerHealth()
+        self.one_way_failures = OneWayFailures()
+        self.free_bytes = settings.in_flight_bytes_max
+        self._senders: dict[QueueRef, QueueSender[BatchOutcome]] = {}
+        self._brokers: dict[str, BrokerSender] = {}
+        self._settled = asyncio.Event()
+
+    async def admit(self, known: TopicQueues, record: bytes, ordering_key: str | None) -> None:
+        """Wait until the record fits the byte limit and can't overtake its ordering key."""
+        bytes_max = self._settings.in_flight_bytes_max
+        while len(record) > self.free_bytes < bytes_max or known.must_wait(ordering_key):
+            self._settled.clear()
+            await self._settled.wait()
+
+    def place(
+        self,
+        known: TopicQueues,
+        options: SendOptions,
+        message: Message,
+        record: bytes,
+        begin_ms: int | None = None,
+    ) -> tuple[BatchOutcome, int]:
+        """Put the message into a batch.
+
+        Args:
+            begin_ms: Monotonic time at which the message was passed to the producer; None for now.
+
+        Returns:
+            Outcome of the batch, and the index of the message in the batch.
+        """
+        if options is not ANY_QUEUE and not options.any_queue:
+            sender = self._sender(known.choose(options, 0))
+        elif known.current is not None:
+            sender = known.current
+        else:
+            queue = known.choose(options, self._clock.monotonic_ms())
+            sender = known.current = self._sender(queue)
+        batch = sender.open_batch(len(record))
+        if batch is None:
+            now_ms = self._clock.monotonic_ms() if begin_ms is None else begin_ms
+            batch = sender.begin_batch(BatchOutcome(sender.queue), now_ms)
+            known.next_turn()
+            self._brokers[sender.queue.broker].wake(sender)
+        elif begin_ms is not None:
+            batch.begin_ms = min(batch.begin_ms, begin_ms)
+        index, outcome = batch.builder.add(message, record), batch.token
+        if options is not ANY_QUEUE:
+            outcome.options[index] = options
+        outcome.bytes_count += len(record)
+        self.free_bytes -= len(record)
+        return outcome, index
+
+    def last(self, known: TopicQueues) -> dict[QueueRef, BatchOutcome]:
+        """Return the last batch in flight of each queue of the topic, by queue."""
+        return {
+            queue: sender.last.token
+            for queue in known.queues
+            if (sender := self._senders.get(queue)) is not None and sender.last is not None
+        }
+
+    async def flush(self) -> None:
+        """Wait until every batch is stored or has failed."""
+        while any(not sender.idle for sender in self._senders.values()):
+            self._settled.clear()
+            await self._settled.wait()
+
+    def fail_all(self) -> None:
+        """Fail every batch without an outcome with `ProducerClosed`."""
+        for sender in self._senders.values():
+            for batch in sender.drop():
+                self.settle(batch, ProducerClosed("the producer was closed"))
+
+    # ---- BatchResults: called by the senders of the brokers
+
+    def settle(self, batch: Batch[BatchOutcome], outcome: pb.AppendReceipt | BatonError) -> None:
+        """Set the outcome of a batch and count it."""
+        batch.token.settle(outcome)
+        self._free(batch)
+        now_ms = self._clock.monotonic_ms()
+        error = outcome if isinstance(outcome, BatonError) else None
+        if error is not None:
+            one_way = sum(options.one_way for options in batch.token.options.values())
+            self.one_way_failures.add(one_way, error, now_ms)
+        topic, count = batch.token.queue.topic, batch.builder.count
+        if self._metrics is not None:
+            self._metrics.settled(topic, count, now_ms - batch.begin_ms, error)
+        if self._event_counter is not None:
+            size = (count, batch.token.bytes_count)
+            self._event_counter.settled(topic, size, now_ms - batch.begin_ms, stored=error is None)
+
+    def is_writable(self, queue: QueueRef) -> bool:
+        """Return whether the latest route says that the queue is writable."""
+        known = self.topics.get(queue.topic)
+        return known is None or queue in known.queues
+
+    def move(self, sender: QueueSender[BatchOutcome], error: BatonError) -> None:
+        """Move the batches of a queue that is not writable to other queues of the topic.
+
+        A batch that may be stored is settled instead, unless `error` is `NotWritable`.
+        """
+        known = self.topics.get(sender.queue.topic)
+        for batch in (sender.rejected(), *sender.drop()):
+            if known is None or (batch.unsure and not isinstance(error, NotWritable)):
+                self.settle(batch, maybe_stored(error) if batch.unsure else error)
+            else:
+                self._reroute(known, batch)
+
+    def broker_answered(self, broker: str, latency_ms: int) -> None:
+        """Record that the broker has answered a request."""
+        self.broker_health.answered(broker, latency_ms, self._clock.monotonic_ms())
+
+    def broker_failed(self, broker: str) -> None:
+        """Record a failure of the broker; messages without a fixed queue avoid it."""
+        self.broker_health.failed(broker, self._clock.monotonic_ms())
+        for known in self.topics.values():
+            known.avoid(broker)
+
+    def reroute(self, sender: QueueSender[BatchOutcome]) -> None:
+        """Move waiting batches that are certainly not stored to healthy brokers.
+
+        A batch with a message that has an ordering key or a queue is not moved.
+        """
+        known = self.topics.get(sender.queue.topic)
+        if known is None:
+            return
+        now_ms = self._clock.monotonic_ms()
+        count_max = self.broker_health.takes_count(known.queues, sender.queue.broker, now_ms)
+        for batch in sender.take_away(
+            lambda one: not one.unsure and one.token.any_queue, count_max
+        ):
+            self._reroute(known, batch)
+
+    # ---- internals
+
+    def _reroute(self, known: TopicQueues, batch: Batch[BatchOutcome]) -> None:
+        """Put the messages of a batch that is not stored into other batches."""
+        moved = [
+            self._rerouted(
+                known, batch.token.options.get(index, ANY_QUEUE), message, batch.begin_ms
+            )
+            for index, message in enumerate(batch.builder.messages())
+        ]
+        batch.token.move(moved)
+        self._free(batch)
+
+    def _rerouted(
+        self,
+        known: TopicQueues,
+        options: SendOptions,
+        message: tuple[Message, bytes],
+        begin_ms: int,
+    ) -> PendingReceipt:
+        try:
+            return PendingReceipt(*self.place(known, options, *message, begin_ms))
+        except BatonError as error:
+            self.one_way_failures.add(int(options.one_way), error, self._clock.monotonic_ms())
+            refused = BatchOutcome(options.queue or QueueRef("", "", 0))
+            refused.settle(error)
+            return PendingReceipt(refused, 0)
+
+    def _free(self, batch: Batch[BatchOutcome]) -> None:
+        self.free_bytes += batch.token.bytes_count
+        self._settled.set()
+
+    def _sender(self, queue: QueueRef) -> QueueSender[BatchOutcome]:
+        sender = self._senders.get(queue)
+        if sender is None:
+            sender = self._senders[queue] = QueueSender(
+                queue,
+                self._random.getrandbits(63) or 1,
+                self._settings.batch_bytes_max,
+                self._settings.batch_messages_max,
+                self._packing,
+            )
+            if queue.broker not in self._brokers:
+                loop = BrokerSender(
+                    queue.broker, self._settings, self._directory, self._clock, self
+                )
+                self._brokers[queue.broker] = loop
+                self._start(loop.run())
+        return sender

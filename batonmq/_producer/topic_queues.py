@@ -1,0 +1,106 @@
+"""The queues of a topic, and the choice of a queue for each message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from batonmq._connection.routes import queues_of, writable_queues_of
+from batonmq._core.broker_health import BrokerHealth
+from batonmq._core.keyed_queues import KeyedQueues
+from batonmq._core.queue_sender import QueueSender
+from batonmq._core.queues import QueueRef
+from batonmq._producer.receipts import BatchOutcome, SendOptions
+from batonmq.errors import NotWritable, QueueNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """Key assignment before the queues changed, and the last batch of each queue at that time."""
+
+    keyed: KeyedQueues
+    last: Mapping[QueueRef, BatchOutcome]
+
+    def delays(self, ordering_key: str, queue: QueueRef) -> bool:
+        """Return whether messages of the key may be in flight to another queue than `queue`."""
+        before = self.keyed.of(ordering_key)
+        return before != queue and before in self.last and not self.last[before].settled
+
+
+class TopicQueues:
+    """The queues of a topic, used in rotation.
+
+    If the queues change, an ordering key may move to another queue. A message of such a key
+    `must_wait` until the earlier messages of the key have an outcome. This keeps the send order.
+
+    Args:
+        brokers: Health of the brokers; unhealthy brokers are avoided.
+
+    Attributes:
+        queues: The writable queues.
+        current: Sender of the next queue in the rotation; None if it was not looked up yet.
+    """
+
+    def __init__(self, route: nameserver_pb.Route, brokers: BrokerHealth) -> None:
+        self._brokers = brokers
+        self._turn = 0
+        self._earlier: list[_Earlier] = []
+        self._read(route)
+
+    def change(self, route: nameserver_pb.Route, last: Mapping[QueueRef, BatchOutcome]) -> None:
+        """Replace the queues by those of a newer route.
+
+        Args:
+            last: The last batch in flight of each queue.
+        """
+        if last:
+            self._earlier.append(_Earlier(self._keyed, last))
+        self._read(route)
+
+    def _read(self, route: nameserver_pb.Route) -> None:
+        self._name, self._all = route.topic.name, frozenset(queues_of(route))
+        self.queues = writable_queues_of(route)
+        self._keyed = KeyedQueues(self.queues)
+        self.current: QueueSender[BatchOutcome] | None = None
+
+    def next_turn(self) -> None:
+        """Advance the rotation to the next queue."""
+        self._turn += 1
+        self.current = None
+
+    def avoid(self, broker: str) -> None:
+        """Forget the current queue if it is on `broker`; the next message chooses again."""
+        if self.current is not None and self.current.queue.broker == broker:
+            self.current = None
+
+    def must_wait(self, ordering_key: str | None) -> bool:
+        """Return whether a message of the key could overtake messages in flight."""
+        if ordering_key is None or not self._earlier or not self.queues:
+            return False
+        self._earlier = [
+            one
+            for one in self._earlier
+            if not all(outcome.settled for outcome in one.last.values())
+        ]
+        queue = self._keyed.of(ordering_key)
+        return any(one.delays(ordering_key, queue) for one in self._earlier)
+
+    def choose(self, options: SendOptions, now_ms: int) -> QueueRef:
+        """Return the requested queue, the queue of the ordering key, or the next in the rotation.
+
+        Raises:
+            QueueNotFound: The requested queue does not exist.
+            NotWritable: The requested queue, or every queue of the topic, is not writable.
+        """
+        if options.queue is not None:
+            if options.queue not in self._all:
+                raise QueueNotFound(f"{options.queue} is not a queue of the topic")
+            if options.queue not in self.queues:
+                raise NotWritable(f"queue {options.queue} is not writable")
+            return options.queue
+        if not self.queues:
+            raise NotWritable(f"topic {self._name} has no writable queue")
+        if options.ordering_key is not None:
+            return self._keyed.of(options.ordering_key)
+        return self._brokers.choose(self.queues, self._turn, now_ms)

@@ -1,0 +1,152 @@
+"""The metric events of a process: bounded buffers, and batches for readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq.errors import Overloaded
+
+VOCABULARY = 1
+EVENTS_MAX = 10_000
+"""Most events in one buffer; beyond it the oldest are dropped and counted."""
+EVENT_BYTES_MAX = 8 * 1024 * 1024
+"""Most bytes of events in one buffer."""
+BATCH_BYTES_MAX = 256 * 1024
+"""Approximate size limit of a batch with more than one event."""
+WATCHERS_MAX = 16
+BATCH_INTERVAL_S = 1.0
+
+Gather = Callable[[], Iterable[pb.MetricEvent]]
+
+
+class EventHub:
+    """Distributes events to every buffer. Publishing never waits.
+
+    Frequent actions have no event of their own: gatherers count them while `watched`, and the
+    reader of a buffer gathers the counts as events about once a second.
+
+    Args:
+        source: Service and node, such as "storage/broker-a".
+        incarnation_id: Random number of this run of the source.
+
+    Attributes:
+        gatherers: Each returns events with its counts since its last call.
+        watched: Whether there is a buffer; if not, callers need not build events.
+    """
+
+    def __init__(self, source: str, incarnation_id: int, clock: Clock) -> None:
+        self.source, self.incarnation_id, self._clock = source, incarnation_id, clock
+        self.gatherers: list[Gather] = []
+        self.watched = False
+        self._listeners: dict[EventBuffer, None] = {}
+        self._watcher_count, self._gathered_s = 0, 0.0
+
+    def publish(self, event: pb.MetricEvent) -> None:
+        """Set the time of the event and add it to the buffers."""
+        if self._listeners:
+            event.unix_ms = self._clock.unix_ms()
+            size = event.ByteSize()
+            for listener in self._listeners:
+                listener.add(event, size)
+
+    def gather(self) -> None:
+        """Publish the counts since the last call as events."""
+        self._gathered_s = asyncio.get_running_loop().time()
+        for gatherer in self.gatherers:
+            for event in gatherer():
+                self.publish(event)
+
+    def gather_if_due(self) -> None:
+        """Call `gather`, unless the reader of another buffer has just done so."""
+        if asyncio.get_running_loop().time() >= self._gathered_s + BATCH_INTERVAL_S / 2:
+            self.gather()
+
+    @contextmanager
+    def listen(self) -> Iterator[EventBuffer]:
+        """Return a buffer that receives the events until the block ends."""
+        listener = EventBuffer()
+        self._listeners[listener] = None
+        self.watched = True
+        try:
+            yield listener
+        finally:
+            del self._listeners[listener]
+            self.watched = bool(self._listeners)
+
+    def batch(self, seq: int, listener: EventBuffer) -> pb.MetricBatch:
+        """Take the oldest events out of a buffer and return them as batch `seq`."""
+        return pb.MetricBatch(
+            source=self.source,
+            incarnation_id=self.incarnation_id,
+            seq=seq,
+            events=listener.take(BATCH_BYTES_MAX),
+            dropped_count=listener.dropped_count,
+            vocabulary=VOCABULARY,
+        )
+
+    async def watch(self) -> AsyncIterator[pb.MetricBatch]:
+        """Yield batches of events from now on.
+
+        Raises:
+            Overloaded: There are `WATCHERS_MAX` watchers already.
+        """
+        if self._watcher_count >= WATCHERS_MAX:
+            raise Overloaded(
+                f"limit of {WATCHERS_MAX} watchers reached",
+                retry_after_ms=10_000,
+                facts={"limit": WATCHERS_MAX},
+            )
+        seq = 0
+        self._watcher_count += 1
+        try:
+            with self.listen() as listener:
+                while True:
+                    await asyncio.sleep(BATCH_INTERVAL_S)
+                    self.gather_if_due()
+                    while listener.waiting:
+                        seq += 1
+                        yield self.batch(seq, listener)
+        finally:
+            self._watcher_count -= 1
+
+
+class EventBuffer:
+    """A bounded buffer of events.
+
+    Attributes:
+        dropped_count: Number of events dropped because the buffer was full.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[pb.MetricEvent, int]] = deque()
+        self._bytes = 0
+        self.dropped_count = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the buffer has an event."""
+        return bool(self._events)
+
+    def add(self, event: pb.MetricEvent, size: int) -> None:
+        """Add an event of `size` bytes; drop the oldest events if the buffer is full."""
+        self._events.append((event, size))
+        self._bytes += size
+        while len(self._events) > EVENTS_MAX or self._bytes > EVENT_BYTES_MAX:
+            self._bytes -= self._events.popleft()[1]
+            self.dropped_count += 1
+
+    def take(self, bytes_max: int) -> list[pb.MetricEvent]:
+        """Take the oldest events, at most `bytes_max` bytes, but at least one if there is any."""
+        taken: list[pb.MetricEvent] = []
+        room = bytes_max
+        while self._events and (not taken or self._events[0][1] <= room):
+            event, size = self._events.popleft()
+            room -= size
+            self._bytes -= size
+            taken.append(event)
+        return taken

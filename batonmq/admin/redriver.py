@@ -1,0 +1,280 @@
+"""Redrives dead letters: sends copies in batched requests, at a bounded rate, each copy once.
+
+A copy is its own batch, whose producer id is derived from the redrive and the dead letter, so
+storage stores it once. A redriven dead letter is then acknowledged for the group that records
+redrives, so that other redrives pass it over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.rpc import error_from_pb
+from batonmq._connection.routes import query_route, writable_queues_of
+from batonmq._consumer.moved_group import raise_if_moved
+from batonmq._core.dead_letters import DeadLetter, copy_of, destination, redrive_producer_id
+from batonmq._core.queue_sender import ONE_BATCH_EPOCH
+from batonmq._core.queues import QueueRef
+from batonmq._core.ranges import of_sorted
+from batonmq._core.records import STORED_PROPERTIES_BYTES_MAX, BatchBuilder, encode_record
+from batonmq._core.retries import dead_letter_topic, retry_topic
+from batonmq.admin.admin import Admin
+from batonmq.admin.operation import Operation
+from batonmq.admin.reports import queue_to_pb
+from batonmq.errors import (
+    BatonError,
+    Fenced,
+    GroupNotFound,
+    InvalidArgument,
+    NotSubscribed,
+    NotWritable,
+    Unreachable,
+)
+
+LETTERS_PER_STEP = 500
+BYTES_PER_STEP = 8 * 1024 * 1024
+STEPS_PER_S = 5
+"""Steps per second if a rate is set; fewer if a step would have less than one dead letter."""
+_KNOWN_WITHIN_S = 10.0
+"""Time within which all services know a new group."""
+_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedriveOptions:
+    """Options of a redrive.
+
+    Attributes:
+        operation: Operator and reason; `op_id` is the id of the redrive.
+        to_topic: Send to the original topic, so to every group that reads it. By default the
+            copies go to the retry topic of the group, so no other group receives them.
+        again: Also send dead letters that were redriven before.
+        per_s: Most dead letters per second; None for no limit.
+    """
+
+    operation: Operation
+    to_topic: bool = False
+    again: bool = False
+    per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.per_s is not None and self.per_s <= 0:
+            raise InvalidArgument(
+                f"per_s must be positive, got {self.per_s}", facts={"field": "per_s"}
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RedriveResult:
+    """The result for one dead letter.
+
+    Attributes:
+        outcome: `redriven`; `repeated`: an earlier run of this redrive had sent it; `passed_over`:
+            another redrive had sent it; `refused`: see `error`.
+        message_id: Id of the copy; empty if there is none.
+        queue: Queue of the copy, at `offset`.
+    """
+
+    letter: DeadLetter
+    outcome: str
+    message_id: str = ""
+    queue: QueueRef | None = None
+    offset: int | None = None
+    error: BatonError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _RedriveCopy:
+    letter: DeadLetter
+    queue: QueueRef
+    batch: bytes
+
+
+class Redriver:
+    """One run of a redrive."""
+
+    def __init__(self, admin: Admin, group: str, order: RedriveOptions) -> None:
+        self._admin, self._group, self._order = admin, group, order
+        self._queues: dict[str, tuple[QueueRef, ...]] = {}
+        self._reset_epochs: dict[QueueRef, int] = defaultdict(int)
+        self._record_group_exists = False
+
+    async def run(self, letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[RedriveResult, None]:
+        """See `DeadLetters.redrive`."""
+        if not self._order.to_topic:
+            await self._check_reads_retries()
+        count_max, pace = LETTERS_PER_STEP, 0.0
+        if self._order.per_s is not None:
+            count_max = max(1, min(count_max, int(self._order.per_s / STEPS_PER_S)))
+            pace = 1 / self._order.per_s
+        loop = asyncio.get_running_loop()
+        waiting: list[DeadLetter] = []
+        size, next_s = 0, loop.time()
+        async for letter in letters:
+            if letter.redriven and not self._order.again:
+                yield RedriveResult(letter, "passed_over")
+                continue
+            waiting.append(letter)
+            size += len(letter.body)
+            if len(waiting) < count_max and size < BYTES_PER_STEP:
+                continue
+            await asyncio.sleep(max(0.0, next_s - loop.time()))
+            next_s = max(next_s, loop.time()) + pace * len(waiting)
+            for done in await self._step(waiting):
+                yield done
+            waiting, size = [], 0
+        if waiting:
+            await asyncio.sleep(max(0.0, next_s - loop.time()))
+            for done in await self._step(waiting):
+                yield done
+
+    async def _check_reads_retries(self) -> None:
+        topic = retry_topic(self._group)
+        group = await self._admin.describe_group(self._group)
+        if topic not in {each.topic for each in group.subscriptions}:
+            raise NotSubscribed(
+                f"group {self._group} does not read {topic}: it would not receive the copies",
+                remedy="Start its consumers with send_back, or redrive with to_topic.",
+                facts={"group": self._group, "topic": topic},
+            )
+
+    async def _step(self, letters: Sequence[DeadLetter]) -> list[RedriveResult]:
+        """Send dead letters, record the stored ones, and return the result of each."""
+        done, copies = list[RedriveResult](), defaultdict[str, list[_RedriveCopy]](list)
+        for letter in letters:
+            try:
+                copy = await self._copy(letter)
+            except BatonError as error:
+                if isinstance(error, Unreachable):
+                    raise
+                done.append(RedriveResult(letter, "refused", error=error))
+            else:
+                copies[copy.queue.broker].append(copy)
+        async with asyncio.TaskGroup() as tasks:
+            sent = [tasks.create_task(self._append(b, some)) for b, some in copies.items()]
+        done += [each for task in sent for each in task.result()]
+        await self._record([each.letter for each in done if each.outcome != "refused"])
+        return done
+
+    async def _copy(self, letter: DeadLetter) -> _RedriveCopy:
+        order = self._order
+        operation = order.operation
+        topic = retry_topic(self._group)
+        if order.to_topic:
+            if letter.origin is None:
+                raise InvalidArgument(f"dead letter {letter.message_id} has no origin")
+            topic = letter.origin.queue.topic
+        once = redrive_producer_id(operation.op_id, letter.message_id)
+        queue = destination(letter, await self._queues_of(topic), once)
+        message = copy_of(
+            letter, operation.op_id, operation.by, operation.reason, to_topic=order.to_topic
+        )
+        builder = BatchBuilder()
+        record = encode_record(message, properties_bytes_max=STORED_PROPERTIES_BYTES_MAX)
+        builder.add(message, record)
+        batch = builder.encode(
+            topic=queue.topic,
+            queue_id=queue.queue_id,
+            producer=(once, ONE_BATCH_EPOCH),
+            sequence=0,
+            born_unix_ms=letter.born_unix_ms,
+        )
+        return _RedriveCopy(letter, queue, batch)
+
+    async def _queues_of(self, topic: str) -> tuple[QueueRef, ...]:
+        if topic not in self._queues:
+            route = await self._admin.ask(lambda _: query_route(self._admin.directory, topic))
+            self._queues[topic] = writable_queues_of(route)
+        if not self._queues[topic]:
+            raise NotWritable(f"topic {topic} has no writable queue", facts={"topic": topic})
+        return self._queues[topic]
+
+    async def _append(self, broker: str, copies: Sequence[_RedriveCopy]) -> list[RedriveResult]:
+        request = pb.AppendRequest(
+            batches=[copy.batch for copy in copies], durability=pb.DURABILITY_FSYNCED
+        )
+
+        async def ask(limit_s: float) -> pb.AppendResponse:
+            stub = await self._admin.directory.storage(broker)
+            return await stub.Append(request, timeout=limit_s)
+
+        answer = await self._admin.ask(ask)
+        return [
+            _outcome(copy, outcome) for copy, outcome in zip(copies, answer.outcomes, strict=True)
+        ]
+
+    # ---- record of redriven dead letters
+
+    async def _record(self, letters: Sequence[DeadLetter]) -> None:
+        """Record durably that dead letters were redriven."""
+        offsets = defaultdict[QueueRef, list[int]](list)
+        for letter in letters:
+            offsets[letter.queue].append(letter.offset)
+        if not offsets:
+            return
+        record_group = dead_letter_topic(self._group)
+        if not self._record_group_exists:
+            await self._admin.update_group(record_group, ownership="off")
+            self._record_group_exists = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _KNOWN_WITHIN_S
+        while True:
+            refused = await self._commit(record_group, offsets)
+            for queue, error in refused.items():
+                if isinstance(error, Fenced):
+                    self._reset_epochs[queue] = error.detail.reset_epoch or 0
+                elif not isinstance(error, GroupNotFound) or loop.time() > deadline:
+                    raise error
+            if not refused:
+                return
+            offsets = defaultdict(list, {queue: offsets[queue] for queue in refused})
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _commit(
+        self, record_group: str, offsets: Mapping[QueueRef, Sequence[int]]
+    ) -> dict[QueueRef, BatonError]:
+        """Acknowledge offsets; return the error of each rejected queue."""
+        items = [
+            offsets_pb.CommitItem(
+                queue=queue_pb2.GroupQueue(group=record_group, queue=queue_to_pb(queue)),
+                reset_epoch=self._reset_epochs[queue],
+                acked=[
+                    queue_pb2.OffsetRange(first_offset=first, next_offset=end)
+                    for first, end in of_sorted(sorted(some))
+                ],
+            )
+            for queue, some in offsets.items()
+        ]
+        request = offsets_pb.CommitRequest(items=items)
+
+        async def ask(limit_s: float) -> offsets_pb.CommitResponse:
+            stub = await self._admin.directory.offsets(record_group)
+            answer = await stub.Commit(request, timeout=limit_s)
+            raise_if_moved(answer.outcomes)
+            return answer
+
+        outcomes = (await self._admin.ask(ask)).outcomes
+        return {
+            queue: error_from_pb(outcome.error)
+            for queue, outcome in zip(offsets, outcomes, strict=True)
+            if outcome.HasField("error")
+        }
+
+
+def _outcome(copy: _RedriveCopy, outcome: pb.AppendOutcome) -> RedriveResult:
+    if outcome.HasField("error"):
+        return RedriveResult(copy.letter, "refused", error=error_from_pb(outcome.error))
+    receipt, queue = outcome.receipt, copy.queue
+    return RedriveResult(
+        copy.letter,
+        "repeated" if receipt.duplicate else "redriven",
+        f"{queue.broker}-{receipt.position:x}-0",
+        queue,
+        receipt.first_offset,
+    )

@@ -1,0 +1,115 @@
+"""Who gets through to whom, by the network policies of rendered manifests.
+
+What Kubernetes says of them: a pod that no policy selects for a direction is open in it; one that
+some do lets through what any rule of any of these does. A call has to leave, and to arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
+
+from tools.containers.pods import Resource
+
+Port = tuple[int, str]
+Way = tuple[str, str, int]
+"""Who calls, who is called, at which port."""
+_OUTSIDE = "203.0.113.9"
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPeer:
+    """Whence or whither somebody calls.
+
+    Attributes:
+        namespace: None for an address outside the cluster.
+        ports: At which it may be called, with protocols.
+    """
+
+    name: str
+    namespace: str | None
+    labels: Mapping[str, str]
+    ports: tuple[Port, ...] = ()
+
+
+def workloads(resources: Iterable[Resource]) -> Iterator[NetworkPeer]:
+    """A pod of each workload; replicas of one are alike."""
+    for one in resources:
+        if one["kind"] not in ("StatefulSet", "Deployment", "Job"):
+            continue
+        template = one["spec"]["template"]
+        labels = template["metadata"]["labels"]
+        ports = [
+            (port["containerPort"], port.get("protocol", "TCP"))
+            for container in template["spec"]["containers"]
+            for port in container.get("ports", ())
+        ]
+        yield NetworkPeer(
+            labels["app.kubernetes.io/name"], one["metadata"]["namespace"], labels, tuple(ports)
+        )
+
+
+def ways(
+    resources: Iterable[Resource], callers: Iterable[NetworkPeer], callees: Iterable[NetworkPeer]
+) -> set[Way]:
+    """Every way that is open."""
+    policies = [one for one in resources if one["kind"] == "NetworkPolicy"]
+    called = list(callees)
+    return {
+        (caller.name, callee.name, port[0])
+        for caller in callers
+        for callee in called
+        for port in callee.ports
+        if _lets(policies, "Egress", caller, callee, port)
+        and _lets(policies, "Ingress", callee, caller, port)
+    }
+
+
+def _lets(
+    policies: Iterable[Resource], direction: str, at: NetworkPeer, other: NetworkPeer, port: Port
+) -> bool:
+    specs = [
+        policy["spec"]
+        for policy in policies
+        if policy["metadata"]["namespace"] == at.namespace
+        and direction in policy["spec"]["policyTypes"]
+        and _selects(policy["spec"]["podSelector"], at.labels)
+    ]
+    peers = "to" if direction == "Egress" else "from"
+    return not specs or any(
+        _has_port(rule, port) and _has_peer(rule.get(peers, ()), other, at)
+        for spec in specs
+        for rule in spec.get(direction.lower(), ())
+    )
+
+
+def _has_port(rule: Resource, port: Port) -> bool:
+    ports = [(one["port"], one.get("protocol", "TCP")) for one in rule.get("ports", ())]
+    return not ports or port in ports
+
+
+def _has_peer(peers: Iterable[Resource], other: NetworkPeer, at: NetworkPeer) -> bool:
+    allowed = list(peers)
+    return not allowed or any(_is(peer, other, at) for peer in allowed)
+
+
+def _is(peer: Resource, other: NetworkPeer, at: NetworkPeer) -> bool:
+    if other.namespace is None or "ipBlock" in peer:
+        # A block is of addresses outside; pods' addresses come and go.
+        inside = other.namespace is not None or "ipBlock" not in peer
+        return not inside and ip_address(_OUTSIDE) in ip_network(peer["ipBlock"]["cidr"])
+    if "namespaceSelector" in peer:
+        named = {"kubernetes.io/metadata.name": other.namespace}
+        near = _selects(peer["namespaceSelector"], named)
+    else:
+        near = other.namespace == at.namespace
+    return near and _selects(peer.get("podSelector", {}), other.labels)
+
+
+def _selects(selector: Resource, labels: Mapping[str, str]) -> bool:
+    if any(one["operator"] != "In" for one in selector.get("matchExpressions", ())):
+        raise NotImplementedError(selector)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(one["key"]) in one["values"] for one in selector.get("matchExpressions", ())
+    )

@@ -1,0 +1,46 @@
+"""Storage and nameservers that leave out a rule; see protocol section 17 for names in brackets."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from batonmq_server.nameserver.group_store import GroupStore
+from batonmq_server.runtime.group_gates import GroupGates
+from batonmq_server.storage.delivery_recorder import (
+    DeliveryRecorder,
+    PendingDelivery,
+    RecordedDelivery,
+)
+from tests.simulation.background import in_background
+
+
+def record_after_sending(patch: pytest.MonkeyPatch) -> None:
+    """[deliver_before_record] Storage sends messages before their delivery is recorded."""
+
+    async def record(self: DeliveryRecorder, delivery: PendingDelivery) -> RecordedDelivery:
+        in_background(self._batcher.call(delivery))
+        return RecordedDelivery((), self._epoch, self._clock.monotonic_ms())
+
+    patch.setattr(DeliveryRecorder, "record", record)
+
+
+def flip_with_owners(patch: pytest.MonkeyPatch) -> None:
+    """A new subscription becomes active while queues still have owners."""
+
+    async def has_owner(*_: object) -> bool:
+        return False
+
+    patch.setattr(GroupStore, "_has_owner", has_owner)
+
+
+def pause_known_now_and_then(patch: pytest.MonkeyPatch) -> None:
+    """Storage checks for a paused group at every second pull only."""
+    real, looks = GroupGates.check_running, itertools.count()
+
+    def check_running(self: GroupGates, group: str) -> None:
+        if next(looks) % 2:
+            real(self, group)
+
+    patch.setattr(GroupGates, "check_running", check_running)

@@ -1,0 +1,68 @@
+"""The message flow during a container run, as `batonmq_server.demo.traffic` reports it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from asyncio.subprocess import Process
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficCount:
+    """How far it was at a moment of the loop's clock."""
+
+    at_s: float
+    sent: int
+    handled: int
+
+
+@dataclass(slots=True)
+class TrafficReport:
+    """What was said so far."""
+
+    process: Process
+    seconds: list[TrafficCount] = field(default_factory=list)
+    verdict: dict[str, Any] = field(default_factory=dict)
+
+    async def follow(self) -> None:
+        """Listen until it ends; to be run as one task."""
+        assert self.process.stdout is not None
+        loop = asyncio.get_running_loop()
+        async for line in self.process.stdout:
+            result = json.loads(line)
+            if "ok" in result:
+                self.verdict = result
+            else:
+                self.seconds.append(TrafficCount(loop.time(), result["sent"], result["handled"]))
+        await self.process.wait()
+
+    @property
+    def last(self) -> TrafficCount:
+        """The latest."""
+        return self.seconds[-1] if self.seconds else TrafficCount(0, 0, 0)
+
+    async def flows(self, sent_more: int, timeout_s: float) -> None:
+        """Until so many more were sent, and everything sent is handled but for a second's worth.
+
+        Raises:
+            TimeoutError: it does not come to that.
+        """
+        goal = self.last.sent + sent_more
+        async with asyncio.timeout(timeout_s):
+            while self.last.sent < goal or self.last.handled < self.last.sent - sent_more:
+                if self.process.returncode is not None:
+                    raise TimeoutError(f"the flow has ended: {self.process.returncode}")
+                await asyncio.sleep(0.2)
+
+    def stood_s(self, what: str, since_s: float) -> float:
+        """Longest time since then in which `sent` or `handled` did not grow, to a second."""
+        worst, moved_s, before = 0.0, since_s, -1
+        for second in self.seconds:
+            now = getattr(second, what)
+            if second.at_s >= since_s:
+                worst = max(worst, second.at_s - moved_s)
+            if now > before:
+                before, moved_s = now, max(second.at_s, since_s)
+        return round(worst, 1)
