@@ -1,1 +1,1 @@
-"""What is measured, against what, in one run. `make bench` runs it; it is no test."""
+"""Benchmarks: `make bench` runs them and compares the figures with goals."""

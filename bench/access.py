@@ -1,4 +1,4 @@
-"""What it costs to be asked who calls: two secure clusters side by side, one with access on, do the
+"""The cost of authorization: two secure clusters side by side, one with access on, do the
 same work by turns.
 """
 

@@ -1,4 +1,4 @@
-"""Real processes to measure: a local cluster, and beside it the service that does nothing."""
+"""The measured processes: a local cluster, and an echo service as the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _READY_S = 20
 
 @dataclass(frozen=True, slots=True)
 class BenchCluster:
-    """A cluster and its storage node; `echo` is a storage service that does nothing."""
+    """A local cluster with stubs of its services; `echo` is a storage service that does nothing."""
 
     local: LocalCluster
     storage: storage_grpc.StorageServiceAsyncStub
@@ -40,9 +40,9 @@ class BenchCluster:
         return self.local.data_dir / "storage" / "log"
 
     async def own(self, group: str, queue_count: int) -> int:
-        """Own every queue for `group`, from offset 0; the token.
+        """Fence every queue for `group`; return the token.
 
-        The bench is its own lock manager: it comes with a term that no election gives.
+        The bench acts as the lock manager, with a term higher than that of any election.
         """
         await self.offsets.Announce(offsets_pb.AnnounceRequest(term=_TERM), timeout=TIMEOUT_S)
         items = [
@@ -71,10 +71,10 @@ def group_queue(group: str, queue_id: int) -> queue_pb2.GroupQueue:
 async def bench_cluster(
     folder: Path, *, queue_count: int, **settings: Mapping[str, object]
 ) -> AsyncIterator[BenchCluster]:
-    """A bench_cluster with a topic of `queue_count` queues; storage flushes asynchronously.
+    """Start a cluster with a topic of `queue_count` queues; storage flushes asynchronously.
 
     Args:
-        settings: By service, over the defaults.
+        settings: Settings by service that replace the defaults.
     """
     settings = {"storage": {"flush": "async"} | dict(settings.pop("storage", {}))} | settings
     options = ClusterOptions(settings=settings, auto_restart=False, log_level="WARNING")

@@ -1,4 +1,4 @@
-"""What is measured of two clusters side by side, by turns; into memory: a disk would hide it."""
+"""Interleaved measurements of two clusters, in memory: disk times would hide the difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many messages one consumer handles, by what they cost the process that it lives in."""
+"""Throughput of one consumer, and the CPU time of its process per message."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ async def _writev(fd: int, batches: Sequence[bytes], count: int) -> float:
 
 
 def sync(node: StorageNode) -> None:
-    """What the flusher does."""
+    """Sync and confirm as the flusher does."""
     unsynced = node.store.log.unsynced()
     node.sync(unsynced)
     node.store.synced(unsynced.position)

@@ -1,4 +1,4 @@
-"""Messages for later: how late they come, how fast many at once, and what one that waits costs."""
+"""Delayed messages: lateness, throughput of many at once, and the cost of a waiting one."""
 
 from __future__ import annotations
 

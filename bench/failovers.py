@@ -1,4 +1,4 @@
-"""How long a service is away when whoever leads it is killed."""
+"""Unavailability of a service after its leader is killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Work = Callable[[], Awaitable[object]]
 async def failovers(setup: Setup) -> list[Figure]:
     """The leader of each service in turn is killed, and asked for something at that moment.
 
-    Measured until somebody answers. A killed process comes back, and nobody is killed before all
+    Measured until a call succeeds. A killed process comes back, and no process is killed before all
     copies are in sync again.
     """
     options = highly_available(ClusterOptions(auto_restart=False, log_level="WARNING"))
@@ -70,10 +70,10 @@ async def failovers(setup: Setup) -> list[Figure]:
 async def _killed(
     admin: Admin, cluster: LocalCluster, service: str, broker: str, work: Work
 ) -> float:
-    """Seconds from the death of who leads until `work` is done."""
+    """Return the seconds from the kill of the leader until `work` is done."""
     await _until(lambda: _whole(admin, cluster))
     name = await leader_process(admin, cluster, service, broker)
-    assert name is not None, f"nobody leads {service}"
+    assert name is not None, f"{service} has no leader"
     await cluster.kill(name)
     begin = perf_counter()
     await _until(lambda: _done(work))

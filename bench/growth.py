@@ -1,4 +1,4 @@
-"""What an append costs when there are many queues."""
+"""The cost of an append with many queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a storage process with many messages takes in memory."""
+"""Memory of a storage process with many messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ownership costs, and how fast queues change hands."""
+"""The cost of ownership and the speed of hand-overs."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def _send_steadily(nameserver: str) -> None:
 
 
 async def checks(setup: Setup) -> list[Figure]:
-    """Pulls of a hot backlog by a group whose queues are owned, and by one without ownership."""
+    """Measure pulls of a cached backlog by a group with ownership, and by one without."""
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
             bench_cluster(setup.folder, queue_count=CHECKED_QUEUES)
@@ -217,7 +217,7 @@ async def consumption(setup: Setup) -> list[Figure]:
 
 
 async def _gate_seen(cluster: BenchCluster) -> None:
-    """Until storage knows that nobody owns the queues of `free`."""
+    """Wait until storage knows that the queues of `free` have no owner."""
     while True:
         try:
             await _pull(cluster, "free", 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The figures for people: a table on the terminal, tables and plots in docs/."""
+"""Output of the figures: a table on the terminal, tables and plots in docs/."""
 
 from __future__ import annotations
 

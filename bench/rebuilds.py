@@ -1,4 +1,4 @@
-"""How long a data directory takes to open: after a clean stop, a crash, and without indexes."""
+"""Time to open a data directory: after a clean stop, after a crash, and without indexes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What copies cost: writing with one, two and three of them, and catching up beside a writer."""
+"""The cost of replication: appends with one to three copies, and catching up under load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SYNC_S = 120
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """A cluster whose broker has so many copies, and its leader."""
+    """A cluster with a replicated broker, and clients for its leader."""
 
     cluster: LocalCluster
     admin: Admin

@@ -1,4 +1,4 @@
-"""What every bench gets, and the messages they all use."""
+"""The setup and the messages of all benches."""
 
 from __future__ import annotations
 

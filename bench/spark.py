@@ -138,7 +138,7 @@ def _to_delta(reader: DataFrameReader, table: Path) -> None:
 
 
 def _to_nothing(reader: DataFrameReader, table: Path) -> None:
-    """As whoever queries the topic does: Spark is given a row for each event."""
+    """Read the topic as a query does: Spark gets a row for each event."""
     reader.option("view", "metrics").load().write.format("noop").mode("append").save()
 
 

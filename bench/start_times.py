@@ -1,4 +1,4 @@
-"""How long a storage process with a long log takes to serve again."""
+"""Start time of a storage process with a long log."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _EVERY_OTHER = ("a", "b")
 
 
 async def streams(setup: Setup) -> list[Figure]:
-    """Small appends, small pulls whose acks ride along, and the same with a filter."""
+    """Measure small appends, small pulls with acks, and the same pulls with a filter."""
     requests = setup.sized(1_600, 80)
     async with AsyncExitStack() as stack:
         clusters = {

@@ -12,7 +12,7 @@ packages=python3,python3-venv,libstdc++6,ca-certificates
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 debootstrap --variant=minbase --include="$packages" "$suite" "$root" "$mirror"
-# What only the building of packages needs, and what nobody reads in a container.
+# Remove build-time packages, and files that a container does not need.
 rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/usr/share/doc/* \
   "$root"/usr/share/man/* "$root"/usr/share/locale/* "$root"/var/log/*
 tar -C "$root" --numeric-owner -c . | docker import --change 'ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin' \

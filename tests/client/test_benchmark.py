@@ -57,7 +57,7 @@ def test_rate_of_no_messages_is_zero(seconds: float) -> None:
 
 
 class _Interrupted(Admin):
-    """Somebody presses Ctrl-C when the topic is there and the answer is still on its way."""
+    """Ctrl-C is pressed when the topic exists and the response is still in flight."""
 
     async def create_topic(self, name: str, queue_count: int = 0) -> CreatedTopic:
         await super().create_topic(name, queue_count)

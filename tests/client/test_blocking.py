@@ -22,7 +22,7 @@ from batonmq.errors import BadExpression, TopicNotFound, Unreachable
 from tests.client.group import QUICK, Scene, scene
 
 pytestmark = pytest.mark.e2e
-NOBODY = "127.0.0.1:1"
+NO_SERVER = "127.0.0.1:1"
 
 
 @pytest.fixture
@@ -189,8 +189,8 @@ def test_refused_consumer_leaves_no_thread(nameserver: str) -> None:
 
 def test_consumer_that_is_never_opened_leaves_no_thread() -> None:
     with pytest.raises(BadExpression):
-        BlockingConsumer(NOBODY, "g", {"t": "a || "})
-    BlockingConsumer(NOBODY, "g", {"t": "a"})
+        BlockingConsumer(NO_SERVER, "g", {"t": "a || "})
+    BlockingConsumer(NO_SERVER, "g", {"t": "a"})
 
 
 def test_closed_producer_refuses_messages(at: Scene) -> None:

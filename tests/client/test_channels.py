@@ -1,7 +1,7 @@
 """Channels to services that are far away, or busy.
 
-Goal: a connection that takes long to be made is waited for, and made.
-Method: a real server behind a door that keeps whoever knocks waiting.
+Goal: a connection that takes long to open is waited for, and opened.
+Method: a real server behind a proxy that delays each connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAIT_S = 1.4
 
 @asynccontextmanager
 async def far(port: int) -> AsyncIterator[str]:
-    """The address of a door to `port` behind which everybody waits before a word is passed on."""
+    """The address of a proxy to `port` that delays each connection before it forwards data."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there = await asyncio.open_connection("127.0.0.1", port)

@@ -1,7 +1,7 @@
-"""Goal: whoever names several nameservers is answered as long as one of them is there; who is away
-is looked for.
+"""Goal: a client with several nameservers works as long as one of them runs, and reconnects to the
+others.
 
-Method: directories made by hand, at addresses where nobody is, and at real servers.
+Method: directories made by hand, at addresses without a server and at real servers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import InvalidArgument, TopicNotFound, Unreachable
 from tests.support.grpc_server import serving_at
 
-NOBODY = "127.0.0.1:1,127.0.0.1:2"
+NO_SERVER = "127.0.0.1:1,127.0.0.1:2"
 
 
 @asynccontextmanager
@@ -61,20 +61,20 @@ def test_list_without_an_address_is_refused(nameserver: str) -> None:
 @pytest.mark.e2e
 async def test_question_goes_to_the_next_nameserver_until_one_answers(nameserver: str) -> None:
     topic = f"t-{secrets.token_hex(4)}"
-    async with Admin(nameserver) as admin, directory(f"{NOBODY},{nameserver}") as made:
+    async with Admin(nameserver) as admin, directory(f"{NO_SERVER},{nameserver}") as made:
         await admin.create_topic(topic, 1)
         assert (await query_route(made, topic)).topic.name == topic
         assert made.nameserver_address == nameserver, "and it is asked from now on"
         with pytest.raises(TopicNotFound):
             await query_route(made, "nothing")
-        assert made.nameserver_address == nameserver, "what it refuses nobody else grants"
-    async with directory(f"{NOBODY},{nameserver}") as made:
+        assert made.nameserver_address == nameserver, "a rejected call is not retried elsewhere"
+    async with directory(f"{NO_SERVER},{nameserver}") as made:
         assert await made.refresh()
 
 
 async def test_every_nameserver_is_asked_once_if_none_answers() -> None:
     asked: list[str] = []
-    async with directory(NOBODY) as made:
+    async with directory(NO_SERVER) as made:
 
         async def ask(stub: object) -> pb.QueryRouteResponse:
             asked.append(made.nameserver_address)
@@ -84,7 +84,7 @@ async def test_every_nameserver_is_asked_once_if_none_answers() -> None:
 
         with pytest.raises(Unreachable):
             await made.ask_nameserver(ask)
-    assert asked == NOBODY.split(",")
+    assert asked == NO_SERVER.split(",")
 
 
 async def test_while_somebody_is_away_the_ways_to_all_are_tried() -> None:

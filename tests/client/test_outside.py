@@ -1,7 +1,7 @@
 """Clients outside the network of the services.
 
-Goal: who asks a nameserver at its outside address is given the outside addresses of all nodes that
-have one; who asks it at another address is not.
+Goal: a client that calls a nameserver at its outside address gets the outside addresses of all
+nodes that have one; a client that uses another address does not.
 Method: a nameserver that is reached under two names and lists itself, a node with an outside
 address, and one without.
 """
@@ -56,7 +56,7 @@ class Twin(pb_grpc.NameserverServiceServicer):
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    """Of a nameserver whose outside address has 127.0.0.1 as host."""
+    """Return the settings of a nameserver with an outside address on 127.0.0.1."""
     server, twin = grpc.aio.server(), Twin()  # type: ignore[abstract]
     pb_grpc.add_NameserverServiceServicer_to_server(twin, server)
     bound = server.add_insecure_port("127.0.0.1:0")

@@ -1,8 +1,7 @@
 """The producer.
 
-Goal: many sends travel in few batches; a repeated batch is the same batch; an error reaches those
-whose messages it is about and nobody else; nothing handed over is lost by flushing or closing, and
-nothing waits for ever.
+Goal: many sends share few batches; a retried batch is the same batch; an error reaches only the
+senders of its messages; flushing or closing loses no submitted message, and nothing waits for ever.
 Method: a nameserver and a storage node of lists that fail when told to (`tests.client.twins`),
 behind real servers; requests are held at a gate where something has to happen meanwhile.
 """
@@ -183,7 +182,7 @@ async def test_ordering_key_keeps_its_queue_and_its_order_through_failures() -> 
 
 @pytest.mark.parametrize("in_flight_bytes_max", [2_000, 1_000_000])
 async def test_messages_of_a_key_sent_at_once_keep_their_order(in_flight_bytes_max: int) -> None:
-    """From a topic nobody has asked for yet on; small ones do not overtake large ones."""
+    """Also if the topic is not open yet; small messages do not overtake large ones."""
     settings = ProducerSettings(in_flight_bytes_max=in_flight_bytes_max)
     async with twins(orders=4) as at, Producer(at.address, settings) as producer:
         async with asyncio.TaskGroup() as tasks:
@@ -526,7 +525,7 @@ async def test_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
     async with twins(orders=2) as at, Producer(at.address) as producer:
 
         async def die(_: Sequence[bytes]) -> None:
-            """Whoever tries again finds the queue gone."""
+            """Make the next attempt find the queue deleted."""
             at.storage.refusal = lambda _: QueueNotFound("gone")
             at.storage.before = failing(QueueNotFound("gone"), times=99)
             at.nameserver.set_topic("orders", 1)

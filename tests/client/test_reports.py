@@ -1,4 +1,4 @@
-"""Goal: reports say what the services know, by name, and None for what nobody knows.
+"""Goal: reports have the values of the services by name, and None for unknown values.
 
 Method: messages of the contracts made by hand, and the values made from them.
 """

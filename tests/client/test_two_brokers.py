@@ -202,7 +202,7 @@ async def test_if_all_are_in_trouble_messages_are_repeated_till_one_takes_them()
 
 
 async def test_messages_that_wait_are_a_probe_too() -> None:
-    """Nobody sends anything new, and only the broker that they do not wait for comes back."""
+    """No further message is sent, and only the other broker comes back."""
     clock = StillClock()
     outside = ClientEnvironment(clock=clock)
     async with (

@@ -27,7 +27,7 @@ from tests.support.grpc_server import serving_at
 
 BROKER, OTHER_BROKER = "broker-a", "broker-b"
 NOWHERE = "127.0.0.1:1"
-"""Nobody serves there."""
+"""An address without a server."""
 Context = grpc.aio.ServicerContext[Any, Any]
 Hook = Callable[[Sequence[bytes]], Awaitable[None]]
 

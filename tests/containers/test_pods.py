@@ -166,7 +166,7 @@ def test_page_reports_admitted_callers_and_the_certificate_renewal_time() -> Non
     text = page(REPORT)
     assert "| has none | `a \\| b` | REASON: why |" in text
     assert "| is bold | `c` | **LET IN** |" in text
-    assert "After 1.3 s all 7 pods showed their new one" in text
+    assert "After 1.3 s all 7 pods presented their new one" in text
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 

@@ -255,7 +255,7 @@ async def test_filtered_messages_and_an_owner_that_does_not_release_are_reported
         await cluster.heartbeat("c2", {TOPIC: "JFK"})
         found = await cluster.until("HELD")
         assert (found.evidence["owner"], found.client_id) == ("c1", "c1")
-        assert "dealt to c2" in found.message
+        assert "assigned to c2" in found.message
         assert 0 < int(found.evidence["held_ms"]) < 60_000
         found = await cluster.until("OWNER_SILENT")
         assert found.evidence["owner"] == "c1"

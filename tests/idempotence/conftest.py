@@ -47,7 +47,7 @@ def sqlite_url(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def namespaces() -> Callable[[], str]:
-    """Names that nobody has used."""
+    """Names that were not used before."""
     numbers = count()
     return lambda: f"group-{next(numbers)}"
 

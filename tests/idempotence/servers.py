@@ -26,7 +26,7 @@ def redis_binary() -> str | None:
 
 
 def postgres_user() -> str | None:
-    """Who may run `postgres`, which refuses root; None if nobody can."""
+    """Return a user that can run `postgres`, which refuses root; None if there is none."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid()).pw_name
     return next((user.pw_name for user in pwd.getpwall() if user.pw_name == "postgres"), None)

@@ -167,10 +167,10 @@ def test_a_cancelled_handler_releases_its_claim() -> None:
 
 
 class Frozen:
-    """A store whose answers one delivery gets late: a process that stood still meanwhile.
+    """A store that answers one delivery late, as to a process that was suspended.
 
     Attributes:
-        thawed: Until it is set, nobody's message is marked as done.
+        thawed: Until it is set, no message is marked as done.
     """
 
     def __init__(self, store: Store) -> None:

@@ -1,5 +1,5 @@
-"""Goal: batches are sent in order, again under their number, and when nobody takes them events are
-dropped and counted while whoever publishes does not wait.
+"""Goal: batches are sent in order, and retried with the same number; if they can't be stored,
+events are dropped and counted, and publishing an event never waits.
 
 Method: the publisher with a sender that is told to fail.
 """

@@ -1,12 +1,12 @@
-"""`python -m tools.containers`: the pods of overlays/kind-secure as containers, under fire.
+"""`python -m tools.containers`: the pods of overlays/kind-secure as containers, with faults.
 
 Needs a Docker daemon, kubectl for the manifests, openssl, and the images (`make images
 WITH_ETCD=1`); says so and ends with status 0 where one is missing. On a private network, with TLS
-everywhere and access on, the demo plays first. Then, while messages flow, every service is killed,
-paused for 40 s and cut off for 40 s, in turn; in the midst of it all certificates are replaced, and
-strangers try. Everything confirmed has to be handled, in order, and nothing twice that does not say
-so. At last the demo plays in overlays/kind, without TLS. The result goes to build/containers.json,
-and with `--page` to docs/reference/containers.md.
+everywhere and access on, the demo runs first. Then, under load, every service is killed, paused
+for 40 s and disconnected for 40 s, in turn; all certificates are replaced, and callers without
+permission must be rejected. Every acknowledged message must be handled, in order, and repeated only
+with the redelivered flag. At the end the demo runs in overlays/kind, without TLS. The result goes
+to build/containers.json, and with `--page` to docs/reference/containers.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RATE = 200
 
 
 async def _lacking(tag: str) -> str:
-    """What is missing for a run; empty if nothing is."""
+    """Return what is missing for a run; empty if nothing is."""
     for program, purpose in (("kubectl", "render the manifests"), ("openssl", "make certificates")):
         if shutil.which(program) is None:
             return f"there is no {program} to {purpose}"
@@ -102,7 +102,7 @@ async def _play(options: argparse.Namespace, secrets: Secrets) -> dict[str, Any]
         report["grants"] = await cluster.baton("access", "list")
         report["demo"] = await cluster.play("demo")
         print(json.dumps(report["demo"]), flush=True)
-        report |= await _under_fire(cluster, options.services, secrets)
+        report |= await _with_faults(cluster, options.services, secrets)
     async with network(options.network, options.tag, secrets.mounted) as net:
         cluster = _scene(net, "kind", "jobs")
         report["insecure"] = {"start_s": await cluster.start(), "demo": await cluster.play("demo")}
@@ -110,10 +110,10 @@ async def _play(options: argparse.Namespace, secrets: Secrets) -> dict[str, Any]
     return report
 
 
-async def _under_fire(
+async def _with_faults(
     cluster: ContainerCluster, services: list[str], secrets: Secrets
 ) -> dict[str, Any]:
-    """Let messages flow, and strike; what came of it."""
+    """Send traffic and inject faults; return the results."""
     report: dict[str, Any] = {"faults": []}
     pod = cluster.jobs["traffic"]
     words = ("--rate", str(RATE), "--repeats")
@@ -141,10 +141,10 @@ async def _under_fire(
 async def _renew(
     cluster: ContainerCluster, traffic: TrafficReport, secrets: Secrets
 ) -> dict[str, Any]:
-    """Replace every certificate and key; how long until all pods show theirs.
+    """Replace every certificate and key; return the time until all pods use the new ones.
 
     Raises:
-        TimeoutError: one does not.
+        TimeoutError: A pod does not.
     """
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(secrets.make)
@@ -169,7 +169,7 @@ async def _renew(
 
 
 def _address(pod: Pod) -> tuple[str, str]:
-    """Where others call a pod, and as whom one may."""
+    """Return the address of a pod and the Secret of a permitted client."""
     if pod.service == "etcd":
         return f"{pod.names[0]}:2379", f"{SECRETS_FOLDER}/etcd-client"
     return pod.env[f"BATON_{pod.service.upper()}_ADVERTISE_ADDRESS"], f"{SECRETS_FOLDER}/tls"
@@ -180,9 +180,9 @@ def _digest(path: Path) -> str:
 
 
 def main() -> int:
-    """Read the command line, run, report; the exit status."""
+    """Read the command line, run and report; return the exit status."""
     parser = argparse.ArgumentParser(prog="tools.containers", description=__doc__)
-    parser.add_argument("--tag", default="0.1.0", help="of the images")
+    parser.add_argument("--tag", default="0.1.0", help="tag of the images")
     parser.add_argument("--network", default="baton-e2e", help="name of the network that is made")
     parser.add_argument("--services", nargs="+", default=SERVICES, choices=SERVICES)
     parser.add_argument("--page", action="store_true", help="write docs/reference/containers.md")

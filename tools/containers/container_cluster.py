@@ -1,4 +1,4 @@
-"""A cluster of containers: what can be asked of it, and what can be done to it."""
+"""A cluster of containers: commands, probes, jobs and faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with socket.create_connection((host, int(port)), timeout=10) as raw:
     with context.wrap_socket(raw, server_hostname=host) as tls:
         print(hashlib.sha256(tls.getpeercert(binary_form=True)).hexdigest())
         tls.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
-        assert tls.recv(1), "it hung up"
+        assert tls.recv(1), "the server closed the connection"
 """
 
 
@@ -45,7 +45,7 @@ class ContainerCluster:
 
     Args:
         members: Its pods.
-        jobs: Pods of clients, by name; `asks` is one of somebody who may ask everything.
+        jobs: Pods of clients, by name; `asks` is the pod of the operator.
     """
 
     def __init__(self, net: Network, members: list[Pod], jobs: dict[str, Pod], asks: Pod) -> None:
@@ -54,7 +54,7 @@ class ContainerCluster:
         self._asks = replace(asks, name="prober", env=env, command=("sleep", "infinity"))
 
     async def start(self) -> float:
-        """Start all at once; how long it takes until all are ready."""
+        """Start all pods at once; return the seconds until all are ready."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         async with asyncio.TaskGroup() as tasks:
@@ -65,25 +65,25 @@ class ContainerCluster:
         return round(loop.time() - began_s, 1)
 
     async def ask(self, *words: str, env: Mapping[str, str] | None = None) -> DockerResult:
-        """Run a command beside the cluster, with some other variables than the operator's."""
+        """Run a command in a new container of the operator, with additional variables."""
         more = [word for key, value in (env or {}).items() for word in ("--env", f"{key}={value}")]
         return await run("exec", *more, self.net.container("prober"), *words)
 
     async def baton(self, *words: str) -> str:
-        """What the command prints, for the operator."""
+        """Run a baton command as the operator; return its output."""
         result = await self.ask("baton", *words)
         if result.status:
             raise DockerFailed(f"baton {' '.join(words)}: {result.error}")
         return result.out
 
     async def health(self, pod: Pod, kind: str) -> str:
-        """What a probe of the manifest says now."""
+        """Run a probe of the manifest once."""
         port, service = pod.probes[kind]
         result = await self.ask("python", "-c", _PROBE, f"{pod.names[0]}:{port}", service)
         return result.out
 
     async def answers(self, pod: Pod, kind: str, timeout_s: float) -> None:
-        """Until a probe succeeds; at once for a pod without one.
+        """Wait until a probe succeeds; return at once for a pod without this probe.
 
         Raises:
             TimeoutError: it does not.
@@ -97,17 +97,17 @@ class ContainerCluster:
         await until(serves, timeout_s)
 
     async def shake_hands(self, address: str, secret: str, trusting: str = "") -> DockerResult:
-        """Connect over TLS; it prints the digest of the certificate that is shown.
+        """Connect over TLS; the output is the digest of the server certificate.
 
         Args:
-            papers: Folder with `tls.crt` and `tls.key`, which are shown.
+            secret: Folder with `tls.crt` and `tls.key` of the client.
             trusting: Folder with `ca.crt`; the same by default.
         """
         files = [f"{trusting or secret}/ca.crt", f"{secret}/tls.crt", f"{secret}/tls.key"]
         return await self.ask("python", "-c", _SHAKE_HANDS, *address.rsplit(":", 1), *files)
 
     async def play(self, job: str) -> dict[str, Any]:
-        """Run a job to its end; the numbers it prints, and whether it went well."""
+        """Run a job to its end; return its counts and whether it succeeded."""
         pod = self.jobs[job]
         command = ("baton", "--format", "json", *pod.command[1:])
         process = await self.net.attached(replace(pod, command=command))
@@ -126,19 +126,19 @@ class ContainerCluster:
             raise DockerFailed(f"job {job}: {out.decode()}")
 
     async def kill(self, pod: Pod) -> None:
-        """As `kill -9`; and somebody starts it again."""
+        """Kill a container as `kill -9` does, and start it again."""
         await docker("kill", self.net.container(pod.name))
         await asyncio.sleep(RESTART_S)
         await docker("start", self.net.container(pod.name))
 
     async def pause(self, pod: Pod) -> None:
-        """Let it stand still."""
+        """Pause a container."""
         await docker("pause", self.net.container(pod.name))
         await asyncio.sleep(PAUSE_S)
         await docker("unpause", self.net.container(pod.name))
 
     async def cut(self, pod: Pod) -> None:
-        """Let it run, alone."""
+        """Disconnect a running container from the network."""
         await self.net.cut(pod.name)
         await asyncio.sleep(PAUSE_S)
         await self.net.mend(pod.name)

@@ -1,4 +1,4 @@
-"""Docker, as far as it is needed: its command line."""
+"""Runs docker commands; makes a private network with containers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tools.containers.pods import Pod
 
 
 class DockerFailed(Exception):
-    """A command has failed."""
+    """A docker command has failed."""
 
 
 class DockerResult(NamedTuple):
-    """How a command has ended, and what it has printed."""
+    """The exit status and the output of a command."""
 
     status: int
     out: str
@@ -26,7 +26,7 @@ class DockerResult(NamedTuple):
 
 
 async def run(*words: str) -> DockerResult:
-    """Run `docker ...` to its end, whatever that is."""
+    """Run `docker ...`; return its result, also after a failure."""
     process = await asyncio.create_subprocess_exec(
         "docker", *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
     )
@@ -36,10 +36,10 @@ async def run(*words: str) -> DockerResult:
 
 
 async def docker(*words: str) -> str:
-    """Run `docker ...`; what it prints.
+    """Run `docker ...`; return its output.
 
     Raises:
-        DockerFailed: it says no.
+        DockerFailed: The exit status is not 0.
     """
     result = await run(*words)
     if result.status:
@@ -48,7 +48,7 @@ async def docker(*words: str) -> str:
 
 
 async def missing() -> str:
-    """Why there is no Docker to work with; empty if there is."""
+    """Return why Docker is not usable; empty if it is."""
     if shutil.which("docker") is None:
         return "there is no docker command"
     try:
@@ -59,12 +59,12 @@ async def missing() -> str:
 
 
 class Network:
-    """A private network and the containers on it, which are called as their pods.
+    """A private network and its containers, which have the names of their pods.
 
     Args:
-        name: Of the network; what is made begins with it.
-        tag: Of the images.
-        secrets: Has a folder for each Secret.
+        name: Name of the network, and prefix of all containers and volumes.
+        tag: Tag of the images.
+        secrets: Folder with a folder for each Secret.
     """
 
     def __init__(self, name: str, tag: str, secrets: Path) -> None:
@@ -72,16 +72,16 @@ class Network:
         self._pods: dict[str, Pod] = {}
 
     def container(self, pod: str) -> str:
-        """Name of a pod's container."""
+        """Return the name of a pod's container."""
         return f"{self.name}-{pod}"
 
     async def run(self, pod: Pod) -> None:
-        """Start a container as the manifest wants it: restricted, without a root to write to."""
+        """Start a container with the restrictions of the manifest and a read-only root."""
         self._pods[pod.name] = pod
         await docker("run", "--detach", *self._words(pod))
 
     async def attached(self, pod: Pod) -> Process:
-        """Start one that nobody calls and that ends by itself; its output is the process's."""
+        """Start a container of a client; return the process with its output."""
         words = ("run", "--rm", *self._words(pod))
         return await asyncio.create_subprocess_exec("docker", *words, stdin=DEVNULL, stdout=PIPE)
 
@@ -103,23 +103,23 @@ class Network:
         return [*words, self._image(pod.image), *pod.command]
 
     async def cut(self, pod: str) -> None:
-        """Take a container off the network."""
+        """Disconnect a container from the network."""
         await docker("network", "disconnect", self.name, self.container(pod))
 
     async def mend(self, pod: str) -> None:
-        """Put it on again, under its names; its address may be another one."""
+        """Reconnect a container with its names; its address may change."""
         names = [word for name in self._pods[pod].names for word in ("--alias", name)]
         await docker("network", "connect", *names, self.name, self.container(pod))
 
     def _image(self, image: str) -> str:
-        """The local one of a manifest's image."""
+        """Return the local image for an image of a manifest."""
         name = image.rpartition("/")[2].partition(":")[0]
         return f"batonmq/{name}:{self._tag}"
 
 
 @asynccontextmanager
 async def network(name: str, tag: str, secrets: Path) -> AsyncIterator[Network]:
-    """A network that nobody outside is on; it is gone afterwards, with all that was made on it."""
+    """Make an internal network; remove it with all its containers and volumes at the end."""
     await docker("network", "create", "--internal", name)
     try:
         yield Network(name, tag, secrets)

@@ -20,8 +20,8 @@ _STRIKES = """
 
 A producer sends 200 messages a second, and three members handle them. Meanwhile one pod after the
 other is killed and restarted a second later, paused for 40 s, and disconnected from the network for
-40 s. It may have another address afterwards. *Ready* and *flows* are times from the end of the fault
-until the readiness probe succeeds, and until all waiting messages are handled. *Stood* is the
+40 s. It may have another address afterwards. *Ready* and *flows* are times from the end of the
+fault until the readiness probe succeeds, and until all waiting messages are handled. *Stood* is the
 longest time without a confirmed, or without a handled, message, from the begin of the fault; it is
 measured once a second.
 
@@ -80,7 +80,8 @@ def page(report: Mapping[str, Any]) -> str:
     )
     text += _table(counts, [[f"{traffic[key]:,}" for key in counts]])
     text += (
-        "\n`sent` were confirmed; `unsure` were not confirmed and may be stored. `duplicated` counts\n"
+        "\n`sent` were confirmed; `unsure` were not confirmed and may be stored. `duplicated` "
+        "counts\n"
         "handlings beyond the first, `unflagged` those of them not marked as redelivered.\n"
         f"Verdict: **{_verdict(traffic['ok'])}**.\n"
     )
@@ -94,7 +95,8 @@ def _demo(demo: Mapping[str, Any]) -> str:
 
 def _renewal(found: Mapping[str, Any]) -> str:
     return (
-        f"After {found['shown_after_s']} s all {found['pods']} pods presented their new one to new\n"
+        f"After {found['shown_after_s']} s all {found['pods']} pods presented their new one to "
+        "new\n"
         f"connections. Sending stood for at most {found['sent_stood_s']} s, handling for "
         f"{found['handled_stood_s']} s.\n"
     )

@@ -1,4 +1,4 @@
-"""What the manifests of deploy/k8s say a pod is, so that containers can be made without Kubernetes.
+"""Reads the pods of the manifests in deploy/k8s, to run them without Kubernetes.
 
 Rendered with `kubectl kustomize`; every pod of every StatefulSet and Job, with its environment
 resolved as the kubelet would, its names, its volumes, and the restrictions it runs under.
@@ -25,12 +25,12 @@ class Pod:
     """One pod with its only container.
 
     Attributes:
-        service: Of the manifest, such as "storage".
-        names: Under which others reach it, beside its own.
+        service: Component of the manifest, such as "storage".
+        names: Additional host names of the pod.
         probes: startup, readiness, liveness: port and service name of the gRPC probe.
         volumes: Paths that outlive the container.
-        secrets: Paths with the Secrets that are there.
-        scratch: Paths of the others.
+        secrets: Secrets by mount path.
+        scratch: Paths of temporary volumes.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Pod:
 
 
 def render(folder: Path) -> list[Resource]:
-    """The resources of a kustomization.
+    """Return the resources of a kustomization.
 
     Raises:
         FileNotFoundError: there is no kubectl.
@@ -62,7 +62,7 @@ def render(folder: Path) -> list[Resource]:
 
 
 def pods(resources: Iterable[Resource]) -> list[Pod]:
-    """All pods of the StatefulSets."""
+    """Return all pods of the StatefulSets."""
     found = list(resources)
     services = [r for r in found if r["kind"] == "Service"]
     return [
@@ -74,7 +74,7 @@ def pods(resources: Iterable[Resource]) -> list[Pod]:
 
 
 def jobs(resources: Iterable[Resource]) -> dict[str, Pod]:
-    """The pod of each Job, by the Job's name; nobody calls it."""
+    """Return the pod of each Job by the Job's name; it has no service."""
     found = list(resources)
     return {
         one["metadata"]["name"]: _pod(one, None, _configs(found), ())

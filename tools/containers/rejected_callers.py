@@ -1,4 +1,4 @@
-"""Those who are not let in: what they show, what they ask, and what they are told."""
+"""Callers that must be rejected: their credentials, commands and expected errors."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from tools.containers.container_cluster import ContainerCluster
 from tools.containers.secrets import FOREIGN_SECRET
 
 SECRETS_FOLDER = "/etc/baton"
-"""Where the asking container has Secrets besides its own, by their names."""
+"""Mount folder of the additional Secrets in the container of the operator."""
 
 
 def credentials_of(secret: str) -> dict[str, str]:
-    """Variables of who has this Secret."""
+    """Return the variables of a caller with this Secret."""
     folder = f"{SECRETS_FOLDER}/{secret}"
     return {"BATON_CERT_FILE": f"{folder}/tls.crt", "BATON_KEY_FILE": f"{folder}/tls.key"}
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedCaller:
-    """Somebody who is refused.
+    """A caller that must be rejected.
 
     Attributes:
-        told: Stands in what he is told.
+        error: Part of the expected error.
     """
 
     who: str
     command: str
-    told: str
+    error: str
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -63,12 +63,12 @@ REJECTED_CALLERS = (
 
 
 async def refuse(cluster: ContainerCluster) -> list[dict[str, object]]:
-    """Let all of them try; what each was told, and whether that is as it has to be."""
+    """Run all commands; return the error of each and whether it was rejected as expected."""
     found: list[dict[str, object]] = []
     for one in REJECTED_CALLERS:
         result = await cluster.ask("sh", "-c", one.command, env=one.env)
         told = next(iter(result.error.splitlines()), "").removeprefix("error: ")
-        refused = result.status == 1 and one.told in told
+        refused = result.status == 1 and one.error in told
         found.append({"who": one.who, "command": one.command, "told": told, "refused": refused})
     result = await cluster.shake_hands(
         "etcd-0.etcd:2379", f"{SECRETS_FOLDER}/tls-demo", trusting=f"{SECRETS_FOLDER}/etcd-client"

@@ -15,18 +15,18 @@ from tools.containers.pods import REPO
 
 CLIENTS = ("operator", "demo", "nobody")
 FOREIGN_SECRET = "tls-stranger"
-"""Certified by an authority that nobody trusts, and trusting that of the cluster."""
+"""Secret with a certificate of an untrusted authority and the CA of the cluster."""
 _SCRIPT = REPO / "deploy" / "k8s" / "scripts" / "make-ca.sh"
 
 
 class Secrets:
-    """All Secrets of one cluster.
+    """All Secrets of one cluster, as folders.
 
     Args:
-        folder: Empty, and nobody else's.
+        folder: An empty folder for these Secrets only.
 
     Attributes:
-        mounted: Has a folder for each Secret.
+        mounted: Folder with a folder for each Secret.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +35,7 @@ class Secrets:
         self._versions = itertools.count(1)
 
     def make(self) -> None:
-        """Certify everybody; whoever was is certified anew, with another key."""
+        """Issue all certificates; existing ones are replaced with new keys."""
         _make(self._made, *CLIENTS)
         _make(self._others, "stranger")
         trusted = self._made / "ca.crt"

@@ -1,4 +1,4 @@
-"""The message flow during a container run, as `batonmq_server.demo.traffic` reports it."""
+"""The progress of the traffic during a container run, from `batonmq_server.demo.traffic`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TrafficCount:
-    """How far it was at a moment of the loop's clock."""
+    """Sent and handled messages at a time of the loop's clock."""
 
     at_s: float
     sent: int
@@ -20,14 +20,14 @@ class TrafficCount:
 
 @dataclass(slots=True)
 class TrafficReport:
-    """What was said so far."""
+    """The counts so far, and the verdict at the end."""
 
     process: Process
     seconds: list[TrafficCount] = field(default_factory=list)
     verdict: dict[str, Any] = field(default_factory=dict)
 
     async def follow(self) -> None:
-        """Listen until it ends; to be run as one task."""
+        """Read the output of the process until it ends."""
         assert self.process.stdout is not None
         loop = asyncio.get_running_loop()
         async for line in self.process.stdout:
@@ -40,7 +40,7 @@ class TrafficReport:
 
     @property
     def last(self) -> TrafficCount:
-        """The latest."""
+        """The latest counts."""
         return self.seconds[-1] if self.seconds else TrafficCount(0, 0, 0)
 
     async def flows(self, sent_more: int, timeout_s: float) -> None:
@@ -53,7 +53,9 @@ class TrafficReport:
         async with asyncio.timeout(timeout_s):
             while self.last.sent < goal or self.last.handled < self.last.sent - sent_more:
                 if self.process.returncode is not None:
-                    raise TimeoutError(f"the flow has ended: {self.process.returncode}")
+                    raise TimeoutError(
+                        f"the traffic process has ended with status {self.process.returncode}"
+                    )
                 await asyncio.sleep(0.2)
 
     def stood_s(self, what: str, since_s: float) -> float:

@@ -22,14 +22,14 @@ fail() {
 umask 077
 mkdir -p "$folder"
 mine=$(find "$folder" -path "$folder/tls-*/tls.crt" | sed 's|.*/tls-\(.*\)/tls.crt$|\1|')
-clients=$(printf '%s\n' "$mine" | grep -vxE "${services// /|}" || true) # who has a certificate gets the next one, too
+clients=$(printf '%s\n' "$mine" | grep -vxE "${services// /|}" || true) # clients with a certificate get a new one, too
 for client in $clients "$@"; do
   [[ $client =~ ^$label(\.$label)*$ && ${#client} -le 64 ]] ||
     fail "$client: identities here are of a-z, 0-9, - and ., as names of Secrets are, and of 64 characters at most"
   [[ " $services " != *" $client "* ]] || fail "$client: tls-$client is that of the service"
 done
 
-new=$(mktemp -d "$folder/.new.XXXXXX") # what is half done is here, and nobody takes it for whole
+new=$(mktemp -d "$folder/.new.XXXXXX") # holds incomplete files until all are written
 trap 'rm -rf "$new"' EXIT
 an_hour_ago=$(($(date +%s) - 3600)) # clocks differ
 begin=$(date -u -d "@$an_hour_ago" +%Y%m%d%H%M%SZ 2>/dev/null || date -u -r "$an_hour_ago" +%Y%m%d%H%M%SZ)

@@ -52,7 +52,7 @@ stood() { # The longest time since then in which nothing was handled, in seconds
 
 kube delete job demo traffic grants --ignore-not-found --timeout 240s
 if [[ $overlay == *-secure ]]; then
-  # The key of who may do everything is in the cluster as long as what needs it.
+  # The key of the operator is in the cluster only while a job needs it.
   trap 'kube delete secret tls-operator --ignore-not-found' EXIT
   NAMESPACE=baton deploy/k8s/scripts/apply-secrets.sh "$context" build/tls tls-operator
   start grants
