@@ -38,6 +38,7 @@ from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.service_runtime import Runtime
+from tests.support.clock import MovableClock
 from tests.support.conditions import until
 
 if TYPE_CHECKING:
@@ -56,16 +57,6 @@ OPEN: dict[str, Any] = {
 """A gate under which every request is admitted."""
 Proceed = Callable[[], Awaitable[Any]]
 Rule = Callable[[Any, Proceed], Awaitable[Any]]
-
-
-class MovableClock(Clock):
-    """The real clock, `ahead_ms` ahead."""
-
-    def __init__(self) -> None:
-        self.ahead_ms = 0
-
-    def monotonic_ms(self) -> int:
-        return super().monotonic_ms() + self.ahead_ms
 
 
 class Session(EtcdSession):
@@ -466,11 +457,8 @@ async def waits(node: Node, client_id: str) -> bool:
 
 
 @asynccontextmanager
-async def scene(endpoint: str, folder: Path) -> AsyncIterator[Scene]:
-    """Yield an empty cluster with offsets running, without a lock manager.
-
-    Use it in the body of a test, not in a fixture: it belongs to the task that enters it.
-    """
+async def open_scene(endpoint: str, folder: Path) -> AsyncIterator[Scene]:
+    """Yield an empty cluster with offsets running, without a lock manager."""
     cluster = f"test-{Random().getrandbits(64):x}"
     clock, rules = MovableClock(), Rules()
     values: dict[str, Any] = {"cluster": cluster, "etcd": endpoint}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,7 +21,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq.errors import BatonError, Fenced, SubscriptionDraining, Unacked, Unreachable
-from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue, scene
+from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue
 from tests.support.conditions import until
 
 LEASE_MS = 30_000
@@ -91,151 +90,137 @@ def flagged(grant: pb.Grant) -> Sequence[tuple[int, int]]:
 # The lock manager dies
 
 
-async def test_between_acquire_sent_and_fence_sent_nothing_has_changed(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a = await s.leader(**SHORT), Member("a")
-        generation = await s.set_group(a)
-        stopped = Between(s, "Query", after=False)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(outcome_of(a, old, generation))
-            await stopped.reached.wait()
-            await old.cut_until_leases_expire()
-        assert isinstance(acquiring.result(), BatonError)
-        assert (await s.stored_count(), s.rules.fences()) == (0, [])
-        new = await s.leader(**SHORT)
-        assert (await a.acquire(new, generation, seq=1)).token == 1
+async def test_between_acquire_sent_and_fence_sent_nothing_has_changed(scene: Scene) -> None:
+    old, a = await scene.leader(**SHORT), Member("a")
+    generation = await scene.set_group(a)
+    stopped = Between(scene, "Query", after=False)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(outcome_of(a, old, generation))
+        await stopped.reached.wait()
+        await old.cut_until_leases_expire()
+    assert isinstance(acquiring.result(), BatonError)
+    assert (await scene.stored_count(), scene.rules.fences()) == (0, [])
+    new = await scene.leader(**SHORT)
+    assert (await a.acquire(new, generation, seq=1)).token == 1
 
 
 async def test_between_fence_sent_and_applied_the_announcement_rejects_the_late_fence(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b, generation = await held_by_a(s)
-        expire_leases(s, old)
-        stopped = Between(s, "Fence", after=False)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(outcome_of(b, old, generation))
-            await stopped.reached.wait()
-            await old.cut_until_leases_expire()
-        assert isinstance(acquiring.result(), BatonError)
-        new = await s.leader(**SHORT)
-        late = (await s.offsets.Fence(stopped.request, timeout=TIMEOUT_S)).outcomes[0].error
-        assert error_from_pb(late).reason == "OLD_EPOCH"
-        assert (await s.progress()).token == 1
-        assert await a.state(new, 1) == "OK"
+    old, a, b, generation = await held_by_a(scene)
+    expire_leases(scene, old)
+    stopped = Between(scene, "Fence", after=False)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(outcome_of(b, old, generation))
+        await stopped.reached.wait()
+        await old.cut_until_leases_expire()
+    assert isinstance(acquiring.result(), BatonError)
+    new = await scene.leader(**SHORT)
+    late = (await scene.offsets.Fence(stopped.request, timeout=TIMEOUT_S)).outcomes[0].error
+    assert error_from_pb(late).reason == "OLD_EPOCH"
+    assert (await scene.progress()).token == 1
+    assert await a.state(new, 1) == "OK"
 
 
-async def test_between_fence_applied_and_persisted_the_owner_acquires_again(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b, generation = await held_by_a(s)
-        await s.deliver(1, 0, 5)
-        expire_leases(s, old)
-        stopped = Between(s, "Fence", after=True)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(outcome_of(b, old, generation))
-            await stopped.reached.wait()
-            old.session.cut = True
-            stopped.go_on.set()
-            await old.cut_until_leases_expire()
-        assert isinstance(acquiring.result(), BatonError)
-        new = await s.leader(**SHORT)
-        with pytest.raises(Fenced):
-            await s.commit(1, 5)
-        assert await a.state(new, 1) == "NOT_OWNER"
-        grant = await a.acquire(new, generation, resume=[(0, 5)])
-        assert (grant.token, flagged(grant)) == (3, [(0, 5)])
+async def test_between_fence_applied_and_persisted_the_owner_acquires_again(scene: Scene) -> None:
+    old, a, b, generation = await held_by_a(scene)
+    await scene.deliver(1, 0, 5)
+    expire_leases(scene, old)
+    stopped = Between(scene, "Fence", after=True)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(outcome_of(b, old, generation))
+        await stopped.reached.wait()
+        old.session.cut = True
+        stopped.go_on.set()
+        await old.cut_until_leases_expire()
+    assert isinstance(acquiring.result(), BatonError)
+    new = await scene.leader(**SHORT)
+    with pytest.raises(Fenced):
+        await scene.commit(1, 5)
+    assert await a.state(new, 1) == "NOT_OWNER"
+    grant = await a.acquire(new, generation, resume=[(0, 5)])
+    assert (grant.token, flagged(grant)) == (3, [(0, 5)])
 
 
 @pytest.mark.parametrize("leader", ["same leader", "next leader"])
 async def test_between_persisted_and_answered_the_same_request_is_granted_again(
-    etcd_endpoint: str, tmp_path: Path, leader: str
+    scene: Scene, leader: str
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(**SHORT), Member("a")
-        generation = await s.set_group(a)
-        lost = await a.acquire(node, generation)
-        if leader == "next leader":
-            await node.crash()
-            node = await s.leader(**SHORT)
-        (report,) = await a.keep_alive(node)
-        assert (report.state, report.token) == (pb.HOLD_STATE_ORPHAN, 1)
-        again = await a.acquire(node, generation, seq=1)
-        assert (again.token, again.committed_offset) == (lost.token, lost.committed_offset)
-        assert (await s.progress()).token == 1
+    node, a = await scene.leader(**SHORT), Member("a")
+    generation = await scene.set_group(a)
+    lost = await a.acquire(node, generation)
+    if leader == "next leader":
+        await node.crash()
+        node = await scene.leader(**SHORT)
+    (report,) = await a.keep_alive(node)
+    assert (report.state, report.token) == (pb.HOLD_STATE_ORPHAN, 1)
+    again = await a.acquire(node, generation, seq=1)
+    assert (again.token, again.committed_offset) == (lost.token, lost.committed_offset)
+    assert (await scene.progress()).token == 1
 
 
 async def test_between_answered_and_first_pull_the_next_owner_gets_all_messages_unflagged(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, _, b, generation = await held_by_a(s)
-        grant = await b.acquire(node, generation, hold_ms=15_000)
-        assert (grant.token, grant.committed_offset, flagged(grant)) == (2, 0, [])
+    node, _, b, generation = await held_by_a(scene)
+    grant = await b.acquire(node, generation, hold_ms=15_000)
+    assert (grant.token, grant.committed_offset, flagged(grant)) == (2, 0, [])
 
 
 async def test_between_leader_elected_and_announced_the_old_leader_can_still_fence(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b, generation = await held_by_a(s)
-        expire_leases(s, old)
-        fence = Between(s, "Fence", after=False)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(outcome_of(b, old, generation))
-            await fence.reached.wait()
-            await old.cut_until_leases_expire()
-        announce = Between(s, "Announce", after=False)
-        new = await s.lockmgr(**SHORT)
-        await announce.reached.wait()
-        passed = (await s.offsets.Fence(fence.request, timeout=TIMEOUT_S)).outcomes[0]
-        assert passed.fenced.token == 2
-        assert not await new.leads(), "it has not confirmed a lock yet"
-        announce.go_on.set()
-        await until(new.leads)
-        assert await a.state(new, 1) == "NOT_OWNER"
-        assert (await a.acquire(new, generation)).token == 3
+    old, a, b, generation = await held_by_a(scene)
+    expire_leases(scene, old)
+    fence = Between(scene, "Fence", after=False)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(outcome_of(b, old, generation))
+        await fence.reached.wait()
+        await old.cut_until_leases_expire()
+    announce = Between(scene, "Announce", after=False)
+    new = await scene.lockmgr(**SHORT)
+    await announce.reached.wait()
+    passed = (await scene.offsets.Fence(fence.request, timeout=TIMEOUT_S)).outcomes[0]
+    assert passed.fenced.token == 2
+    assert not await new.leads(), "it has not confirmed a lock yet"
+    announce.go_on.set()
+    await until(new.leads)
+    assert await a.state(new, 1) == "NOT_OWNER"
+    assert (await a.acquire(new, generation)).token == 3
 
 
 # Storage and deliveries
 
 
-async def test_between_read_and_record_no_message_is_delivered(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        await held_by_a(s)
-        lose(s, "RecordDelivered", answer=False)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await s.deliver(1, 0, 5)
-        assert (await s.progress()).delivered_offset == 0
-        await s.deliver(1, 0, 5)
+async def test_between_read_and_record_no_message_is_delivered(scene: Scene) -> None:
+    await held_by_a(scene)
+    lose(scene, "RecordDelivered", answer=False)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await scene.deliver(1, 0, 5)
+    assert (await scene.progress()).delivered_offset == 0
+    await scene.deliver(1, 0, 5)
 
 
 @pytest.mark.parametrize("lost", ["ok lost", "bytes lost"])
 async def test_between_record_and_bytes_close_returns_messages_that_were_not_started(
-    etcd_endpoint: str, tmp_path: Path, lost: str
+    scene: Scene, lost: str
 ) -> None:
     """Two rows: record applied - ok lost, and record ok - bytes lost."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, generation = await held_by_a(s)
-        if lost == "ok lost":
-            lose(s, "RecordDelivered", answer=True)
-            with pytest.raises(grpc.aio.AioRpcError):
-                await s.deliver(1, 0, 5)
-        else:
-            await s.deliver(1, 0, 5)
-        assert (await s.progress()).delivered_offset == 5
-        with pytest.raises(Unacked):
-            await b.acquire(node, generation)
-        await s.deliver(1, 0, 5)
-        await s.close(1)
-        await a.release(node, 1)
-        grant = await b.acquire(node, generation)
-        assert (grant.committed_offset, flagged(grant)) == (0, [])
+    node, a, b, generation = await held_by_a(scene)
+    if lost == "ok lost":
+        lose(scene, "RecordDelivered", answer=True)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await scene.deliver(1, 0, 5)
+    else:
+        await scene.deliver(1, 0, 5)
+    assert (await scene.progress()).delivered_offset == 5
+    with pytest.raises(Unacked):
+        await b.acquire(node, generation)
+    await scene.deliver(1, 0, 5)
+    await scene.close(1)
+    await a.release(node, 1)
+    grant = await b.acquire(node, generation)
+    assert (grant.committed_offset, flagged(grant)) == (0, [])
 
 
 # The consumer dies
@@ -243,115 +228,104 @@ async def test_between_record_and_bytes_close_returns_messages_that_were_not_sta
 
 @pytest.mark.parametrize("acked", [0, 2])
 async def test_between_bytes_and_ack_durable_the_message_is_redelivered_flagged(
-    etcd_endpoint: str, tmp_path: Path, acked: int
+    scene: Scene, acked: int
 ) -> None:
     """Two rows: bytes - handler end, and handler end - ack durable."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, _, b, generation = await held_by_a(s)
-        await s.deliver(1, 0, 5)
-        await s.commit(1, acked)
-        expire_leases(s, node)
-        grant = await b.acquire(node, generation)
-        assert (grant.committed_offset, flagged(grant)) == (acked, [(acked, 5)])
+    node, _, b, generation = await held_by_a(scene)
+    await scene.deliver(1, 0, 5)
+    await scene.commit(1, acked)
+    expire_leases(scene, node)
+    grant = await b.acquire(node, generation)
+    assert (grant.committed_offset, flagged(grant)) == (acked, [(acked, 5)])
 
 
 async def test_between_ack_durable_and_answered_the_repetition_changes_nothing(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        await held_by_a(s)
-        await s.deliver(1, 0, 5)
-        lose(s, "Commit", answer=True)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await s.commit(1, 5)
-        item = offsets_pb.CommitItem(queue=queue(), token=1, committed_offset=5)
-        answer = await s.offsets.Commit(offsets_pb.CommitRequest(items=[item]), timeout=TIMEOUT_S)
-        assert answer.outcomes[0].committed.noop
-        assert answer.outcomes[0].committed.committed_offset == 5
+    await held_by_a(scene)
+    await scene.deliver(1, 0, 5)
+    lose(scene, "Commit", answer=True)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await scene.commit(1, 5)
+    item = offsets_pb.CommitItem(queue=queue(), token=1, committed_offset=5)
+    answer = await scene.offsets.Commit(offsets_pb.CommitRequest(items=[item]), timeout=TIMEOUT_S)
+    assert answer.outcomes[0].committed.noop
+    assert answer.outcomes[0].committed.committed_offset == 5
 
 
 async def test_between_drained_and_close_applied_the_queue_is_granted_when_it_is_quiet(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, _, b, generation = await held_by_a(s)
-        await s.deliver(1, 0, 5)
-        await s.commit(1, 5)
-        lose(s, "Close", answer=False)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await s.close(1, 5)
-        grant = await b.acquire(node, generation, hold_ms=15_000)
-        assert (grant.committed_offset, flagged(grant)) == (5, [])
+    node, _, b, generation = await held_by_a(scene)
+    await scene.deliver(1, 0, 5)
+    await scene.commit(1, 5)
+    lose(scene, "Close", answer=False)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await scene.close(1, 5)
+    grant = await b.acquire(node, generation, hold_ms=15_000)
+    assert (grant.committed_offset, flagged(grant)) == (5, [])
 
 
-async def test_between_close_applied_and_release_the_next_request_is_granted(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, generation = await held_by_a(s)
-        await s.deliver(1, 0, 5)
-        await s.close(1, 2)
-        (entry,) = await entries(node)
-        assert entry.owner == a.incarnation
-        with pytest.raises(Fenced):
-            await s.deliver(1, 5, 6)
-        grant = await b.acquire(node, generation)
-        assert (grant.committed_offset, flagged(grant)) == (2, [])
+async def test_between_close_applied_and_release_the_next_request_is_granted(scene: Scene) -> None:
+    node, a, b, generation = await held_by_a(scene)
+    await scene.deliver(1, 0, 5)
+    await scene.close(1, 2)
+    (entry,) = await entries(node)
+    assert entry.owner == a.incarnation
+    with pytest.raises(Fenced):
+        await scene.deliver(1, 5, 6)
+    grant = await b.acquire(node, generation)
+    assert (grant.committed_offset, flagged(grant)) == (2, [])
 
 
-async def test_between_release_and_next_fence_the_condition_is_still_tested(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, generation = await held_by_a(s)
-        await s.deliver(1, 0, 5)
-        await a.release(node, 1)
-        await node.crash()
-        new = await s.leader(**SHORT)
-        with pytest.raises(Unacked):
-            await b.acquire(new, generation)
-        expire_leases(s, new)
-        assert flagged(await b.acquire(new, generation)) == [(0, 5)]
+async def test_between_release_and_next_fence_the_condition_is_still_tested(scene: Scene) -> None:
+    node, a, b, generation = await held_by_a(scene)
+    await scene.deliver(1, 0, 5)
+    await a.release(node, 1)
+    await node.crash()
+    new = await scene.leader(**SHORT)
+    with pytest.raises(Unacked):
+        await b.acquire(new, generation)
+    expire_leases(scene, new)
+    assert flagged(await b.acquire(new, generation)) == [(0, 5)]
 
 
 # Operators
 
 
 async def test_between_reset_applied_and_owner_notified_every_old_call_is_rejected(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, _, generation = await held_by_a(s)
-        await s.deliver(1, 0, 5)
-        await s.commit(1, 5)
-        await s.reset(to=1)
-        for call in (s.deliver(1, 5, 6), s.commit(1, 5), s.close(1, 5)):
-            with pytest.raises(Fenced) as refusal:
-                await call
-            assert refusal.value.facts["why"] == "RESET"
-        grant = await a.acquire(node, generation, resume=[(3, 5)])
-        assert (grant.token, grant.committed_offset, grant.reset_epoch) == (3, 1, 1)
-        assert await a.state(node, 3) in ("OK", "WANTED")
+    node, a, _, generation = await held_by_a(scene)
+    await scene.deliver(1, 0, 5)
+    await scene.commit(1, 5)
+    await scene.reset(to=1)
+    for call in (scene.deliver(1, 5, 6), scene.commit(1, 5), scene.close(1, 5)):
+        with pytest.raises(Fenced) as refusal:
+            await call
+        assert refusal.value.facts["why"] == "RESET"
+    grant = await a.acquire(node, generation, resume=[(3, 5)])
+    assert (grant.token, grant.committed_offset, grant.reset_epoch) == (3, 1, 1)
+    assert await a.state(node, 3) in ("OK", "WANTED")
 
 
 async def test_between_last_old_grant_closed_and_new_subscription_no_owner_filters(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b, _ = await held_by_a(s)
-        generation = await s.set_group(a, b, draining=True)
-        await s.close(1)
-        await a.release(old, 1)
-        await old.crash()
-        new = await s.leader(**SHORT)
-        for member in (a, b):
-            with pytest.raises(SubscriptionDraining):
-                await member.acquire(new, generation)
-        with pytest.raises(Fenced):
-            await s.deliver(1, 0, 5)
-        generation = await s.set_group(a, b, subscription_generation=2)
-        grant = await b.acquire(new, generation, hold_ms=15_000)
-        assert grant.subscription_generation == 2
-        with pytest.raises(Fenced):
-            await s.deliver(grant.token, 0, 5, generation=1)
-        await s.deliver(grant.token, 0, 5, generation=2)
+    old, a, b, _ = await held_by_a(scene)
+    generation = await scene.set_group(a, b, draining=True)
+    await scene.close(1)
+    await a.release(old, 1)
+    await old.crash()
+    new = await scene.leader(**SHORT)
+    for member in (a, b):
+        with pytest.raises(SubscriptionDraining):
+            await member.acquire(new, generation)
+    with pytest.raises(Fenced):
+        await scene.deliver(1, 0, 5)
+    generation = await scene.set_group(a, b, subscription_generation=2)
+    grant = await b.acquire(new, generation, hold_ms=15_000)
+    assert grant.subscription_generation == 2
+    with pytest.raises(Fenced):
+        await scene.deliver(grant.token, 0, 5, generation=1)
+    await scene.deliver(grant.token, 0, 5, generation=2)

@@ -8,7 +8,6 @@ the owner, B and C are other clients; the owner's last poll was at 1,000 ms.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -37,7 +36,7 @@ from batonmq_server.lockmgr.core.lock_entry import (
     Requester,
 )
 from batonmq_server.lockmgr.core.lock_table import KeepAliveCall, LockTable
-from tests.lockmgr.scene import Member, scene
+from tests.lockmgr.scene import Member, Scene
 
 KEY = GroupQueue("g", "t", "broker-a", 0)
 A, B, C = Incarnation("a", 1), Incarnation("b", 1), Incarnation("c", 1)
@@ -305,34 +304,28 @@ def test_random_polls_are_decided_like_by_defibus(
 
 
 async def test_silent_owner_loses_its_queue_after_100_ms_and_redeliveries_are_flagged(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(profile="defibus"), Member("a"), Member("b")
-        generation = await s.set_group(a, b)
-        grant = await a.acquire(node, generation)
-        assert grant.lease_ms == 30_000
-        await s.deliver(1, 0, 5)
-        node.clock.ahead_ms = s.offsets_clock.ahead_ms = DEFIBUS_SILENCE_MS + 1
-        taken = await b.acquire(node, generation)
-        assert taken.token == 2
-        assert [(r.first_offset, r.next_offset) for r in taken.maybe_seen] == [(0, 5)]
-        with pytest.raises(Fenced):
-            await s.commit(1, 5)
+    node, a, b = await scene.leader(profile="defibus"), Member("a"), Member("b")
+    generation = await scene.set_group(a, b)
+    grant = await a.acquire(node, generation)
+    assert grant.lease_ms == 30_000
+    await scene.deliver(1, 0, 5)
+    node.clock.ahead_ms = scene.offsets_clock.ahead_ms = DEFIBUS_SILENCE_MS + 1
+    taken = await b.acquire(node, generation)
+    assert taken.token == 2
+    assert [(r.first_offset, r.next_offset) for r in taken.maybe_seen] == [(0, 5)]
+    with pytest.raises(Fenced):
+        await scene.commit(1, 5)
 
 
-async def test_third_poll_of_a_drained_queue_is_granted_to_any_client(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_third_poll_of_a_drained_queue_is_granted_to_any_client(scene: Scene) -> None:
     """The owner is active all the time and loses the queue all the same, like in DeFiBus."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, c = await s.leader(profile="defibus"), Member("a"), Member("b"), Member("c")
-        generation = await s.set_group(a, b, c)
-        await a.acquire(node, generation)
-        outcomes = []
-        for member in (b, c, b):
-            node.clock.ahead_ms -= (
-                1_000  # the owner was active just now, however slow the machine is
-            )
-            outcomes.append(await member.acquire_each(node, generation))
-        assert [isinstance(outcome[0], BatonError) for outcome in outcomes] == [True, True, False]
+    node, a, b, c = await scene.leader(profile="defibus"), Member("a"), Member("b"), Member("c")
+    generation = await scene.set_group(a, b, c)
+    await a.acquire(node, generation)
+    outcomes = []
+    for member in (b, c, b):
+        node.clock.ahead_ms -= 1_000  # the owner was active just now, however slow the machine is
+        outcomes.append(await member.acquire_each(node, generation))
+    assert [isinstance(outcome[0], BatonError) for outcome in outcomes] == [True, True, False]

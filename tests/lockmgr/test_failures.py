@@ -8,7 +8,6 @@ off from etcd, lock managers crash and others take over. Stories are those of pr
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,7 +24,7 @@ from batonmq.errors import (
     NotLeader,
     Unreachable,
 )
-from tests.lockmgr.scene import GROUP, TIMEOUT_S, Member, Node, Scene, entries, scene, waits
+from tests.lockmgr.scene import GROUP, TIMEOUT_S, Member, Node, Scene, entries, waits
 from tests.support.conditions import until
 
 HOLD_MS = 15_000
@@ -77,410 +76,358 @@ async def held_by_a(s: Scene, **settings: Any) -> tuple[Node, Member, Member, in
 # Keep-alives during a hand-over
 
 
-async def test_story_06_keep_alive_is_pending_from_before_the_fence(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, generation = await held_by_a(s)
-        await expire_leases(s, node)
-        stop = Stop()
-        s.rules.rules["Fence"] = stop.before
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire(node, generation))
-            await stop.reached.wait()
-            assert (await s.progress()).token == 1, "the fence has not landed"
-            assert await a.state(node, 1) == "PENDING"
-            (entry,) = await entries(node)
-            assert entry.state == pb.LOCK_STATE_PENDING
-            assert entry.lease_age_ms > LEASE_MS, "nothing was renewed"
-            stop.go_on.set()
-        assert acquiring.result().token == 2
-        assert await a.state(node, 1) == "NOT_OWNER"
+async def test_story_06_keep_alive_is_pending_from_before_the_fence(scene: Scene) -> None:
+    node, a, b, generation = await held_by_a(scene)
+    await expire_leases(scene, node)
+    stop = Stop()
+    scene.rules.rules["Fence"] = stop.before
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire(node, generation))
+        await stop.reached.wait()
+        assert (await scene.progress()).token == 1, "the fence has not landed"
+        assert await a.state(node, 1) == "PENDING"
+        (entry,) = await entries(node)
+        assert entry.state == pb.LOCK_STATE_PENDING
+        assert entry.lease_age_ms > LEASE_MS, "nothing was renewed"
+        stop.go_on.set()
+    assert acquiring.result().token == 2
+    assert await a.state(node, 1) == "NOT_OWNER"
 
 
-async def test_story_07_keep_alive_is_pending_between_fence_and_persist(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, generation = await held_by_a(s)
-        await expire_leases(s, node)
-        stop = Stop()
-        s.rules.rules["Fence"] = stop.after
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire(node, generation))
-            await stop.reached.wait()
-            assert (await s.progress()).token == 2, "the fence has landed"
-            stored = await s.stored()
-            assert stored is not None
-            assert stored.owner == a.incarnation, "etcd still names A"
-            assert await a.state(node, 1) == "PENDING"
-            stop.go_on.set()
-        assert acquiring.result().token == 2
+async def test_story_07_keep_alive_is_pending_between_fence_and_persist(scene: Scene) -> None:
+    node, a, b, generation = await held_by_a(scene)
+    await expire_leases(scene, node)
+    stop = Stop()
+    scene.rules.rules["Fence"] = stop.after
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire(node, generation))
+        await stop.reached.wait()
+        assert (await scene.progress()).token == 2, "the fence has landed"
+        stored = await scene.stored()
+        assert stored is not None
+        assert stored.owner == a.incarnation, "etcd still names A"
+        assert await a.state(node, 1) == "PENDING"
+        stop.go_on.set()
+    assert acquiring.result().token == 2
 
 
-async def test_keep_alive_is_pending_until_the_grant_is_known_to_be_persisted(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_keep_alive_is_pending_until_the_grant_is_known_to_be_persisted(scene: Scene) -> None:
     """etcd has applied the transaction, but its answers are lost for a while."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, generation = await held_by_a(s)
-        await expire_leases(s, node)
-        node.session.lose_txn_answers = True
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire(node, generation))
+    node, a, b, generation = await held_by_a(scene)
+    await expire_leases(scene, node)
+    node.session.lose_txn_answers = True
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire(node, generation))
 
-            async def persisted() -> bool:
-                stored = await s.stored()
-                return stored is not None and stored.owner == b.incarnation
+        async def persisted() -> bool:
+            stored = await scene.stored()
+            return stored is not None and stored.owner == b.incarnation
 
-            await until(persisted)
-            assert await a.state(node, 1) == "PENDING"
-            node.session.lose_txn_answers = False
-        assert acquiring.result().token == 2
-        assert await b.state(node, 2) == "OK"
-        assert len(s.rules.fences()) == 2
+        await until(persisted)
+        assert await a.state(node, 1) == "PENDING"
+        node.session.lose_txn_answers = False
+    assert acquiring.result().token == 2
+    assert await b.state(node, 2) == "OK"
+    assert len(scene.rules.fences()) == 2
 
 
 # Lost answers
 
 
-async def test_fence_whose_answer_is_lost_is_repeated_with_the_same_attempt(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        answers_lost = 3
+async def test_fence_whose_answer_is_lost_is_repeated_with_the_same_attempt(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    answers_lost = 3
 
-        async def lose(request: Any, proceed: Any) -> Any:
-            nonlocal answers_lost
-            answer = await proceed()
-            answers_lost -= 1
-            if answers_lost >= 0:
-                raise Unreachable("the answer is lost")
-            return answer
+    async def lose(request: Any, proceed: Any) -> Any:
+        nonlocal answers_lost
+        answer = await proceed()
+        answers_lost -= 1
+        if answers_lost >= 0:
+            raise Unreachable("the answer is lost")
+        return answer
 
-        s.rules.rules["Fence"] = lose
-        grant = await a.acquire(node, generation)
-        fences = s.rules.fences()
-        assert len(fences) == 4
-        assert len({item.attempt for item in fences}) == 1
-        assert grant.token == (await s.progress()).token == 1
+    scene.rules.rules["Fence"] = lose
+    grant = await a.acquire(node, generation)
+    fences = scene.rules.fences()
+    assert len(fences) == 4
+    assert len({item.attempt for item in fences}) == 1
+    assert grant.token == (await scene.progress()).token == 1
 
 
-async def test_request_cancelled_during_the_fence_leaves_an_orphan(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        stop = Stop()
-        s.rules.rules["Fence"] = stop.after
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(a.acquire(node, generation))
-            await stop.reached.wait()
-            acquiring.cancel()
+async def test_request_cancelled_during_the_fence_leaves_an_orphan(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    stop = Stop()
+    scene.rules.rules["Fence"] = stop.after
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(a.acquire(node, generation))
+        await stop.reached.wait()
+        acquiring.cancel()
+    stop.go_on.set()
+
+    async def orphaned() -> bool:
+        return [r.state for r in await a.keep_alive(node)] == [pb.HOLD_STATE_ORPHAN]
+
+    await until(orphaned)
+    stored = await scene.stored()
+    assert stored is not None
+    assert stored.token == (await scene.progress()).token == 1
+    again = await a.acquire(node, generation, seq=1)
+    assert (again.token, again.newly_acquired) == (1, True)
+
+
+async def test_second_request_waits_for_the_hand_over_in_progress(scene: Scene) -> None:
+    node, a, b, generation = await held_by_a(scene)
+    await expire_leases(scene, node)
+    stop = Stop()
+    scene.rules.rules["Fence"] = stop.before
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire(node, generation))
+        await stop.reached.wait()
+        with pytest.raises(HandoverPending) as refusal:
+            await a.acquire(node, generation)
+        assert refusal.value.facts["step"] == "fence"
+        waiting = tasks.create_task(outcome_of(a, node, generation, hold_ms=300))
+        await until(lambda: waits(node, "a"))
         stop.go_on.set()
-
-        async def orphaned() -> bool:
-            return [r.state for r in await a.keep_alive(node)] == [pb.HOLD_STATE_ORPHAN]
-
-        await until(orphaned)
-        stored = await s.stored()
-        assert stored is not None
-        assert stored.token == (await s.progress()).token == 1
-        again = await a.acquire(node, generation, seq=1)
-        assert (again.token, again.newly_acquired) == (1, True)
+    assert acquiring.result().token == 2
+    assert not isinstance(waiting.result(), pb.Grant)
+    assert await b.state(node, 2) in ("OK", "WANTED")
 
 
-async def test_second_request_waits_for_the_hand_over_in_progress(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, generation = await held_by_a(s)
-        await expire_leases(s, node)
-        stop = Stop()
-        s.rules.rules["Fence"] = stop.before
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire(node, generation))
-            await stop.reached.wait()
-            with pytest.raises(HandoverPending) as refusal:
-                await a.acquire(node, generation)
-            assert refusal.value.facts["step"] == "fence"
-            waiting = tasks.create_task(outcome_of(a, node, generation, hold_ms=300))
-            await until(lambda: waits(node, "a"))
-            stop.go_on.set()
-        assert acquiring.result().token == 2
-        assert not isinstance(waiting.result(), pb.Grant)
-        assert await b.state(node, 2) in ("OK", "WANTED")
+async def test_release_waits_for_the_hand_over_in_progress(scene: Scene) -> None:
+    node, a, b, generation = await held_by_a(scene)
+    await expire_leases(scene, node)
+    stop = Stop()
+    scene.rules.rules["Fence"] = stop.before
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire(node, generation))
+        await stop.reached.wait()
+        releasing = tasks.create_task(a.release(node, 1))
+        assert await a.state(node, 1) == "PENDING"
+        stop.go_on.set()
+    assert releasing.result() == 0
+    assert await b.state(node, acquiring.result().token) == "OK"
 
 
-async def test_release_waits_for_the_hand_over_in_progress(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, generation = await held_by_a(s)
-        await expire_leases(s, node)
-        stop = Stop()
-        s.rules.rules["Fence"] = stop.before
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire(node, generation))
-            await stop.reached.wait()
-            releasing = tasks.create_task(a.release(node, 1))
-            assert await a.state(node, 1) == "PENDING"
-            stop.go_on.set()
-        assert releasing.result() == 0
-        assert await b.state(node, acquiring.result().token) == "OK"
+async def test_term_is_announced_again_to_offsets_that_lost_it(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    announced = [r.term for method, r in scene.rules.seen if method == "Announce"]
 
+    async def forget_once(request: Any, proceed: Any) -> Any:
+        del scene.rules.rules["Fence"]
+        request.term += 1  # offsets answers as to an unknown term
+        return await proceed()
 
-async def test_term_is_announced_again_to_offsets_that_lost_it(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        announced = [r.term for method, r in s.rules.seen if method == "Announce"]
-
-        async def forget_once(request: Any, proceed: Any) -> Any:
-            del s.rules.rules["Fence"]
-            request.term += 1  # offsets answers as to an unknown term
-            return await proceed()
-
-        s.rules.rules["Fence"] = forget_once
-        assert (await a.acquire(node, generation)).token == 1
-        assert [r.term for method, r in s.rules.seen if method == "Announce"] == announced * 2
+    scene.rules.rules["Fence"] = forget_once
+    assert (await a.acquire(node, generation)).token == 1
+    assert [r.term for method, r in scene.rules.seen if method == "Announce"] == announced * 2
 
 
 # etcd changed by another writer
 
 
-async def test_entry_changed_by_another_writer_is_not_overwritten(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b, generation = await held_by_a(s)
-        stored = await s.stored()
-        assert stored is not None
-        stored.attempt = "changed by hand"
-        await s.etcd.put(f"locks/{GROUP}/topic/broker-a/0", stored.SerializeToString())
-        await s.close(1)
-        with pytest.raises(Held) as refusal:
-            await b.acquire(node, generation)
-        assert refusal.value.facts["phantom"] == "true"
-        assert await s.stored() == stored
-        assert await a.state(node, 1) == "NOT_OWNER"
-        assert (await a.acquire(node, generation)).token == 3, (
-            "token 2 was issued and not persisted"
-        )
+async def test_entry_changed_by_another_writer_is_not_overwritten(scene: Scene) -> None:
+    node, a, b, generation = await held_by_a(scene)
+    stored = await scene.stored()
+    assert stored is not None
+    stored.attempt = "changed by hand"
+    await scene.etcd.put(f"locks/{GROUP}/topic/broker-a/0", stored.SerializeToString())
+    await scene.close(1)
+    with pytest.raises(Held) as refusal:
+        await b.acquire(node, generation)
+    assert refusal.value.facts["phantom"] == "true"
+    assert await scene.stored() == stored
+    assert await a.state(node, 1) == "NOT_OWNER"
+    assert (await a.acquire(node, generation)).token == 3, "token 2 was issued and not persisted"
 
 
 # A leader dies, another takes over
 
 
 async def test_owned_queues_survive_a_new_leader_and_no_queue_is_granted_twice(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
     """Story 18 as well: the new leader does not begin with an empty table."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b = await s.leader(**SHORT), Member("a"), Member("b")
-        outcomes = await a.acquire_each(old, await s.set_group(a), range(20))
-        tokens = [o.token for o in outcomes.values() if isinstance(o, pb.Grant)]
-        generation = await s.set_group(a, b)
-        await s.deliver(1, 0, 10)
-        new = await s.lockmgr(**SHORT)
-        await old.crash()
-        await until(new.leads)
-        assert len(await entries(new)) == 20
-        assert isinstance((await b.acquire_each(new, generation))[0], BatonError)
-        reports = await a.keep_alive(new, *tokens)
-        assert [r.state for r in reports][1:] == [pb.HOLD_STATE_OK] * 19
-        assert reports[0].state == pb.HOLD_STATE_WANTED
-        await s.commit(1, 10)
-        assert len(s.rules.fences()) == 20, "no token has moved"
-        terms = [request.term for method, request in s.rules.seen if method == "Announce"]
-        assert len(terms) == 2, "the new leader led at once and did not lose the lead again"
+    old, a, b = await scene.leader(**SHORT), Member("a"), Member("b")
+    outcomes = await a.acquire_each(old, await scene.set_group(a), range(20))
+    tokens = [o.token for o in outcomes.values() if isinstance(o, pb.Grant)]
+    generation = await scene.set_group(a, b)
+    await scene.deliver(1, 0, 10)
+    new = await scene.lockmgr(**SHORT)
+    await old.crash()
+    await until(new.leads)
+    assert len(await entries(new)) == 20
+    assert isinstance((await b.acquire_each(new, generation))[0], BatonError)
+    reports = await a.keep_alive(new, *tokens)
+    assert [r.state for r in reports][1:] == [pb.HOLD_STATE_OK] * 19
+    assert reports[0].state == pb.HOLD_STATE_WANTED
+    await scene.commit(1, 10)
+    assert len(scene.rules.fences()) == 20, "no token has moved"
+    terms = [request.term for method, request in scene.rules.seen if method == "Announce"]
+    assert len(terms) == 2, "the new leader led at once and did not lose the lead again"
 
 
-async def test_story_18_lease_restarts_with_the_new_leader(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b, generation = await held_by_a(s)
-        await s.deliver(1, 0, 10)
-        await expire_leases(s, old)
-        await old.crash()
-        new = await s.leader(**SHORT)
-        with pytest.raises(BatonError) as refusal:
-            await b.acquire(new, generation, hold_ms=200)
-        assert refusal.value.reason == "UNACKED"
-        assert await a.state(new, 1) == "WANTED"
+async def test_story_18_lease_restarts_with_the_new_leader(scene: Scene) -> None:
+    old, a, b, generation = await held_by_a(scene)
+    await scene.deliver(1, 0, 10)
+    await expire_leases(scene, old)
+    await old.crash()
+    new = await scene.leader(**SHORT)
+    with pytest.raises(BatonError) as refusal:
+        await b.acquire(new, generation, hold_ms=200)
+    assert refusal.value.reason == "UNACKED"
+    assert await a.state(new, 1) == "WANTED"
 
 
-async def test_stopped_leader_resigns_at_once(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, _, _ = await held_by_a(s, leader_lease_ms=60_000)
-        new = await s.lockmgr(leader_lease_ms=60_000)
-        assert not await new.leads()
-        with pytest.raises(NotLeader):
-            raise await _refusal(new)
-        old.stop.set()
-        await until(new.leads)
-        assert await a.state(new, 1) == "OK"
+async def test_stopped_leader_resigns_at_once(scene: Scene) -> None:
+    old, a, _, _ = await held_by_a(scene, leader_lease_ms=60_000)
+    new = await scene.lockmgr(leader_lease_ms=60_000)
+    assert not await new.leads()
+    with pytest.raises(NotLeader):
+        raise await _refusal(new)
+    old.stop.set()
+    await until(new.leads)
+    assert await a.state(new, 1) == "OK"
 
 
-async def test_only_the_leader_is_registered_as_leader(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        first = await s.leader()
-        await s.lockmgr()
+async def test_only_the_leader_is_registered_as_leader(scene: Scene) -> None:
+    first = await scene.leader()
+    await scene.lockmgr()
 
-        async def registered() -> list[tuple[str, bool, bool]]:
-            nodes = await s.registered("lockmgr")
-            return [(n.node_id, n.leader, n.epoch > 0) for n in nodes]
+    async def registered() -> list[tuple[str, bool, bool]]:
+        nodes = await scene.registered("lockmgr")
+        return [(n.node_id, n.leader, n.epoch > 0) for n in nodes]
 
-        expected = [("lockmgr-0", True, True), ("lockmgr-1", False, False)]
+    expected = [("lockmgr-0", True, True), ("lockmgr-1", False, False)]
 
-        async def settled() -> bool:
-            return await registered() == expected
+    async def settled() -> bool:
+        return await registered() == expected
 
-        await until(settled)
-        listing = await first.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)
-        assert listing.term == (await s.registered("lockmgr"))[0].epoch
-
-
-async def test_deposed_leader_becomes_a_standby(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, _, _ = await held_by_a(s)
-        new = await s.lockmgr(**SHORT)
-        await old.cut_until_leases_expire()
-        await until(new.leads)
-        old.session.cut = False
-
-        async def standby() -> bool:
-            nodes = await s.registered("lockmgr")
-            return [(n.leader, n.epoch > 0) for n in nodes] == [(False, False), (True, True)]
-
-        await until(standby)
-        assert not await old.leads()
-        assert await a.state(new, 1) == "OK"
+    await until(settled)
+    listing = await first.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)
+    assert listing.term == (await scene.registered("lockmgr"))[0].epoch
 
 
-async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_deposed_leader_becomes_a_standby(scene: Scene) -> None:
+    old, a, _, _ = await held_by_a(scene)
+    new = await scene.lockmgr(**SHORT)
+    await old.cut_until_leases_expire()
+    await until(new.leads)
+    old.session.cut = False
+
+    async def standby() -> bool:
+        nodes = await scene.registered("lockmgr")
+        return [(n.leader, n.epoch > 0) for n in nodes] == [(False, False), (True, True)]
+
+    await until(standby)
+    assert not await old.leads()
+    assert await a.state(new, 1) == "OK"
+
+
+async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(scene: Scene) -> None:
     """Sections 11 and 16: etcd has token 1, offsets has token 2; A acquires again and gets 3."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b, generation = await held_by_a(s)
-        await s.deliver(1, 0, 5)
-        await expire_leases(s, old)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(outcome_of(b, old, generation))
-            await _fenced_then_cut(s, old)
-        assert isinstance(acquiring.result(), NotLeader)
-        await old.crash()
-        new = await s.leader(**SHORT)
-        (entry,) = await entries(new)
-        assert (entry.state, entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
-        with pytest.raises(Fenced):
-            await s.commit(1, 5)
-        assert await a.state(new, 1) == "NOT_OWNER"
-        with pytest.raises(Held):
-            await b.acquire(new, generation, hold_ms=100)
-        again = await a.acquire(new, generation, resume=[(0, 5)])
-        assert (again.token, again.committed_offset) == (3, 0)
-        assert await a.state(new, 3) in ("OK", "WANTED")
-        await s.commit(3, 5)
-        assert (await s.progress()).committed_offset == 5
+    old, a, b, generation = await held_by_a(scene)
+    await scene.deliver(1, 0, 5)
+    await expire_leases(scene, old)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(outcome_of(b, old, generation))
+        await _fenced_then_cut(scene, old)
+    assert isinstance(acquiring.result(), NotLeader)
+    await old.crash()
+    new = await scene.leader(**SHORT)
+    (entry,) = await entries(new)
+    assert (entry.state, entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
+    with pytest.raises(Fenced):
+        await scene.commit(1, 5)
+    assert await a.state(new, 1) == "NOT_OWNER"
+    with pytest.raises(Held):
+        await b.acquire(new, generation, hold_ms=100)
+    again = await a.acquire(new, generation, resume=[(0, 5)])
+    assert (again.token, again.committed_offset) == (3, 0)
+    assert await a.state(new, 3) in ("OK", "WANTED")
+    await scene.commit(3, 5)
+    assert (await scene.progress()).committed_offset == 5
 
 
-async def test_story_12_new_leader_does_not_renew_a_fenced_owner(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_story_12_new_leader_does_not_renew_a_fenced_owner(scene: Scene) -> None:
     """The owner of a phantom is not renewed, so the phantom ends with the lease."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b, generation = await held_by_a(s)
-        await expire_leases(s, old)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(outcome_of(b, old, generation))
-            await _fenced_then_cut(s, old)
-        await old.crash()
-        new = await s.leader(**SHORT)
-        for _ in range(3):
-            assert await a.state(new, 1) == "NOT_OWNER"
-        await expire_leases(s, new)
-        grant = await b.acquire(new, generation)
-        assert grant.token == 3
+    old, a, b, generation = await held_by_a(scene)
+    await expire_leases(scene, old)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(outcome_of(b, old, generation))
+        await _fenced_then_cut(scene, old)
+    await old.crash()
+    new = await scene.leader(**SHORT)
+    for _ in range(3):
         assert await a.state(new, 1) == "NOT_OWNER"
+    await expire_leases(scene, new)
+    grant = await b.acquire(new, generation)
+    assert grant.token == 3
+    assert await a.state(new, 1) == "NOT_OWNER"
 
 
-async def test_story_19_late_fence_of_a_deposed_leader_changes_nothing(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b, generation = await held_by_a(s)
-        await expire_leases(s, old)
-        stop = Stop()
-        s.rules.rules["Fence"] = stop.before
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(outcome_of(b, old, generation))
-            await stop.reached.wait()
-            late = s.rules.seen[-1][1]
-            await old.cut_until_leases_expire()
-        assert isinstance(acquiring.result(), NotLeader)
-        del s.rules.rules["Fence"]
-        new = await s.leader(**SHORT)
-        refused = (await s.offsets.Fence(late, timeout=TIMEOUT_S)).outcomes[0].error
-        assert error_from_pb(refused).reason == "OLD_EPOCH"
-        assert (await s.progress()).token == 1
-        assert await a.state(new, 1) == "OK"
-
-
-async def test_story_19_late_write_of_a_deposed_leader_changes_nothing(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b, generation = await held_by_a(s)
-        await expire_leases(s, old)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(outcome_of(b, old, generation))
-            await _fenced_then_cut(s, old)
-        assert isinstance(acquiring.result(), NotLeader)
-        late = next(parts for parts in old.session.stopped if parts["put"])
-        assert late["put"][0].key == f"locks/{GROUP}/topic/broker-a/0"
-        new = await s.leader(**SHORT)
-        assert await s.etcd.txn(**late) is None, "though the entry is as it was"
-        stored = await s.stored()
-        assert stored is not None
-        assert (stored.owner, stored.token) == (a.incarnation, 1)
-        assert (await a.acquire(new, generation)).token == 3
-        assert await a.state(new, 3) == "OK"
-
-
-async def test_leader_cut_off_from_etcd_stops_answering(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, _, _ = await held_by_a(s)
-        node.session.cut = True
-
-        async def refused() -> bool:
-            try:
-                await a.keep_alive(node, 1)
-            except grpc.aio.AioRpcError as error:
-                return isinstance(from_rpc_error(error), NotLeader)
-            return False
-
-        await until(refused)
-
-
-async def test_leader_does_not_serve_before_offsets_knows_its_term(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        stop = Stop()
-        s.rules.rules["Announce"] = stop.before
-        node = await s.lockmgr()
+async def test_story_19_late_fence_of_a_deposed_leader_changes_nothing(scene: Scene) -> None:
+    old, a, b, generation = await held_by_a(scene)
+    await expire_leases(scene, old)
+    stop = Stop()
+    scene.rules.rules["Fence"] = stop.before
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(outcome_of(b, old, generation))
         await stop.reached.wait()
-        assert (await _refusal(node)).reason == "NOT_SERVING"
-        stop.go_on.set()
-        await until(node.leads)
+        late = scene.rules.seen[-1][1]
+        await old.cut_until_leases_expire()
+    assert isinstance(acquiring.result(), NotLeader)
+    del scene.rules.rules["Fence"]
+    new = await scene.leader(**SHORT)
+    refused = (await scene.offsets.Fence(late, timeout=TIMEOUT_S)).outcomes[0].error
+    assert error_from_pb(refused).reason == "OLD_EPOCH"
+    assert (await scene.progress()).token == 1
+    assert await a.state(new, 1) == "OK"
+
+
+async def test_story_19_late_write_of_a_deposed_leader_changes_nothing(scene: Scene) -> None:
+    old, a, b, generation = await held_by_a(scene)
+    await expire_leases(scene, old)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(outcome_of(b, old, generation))
+        await _fenced_then_cut(scene, old)
+    assert isinstance(acquiring.result(), NotLeader)
+    late = next(parts for parts in old.session.stopped if parts["put"])
+    assert late["put"][0].key == f"locks/{GROUP}/topic/broker-a/0"
+    new = await scene.leader(**SHORT)
+    assert await scene.etcd.txn(**late) is None, "though the entry is as it was"
+    stored = await scene.stored()
+    assert stored is not None
+    assert (stored.owner, stored.token) == (a.incarnation, 1)
+    assert (await a.acquire(new, generation)).token == 3
+    assert await a.state(new, 3) == "OK"
+
+
+async def test_leader_cut_off_from_etcd_stops_answering(scene: Scene) -> None:
+    node, a, _, _ = await held_by_a(scene)
+    node.session.cut = True
+
+    async def refused() -> bool:
+        try:
+            await a.keep_alive(node, 1)
+        except grpc.aio.AioRpcError as error:
+            return isinstance(from_rpc_error(error), NotLeader)
+        return False
+
+    await until(refused)
+
+
+async def test_leader_does_not_serve_before_offsets_knows_its_term(scene: Scene) -> None:
+    stop = Stop()
+    scene.rules.rules["Announce"] = stop.before
+    node = await scene.lockmgr()
+    await stop.reached.wait()
+    assert (await _refusal(node)).reason == "NOT_SERVING"
+    stop.go_on.set()
+    await until(node.leads)
 
 
 async def _fenced_then_cut(s: Scene, node: Node) -> None:

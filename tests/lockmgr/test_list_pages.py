@@ -12,7 +12,6 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -26,7 +25,7 @@ from batonmq_server.lockmgr.core.lock_entry import LockPolicy, LockRecord
 from batonmq_server.lockmgr.core.lock_table import LockTable
 from batonmq_server.runtime.paging import token_of_key
 from tests.lockmgr.listing_memory import LOCKS
-from tests.lockmgr.scene import GROUP, TIMEOUT_S, TOPIC, Member, Node, scene
+from tests.lockmgr.scene import GROUP, TIMEOUT_S, TOPIC, Member, Node, Scene
 
 GROWTH_KIB_MAX = 32_000
 """One page has 1 MB at most; all 100,000 locks in one answer need 188 MB."""
@@ -39,33 +38,29 @@ async def page(node: Node, **options: Any) -> tuple[list[int], str]:
     return [entry.queue.queue.queue_id for entry in answer.entries], answer.next_page_token
 
 
-async def test_locks_are_listed_in_pages(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        await a.acquire_each(node, await s.set_group(a), range(25))
-        first, token = await page(node, page_size=10)
-        second, token = await page(node, page_size=10, page_token=token)
-        third, token = await page(node, page_size=10, page_token=token, group=GROUP, topic=TOPIC)
-        assert (first, second, third) == ([*range(10)], [*range(10, 20)], [*range(20, 25)])
-        assert token == ""
-        assert await page(node, page_size=25) == ([*range(25)], "")
-        assert await page(node, page_token=token_of_key(f"{GROUP}/{TOPIC}/broker-b/0")) == ([], "")
-        assert await page(node, group="another") == ([], "")
+async def test_locks_are_listed_in_pages(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    await a.acquire_each(node, await scene.set_group(a), range(25))
+    first, token = await page(node, page_size=10)
+    second, token = await page(node, page_size=10, page_token=token)
+    third, token = await page(node, page_size=10, page_token=token, group=GROUP, topic=TOPIC)
+    assert (first, second, third) == ([*range(10)], [*range(10, 20)], [*range(20, 25)])
+    assert token == ""
+    assert await page(node, page_size=25) == ([*range(25)], "")
+    assert await page(node, page_token=token_of_key(f"{GROUP}/{TOPIC}/broker-b/0")) == ([], "")
+    assert await page(node, group="another") == ([], "")
 
 
-async def test_locks_that_come_between_pages_leave_the_others_listed_once(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await a.acquire_each(node, generation, range(0, 40, 2))
-        first, token = await page(node, page_size=10)
-        await a.acquire_each(node, generation, [5, 25, 41])
-        second, token = await page(node, page_size=100, page_token=token)
-        assert first == [*range(0, 20, 2)]
-        assert second == [20, 22, 24, 25, *range(26, 40, 2), 41]
-        assert token == ""
+async def test_locks_that_come_between_pages_leave_the_others_listed_once(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire_each(node, generation, range(0, 40, 2))
+    first, token = await page(node, page_size=10)
+    await a.acquire_each(node, generation, [5, 25, 41])
+    second, token = await page(node, page_size=100, page_token=token)
+    assert first == [*range(0, 20, 2)]
+    assert second == [20, 22, 24, 25, *range(26, 40, 2), 41]
+    assert token == ""
 
 
 def test_entries_that_go_between_pages_leave_the_others_listed_once() -> None:
@@ -91,15 +86,12 @@ def test_entries_that_go_between_pages_leave_the_others_listed_once() -> None:
     ],
     ids=["no token", "no queue id", "no number", "number too long"],
 )
-async def test_malformed_page_token_is_rejected(
-    etcd_endpoint: str, tmp_path: Path, token: str
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node = await s.leader()
-        with pytest.raises(grpc.aio.AioRpcError) as rejected:
-            await page(node, page_token=token)
-        error = from_rpc_error(rejected.value)
-        assert (error.reason, error.facts) == ("INVALID_ARGUMENT", {"field": "page_token"})
+async def test_malformed_page_token_is_rejected(scene: Scene, token: str) -> None:
+    node = await scene.leader()
+    with pytest.raises(grpc.aio.AioRpcError) as rejected:
+        await page(node, page_token=token)
+    error = from_rpc_error(rejected.value)
+    assert (error.reason, error.facts) == ("INVALID_ARGUMENT", {"field": "page_token"})
 
 
 async def test_hundred_thousand_locks_are_listed_in_bounded_memory() -> None:

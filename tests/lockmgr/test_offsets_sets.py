@@ -6,8 +6,6 @@ set that does not exist, until the test moves it to the real one.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import stored_lock_pb2
@@ -18,7 +16,7 @@ from batonmq._common.rpc import error_from_pb
 from batonmq.errors import BatonError
 from batonmq_server.runtime.etcd.session import Put
 from batonmq_server.runtime.group_placements import GroupPlacement
-from tests.lockmgr.scene import OPEN, TIMEOUT_S, TOPIC, Member, Node, Scene, scene
+from tests.lockmgr.scene import OPEN, TIMEOUT_S, TOPIC, Member, Node, Scene
 from tests.support.conditions import until
 
 FAR = "far"
@@ -72,40 +70,34 @@ async def acquire(node: Node, member: Member, seq: int) -> pb.Grant | BatonError
     raise AssertionError("no outcome")
 
 
-async def test_new_leader_does_not_wait_for_an_absent_set(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_new_leader_does_not_wait_for_an_absent_set(scene: Scene) -> None:
     """Queues of its groups are neither renewed nor granted until the set answers."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        here, far = Member("here"), Member("far")
-        await far_group(s, far, token=5)
-        node = await s.leader()
-        assert (await here.acquire(node, await s.set_group(here))).token == 1
-        assert await here.state(node, 1) == "OK"
-        assert await state(node, far, 5) == "PENDING"
-        refusal = await acquire(node, far, 7)
-        assert isinstance(refusal, BatonError)
-        assert refusal.reason == "HANDOVER_PENDING"
-        assert refusal.facts["step"] == "announce"
-        await s.etcd.put(f"places/{FAR}", GroupPlacement("offsets").encode())
+    here, far = Member("here"), Member("far")
+    await far_group(scene, far, token=5)
+    node = await scene.leader()
+    assert (await here.acquire(node, await scene.set_group(here))).token == 1
+    assert await here.state(node, 1) == "OK"
+    assert await state(node, far, 5) == "PENDING"
+    refusal = await acquire(node, far, 7)
+    assert isinstance(refusal, BatonError)
+    assert refusal.reason == "HANDOVER_PENDING"
+    assert refusal.facts["step"] == "announce"
+    await scene.etcd.put(f"places/{FAR}", GroupPlacement("offsets").encode())
 
-        async def confirmed() -> bool:
-            return await state(node, far, 5) == "NOT_OWNER"
+    async def confirmed() -> bool:
+        return await state(node, far, 5) == "NOT_OWNER"
 
-        await until(confirmed)
-        grant = await acquire(node, far, 8)
-        assert isinstance(grant, pb.Grant)
-        assert grant.token == 6, "greater than the one in etcd"
-        assert grant.offsets_set == "offsets"
+    await until(confirmed)
+    grant = await acquire(node, far, 8)
+    assert isinstance(grant, pb.Grant)
+    assert grant.token == 6, "greater than the one in etcd"
+    assert grant.offsets_set == "offsets"
 
 
-async def test_queue_of_an_absent_set_is_refused_and_others_are_granted(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, here, far = await s.leader(), Member("here"), Member("far")
-        await far_group(s, far)
-        refusal = await acquire(node, far, 1)
-        assert isinstance(refusal, BatonError)
-        assert refusal.reason == "OFFSETS_UNREACHABLE"
-        assert (await here.acquire(node, await s.set_group(here))).token == 1
+async def test_queue_of_an_absent_set_is_refused_and_others_are_granted(scene: Scene) -> None:
+    node, here, far = await scene.leader(), Member("here"), Member("far")
+    await far_group(scene, far)
+    refusal = await acquire(node, far, 1)
+    assert isinstance(refusal, BatonError)
+    assert refusal.reason == "OFFSETS_UNREACHABLE"
+    assert (await here.acquire(node, await scene.set_group(here))).token == 1

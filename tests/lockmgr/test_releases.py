@@ -7,7 +7,6 @@ Method: lock managers with real etcd and offsets over gRPC; answers are lost and
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,17 +26,7 @@ from batonmq.errors import (
     UnknownQueue,
     Unreachable,
 )
-from tests.lockmgr.scene import (
-    TIMEOUT_S,
-    Member,
-    Node,
-    Scene,
-    describe,
-    entries,
-    queue,
-    scene,
-    waits,
-)
+from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, describe, entries, queue, waits
 from tests.support.conditions import until
 
 HOLD_MS = 15_000
@@ -64,319 +53,282 @@ async def lost(*_: Any) -> Any:
 
 
 async def test_release_all_frees_closed_or_drained_queues_and_lists_the_others(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        await a.acquire_each(node, await s.set_group(a), range(5))
-        for queue_id in (1, 4):
-            await s.deliver(1, 0, 3, queue_id=queue_id)
-        for queue_id in (0, 2):
-            await s.close(1, queue_id=queue_id)
-        answer = await a.release_all(node)
-        assert answer.released_count == 2, "0 and 2 are closed"
-        assert [kept.queue.queue_id for kept in answer.kept] == [1, 3, 4]
-        states = [entry.state for entry in await entries(node)]
-        free, held = pb.LOCK_STATE_FREE, pb.LOCK_STATE_HELD
-        assert states == [free, held, free, held, held]
-        ended = await a.release_all(node, drained=True)
-        assert ended.released_count == 1, "3 is drained"
-        assert [kept.queue.queue_id for kept in ended.kept] == [1, 4]
-        again = await a.release_all(node)
-        assert (again.released_count, len(again.kept)) == (0, 2)
+    node, a = await scene.leader(), Member("a")
+    await a.acquire_each(node, await scene.set_group(a), range(5))
+    for queue_id in (1, 4):
+        await scene.deliver(1, 0, 3, queue_id=queue_id)
+    for queue_id in (0, 2):
+        await scene.close(1, queue_id=queue_id)
+    answer = await a.release_all(node)
+    assert answer.released_count == 2, "0 and 2 are closed"
+    assert [kept.queue.queue_id for kept in answer.kept] == [1, 3, 4]
+    states = [entry.state for entry in await entries(node)]
+    free, held = pb.LOCK_STATE_FREE, pb.LOCK_STATE_HELD
+    assert states == [free, held, free, held, held]
+    ended = await a.release_all(node, drained=True)
+    assert ended.released_count == 1, "3 is drained"
+    assert [kept.queue.queue_id for kept in ended.kept] == [1, 4]
+    again = await a.release_all(node)
+    assert (again.released_count, len(again.kept)) == (0, 2)
 
 
-async def test_release_all_of_another_group_or_client_frees_nothing(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        await a.acquire(node, await s.set_group(a))
-        await s.close(1)
-        for answer in (
-            await a.release_all(node, group="other"),
-            await Member("b").release_all(node),
-            await Member("a", incarnation_id=2).release_all(node),
-        ):
-            assert (answer.released_count, len(answer.kept)) == (0, 0)
-        assert (await a.release_all(node, group="group")).released_count == 1
+async def test_release_all_of_another_group_or_client_frees_nothing(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.close(1)
+    for answer in (
+        await a.release_all(node, group="other"),
+        await Member("b").release_all(node),
+        await Member("a", incarnation_id=2).release_all(node),
+    ):
+        assert (answer.released_count, len(answer.kept)) == (0, 0)
+    assert (await a.release_all(node, group="group")).released_count == 1
 
 
-async def test_release_all_wakes_waiting_requests(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.acquire_each(node, await s.set_group(a), range(3))
-        generation = await s.set_group(b)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(
-                b.acquire_each(node, generation, range(3), hold_ms=HOLD_MS)
-            )
-            await until(lambda: waits(node, "b"))
-            for queue_id in range(3):
-                await s.close(1, queue_id=queue_id)
-            assert (await a.release_all(node)).released_count == 3
-        assert all(isinstance(outcome, pb.Grant) for outcome in acquiring.result().values())
+async def test_release_all_wakes_waiting_requests(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire_each(node, await scene.set_group(a), range(3))
+    generation = await scene.set_group(b)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire_each(node, generation, range(3), hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "b"))
+        for queue_id in range(3):
+            await scene.close(1, queue_id=queue_id)
+        assert (await a.release_all(node)).released_count == 3
+    assert all(isinstance(outcome, pb.Grant) for outcome in acquiring.result().values())
 
 
-async def test_release_all_without_offsets_frees_nothing(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        await a.acquire(node, await s.set_group(a))
-        await s.close(1)
-        s.rules.rules["Query"] = lost
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await a.release_all(node)
-        assert isinstance(from_rpc_error(refused.value), OffsetsUnreachable)
-        assert await a.state(node, 1) == "OK"
+async def test_release_all_without_offsets_frees_nothing(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.close(1)
+    scene.rules.rules["Query"] = lost
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await a.release_all(node)
+    assert isinstance(from_rpc_error(refused.value), OffsetsUnreachable)
+    assert await a.state(node, 1) == "OK"
 
 
 # ForceRelease
 
 
 async def test_forced_queue_is_free_its_owner_is_fenced_and_its_messages_are_flagged(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        await s.deliver(1, 0, 10)
-        await s.commit(1, 4)
-        events: list[metrics_pb.MetricEvent] = []
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_events(node, events))
-            await until(lambda: node.runtime.hub.watched)
-            answer = await force(node)
-            await until(lambda: len(events) >= 1)
-            watching.cancel()
-        assert (answer.previous_owner, answer.token) == (a.incarnation, 2)
-        assert answer.maybe_seen_count == 6
-        forced = events[0].lock_forced
-        assert (forced.previous_client_id, forced.token) == ("a", 2)
-        assert (forced.by, forced.reason) == ("operator", "stuck handler")
-        with pytest.raises(Fenced):
-            await s.commit(1, 10)
-        assert await a.state(node, 1) == "NOT_OWNER"
-        progress = await s.progress()
-        assert (progress.forced_by, progress.forced_reason) == ("operator", "stuck handler")
-        (item,) = [i for i in s.rules.fences() if not i.HasField("holder")]
-        assert item.attempt == "force-op-1"
-        stored = await s.stored()
-        assert stored is not None
-        assert (stored.HasField("owner"), stored.token, stored.forced_op_id) == (False, 2, "op-1")
-        grant = await b.acquire(node, await s.set_group(b))
-        assert (grant.token, grant.committed_offset) == (3, 4)
-        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(4, 10)]
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(1, 0, 10)
+    await scene.commit(1, 4)
+    events: list[metrics_pb.MetricEvent] = []
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(_events(node, events))
+        await until(lambda: node.runtime.hub.watched)
+        answer = await force(node)
+        await until(lambda: len(events) >= 1)
+        watching.cancel()
+    assert (answer.previous_owner, answer.token) == (a.incarnation, 2)
+    assert answer.maybe_seen_count == 6
+    forced = events[0].lock_forced
+    assert (forced.previous_client_id, forced.token) == ("a", 2)
+    assert (forced.by, forced.reason) == ("operator", "stuck handler")
+    with pytest.raises(Fenced):
+        await scene.commit(1, 10)
+    assert await a.state(node, 1) == "NOT_OWNER"
+    progress = await scene.progress()
+    assert (progress.forced_by, progress.forced_reason) == ("operator", "stuck handler")
+    (item,) = [i for i in scene.rules.fences() if not i.HasField("holder")]
+    assert item.attempt == "force-op-1"
+    stored = await scene.stored()
+    assert stored is not None
+    assert (stored.HasField("owner"), stored.token, stored.forced_op_id) == (False, 2, "op-1")
+    grant = await b.acquire(node, await scene.set_group(b))
+    assert (grant.token, grant.committed_offset) == (3, 4)
+    assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(4, 10)]
 
 
-async def test_forced_queue_is_granted_to_a_waiting_client(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        await s.deliver(1, 0, 10)
-        generation = await s.set_group(a, b)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-            await until(lambda: waits(node, "b"))
-            await force(node)
-        assert acquiring.result().token == 3
+async def test_forced_queue_is_granted_to_a_waiting_client(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(1, 0, 10)
+    generation = await scene.set_group(a, b)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "b"))
+        await force(node)
+    assert acquiring.result().token == 3
 
 
-async def test_repeated_operation_changes_nothing_under_a_new_owner(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        first = await force(node)
-        assert await force(node) == first
-        grant = await b.acquire(node, await s.set_group(b))
-        assert await force(node) == first
-        assert await b.state(node, grant.token) == "OK"
-        assert (await force(node, "op-2")).previous_owner == b.incarnation
-        assert await b.state(node, grant.token) == "NOT_OWNER"
+async def test_repeated_operation_changes_nothing_under_a_new_owner(scene: Scene) -> None:
+    node, a, b = await scene.leader(), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    first = await force(node)
+    assert await force(node) == first
+    grant = await b.acquire(node, await scene.set_group(b))
+    assert await force(node) == first
+    assert await b.state(node, grant.token) == "OK"
+    assert (await force(node, "op-2")).previous_owner == b.incarnation
+    assert await b.state(node, grant.token) == "NOT_OWNER"
 
 
-async def test_operation_is_known_to_the_next_leader(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b = await s.leader(), Member("a"), Member("b")
-        await a.acquire(old, await s.set_group(a))
-        await force(old)
-        grant = await b.acquire(old, await s.set_group(b))
-        await old.crash()
-        new = await s.leader()
-        answer = await force(new)
-        assert (answer.HasField("previous_owner"), answer.token) == (False, grant.token)
-        assert await b.state(new, grant.token) == "OK"
+async def test_operation_is_known_to_the_next_leader(scene: Scene) -> None:
+    old, a, b = await scene.leader(), Member("a"), Member("b")
+    await a.acquire(old, await scene.set_group(a))
+    await force(old)
+    grant = await b.acquire(old, await scene.set_group(b))
+    await old.crash()
+    new = await scene.leader()
+    answer = await force(new)
+    assert (answer.HasField("previous_owner"), answer.token) == (False, grant.token)
+    assert await b.state(new, grant.token) == "OK"
 
 
 async def test_operation_whose_leader_dies_before_it_is_persisted_can_be_repeated(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a = await s.leader(), Member("a")
-        await a.acquire(old, await s.set_group(a))
-        await s.deliver(1, 0, 3)
+    old, a = await scene.leader(), Member("a")
+    await a.acquire(old, await scene.set_group(a))
+    await scene.deliver(1, 0, 3)
 
-        async def cut_after(request: Any, proceed: Any) -> Any:
-            del s.rules.rules["Fence"]
-            answer = await proceed()
-            old.session.cut_until_leases_expire()
-            return answer
+    async def cut_after(request: Any, proceed: Any) -> Any:
+        del scene.rules.rules["Fence"]
+        answer = await proceed()
+        old.session.cut_until_leases_expire()
+        return answer
 
-        s.rules.rules["Fence"] = cut_after
-        with pytest.raises(BatonError):
-            await force(old)
-        await old.crash()
-        new = await s.leader()
-        (entry,) = await entries(new)
-        assert (entry.state, entry.owner) == (pb.LOCK_STATE_PHANTOM, a.incarnation)
-        answer = await force(new)
-        assert (answer.previous_owner, answer.token) == (a.incarnation, 2), "no second fence"
-        assert answer.maybe_seen_count == 3
-
-
-async def test_queue_that_was_never_owned_can_not_be_forced(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node = await s.leader()
-        with pytest.raises(UnknownQueue):
-            await force(node)
-        assert s.rules.fences() == []
+    scene.rules.rules["Fence"] = cut_after
+    with pytest.raises(BatonError):
+        await force(old)
+    await old.crash()
+    new = await scene.leader()
+    (entry,) = await entries(new)
+    assert (entry.state, entry.owner) == (pb.LOCK_STATE_PHANTOM, a.incarnation)
+    answer = await force(new)
+    assert (answer.previous_owner, answer.token) == (a.incarnation, 2), "no second fence"
+    assert answer.maybe_seen_count == 3
 
 
-async def test_fence_whose_answer_is_lost_forces_once(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        await a.acquire(node, await s.set_group(a))
-
-        async def lose_once(request: Any, proceed: Any) -> Any:
-            del s.rules.rules["Fence"]
-            await proceed()
-            raise Unreachable("the answer is lost")
-
-        s.rules.rules["Fence"] = lose_once
-        assert (await force(node)).token == (await s.progress()).token == 2
-
-
-async def test_previous_owner_of_a_forced_queue_can_acquire_it_again(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await a.acquire(node, generation)
-        await s.deliver(1, 0, 3)
+async def test_queue_that_was_never_owned_can_not_be_forced(scene: Scene) -> None:
+    node = await scene.leader()
+    with pytest.raises(UnknownQueue):
         await force(node)
-        grant = await a.acquire(node, generation, resume=[(0, 2)])
-        assert (grant.token, grant.newly_acquired) == (3, True)
-        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 3)]
+    assert scene.rules.fences() == []
+
+
+async def test_fence_whose_answer_is_lost_forces_once(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    await a.acquire(node, await scene.set_group(a))
+
+    async def lose_once(request: Any, proceed: Any) -> Any:
+        del scene.rules.rules["Fence"]
+        await proceed()
+        raise Unreachable("the answer is lost")
+
+    scene.rules.rules["Fence"] = lose_once
+    assert (await force(node)).token == (await scene.progress()).token == 2
+
+
+async def test_previous_owner_of_a_forced_queue_can_acquire_it_again(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(node, generation)
+    await scene.deliver(1, 0, 3)
+    await force(node)
+    grant = await a.acquire(node, generation, resume=[(0, 2)])
+    assert (grant.token, grant.newly_acquired) == (3, True)
+    assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 3)]
 
 
 # Describe
 
 
-async def test_description_of_a_queue_that_was_never_owned_is_free(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node = await s.leader()
+async def test_description_of_a_queue_that_was_never_owned_is_free(scene: Scene) -> None:
+    node = await scene.leader()
+    described = await describe(node)
+    assert (described.entry.state, described.entry.token) == (pb.LOCK_STATE_FREE, 0)
+    assert (described.entry.queue, described.term > 0) == (queue(), True)
+    assert await entries(node) == [], "acquiring leaves nothing behind"
+
+
+async def test_description_has_lease_owner_state_and_refusals(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    generation = await scene.set_group(a, b)
+    with pytest.raises(Held):
+        await b.acquire(node, generation)
+    await scene.deliver(1, 0, 3)
+    with pytest.raises(Unacked):
+        await b.acquire(node, generation, hold_ms=100)
+    await Member("x").refusal(node, generation)
+    node.clock.ahead_ms = 10_000
+    described = await describe(node)
+    assert (described.entry.owner, described.entry.token) == (a.incarnation, 1)
+    assert (described.offsets_token, described.owner_evicted) == (1, False)
+    assert 10_000 <= described.entry.lease_age_ms < 20_000
+    assert described.lease_left_ms == LEASE_MS - described.entry.lease_age_ms
+    reasons = [(denial.client_id, denial.error.reason) for denial in described.denials]
+    assert reasons == [("x", error_pb2.REASON_NOT_MEMBER), ("b", error_pb2.REASON_UNACKED)]
+    assert all(10_000 <= denial.age_ms < 20_000 for denial in described.denials)
+    assert list(described.entry.waiters) == ["b"]
+    await scene.set_group(b)
+
+    async def evicted() -> bool:
+        return (await describe(node)).owner_evicted
+
+    await until(evicted)
+    node.clock.ahead_ms = LEASE_MS + 1_000
+    assert (await describe(node)).lease_left_ms == 0
+
+
+async def test_description_has_the_step_of_a_hand_over(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def stop(request: Any, proceed: Any) -> Any:
+        reached.set()
+        await go_on.wait()
+        return await proceed()
+
+    scene.rules.rules["Fence"] = stop
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(a.acquire(node, generation))
+        await reached.wait()
         described = await describe(node)
-        assert (described.entry.state, described.entry.token) == (pb.LOCK_STATE_FREE, 0)
-        assert (described.entry.queue, described.term > 0) == (queue(), True)
-        assert await entries(node) == [], "acquiring leaves nothing behind"
-
-
-async def test_description_has_lease_owner_state_and_refusals(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        generation = await s.set_group(a, b)
-        with pytest.raises(Held):
-            await b.acquire(node, generation)
-        await s.deliver(1, 0, 3)
-        with pytest.raises(Unacked):
-            await b.acquire(node, generation, hold_ms=100)
-        await Member("x").refusal(node, generation)
-        node.clock.ahead_ms = 10_000
-        described = await describe(node)
-        assert (described.entry.owner, described.entry.token) == (a.incarnation, 1)
-        assert (described.offsets_token, described.owner_evicted) == (1, False)
-        assert 10_000 <= described.entry.lease_age_ms < 20_000
-        assert described.lease_left_ms == LEASE_MS - described.entry.lease_age_ms
-        reasons = [(denial.client_id, denial.error.reason) for denial in described.denials]
-        assert reasons == [("x", error_pb2.REASON_NOT_MEMBER), ("b", error_pb2.REASON_UNACKED)]
-        assert all(10_000 <= denial.age_ms < 20_000 for denial in described.denials)
-        assert list(described.entry.waiters) == ["b"]
-        await s.set_group(b)
-
-        async def evicted() -> bool:
-            return (await describe(node)).owner_evicted
-
-        await until(evicted)
-        node.clock.ahead_ms = LEASE_MS + 1_000
-        assert (await describe(node)).lease_left_ms == 0
-
-
-async def test_description_has_the_step_of_a_hand_over(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        reached, go_on = asyncio.Event(), asyncio.Event()
-
-        async def stop(request: Any, proceed: Any) -> Any:
-            reached.set()
-            await go_on.wait()
-            return await proceed()
-
-        s.rules.rules["Fence"] = stop
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(a.acquire(node, generation))
-            await reached.wait()
-            described = await describe(node)
-            assert (described.entry.state, described.pending_step) == (
-                pb.LOCK_STATE_PENDING,
-                "fence",
-            )
-            assert described.pending_attempt == s.rules.fences()[0].attempt
-            go_on.set()
-        described = await describe(node)
-        assert (described.entry.state, described.pending_step, described.pending_attempt) == (
-            pb.LOCK_STATE_HELD,
-            "",
-            "",
+        assert (described.entry.state, described.pending_step) == (
+            pb.LOCK_STATE_PENDING,
+            "fence",
         )
+        assert described.pending_attempt == scene.rules.fences()[0].attempt
+        go_on.set()
+    described = await describe(node)
+    assert (described.entry.state, described.pending_step, described.pending_attempt) == (
+        pb.LOCK_STATE_HELD,
+        "",
+        "",
+    )
 
 
-async def test_description_of_a_phantom_has_both_tokens(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a = await s.leader(), Member("a")
-        await a.acquire(old, await s.set_group(a))
-        await _fence_behind_its_back(s)
-        await old.crash()
-        new = await s.leader()
-        described = await describe(new)
-        assert (described.entry.state, described.entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
-        assert described.offsets_token == 2
+async def test_description_of_a_phantom_has_both_tokens(scene: Scene) -> None:
+    old, a = await scene.leader(), Member("a")
+    await a.acquire(old, await scene.set_group(a))
+    await _fence_behind_its_back(scene)
+    await old.crash()
+    new = await scene.leader()
+    described = await describe(new)
+    assert (described.entry.state, described.entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
+    assert described.offsets_token == 2
 
 
-async def test_refusals_are_remembered_for_sixteen_clients(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await a.acquire(node, generation)
-        for number in range(20):
-            await Member(f"m{number}").refusal(node, generation)
-        names = [denial.client_id for denial in (await describe(node)).denials]
-        assert names == [f"m{number}" for number in reversed(range(4, 20))]
+async def test_refusals_are_remembered_for_sixteen_clients(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(node, generation)
+    for number in range(20):
+        await Member(f"m{number}").refusal(node, generation)
+    names = [denial.client_id for denial in (await describe(node)).denials]
+    assert names == [f"m{number}" for number in reversed(range(4, 20))]
 
 
 async def _events(node: Node, events: list[metrics_pb.MetricEvent]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +17,7 @@ import pytest
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError
-from tests.lockmgr.scene import TIMEOUT_S, Member, Node, queue, scene
+from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, queue
 
 LONG = "x" * 128
 BAD_NAMES = ["", "a/b", "a\x00b", "a\nb", "../x", "ä", "a b", LONG]
@@ -248,90 +247,73 @@ async def refusal(node: Node, request: Any) -> BatonError:
     ids=["Acquire", "KeepAlive", "Release", "ReleaseAll", "Watch", "ForceRelease", "Describe"],
 )
 async def test_malformed_request_is_rejected_and_changes_nothing(
-    make: Callable[[], Any],
-    cases: list[tuple[Spoil, str, str]],
-    etcd_endpoint: str,
-    tmp_path: Path,
+    scene: Scene, make: Callable[[], Any], cases: list[tuple[Spoil, str, str]]
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node = await s.leader()
-        await s.set_group(Member("a"))
-        for number, (spoil, reason, where) in enumerate(cases):
-            request = make()
-            spoil(request)
-            error = await refusal(node, request)
-            assert (error.reason, error.facts["field"]) == (reason, where), number
-            assert error.message
-            assert error.remedy
-        assert await s.stored_count() == 0
-        assert s.rules.fences() == []
-        assert (await node.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries == []
+    node = await scene.leader()
+    await scene.set_group(Member("a"))
+    for number, (spoil, reason, where) in enumerate(cases):
+        request = make()
+        spoil(request)
+        error = await refusal(node, request)
+        assert (error.reason, error.facts["field"]) == (reason, where), number
+        assert error.message
+        assert error.remedy
+    assert await scene.stored_count() == 0
+    assert scene.rules.fences() == []
+    assert (await node.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries == []
 
 
-async def test_well_formed_request_at_every_limit_is_accepted(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a" * 255)
-        request = acquire_request()
-        request.incarnation.CopyFrom(a.incarnation)
-        request.generation = await s.set_group(a)
-        many(1_024)(request)
-        queue_id(65_535)(request)
-        resuming(*((n, n + 1) for n in range(0, 2 * 4_096, 2)))(request)
-        item_field("initial_offset", 1 << 62)(request)
-        answers = [r async for r in node.stub.Acquire(request, timeout=20)]
-        assert sum(answer.HasField("grant") for answer in answers) == 1_024
+async def test_well_formed_request_at_every_limit_is_accepted(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a" * 255)
+    request = acquire_request()
+    request.incarnation.CopyFrom(a.incarnation)
+    request.generation = await scene.set_group(a)
+    many(1_024)(request)
+    queue_id(65_535)(request)
+    resuming(*((n, n + 1) for n in range(0, 2 * 4_096, 2)))(request)
+    item_field("initial_offset", 1 << 62)(request)
+    answers = [r async for r in node.stub.Acquire(request, timeout=20)]
+    assert sum(answer.HasField("grant") for answer in answers) == 1_024
 
 
-async def test_malformed_filter_of_a_listing_is_rejected(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node = await s.leader()
-        requests = [pb.ListRequest(group=name) for name in BAD_NAMES[1:]]
-        for request in [*requests, *(pb.ListRequest(topic=name) for name in BAD_NAMES[1:])]:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await node.stub.List(request, timeout=TIMEOUT_S)
-            assert from_rpc_error(refused.value).reason == "INVALID_NAME"
+async def test_malformed_filter_of_a_listing_is_rejected(scene: Scene) -> None:
+    node = await scene.leader()
+    requests = [pb.ListRequest(group=name) for name in BAD_NAMES[1:]]
+    for request in [*requests, *(pb.ListRequest(topic=name) for name in BAD_NAMES[1:])]:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await node.stub.List(request, timeout=TIMEOUT_S)
+        assert from_rpc_error(refused.value).reason == "INVALID_NAME"
 
 
-async def test_unknown_client_renews_and_releases_nothing(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, stranger = await s.leader(), Member("x")
-        assert await stranger.state(node, 1) == "NOT_OWNER"
-        assert await stranger.release(node, 1) == 0
-        assert await s.stored_count() == 0
+async def test_unknown_client_renews_and_releases_nothing(scene: Scene) -> None:
+    node, stranger = await scene.leader(), Member("x")
+    assert await stranger.state(node, 1) == "NOT_OWNER"
+    assert await stranger.release(node, 1) == 0
+    assert await scene.stored_count() == 0
 
 
-async def test_call_without_a_deadline_is_rejected(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node = await s.leader()
-        async with asyncio.timeout(TIMEOUT_S):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await node.stub.KeepAlive(keep_alive_request())
-        assert from_rpc_error(refused.value).reason == "NO_DEADLINE"
+async def test_call_without_a_deadline_is_rejected(scene: Scene) -> None:
+    node = await scene.leader()
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await node.stub.KeepAlive(keep_alive_request())
+    assert from_rpc_error(refused.value).reason == "NO_DEADLINE"
 
 
-async def test_malformed_item_at_offsets_does_not_fail_the_others(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_malformed_item_at_offsets_does_not_fail_the_others(scene: Scene) -> None:
     """offsets rejects whole calls, and one call carries the requests of several clients."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
 
-        async def spoil(request: Any, proceed: Any) -> Any:
-            for item in request.items:
-                if item.queue.queue.queue_id == 3:
-                    item.attempt = ""
-            return await proceed()
+    async def spoil(request: Any, proceed: Any) -> Any:
+        for item in request.items:
+            if item.queue.queue.queue_id == 3:
+                item.attempt = ""
+        return await proceed()
 
-        s.rules.rules["Fence"] = spoil
-        outcomes = await a.acquire_each(node, generation, range(8))
-        refused = {q: o for q, o in outcomes.items() if isinstance(o, BatonError)}
-        assert set(refused) == {3}
-        assert refused[3].reason == "INVALID_ARGUMENT"
-        assert await s.stored_count() == 7
+    scene.rules.rules["Fence"] = spoil
+    outcomes = await a.acquire_each(node, generation, range(8))
+    refused = {q: o for q, o in outcomes.items() if isinstance(o, BatonError)}
+    assert set(refused) == {3}
+    assert refused[3].reason == "INVALID_ARGUMENT"
+    assert await scene.stored_count() == 7

@@ -6,7 +6,6 @@ Method: one lock manager with a real etcd and the real offsets service, in one p
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from batonmq.errors import (
     Unacked,
     Unreachable,
 )
-from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue, scene, waits
+from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue, waits
 from tests.support.conditions import until
 
 HOLD_MS = 15_000
@@ -42,489 +41,412 @@ async def fence_count(s: Scene) -> int:
 # Grants
 
 
-async def test_free_queue_is_granted_persisted_and_listed(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        grant = await a.acquire(node, generation)
-        assert (grant.token, grant.committed_offset, grant.newly_acquired) == (1, 0, True)
-        assert (grant.lease_ms, grant.offsets_epoch) == (LEASE_MS, 1)
-        stored = await s.stored()
-        assert stored is not None
-        assert (stored.owner, stored.token, stored.acquire_seq) == (a.incarnation, 1, 1)
-        assert (await s.progress()).holder == a.incarnation
-        (entry,) = await entries(node)
-        assert (entry.owner, entry.token, entry.state) == (a.incarnation, 1, pb.LOCK_STATE_HELD)
-        assert (entry.generation, entry.acquire_seq) == (generation, 1)
+async def test_free_queue_is_granted_persisted_and_listed(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    grant = await a.acquire(node, generation)
+    assert (grant.token, grant.committed_offset, grant.newly_acquired) == (1, 0, True)
+    assert (grant.lease_ms, grant.offsets_epoch) == (LEASE_MS, 1)
+    stored = await scene.stored()
+    assert stored is not None
+    assert (stored.owner, stored.token, stored.acquire_seq) == (a.incarnation, 1, 1)
+    assert (await scene.progress()).holder == a.incarnation
+    (entry,) = await entries(node)
+    assert (entry.owner, entry.token, entry.state) == (a.incarnation, 1, pb.LOCK_STATE_HELD)
+    assert (entry.generation, entry.acquire_seq) == (generation, 1)
 
 
-async def test_many_queues_are_granted_by_one_call(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        outcomes = await a.acquire_each(node, generation, range(200))
-        assert {q for q, o in outcomes.items() if isinstance(o, pb.Grant)} == set(range(200))
-        assert await s.stored_count() == 200
+async def test_many_queues_are_granted_by_one_call(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    outcomes = await a.acquire_each(node, generation, range(200))
+    assert {q for q, o in outcomes.items() if isinstance(o, pb.Grant)} == set(range(200))
+    assert await scene.stored_count() == 200
 
 
-async def test_group_without_progress_starts_at_the_requested_offset(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        request = pb.AcquireRequest(
-            incarnation=a.incarnation,
-            acquire_seq=1,
-            generation=await s.set_group(a),
-            items=[pb.AcquireItem(queue=queue(), initial_offset=77)],
-        )
-        (answer,) = [r async for r in node.stub.Acquire(request, timeout=TIMEOUT_S)]
-        assert answer.grant.committed_offset == 77
+async def test_group_without_progress_starts_at_the_requested_offset(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    request = pb.AcquireRequest(
+        incarnation=a.incarnation,
+        acquire_seq=1,
+        generation=await scene.set_group(a),
+        items=[pb.AcquireItem(queue=queue(), initial_offset=77)],
+    )
+    (answer,) = [r async for r in node.stub.Acquire(request, timeout=TIMEOUT_S)]
+    assert answer.grant.committed_offset == 77
 
 
-async def test_queue_of_another_owner_is_refused_with_its_owner_and_advice(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        with pytest.raises(Held) as refusal:
-            await b.acquire(node, await s.set_group(a, b))
-        assert refusal.value.facts["owner"] == "a"
-        assert refusal.value.retry_after_ms > 0
-        assert await fence_count(s) == 1
-        (report,) = await a.keep_alive(node, 1)
-        assert (report.state, report.wanted_by) == (pb.HOLD_STATE_WANTED, "b")
-        (entry,) = await entries(node)
-        assert list(entry.waiters) == ["b"]
+async def test_queue_of_another_owner_is_refused_with_its_owner_and_advice(scene: Scene) -> None:
+    node, a, b = await scene.leader(), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    with pytest.raises(Held) as refusal:
+        await b.acquire(node, await scene.set_group(a, b))
+    assert refusal.value.facts["owner"] == "a"
+    assert refusal.value.retry_after_ms > 0
+    assert await fence_count(scene) == 1
+    (report,) = await a.keep_alive(node, 1)
+    assert (report.state, report.wanted_by) == (pb.HOLD_STATE_WANTED, "b")
+    (entry,) = await entries(node)
+    assert list(entry.waiters) == ["b"]
 
 
-async def test_waiting_request_is_granted_when_the_owner_releases(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        grant = await a.acquire(node, await s.set_group(a))
-        generation = await s.set_group(a, b)
-        await s.deliver(grant.token, 0, 10)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-            await until(lambda: waits(node, "b"))
-            await s.close(grant.token, committed=10)
-            assert await a.release(node, grant.token) == 1
-        granted = acquiring.result()
-        assert (granted.token, granted.committed_offset) == (grant.token + 1, 10)
-        assert not granted.maybe_seen
-        assert await a.state(node, grant.token) == "NOT_OWNER"
-        assert await b.state(node, granted.token) == "OK"
+async def test_waiting_request_is_granted_when_the_owner_releases(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    grant = await a.acquire(node, await scene.set_group(a))
+    generation = await scene.set_group(a, b)
+    await scene.deliver(grant.token, 0, 10)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "b"))
+        await scene.close(grant.token, committed=10)
+        assert await a.release(node, grant.token) == 1
+    granted = acquiring.result()
+    assert (granted.token, granted.committed_offset) == (grant.token + 1, 10)
+    assert not granted.maybe_seen
+    assert await a.state(node, grant.token) == "NOT_OWNER"
+    assert await b.state(node, granted.token) == "OK"
 
 
-async def test_closed_queue_is_granted_after_a_lost_release(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=50), Member("a"), Member("b")
-        grant = await a.acquire(node, await s.set_group(a))
-        await s.deliver(grant.token, 0, 10)
-        generation = await s.set_group(a, b)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-            await until(lambda: waits(node, "b"))
-            await s.close(grant.token, committed=4)
-        granted = acquiring.result()
-        assert (granted.token, granted.committed_offset) == (2, 4)
-        assert not granted.maybe_seen, "what the owner never started is not flagged"
+async def test_closed_queue_is_granted_after_a_lost_release(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=50), Member("a"), Member("b")
+    grant = await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(grant.token, 0, 10)
+    generation = await scene.set_group(a, b)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "b"))
+        await scene.close(grant.token, committed=4)
+    granted = acquiring.result()
+    assert (granted.token, granted.committed_offset) == (2, 4)
+    assert not granted.maybe_seen, "what the owner never started is not flagged"
 
 
-async def test_drained_queue_is_granted_after_the_quiet_slots_and_not_sooner(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=100), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        generation = await s.set_group(a, b)
-        loop = asyncio.get_running_loop()
-        start_s = loop.time()
-        grant = await b.acquire(node, generation, hold_ms=HOLD_MS)
-        assert grant.token == 2
-        assert loop.time() - start_s >= 0.3
-        assert await fence_count(s) == 2, "nothing is tried before it may pass"
+async def test_drained_queue_is_granted_after_the_quiet_slots_and_not_sooner(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=100), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    generation = await scene.set_group(a, b)
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+    grant = await b.acquire(node, generation, hold_ms=HOLD_MS)
+    assert grant.token == 2
+    assert loop.time() - start_s >= 0.3
+    assert await fence_count(scene) == 2, "nothing is tried before it may pass"
 
 
-async def test_queue_in_flight_is_refused_until_it_is_acked(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
-        grant = await a.acquire(node, await s.set_group(a))
-        await s.deliver(grant.token, 0, 10)
-        generation = await s.set_group(a, b)
-        with pytest.raises(Unacked) as refusal:
-            await b.acquire(node, generation, hold_ms=300)
-        facts = refusal.value.facts
-        assert (facts["owner"], facts["unacked"], facts["lowest_offset"]) == ("a", "10", "0")
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-            await until(lambda: waits(node, "b"))
-            await s.commit(grant.token, 10)
-        assert acquiring.result().committed_offset == 10
+async def test_queue_in_flight_is_refused_until_it_is_acked(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    grant = await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(grant.token, 0, 10)
+    generation = await scene.set_group(a, b)
+    with pytest.raises(Unacked) as refusal:
+        await b.acquire(node, generation, hold_ms=300)
+    facts = refusal.value.facts
+    assert (facts["owner"], facts["unacked"], facts["lowest_offset"]) == ("a", "10", "0")
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "b"))
+        await scene.commit(grant.token, 10)
+    assert acquiring.result().committed_offset == 10
 
 
-async def test_silent_owner_loses_the_queue_and_its_messages_are_flagged(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
-        grant = await a.acquire(node, await s.set_group(a))
-        await s.deliver(grant.token, 0, 10)
-        await s.commit(grant.token, 4)
-        generation = await s.set_group(b)
-        node.clock.ahead_ms = s.offsets_clock.ahead_ms = LEASE_MS + 1_000
-        stolen = await b.acquire(node, generation)
-        assert (stolen.token, stolen.committed_offset) == (2, 4)
-        assert [(r.first_offset, r.next_offset) for r in stolen.maybe_seen] == [(4, 10)]
-        assert await a.state(node, grant.token) == "NOT_OWNER"
-        with pytest.raises(Fenced):
-            await s.commit(grant.token, 10)
+async def test_silent_owner_loses_the_queue_and_its_messages_are_flagged(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    grant = await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(grant.token, 0, 10)
+    await scene.commit(grant.token, 4)
+    generation = await scene.set_group(b)
+    node.clock.ahead_ms = scene.offsets_clock.ahead_ms = LEASE_MS + 1_000
+    stolen = await b.acquire(node, generation)
+    assert (stolen.token, stolen.committed_offset) == (2, 4)
+    assert [(r.first_offset, r.next_offset) for r in stolen.maybe_seen] == [(4, 10)]
+    assert await a.state(node, grant.token) == "NOT_OWNER"
+    with pytest.raises(Fenced):
+        await scene.commit(grant.token, 10)
 
 
-async def test_owner_active_at_offsets_keeps_the_queue_without_keep_alives(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
-        grant = await a.acquire(node, await s.set_group(a))
-        await s.deliver(grant.token, 0, 10)
-        node.clock.ahead_ms = LEASE_MS + 1_000
-        with pytest.raises(Held):
-            await b.acquire(node, await s.set_group(a, b), hold_ms=100)
-        assert await a.state(node, grant.token) == "WANTED"
-        await s.commit(grant.token, 10)
+async def test_owner_active_at_offsets_keeps_the_queue_without_keep_alives(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    grant = await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(grant.token, 0, 10)
+    node.clock.ahead_ms = LEASE_MS + 1_000
+    with pytest.raises(Held):
+        await b.acquire(node, await scene.set_group(a, b), hold_ms=100)
+    assert await a.state(node, grant.token) == "WANTED"
+    await scene.commit(grant.token, 10)
 
 
-async def test_request_of_the_same_generation_is_denied_at_once(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(), Member("a"), Member("b")
-        generation = await s.set_group(a, b)
-        await a.acquire(node, generation)
-        async with asyncio.timeout(HOLD_MS / 2000):
-            with pytest.raises(NotAssigned):
-                await b.acquire(node, generation, hold_ms=HOLD_MS)
-        assert await a.state(node, 1) == "OK"
+async def test_request_of_the_same_generation_is_denied_at_once(scene: Scene) -> None:
+    node, a, b = await scene.leader(), Member("a"), Member("b")
+    generation = await scene.set_group(a, b)
+    await a.acquire(node, generation)
+    async with asyncio.timeout(HOLD_MS / 2000):
+        with pytest.raises(NotAssigned):
+            await b.acquire(node, generation, hold_ms=HOLD_MS)
+    assert await a.state(node, 1) == "OK"
 
 
-async def test_outcomes_are_streamed_while_others_wait(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        request = pb.AcquireRequest(
-            incarnation=b.incarnation,
-            acquire_seq=1,
-            generation=await s.set_group(a, b),
-            items=[pb.AcquireItem(queue=queue(q)) for q in (0, 1, 2)],
-            hold_ms=HOLD_MS,
-        )
-        call = node.stub.Acquire(request, timeout=TIMEOUT_S)
-        first = {(await anext(aiter(call))).queue.queue.queue_id for _ in range(2)}
-        assert first == {1, 2}
-        await s.close(1)
-        await a.release(node, 1)
-        assert (await anext(aiter(call))).queue.queue.queue_id == 0
+async def test_outcomes_are_streamed_while_others_wait(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    request = pb.AcquireRequest(
+        incarnation=b.incarnation,
+        acquire_seq=1,
+        generation=await scene.set_group(a, b),
+        items=[pb.AcquireItem(queue=queue(q)) for q in (0, 1, 2)],
+        hold_ms=HOLD_MS,
+    )
+    call = node.stub.Acquire(request, timeout=TIMEOUT_S)
+    first = {(await anext(aiter(call))).queue.queue.queue_id for _ in range(2)}
+    assert first == {1, 2}
+    await scene.close(1)
+    await a.release(node, 1)
+    assert (await anext(aiter(call))).queue.queue.queue_id == 0
 
 
-async def test_fifty_waiting_requests_cost_one_observation_per_slot(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(slot_ms=100), Member("a")
-        await a.acquire(node, await s.set_group(a))
-        await s.deliver(1, 0, 5)
-        others = [Member(f"m{number}") for number in range(50)]
-        generation = await s.set_group(a, *others)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = [
-                tasks.create_task(other.acquire_each(node, generation, hold_ms=8_000))
-                for other in others
-            ]
-            await until(lambda: _all_wait(node, len(others)))
-            before, start_ms = _observation_count(s), node.clock.monotonic_ms()
-            await until(lambda: _observation_count(s) >= before + 8)
-            assert node.clock.monotonic_ms() - start_ms >= 700
-        assert [type(task.result()[0]) for task in acquiring] == [Unacked] * 50
-        assert await fence_count(s) == 1
+async def test_fifty_waiting_requests_cost_one_observation_per_slot(scene: Scene) -> None:
+    node, a = await scene.leader(slot_ms=100), Member("a")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(1, 0, 5)
+    others = [Member(f"m{number}") for number in range(50)]
+    generation = await scene.set_group(a, *others)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = [
+            tasks.create_task(other.acquire_each(node, generation, hold_ms=8_000))
+            for other in others
+        ]
+        await until(lambda: _all_wait(node, len(others)))
+        before, start_ms = _observation_count(scene), node.clock.monotonic_ms()
+        await until(lambda: _observation_count(scene) >= before + 8)
+        assert node.clock.monotonic_ms() - start_ms >= 700
+    assert [type(task.result()[0]) for task in acquiring] == [Unacked] * 50
+    assert await fence_count(scene) == 1
 
 
-async def test_cancelled_request_is_not_granted_later(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        await s.deliver(1, 0, 5)
-        generation = await s.set_group(a, b)
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
-            await until(lambda: waits(node, "b"))
-            task.cancel()
-        await until(lambda: not _open_acquires(node))
-        await s.close(1, committed=5)
-        await a.release(node, 1)
-        (entry,) = await entries(node)
-        assert entry.state == pb.LOCK_STATE_FREE
+async def test_cancelled_request_is_not_granted_later(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(1, 0, 5)
+    generation = await scene.set_group(a, b)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "b"))
+        task.cancel()
+    await until(lambda: not _open_acquires(node))
+    await scene.close(1, committed=5)
+    await a.release(node, 1)
+    (entry,) = await entries(node)
+    assert entry.state == pb.LOCK_STATE_FREE
 
 
 # Admission
 
 
-async def test_request_of_a_non_member_is_denied_and_nothing_is_written(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        restarted = Member("a", incarnation_id=2)
-        async with asyncio.timeout(HOLD_MS / 2000):
-            for stranger in (Member("x"), restarted):
-                with pytest.raises(NotMember):
-                    await stranger.acquire(node, generation, hold_ms=HOLD_MS)
-        assert (await s.stored_count(), await fence_count(s)) == (0, 0)
+async def test_request_of_a_non_member_is_denied_and_nothing_is_written(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    restarted = Member("a", incarnation_id=2)
+    async with asyncio.timeout(HOLD_MS / 2000):
+        for stranger in (Member("x"), restarted):
+            with pytest.raises(NotMember):
+                await stranger.acquire(node, generation, hold_ms=HOLD_MS)
+    assert (await scene.stored_count(), await fence_count(scene)) == (0, 0)
 
 
-async def test_topic_outside_of_the_subscription_is_denied_at_once(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a, topics=["other"])
-        with pytest.raises(NotSubscribed):
-            await a.acquire(node, generation, hold_ms=HOLD_MS)
-        assert (await s.stored_count(), await fence_count(s)) == (0, 0)
+async def test_topic_outside_of_the_subscription_is_denied_at_once(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a, topics=["other"])
+    with pytest.raises(NotSubscribed):
+        await a.acquire(node, generation, hold_ms=HOLD_MS)
+    assert (await scene.stored_count(), await fence_count(scene)) == (0, 0)
 
 
-async def test_request_with_a_newer_generation_waits_for_the_group_record(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(a.acquire(node, 1))
-            await until(lambda: _open_acquires(node))
-            assert await s.set_group(a) == 1
-        assert acquiring.result().token == 1
+async def test_request_with_a_newer_generation_waits_for_the_group_record(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(a.acquire(node, 1))
+        await until(lambda: _open_acquires(node))
+        assert await scene.set_group(a) == 1
+    assert acquiring.result().token == 1
 
 
-async def test_request_with_an_unknown_generation_is_denied(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        with pytest.raises(NotMember):
-            await a.acquire(node, generation + 1)
-        assert await s.stored_count() == 0
+async def test_request_with_an_unknown_generation_is_denied(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    with pytest.raises(NotMember):
+        await a.acquire(node, generation + 1)
+    assert await scene.stored_count() == 0
 
 
-async def test_member_evicted_while_it_waits_is_denied(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        await s.deliver(1, 0, 5)
-        generation = await s.set_group(a, b)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.acquire_each(node, generation, hold_ms=HOLD_MS))
-            await until(lambda: waits(node, "b"))
-            await s.set_group(a)
-        assert isinstance(acquiring.result()[0], NotMember)
+async def test_member_evicted_while_it_waits_is_denied(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(1, 0, 5)
+    generation = await scene.set_group(a, b)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.acquire_each(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "b"))
+        await scene.set_group(a)
+    assert isinstance(acquiring.result()[0], NotMember)
 
 
 # Requests of the owner itself
 
 
-async def test_repeated_request_is_answered_with_the_same_grant(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        first = await a.acquire(node, generation)
-        node.clock.ahead_ms = 20_000
-        assert await a.acquire(node, generation, seq=1) == first
-        assert (await s.progress()).token == 1
-        (entry,) = await entries(node)
-        assert entry.lease_age_ms < 20_000, "the owner counts its lease from the repetition"
+async def test_repeated_request_is_answered_with_the_same_grant(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    first = await a.acquire(node, generation)
+    node.clock.ahead_ms = 20_000
+    assert await a.acquire(node, generation, seq=1) == first
+    assert (await scene.progress()).token == 1
+    (entry,) = await entries(node)
+    assert entry.lease_age_ms < 20_000, "the owner counts its lease from the repetition"
 
 
-async def test_story_05_restarted_client_does_not_inherit_the_token(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_story_05_restarted_client_does_not_inherit_the_token(scene: Scene) -> None:
     """Messages in flight at the dead process are flagged, and its late calls are rejected."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, dead, restarted = await s.leader(slot_ms=20), Member("a", 1), Member("a", 2)
-        await dead.acquire(node, await s.set_group(dead))
-        await s.deliver(1, 0, 1)
-        generation = await s.set_group(restarted)
-        with pytest.raises(Unacked):
-            await restarted.acquire(node, generation)
-        node.clock.ahead_ms = s.offsets_clock.ahead_ms = LEASE_MS + 1_000
-        grant = await restarted.acquire(node, generation)
-        assert grant.token == 2
-        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 1)]
-        with pytest.raises(Fenced):
-            await s.commit(1, 1)
+    node, dead, restarted = await scene.leader(slot_ms=20), Member("a", 1), Member("a", 2)
+    await dead.acquire(node, await scene.set_group(dead))
+    await scene.deliver(1, 0, 1)
+    generation = await scene.set_group(restarted)
+    with pytest.raises(Unacked):
+        await restarted.acquire(node, generation)
+    node.clock.ahead_ms = scene.offsets_clock.ahead_ms = LEASE_MS + 1_000
+    grant = await restarted.acquire(node, generation)
+    assert grant.token == 2
+    assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 1)]
+    with pytest.raises(Fenced):
+        await scene.commit(1, 1)
 
 
 async def test_new_request_of_the_owner_gets_a_new_token_and_flags_dropped_messages(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await a.acquire(node, generation)
-        await s.deliver(1, 0, 10)
-        again = await a.acquire(node, generation, resume=[(2, 5)])
-        assert (again.token, again.newly_acquired) == (2, False)
-        flagged = [(r.first_offset, r.next_offset) for r in again.maybe_seen]
-        assert flagged == [(0, 2), (5, 10)]
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(node, generation)
+    await scene.deliver(1, 0, 10)
+    again = await a.acquire(node, generation, resume=[(2, 5)])
+    assert (again.token, again.newly_acquired) == (2, False)
+    flagged = [(r.first_offset, r.next_offset) for r in again.maybe_seen]
+    assert flagged == [(0, 2), (5, 10)]
 
 
-async def test_story_08_late_request_of_the_owner_is_denied_without_a_fence(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await a.acquire(node, generation, seq=2)
-        with pytest.raises(OldRequest):
-            await a.acquire(node, generation, seq=1)
-        assert await a.state(node, 1) == "OK"
-        assert ((await s.progress()).token, await fence_count(s)) == (1, 1)
+async def test_story_08_late_request_of_the_owner_is_denied_without_a_fence(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(node, generation, seq=2)
+    with pytest.raises(OldRequest):
+        await a.acquire(node, generation, seq=1)
+    assert await a.state(node, 1) == "OK"
+    assert ((await scene.progress()).token, await fence_count(scene)) == (1, 1)
 
 
-async def test_repeated_request_after_close_is_denied(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await a.acquire(node, generation)
-        await s.close(1)
-        with pytest.raises(Fenced):
-            await a.acquire(node, generation, seq=1)
+async def test_repeated_request_after_close_is_denied(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(node, generation)
+    await scene.close(1)
+    with pytest.raises(Fenced):
+        await a.acquire(node, generation, seq=1)
 
 
 # Keep-alives and releases
 
 
-async def test_grant_whose_answer_was_lost_is_reported_and_can_be_released(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        await a.acquire(node, await s.set_group(a))
-        (report,) = await a.keep_alive(node)
-        assert (report.state, report.token) == (pb.HOLD_STATE_ORPHAN, 1)
-        assert await a.keep_alive(node, seq=0) == [], "its answer may still be on its way"
-        assert await a.release(node, report.token) == 1
-        assert await a.keep_alive(node) == []
+async def test_grant_whose_answer_was_lost_is_reported_and_can_be_released(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    await a.acquire(node, await scene.set_group(a))
+    (report,) = await a.keep_alive(node)
+    assert (report.state, report.token) == (pb.HOLD_STATE_ORPHAN, 1)
+    assert await a.keep_alive(node, seq=0) == [], "its answer may still be on its way"
+    assert await a.release(node, report.token) == 1
+    assert await a.keep_alive(node) == []
 
 
-async def test_release_by_another_client_has_no_effect(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a, b))
-        assert await b.release(node, 1) == 0
-        assert await a.release(node, 2) == 0
-        assert await a.release(node, 1, queue_id=5) == 0
-        assert await a.state(node, 1) == "OK"
-        assert await s.stored_count() == 1
+async def test_release_by_another_client_has_no_effect(scene: Scene) -> None:
+    node, a, b = await scene.leader(), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a, b))
+    assert await b.release(node, 1) == 0
+    assert await a.release(node, 2) == 0
+    assert await a.release(node, 1, queue_id=5) == 0
+    assert await a.state(node, 1) == "OK"
+    assert await scene.stored_count() == 1
 
 
-async def test_freed_entry_keeps_its_token(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await a.acquire(node, generation)
-        await s.close(1)
-        assert await a.release(node, 1) == 1
-        assert await a.release(node, 1) == 0
-        stored = await s.stored()
-        assert stored is not None
-        assert (stored.HasField("owner"), stored.token) == (False, 1)
-        assert (await a.acquire(node, generation)).token == 2
+async def test_freed_entry_keeps_its_token(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(node, generation)
+    await scene.close(1)
+    assert await a.release(node, 1) == 1
+    assert await a.release(node, 1) == 0
+    stored = await scene.stored()
+    assert stored is not None
+    assert (stored.HasField("owner"), stored.token) == (False, 1)
+    assert (await a.acquire(node, generation)).token == 2
 
 
-async def test_released_but_not_closed_queue_waits_for_messages_in_flight(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
-        generation = await s.set_group(a, b)
-        await a.acquire(node, generation)
-        await s.deliver(1, 0, 3)
-        await a.release(node, 1)
-        with pytest.raises(Unacked) as refusal:
-            await b.acquire(node, generation, hold_ms=100)
-        assert refusal.value.facts["unacked"] == "3"
-        s.offsets_clock.ahead_ms = LEASE_MS + 1_000
-        grant = await b.acquire(node, generation)
-        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 3)]
+async def test_released_but_not_closed_queue_waits_for_messages_in_flight(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    generation = await scene.set_group(a, b)
+    await a.acquire(node, generation)
+    await scene.deliver(1, 0, 3)
+    await a.release(node, 1)
+    with pytest.raises(Unacked) as refusal:
+        await b.acquire(node, generation, hold_ms=100)
+    assert refusal.value.facts["unacked"] == "3"
+    scene.offsets_clock.ahead_ms = LEASE_MS + 1_000
+    grant = await b.acquire(node, generation)
+    assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 3)]
 
 
-async def test_owner_evicted_from_the_group_is_told_to_release(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        assert await a.state(node, 1) == "OK"
-        await s.set_group(b)
+async def test_owner_evicted_from_the_group_is_told_to_release(scene: Scene) -> None:
+    node, a, b = await scene.leader(), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    assert await a.state(node, 1) == "OK"
+    await scene.set_group(b)
 
-        async def notified() -> bool:
-            return await a.state(node, 1) == "WANTED"
+    async def notified() -> bool:
+        return await a.state(node, 1) == "WANTED"
 
-        await until(notified)
-        node.clock.ahead_ms = 61_000
-        assert await a.state(node, 1) == "NOT_OWNER"
+    await until(notified)
+    node.clock.ahead_ms = 61_000
+    assert await a.state(node, 1) == "NOT_OWNER"
 
 
 # Failures of offsets
 
 
-async def test_unreachable_offsets_is_reported_and_nothing_is_written(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        s.rules.rules["Query"] = lost
-        with pytest.raises(OffsetsUnreachable) as refusal:
-            await a.acquire(node, generation)
-        assert refusal.value.retry_after_ms > 0
-        assert (await s.stored_count(), await fence_count(s)) == (0, 0)
-        del s.rules.rules["Query"]
-        assert (await a.acquire(node, generation)).token == 1
-
-
-async def test_queue_fenced_by_another_caller_is_observed_again(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    """Another caller fenced the free queue, so the observation is out of date."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
+async def test_unreachable_offsets_is_reported_and_nothing_is_written(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    scene.rules.rules["Query"] = lost
+    with pytest.raises(OffsetsUnreachable) as refusal:
         await a.acquire(node, generation)
-        await s.close(1)
-        await a.release(node, 1)
+    assert refusal.value.retry_after_ms > 0
+    assert (await scene.stored_count(), await fence_count(scene)) == (0, 0)
+    del scene.rules.rules["Query"]
+    assert (await a.acquire(node, generation)).token == 1
 
-        async def stale_once(request: Any, proceed: Any) -> Any:
-            answer = await proceed()
-            answer.outcomes[0].progress.token = 0
-            del s.rules.rules["Query"]
-            return answer
 
-        s.rules.rules["Query"] = stale_once
-        assert (await a.acquire(node, generation)).token == 2
-        assert [item.expected_token for item in s.rules.fences()][-1] == 1
+async def test_queue_fenced_by_another_caller_is_observed_again(scene: Scene) -> None:
+    """Another caller fenced the free queue, so the observation is out of date."""
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(node, generation)
+    await scene.close(1)
+    await a.release(node, 1)
+
+    async def stale_once(request: Any, proceed: Any) -> Any:
+        answer = await proceed()
+        answer.outcomes[0].progress.token = 0
+        del scene.rules.rules["Query"]
+        return answer
+
+    scene.rules.rules["Query"] = stale_once
+    assert (await a.acquire(node, generation)).token == 2
+    assert [item.expected_token for item in scene.rules.fences()][-1] == 1
 
 
 def _observation_count(s: Scene) -> int:
@@ -547,51 +469,44 @@ def _open_acquires(node: Node) -> bool:
 
 @pytest.mark.parametrize("released", [True, False], ids=["released", "held"])
 async def test_queue_of_a_recreated_topic_starts_anew_with_a_newer_token(
-    etcd_endpoint: str, tmp_path: Path, released: bool
+    scene: Scene, released: bool
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(slot_ms=20), Member("a")
-        generation = await s.set_group(a)
-        await a.acquire(node, generation)
-        await s.deliver(1, 0, 10)
-        await s.commit(1, 10)
-        if released:
-            await s.close(1, 10)
-            await a.release(node, 1)
-        await s.recreate_topic()
-        grant = await a.acquire(node, generation, resume=[(3, 8)])
-        assert (grant.token, grant.committed_offset, grant.reset_epoch) == (3, 0, 1)
-        assert list(grant.maybe_seen) == []
-        assert await a.state(node, 3) == "OK"
+    node, a = await scene.leader(slot_ms=20), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(node, generation)
+    await scene.deliver(1, 0, 10)
+    await scene.commit(1, 10)
+    if released:
+        await scene.close(1, 10)
+        await a.release(node, 1)
+    await scene.recreate_topic()
+    grant = await a.acquire(node, generation, resume=[(3, 8)])
+    assert (grant.token, grant.committed_offset, grant.reset_epoch) == (3, 0, 1)
+    assert list(grant.maybe_seen) == []
+    assert await a.state(node, 3) == "OK"
 
 
-async def test_owner_from_a_deleted_topic_keeps_no_queue_of_the_new_topic(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, dead, b = await s.leader(slot_ms=20), Member("a"), Member("b")
-        await dead.acquire(node, await s.set_group(dead))
-        await s.deliver(1, 0, 10)
-        await s.recreate_topic()
-        grant = await b.acquire(node, await s.set_group(b))
-        assert (grant.token, grant.committed_offset, list(grant.maybe_seen)) == (3, 0, [])
-        assert await dead.state(node, 1) == "NOT_OWNER"
-        with pytest.raises(Fenced):
-            await s.commit(1, 10)
+async def test_owner_from_a_deleted_topic_keeps_no_queue_of_the_new_topic(scene: Scene) -> None:
+    node, dead, b = await scene.leader(slot_ms=20), Member("a"), Member("b")
+    await dead.acquire(node, await scene.set_group(dead))
+    await scene.deliver(1, 0, 10)
+    await scene.recreate_topic()
+    grant = await b.acquire(node, await scene.set_group(b))
+    assert (grant.token, grant.committed_offset, list(grant.maybe_seen)) == (3, 0, [])
+    assert await dead.state(node, 1) == "NOT_OWNER"
+    with pytest.raises(Fenced):
+        await scene.commit(1, 10)
 
 
-async def test_new_leader_does_not_renew_an_entry_of_a_deleted_topic(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a = await s.leader(slot_ms=20), Member("a")
-        generation = await s.set_group(a)
-        await a.acquire(old, generation)
-        await s.recreate_topic()
-        await old.crash()
-        new = await s.leader(slot_ms=20)
-        (entry,) = await entries(new)
-        assert (entry.state, entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
-        assert await a.state(new, 1) == "NOT_OWNER"
-        assert isinstance(await a.refusal(new, generation, seq=1), Fenced)
-        assert (await a.acquire(new, generation)).token == 3
+async def test_new_leader_does_not_renew_an_entry_of_a_deleted_topic(scene: Scene) -> None:
+    old, a = await scene.leader(slot_ms=20), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(old, generation)
+    await scene.recreate_topic()
+    await old.crash()
+    new = await scene.leader(slot_ms=20)
+    (entry,) = await entries(new)
+    assert (entry.state, entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
+    assert await a.state(new, 1) == "NOT_OWNER"
+    assert isinstance(await a.refusal(new, generation, seq=1), Fenced)
+    assert (await a.acquire(new, generation)).token == 3

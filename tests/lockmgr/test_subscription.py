@@ -8,7 +8,6 @@ blocks hand-overs between their steps.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from batonmq.errors import (
     NotMember,
     SubscriptionDraining,
 )
-from tests.lockmgr.scene import GROUP, Member, Scene, describe, entries, scene, waits
+from tests.lockmgr.scene import GROUP, Member, Scene, describe, entries, waits
 from tests.support.conditions import until
 
 HOLD_MS = 15_000
@@ -38,38 +37,34 @@ async def all_free(s: Scene) -> bool:
 # Grants are bound to a subscription
 
 
-async def test_grant_has_the_generation_of_its_subscription(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a, subscription_generation=4)
-        grant = await a.acquire(node, generation)
-        assert grant.subscription_generation == 4
-        stored, (entry,) = await s.stored(), await entries(node)
-        assert stored is not None
-        assert stored.subscription_generation == entry.subscription_generation == 4
-        assert (await s.progress()).subscription_generation == 4
-        with pytest.raises(Fenced) as refusal:
-            await s.deliver(1, 0, 5, generation=3)
-        assert refusal.value.facts["why"] == "SUBSCRIPTION"
-        await s.deliver(1, 0, 5, generation=4)
-        assert (await a.acquire(node, generation, seq=1)) == grant
-        await s.close(1)
-        await a.release(node, 1)
-        stored = await s.stored()
-        assert stored is not None
-        assert stored.subscription_generation == 0
+async def test_grant_has_the_generation_of_its_subscription(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a, subscription_generation=4)
+    grant = await a.acquire(node, generation)
+    assert grant.subscription_generation == 4
+    stored, (entry,) = await scene.stored(), await entries(node)
+    assert stored is not None
+    assert stored.subscription_generation == entry.subscription_generation == 4
+    assert (await scene.progress()).subscription_generation == 4
+    with pytest.raises(Fenced) as refusal:
+        await scene.deliver(1, 0, 5, generation=3)
+    assert refusal.value.facts["why"] == "SUBSCRIPTION"
+    await scene.deliver(1, 0, 5, generation=4)
+    assert (await a.acquire(node, generation, seq=1)) == grant
+    await scene.close(1)
+    await a.release(node, 1)
+    stored = await scene.stored()
+    assert stored is not None
+    assert stored.subscription_generation == 0
 
 
 async def test_grant_of_a_group_that_does_not_bind_has_no_subscription_generation(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a, subscription_generation=4, bound=False)
-        assert (await a.acquire(node, generation)).subscription_generation == 0
-        await s.deliver(1, 0, 5, generation=9)
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a, subscription_generation=4, bound=False)
+    assert (await a.acquire(node, generation)).subscription_generation == 0
+    await scene.deliver(1, 0, 5, generation=9)
 
 
 # Groups without ownership
@@ -83,215 +78,184 @@ async def test_grant_of_a_group_that_does_not_bind_has_no_subscription_generatio
     ],
     ids=["broadcasting", "ownership off"],
 )
-async def test_group_without_ownership_is_denied(
-    etcd_endpoint: str, tmp_path: Path, gate: dict[str, Any]
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        async with asyncio.timeout(HOLD_MS / 2000):
-            with pytest.raises(ModeChanged):
-                await a.acquire(node, await s.set_group(a, **gate), hold_ms=HOLD_MS)
-        assert (await s.stored_count(), s.rules.fences()) == (0, [])
+async def test_group_without_ownership_is_denied(scene: Scene, gate: dict[str, Any]) -> None:
+    node, a = await scene.leader(), Member("a")
+    async with asyncio.timeout(HOLD_MS / 2000):
+        with pytest.raises(ModeChanged):
+            await a.acquire(node, await scene.set_group(a, **gate), hold_ms=HOLD_MS)
+    assert (await scene.stored_count(), scene.rules.fences()) == (0, [])
 
 
-async def test_waiting_request_is_denied_when_the_mode_changes(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        generation = await s.set_group(a, b)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(b.refusal(node, generation, hold_ms=HOLD_MS))
-            await until(lambda: waits(node, "b"))
-            await s.set_group(a, b, ownership=nameserver_pb.OWNERSHIP_OFF)
-        assert isinstance(acquiring.result(), ModeChanged)
+async def test_waiting_request_is_denied_when_the_mode_changes(scene: Scene) -> None:
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    generation = await scene.set_group(a, b)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(b.refusal(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "b"))
+        await scene.set_group(a, b, ownership=nameserver_pb.OWNERSHIP_OFF)
+    assert isinstance(acquiring.result(), ModeChanged)
 
 
-async def test_group_without_a_gate_is_denied(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await s.etcd.delete(f"gates/{GROUP}")
+async def test_group_without_a_gate_is_denied(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await scene.etcd.delete(f"gates/{GROUP}")
 
-        async def refused() -> bool:
-            try:
-                await a.acquire(node, generation)
-            except NotMember:
-                return True
-            await a.release(node, 1)
-            return False
+    async def refused() -> bool:
+        try:
+            await a.acquire(node, generation)
+        except NotMember:
+            return True
+        await a.release(node, 1)
+        return False
 
-        await until(refused)
+    await until(refused)
 
 
 # Draining
 
 
-async def test_no_queue_is_granted_while_the_group_drains(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a, draining=True)
-        with pytest.raises(SubscriptionDraining) as refusal:
-            await a.acquire(node, generation)
-        assert refusal.value.retry_after_ms > 0
-        assert refusal.value.facts["subscription_generation"] == "1"
-        assert (await s.stored_count(), s.rules.fences()) == (0, [])
+async def test_no_queue_is_granted_while_the_group_drains(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a, draining=True)
+    with pytest.raises(SubscriptionDraining) as refusal:
+        await a.acquire(node, generation)
+    assert refusal.value.retry_after_ms > 0
+    assert refusal.value.facts["subscription_generation"] == "1"
+    assert (await scene.stored_count(), scene.rules.fences()) == (0, [])
 
 
-async def test_waiting_request_is_granted_when_the_new_subscription_begins(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(slot_ms=60_000), Member("a")
-        generation = await s.set_group(a, draining=True)
-        async with asyncio.TaskGroup() as tasks:
-            acquiring = tasks.create_task(a.acquire(node, generation, hold_ms=HOLD_MS))
-            await until(lambda: waits(node, "a"))
-            await s.set_group(a, subscription_generation=2)
-        assert acquiring.result().subscription_generation == 2
+async def test_waiting_request_is_granted_when_the_new_subscription_begins(scene: Scene) -> None:
+    node, a = await scene.leader(slot_ms=60_000), Member("a")
+    generation = await scene.set_group(a, draining=True)
+    async with asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(a.acquire(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, "a"))
+        await scene.set_group(a, subscription_generation=2)
+    assert acquiring.result().subscription_generation == 2
 
 
 async def test_owner_in_a_draining_group_is_notified_and_renewed_until_it_releases(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        await a.acquire(node, await s.set_group(a))
-        await s.deliver(1, 0, 5)
-        await s.set_group(a, draining=True)
+    node, a = await scene.leader(), Member("a")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.deliver(1, 0, 5)
+    await scene.set_group(a, draining=True)
 
-        async def asked() -> bool:
-            (report,) = await a.keep_alive(node, 1)
-            return report.wanted_reason == pb.WANTED_REASON_SUBSCRIPTION
+    async def asked() -> bool:
+        (report,) = await a.keep_alive(node, 1)
+        return report.wanted_reason == pb.WANTED_REASON_SUBSCRIPTION
 
-        await until(asked)
-        node.clock.ahead_ms = LEASE_MS - 1_000
-        assert await a.state(node, 1) == "WANTED"
-        await s.commit(1, 5)
-        await s.close(1, 5)
-        await a.release(node, 1)
-        assert await all_free(s)
-        assert len(s.rules.fences()) == 1, "a released queue needs no fence"
-
-
-async def test_closed_queue_is_cleared_after_a_lost_release(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        await a.acquire_each(node, await s.set_group(a), range(3))
-        for queue_id in range(3):
-            await s.close(1, queue_id=queue_id)
-        await s.set_group(a, draining=True)
-        await until(lambda: all_free(s))
-        assert len(s.rules.fences()) == 3, "it needs no fence"
-        value = node.runtime.registry.get_sample_value
-        assert value("baton_lockmgr_cleared_total") == 3
+    await until(asked)
+    node.clock.ahead_ms = LEASE_MS - 1_000
+    assert await a.state(node, 1) == "WANTED"
+    await scene.commit(1, 5)
+    await scene.close(1, 5)
+    await a.release(node, 1)
+    assert await all_free(scene)
+    assert len(scene.rules.fences()) == 1, "a released queue needs no fence"
 
 
-async def test_queue_of_a_dead_owner_is_fenced_and_freed_after_its_lease(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, dead, b = await s.leader(), Member("a"), Member("b")
-        await dead.acquire(node, await s.set_group(dead))
-        await s.deliver(1, 0, 5)
-        await s.commit(1, 2)
-        await s.set_group(b, draining=True)
-        node.clock.ahead_ms = LEASE_MS + 1_000
-        await until(lambda: _fenced(s))
-        assert not await all_free(s), "offsets heard of it lately"
-        s.offsets_clock.ahead_ms = LEASE_MS + 1_000
-        await until(lambda: all_free(s))
-        progress = await s.progress()
-        assert (progress.token, progress.closed, progress.HasField("holder")) == (2, True, False)
-        with pytest.raises(Fenced):
-            await s.commit(1, 5)
-        generation = await s.set_group(b, subscription_generation=2)
-        grant = await b.acquire(node, generation, hold_ms=HOLD_MS)
-        assert (grant.token, grant.committed_offset) == (3, 2)
-        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(2, 5)]
+async def test_closed_queue_is_cleared_after_a_lost_release(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    await a.acquire_each(node, await scene.set_group(a), range(3))
+    for queue_id in range(3):
+        await scene.close(1, queue_id=queue_id)
+    await scene.set_group(a, draining=True)
+    await until(lambda: all_free(scene))
+    assert len(scene.rules.fences()) == 3, "it needs no fence"
+    value = node.runtime.registry.get_sample_value
+    assert value("baton_lockmgr_cleared_total") == 3
 
 
-async def test_new_leader_continues_draining(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        old, a = await s.leader(), Member("a")
-        await a.acquire(old, await s.set_group(a))
-        await old.crash()
-        await s.close(1)
-        generation = await s.set_group(a, draining=True)
-        new = await s.leader()
-        await until(lambda: all_free(s))
-        with pytest.raises(SubscriptionDraining):
-            await a.acquire(new, generation)
+async def test_queue_of_a_dead_owner_is_fenced_and_freed_after_its_lease(scene: Scene) -> None:
+    node, dead, b = await scene.leader(), Member("a"), Member("b")
+    await dead.acquire(node, await scene.set_group(dead))
+    await scene.deliver(1, 0, 5)
+    await scene.commit(1, 2)
+    await scene.set_group(b, draining=True)
+    node.clock.ahead_ms = LEASE_MS + 1_000
+    await until(lambda: _fenced(scene))
+    assert not await all_free(scene), "offsets heard of it lately"
+    scene.offsets_clock.ahead_ms = LEASE_MS + 1_000
+    await until(lambda: all_free(scene))
+    progress = await scene.progress()
+    assert (progress.token, progress.closed, progress.HasField("holder")) == (2, True, False)
+    with pytest.raises(Fenced):
+        await scene.commit(1, 5)
+    generation = await scene.set_group(b, subscription_generation=2)
+    grant = await b.acquire(node, generation, hold_ms=HOLD_MS)
+    assert (grant.token, grant.committed_offset) == (3, 2)
+    assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(2, 5)]
+
+
+async def test_new_leader_continues_draining(scene: Scene) -> None:
+    old, a = await scene.leader(), Member("a")
+    await a.acquire(old, await scene.set_group(a))
+    await old.crash()
+    await scene.close(1)
+    generation = await scene.set_group(a, draining=True)
+    new = await scene.leader()
+    await until(lambda: all_free(scene))
+    with pytest.raises(SubscriptionDraining):
+        await a.acquire(new, generation)
 
 
 # A change of the gate during a grant
 
 
-async def test_grant_is_not_persisted_after_a_change_of_the_gate(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_grant_is_not_persisted_after_a_change_of_the_gate(scene: Scene) -> None:
     """The queue was free: it stays free, and the issued token has no owner."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await a.acquire(node, generation)
+    await scene.close(1)
+    await a.release(node, 1)
+    await _change_during_fence(scene, draining=True)
+    with pytest.raises(SubscriptionDraining):
         await a.acquire(node, generation)
-        await s.close(1)
-        await a.release(node, 1)
-        await _change_during_fence(s, draining=True)
-        with pytest.raises(SubscriptionDraining):
-            await a.acquire(node, generation)
-        assert await all_free(s)
-        assert (await s.progress()).token == 2
-        generation = await s.set_group(a, subscription_generation=2)
-        grant = await a.acquire(node, generation, hold_ms=HOLD_MS)
-        assert (grant.token, grant.subscription_generation) == (3, 2)
+    assert await all_free(scene)
+    assert (await scene.progress()).token == 2
+    generation = await scene.set_group(a, subscription_generation=2)
+    grant = await a.acquire(node, generation, hold_ms=HOLD_MS)
+    assert (grant.token, grant.subscription_generation) == (3, 2)
 
 
 async def test_fenced_queue_whose_grant_was_not_persisted_is_a_phantom_and_is_cleared(
-    etcd_endpoint: str, tmp_path: Path
+    scene: Scene,
 ) -> None:
     """The previous owner is fenced, so it can't close the queue."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
-        await a.acquire(node, await s.set_group(a))
-        await s.close(1)
-        generation = await s.set_group(a, b)
-        await _change_during_fence(s, draining=True)
-        with pytest.raises(SubscriptionDraining):
-            await b.acquire(node, generation)
-        await until(lambda: all_free(s))
-        assert await a.state(node, 1) == "NOT_OWNER"
-        assert (await s.progress()).token == 3
+    node, a, b = await scene.leader(slot_ms=60_000), Member("a"), Member("b")
+    await a.acquire(node, await scene.set_group(a))
+    await scene.close(1)
+    generation = await scene.set_group(a, b)
+    await _change_during_fence(scene, draining=True)
+    with pytest.raises(SubscriptionDraining):
+        await b.acquire(node, generation)
+    await until(lambda: all_free(scene))
+    assert await a.state(node, 1) == "NOT_OWNER"
+    assert (await scene.progress()).token == 3
 
 
-async def test_request_is_tried_again_under_the_new_gate(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_request_is_tried_again_under_the_new_gate(scene: Scene) -> None:
     """The gate changed for another reason, such as a pause: the requester gets its grant."""
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await _change_during_fence(s, pause=nameserver_pb.Pause(by="operator"))
-        grant = await a.acquire(node, generation)
-        assert grant.token == 2
-        assert await a.state(node, 2) == "OK"
-        assert (await describe(node)).entry.state == pb.LOCK_STATE_HELD
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await _change_during_fence(scene, pause=nameserver_pb.Pause(by="operator"))
+    grant = await a.acquire(node, generation)
+    assert grant.token == 2
+    assert await a.state(node, 2) == "OK"
+    assert (await describe(node)).entry.state == pb.LOCK_STATE_HELD
 
 
-async def test_rejected_grant_does_not_fail_others_of_the_same_transaction(
-    etcd_endpoint: str, tmp_path: Path
-) -> None:
-    async with scene(etcd_endpoint, tmp_path) as s:
-        node, a = await s.leader(), Member("a")
-        generation = await s.set_group(a)
-        await _change_during_fence(s, pause=nameserver_pb.Pause(by="operator"))
-        outcomes = await a.acquire_each(node, generation, range(50))
-        assert sum(isinstance(outcome, pb.Grant) for outcome in outcomes.values()) == 50
+async def test_rejected_grant_does_not_fail_others_of_the_same_transaction(scene: Scene) -> None:
+    node, a = await scene.leader(), Member("a")
+    generation = await scene.set_group(a)
+    await _change_during_fence(scene, pause=nameserver_pb.Pause(by="operator"))
+    outcomes = await a.acquire_each(node, generation, range(50))
+    assert sum(isinstance(outcome, pb.Grant) for outcome in outcomes.values()) == 50
 
 
 async def _change_during_fence(s: Scene, **gate: Any) -> None:

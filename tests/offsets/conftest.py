@@ -24,6 +24,7 @@ from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_gates import GATES_PREFIX
+from tests.offsets.replica_cluster import ReplicaSet, replica_set
 from tests.offsets.service_calls import Service, single_set_directory
 from tests.support.grpc_server import serving
 
@@ -58,3 +59,10 @@ async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
             async with serving(offsets.add_to) as channel:
                 yield Service(pb_grpc.OffsetsServiceStub(channel), offsets, hub, registry)
             writer.cancel()
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]:
+    """A replica set in a cluster of its own, without nodes."""
+    async with replica_set(etcd_endpoint, f"test-{secrets.token_hex(8)}", tmp_path) as opened:
+        yield opened

@@ -31,6 +31,7 @@ from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, decode_record
 from batonmq_server.runtime.service_runtime import Runtime
 from tests.offsets.service_calls import run
+from tests.support.clock import MovableClock
 from tests.support.conditions import until
 
 TIMEOUT_S = 20.0
@@ -42,9 +43,16 @@ NOT_LEADER = {"NOT_LEADER", "NOT_SERVING", "NO_QUORUM", "UNREACHABLE"}
 
 
 class CuttableEtcdSession(EtcdSession):
-    """A connection to etcd that can be cut, or whose lease renewals get no answer."""
+    """A connection to etcd that can be cut, or whose lease renewals get no answer.
+
+    The clock of its node can be moved ahead.
+    """
 
     cut = silent = False
+
+    def __init__(self, endpoint: str, cluster: str) -> None:
+        self.node_clock = MovableClock()
+        super().__init__(endpoint, cluster, self.node_clock)
 
     def another(self) -> EtcdSession:
         """Return another connection, for the test."""
@@ -162,8 +170,11 @@ class Replica:
 class ReplicaSet:
     """The nodes of one replica set, by name."""
 
-    def __init__(self, endpoint: str, cluster: str, folder: Path, tasks: asyncio.TaskGroup) -> None:
-        self.endpoint, self.cluster, self.folder, self._tasks = endpoint, cluster, folder, tasks
+    def __init__(
+        self, endpoint: str, etcd: EtcdSession, cluster: str, folder: Path, tasks: asyncio.TaskGroup
+    ) -> None:
+        self.endpoint, self.cluster, self.folder = endpoint, cluster, folder
+        self._etcd, self._tasks = etcd, tasks
         self.nodes: dict[str, Replica] = {}
         self.settings: dict[str, Any] = {}
 
@@ -204,8 +215,7 @@ class ReplicaSet:
 
     async def stored_set(self) -> ReplicaSetRecord:
         """Return the record of the replica set in etcd."""
-        async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
-            return decode_record(await session.get("replicas/offsets/offsets"))
+        return decode_record(await self._etcd.get("replicas/offsets/offsets"))
 
     async def in_sync(self, *names: str) -> None:
         """Wait until the in-sync set has exactly these nodes."""
@@ -229,8 +239,8 @@ class ReplicaSet:
 @asynccontextmanager
 async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterator[ReplicaSet]:
     """Return a scene without nodes."""
-    async with asyncio.TaskGroup() as tasks:
-        scene = ReplicaSet(endpoint, cluster, folder, tasks)
+    async with EtcdSession(endpoint, cluster, Clock()) as etcd, asyncio.TaskGroup() as tasks:
+        scene = ReplicaSet(endpoint, etcd, cluster, folder, tasks)
         try:
             yield scene
         finally:
@@ -240,7 +250,7 @@ async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterato
 async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> None:
     gate, stopping, ended = CallGate(), asyncio.Event(), asyncio.Event()
     try:
-        async with CuttableEtcdSession(settings.etcd, settings.cluster, Clock()) as session:
+        async with CuttableEtcdSession(settings.etcd, settings.cluster) as session:
             runtime = Runtime("offsets", settings, session)
             with LmdbDisk(settings.data_dir) as disk:
                 async with served(settings, runtime, disk) as app:

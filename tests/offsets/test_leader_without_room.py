@@ -7,9 +7,6 @@ much is free on each disk.
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -23,18 +20,10 @@ from tests.offsets.replica_cluster import (
     commit,
     committed,
     hold,
-    replica_set,
 )
 from tests.support.conditions import until
 
 PATIENCE_S = 45.0
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]:
-    cluster = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, cluster, tmp_path) as scene:
-        yield scene
 
 
 class Rooms:

@@ -27,6 +27,7 @@ from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.ports import HOST, keep_ports
 from batonmq_server.offsets.core.ranges import RangeSet
 from tests.offsets.service_calls import TERM, TIMEOUT_S, fence_item, queue, run
+from tests.support.cluster import fork_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 QUEUES = 6
@@ -134,7 +135,7 @@ async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[
 
 async def test_every_answered_commit_survives_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started)
+    child = ChildProcess(started, fork_server().start)
     ackers = [Acker(queue_id) for queue_id in range(QUEUES)]
     for answers in (40, 150, 90):
         async with life(child, address) as stub:
@@ -159,7 +160,7 @@ async def test_every_answered_commit_survives_kill_9(etcd_endpoint: str, tmp_pat
 
 async def test_answered_close_and_fence_survive_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started)
+    child = ChildProcess(started, fork_server().start)
     async with life(child, address) as stub:
         await own_all(stub)
         close = pb.CloseItem(
@@ -215,7 +216,7 @@ async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started)
+    child = ChildProcess(started, fork_server().start)
     movers = [Mover(queue_id) for queue_id in range(QUEUES)]
     async with life(child, address) as stub:
         await own_all(stub)
@@ -253,7 +254,7 @@ async def test_undo_after_kill_9_restores_the_acked_offsets(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started)
+    child = ChildProcess(started, fork_server().start)
     order: Any = {"by": "test", "reason": "kill -9"}
     async with life(child, address) as stub:
         await own_all(stub)
@@ -277,7 +278,7 @@ async def test_undo_after_kill_9_restores_the_acked_offsets(
 
 async def test_stopped_process_exits_and_loses_nothing(etcd_endpoint: str, tmp_path: Path) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started)
+    child = ChildProcess(started, fork_server().start)
     acker = Acker(0)
     async with life(child, address) as stub:
         await own_all(stub)
@@ -296,7 +297,7 @@ async def test_second_process_on_the_same_folder_exits_at_once(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = ChildProcess(started)
+    child = ChildProcess(started, fork_server().start)
     async with life(child, address):
         second = ChildProcess(
             Program(
@@ -306,7 +307,8 @@ async def test_second_process_on_the_same_folder_exits_at_once(
                 drop=started.drop,
                 log_path=tmp_path / "second.log",
                 is_ready=started.is_ready,
-            )
+            ),
+            fork_server().start,
         )
         second.spawn()
         try:
@@ -341,7 +343,7 @@ async def test_failed_write_ends_the_process_without_an_answer(
                 answered += keys
         assert await child.ended() == 1
         assert "lmdb" in "\n".join(child.last_lines(40))
-    async with life(ChildProcess(started), address) as stub:
+    async with life(ChildProcess(started, fork_server().start), address) as stub:
         queues = (await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)).queues
     assert answered
     assert {each.queue.queue.queue_id for each in queues} >= {k.queue.queue_id for k in answered}

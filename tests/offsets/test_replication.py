@@ -10,10 +10,9 @@ state, never for a time.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import shutil
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc.aio
@@ -36,18 +35,10 @@ from tests.offsets.replica_cluster import (
     committed,
     hold,
     rejection,
-    replica_set,
 )
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]:
-    name = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
-        yield scene
 
 
 async def three(scene: ReplicaSet) -> Replica:

@@ -35,6 +35,7 @@ from batonmq_server.local.ports import keep_ports
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import LIVE, READY, STARTED
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord
+from tests.support.cluster import fork_server
 from tests.support.conditions import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -79,7 +80,8 @@ async def offsets(
                 for key, value in {**settings, **more}.items()
             },
             drop=("BATON_",),
-        )
+        ),
+        fork_server().start,
     )
     child.spawn()
     try:
@@ -161,7 +163,8 @@ async def test_process_with_a_taken_port_ends_with_an_error(
                 env=dict(running.child.program.env)
                 | {"BATON_OFFSETS_PORT": port, "BATON_OFFSETS_DATA_DIR": str(tmp_path / "other")},
                 drop=("BATON_",),
-            )
+            ),
+            fork_server().start,
         )
         other.spawn()
         assert await other.ended() == 1
@@ -202,7 +205,8 @@ async def test_node_refuses_to_run_alone_while_others_of_its_set_may_be_elected(
             is_ready=registered,
             env={f"{upper}_{name}": value for name, value in settings.items()},
             drop=("BATON_",),
-        )
+        ),
+        fork_server().start,
     )
     child.spawn()
     assert await child.ended() == 2
@@ -247,7 +251,8 @@ async def test_process_that_waits_for_etcd_stops_at_once_on_sigterm(
             is_ready=_never,
             env={f"BATON_{service.upper()}_{name}": value for name, value in settings.items()},
             drop=("BATON_",),
-        )
+        ),
+        fork_server().start,
     )
     child.spawn()
     try:

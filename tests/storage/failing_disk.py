@@ -22,17 +22,20 @@ class DiskFailure:
         calls: Names of the calls that fail: `sync` of a file, `replace` and `create` of the disk.
         left: Number of failures that are left.
         met: Number of failures so far.
+        on_failure: Called before each failure.
     """
 
     error: int
     calls: frozenset[str]
     left: int = 1 << 30
     met: int = 0
+    on_failure: Callable[[], object] = lambda: None
 
     def raise_if_failing(self, call: str) -> None:
         """Raise OSError if this call must fail."""
         if call in self.calls and self.left > 0:
             self.left, self.met = self.left - 1, self.met + 1
+            self.on_failure()
             raise OSError(self.error, os.strerror(self.error))
 
 

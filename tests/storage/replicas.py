@@ -167,8 +167,11 @@ class Replica:
 class Scene:
     """The running nodes of one replica set, by name."""
 
-    def __init__(self, endpoint: str, cluster: str, folder: Path, tasks: asyncio.TaskGroup) -> None:
-        self.endpoint, self.cluster, self.folder, self._tasks = endpoint, cluster, folder, tasks
+    def __init__(
+        self, endpoint: str, etcd: EtcdSession, cluster: str, folder: Path, tasks: asyncio.TaskGroup
+    ) -> None:
+        self.endpoint, self.cluster, self.folder = endpoint, cluster, folder
+        self._etcd, self._tasks = etcd, tasks
         self.nodes: dict[str, Replica] = {}
         self.members: tuple[str, ...] = ("a", "b", "c")
         self.settings: dict[str, Any] = {}
@@ -199,10 +202,9 @@ class Scene:
 
     async def put_topic(self) -> None:
         """Write the topic as the nameserver does."""
-        async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
-            spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
-            topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
-            await session.put(session.key("topics", TOPIC), topic.SerializeToString())
+        spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
+        topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+        await self._etcd.put(self._etcd.key("topics", TOPIC), topic.SerializeToString())
 
     async def leader(self) -> Replica:
         """Wait for a serving leader and return it."""
@@ -220,8 +222,7 @@ class Scene:
 
     async def set_record(self) -> ReplicaSetRecord:
         """Return the state of the set in etcd."""
-        async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
-            return decode_record(await session.get(f"replicas/storage/{BROKER}"))
+        return decode_record(await self._etcd.get(f"replicas/storage/{BROKER}"))
 
     async def wait_vacant(self) -> None:
         """Wait until the last leader's lease has expired and no node is elected."""
@@ -233,8 +234,7 @@ class Scene:
 
     async def has_leader(self) -> bool:
         """Return whether etcd has an elected leader."""
-        async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
-            return await session.get(session.key("elections", "storage", BROKER)) is not None
+        return await self._etcd.get(self._etcd.key("elections", "storage", BROKER)) is not None
 
     async def wait_in_sync(self, *names: str) -> None:
         """Wait until exactly these nodes are in sync."""
@@ -258,8 +258,8 @@ class Scene:
 @asynccontextmanager
 async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterator[Scene]:
     """Yield a scene with a topic and no running node."""
-    async with asyncio.TaskGroup() as tasks:
-        scene = Scene(endpoint, cluster, folder, tasks)
+    async with EtcdSession(endpoint, cluster, Clock()) as etcd, asyncio.TaskGroup() as tasks:
+        scene = Scene(endpoint, etcd, cluster, folder, tasks)
         await scene.put_topic()
         try:
             yield scene
@@ -270,7 +270,7 @@ async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterato
 async def _run(settings: StorageSettings, started: asyncio.Future[Replica]) -> None:
     gate, stopping, ended = CallGate(), asyncio.Event(), asyncio.Event()
     try:
-        async with CuttableEtcdSession(settings.etcd, settings.cluster, Clock()) as session:
+        async with CuttableEtcdSession(settings.etcd, settings.cluster) as session:
             runtime = Runtime("storage", settings, session)
             async with build(settings, runtime) as app:
                 edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls)

@@ -17,8 +17,8 @@ from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, DeliveryUnrecorded, Fenced, Unreachable
 from batonmq_server.storage.delivery_recorder import TOUCHES_MAX, DeliveryRecorder, PendingDelivery
 from batonmq_server.storage.long_polls import QueueOwner
-from tests.storage.clock import JumpingClock
 from tests.storage.offsets_twin import OffsetsTwin
+from tests.support.clock import MovableClock
 from tests.support.conditions import until
 from tests.support.grpc_server import serving
 
@@ -54,7 +54,7 @@ async def rejection_of(
 
 
 async def test_record_that_took_too_long_is_not_used() -> None:
-    clock = JumpingClock()
+    clock = MovableClock()
     async with asking(clock) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
         late = tasks.create_task(rejection_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0)))

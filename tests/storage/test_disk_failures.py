@@ -10,28 +10,21 @@ kernel would (tests/storage/failing_disk.py). T26 and T28 of the standing test l
 from __future__ import annotations
 
 import errno
-import secrets
-from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from batonmq_server.storage.node import StorageNode
+from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.failing_disk import DiskFailure, FailingDisks, failing_disks
-from tests.storage.replicas import Replica, Scene, replica_set
+from tests.storage.replicas import Replica, Scene
 from tests.storage.test_replication import numbered, others, three
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
 SYNC, REPLACE, CREATE = (frozenset({name}) for name in ("sync", "replace", "create"))
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
-    name = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
-        yield scene
 
 
 @pytest.fixture
@@ -117,9 +110,6 @@ async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
     scene: Scene, disks: FailingDisks, number: int
 ) -> None:
     scene.members = ("a", "b")
-    scene.settings |= {
-        "leader_lease_ms": 4_000
-    }  # a node that resigned does not stand for three times as long
     await scene.start("a", "b")
     first = await scene.leader()
     await scene.wait_in_sync("a", "b")
@@ -136,6 +126,8 @@ async def test_node_that_cannot_record_its_epoch_leads_once_it_can(
     assert not await heir.serves()
     assert await seen(), "what is there is read"
     disks.failing.clear()
+    await scene.wait_vacant()
+    heir.session.node_clock.ahead_ms += 3 * LEASE_MS  # for so long it does not stand again
     assert await scene.leader() is heir
     (receipt,) = await heir.append(*numbered(3, 1))
     assert receipt.first_offset == 3
@@ -147,24 +139,20 @@ async def test_elected_node_that_cannot_record_its_epoch_resigns_for_another(
     first = await three(scene)
     await first.append(*numbered(0, 3))
     await scene.wait_equal()
-    failing = {
-        name: DiskFailure(errno.ENOSPC, REPLACE) for name in others(scene, first)
-    }  # the node that is elected first has no space; the others do
-    for name, failure in failing.items():
-        disks.failing[scene.nodes[name].folder] = failure
+    folders = {scene.nodes[name].folder for name in others(scene, first)}
+
+    def only(full: Path) -> None:
+        for other in folders - {full}:
+            disks.failing.pop(other, None)
+
+    # The node that is elected first has no space; the other one has.
+    for folder in folders:
+        disks.failing[folder] = DiskFailure(errno.ENOSPC, REPLACE, on_failure=partial(only, folder))
     await first.crash()
-
-    def any_node_tried() -> bool:
-        tried = [name for name, failure in failing.items() if failure.met]
-        for name in set(failing) - set(tried[:1]):
-            if tried:
-                disks.failing.pop(scene.nodes[name].folder, None)
-        return bool(tried)
-
-    await until(any_node_tried)
-    (full,) = {name for name in failing if scene.nodes[name].folder in disks.failing}
     second = await scene.leader()
-    assert second.name != full
+    ((full, failing),) = disks.failing.items()
+    assert failing.met > 0
+    assert second.folder != full
     assert await second.bodies() == numbers(3)
 
 

@@ -8,9 +8,7 @@ records, and at the end a real consumer that loses its leader.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -36,20 +34,13 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC, batch
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.storage.replicas import BROKER, Replica, Scene, replica_set
+from tests.storage.replicas import BROKER, Replica, Scene
 from tests.storage.running_node import GROUP, pull_request
 from tests.support.conditions import until
 from tests.support.grpc_server import serving_at
 
 pytestmark = pytest.mark.timeout(180)
 TIMEOUT_S = 20
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
-    name = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
-        yield scene
 
 
 @pytest.fixture

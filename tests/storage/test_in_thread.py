@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import secrets
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,17 +21,10 @@ from batonmq_server.storage.core import epochs
 from batonmq_server.storage.disk import RealDisk
 from batonmq_server.storage.flusher import Flusher, in_thread
 from tests.storage.batches import append, batch
-from tests.storage.replicas import Scene, replica_set
+from tests.storage.replicas import Scene
 from tests.storage.test_flusher import SlowNode, slow_node
 from tests.storage.test_replication import numbered, others, three
 from tests.support.conditions import until
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
-    name = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
-        yield scene
 
 
 async def turns() -> None:

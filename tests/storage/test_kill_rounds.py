@@ -11,8 +11,6 @@ import asyncio
 import json
 import os
 import secrets
-import sys
-from asyncio.subprocess import PIPE
 from pathlib import Path
 from random import Random
 
@@ -28,7 +26,7 @@ from batonmq._producer.producer_settings import Durability
 from batonmq._producer.receipts import Receipt
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
-from tests.storage.test_process import read, send, site
+from tests.storage.test_process import output, read, send, site
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
 
@@ -128,13 +126,11 @@ async def test_acknowledged_message_is_at_the_offset_of_its_receipt(
 async def test_failed_sync_ends_the_process_and_acknowledges_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    data, trigger = tmp_path / "data", tmp_path / "trigger"
-    async with site(etcd_endpoint, data) as here:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", RUN_WITH_FAILING_SYNC,
-            env=here.env | {"SYNC_FAILS_ONCE_THERE_IS": str(trigger)}, stdout=PIPE, stderr=PIPE,
-        )  # fmt: skip
-        here.processes.append(process)
+    trigger = tmp_path / "trigger"
+    async with site(etcd_endpoint, tmp_path) as here:
+        process = here.start_python(
+            "-c", RUN_WITH_FAILING_SYNC, SYNC_FAILS_ONCE_THERE_IS=str(trigger)
+        )
         node = await here.serving()
         sent: list[bytes] = []
         async with connect(node.address) as channel:
@@ -144,12 +140,12 @@ async def test_failed_sync_ends_the_process_and_acknowledges_nothing(
             with pytest.raises(BatonError) as refused:
                 await send(stub, 0, sent)
         assert refused.value.kind == "UNAVAILABLE"
-        output, errors = await asyncio.wait_for(process.communicate(), 30)
+        said = await output(process)
         assert process.returncode == 1
-        assert b"can't be written or synced" in output + errors
-        assert b"injected" in output + errors
+        assert "can't be written or synced" in said
+        assert "injected" in said
         trigger.unlink()
-        await here.start()
+        here.start()
         node = await here.serving(node.start_unix_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)

@@ -10,24 +10,15 @@ offsets.
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from batonmq_server.storage.flusher import Flusher
+from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
-from tests.storage.replicas import Scene, replica_set
+from tests.storage.replicas import Scene
 from tests.storage.test_replication import numbered, others, three
 from tests.support.conditions import until
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
-    name = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
-        yield scene
 
 
 async def test_batch_stored_when_the_lease_expired_is_not_reported_as_rejected(
@@ -54,6 +45,7 @@ async def test_batch_stored_when_the_lease_expired_is_not_reported_as_rejected(
             waiting = tasks.create_task(first.rejection(*numbered(3, 1), timeout_s=60))
             await safe.wait()
             first.session.cut = True
+            first.session.node_clock.ahead_ms += LEASE_MS
             await until(lease_over)
             over.set()
     assert waiting.result().reason == "UNREACHABLE", "it is on the disk, and will count"

@@ -1,6 +1,6 @@
 """Goal: a killed node loses no acknowledged message; a stopped node leaves no call waiting.
 
-Method: `python -m batonmq_server.storage` as a child process, a real etcd, the offsets twin. T2 and
+Method: real storage processes, a real etcd, the offsets twin. T2 and
 T5 of the standing test list.
 """
 
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -32,10 +30,12 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connect
 from batonmq._core.records import check_batch, decode_records
 from batonmq.errors import BatonError, NotServing
+from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.running_node import WATERMARKS, pull_request
+from tests.support.cluster import fork_server
 from tests.support.conditions import until
 from tests.support.grpc_server import serving_at
 
@@ -48,20 +48,40 @@ QUEUES = 4
 
 @dataclass
 class ProcessSite:
-    """Runs storage processes of one cluster, one after the other."""
+    """Runs storage processes of one cluster, one after the other.
+
+    Attributes:
+        data: Their data directory.
+    """
 
     folder: Path
+    data: Path
     etcd: EtcdSession
     env: dict[str, str]
-    processes: list[Process] = field(default_factory=list)
+    processes: list[ChildProcess] = field(default_factory=list)
 
-    async def start(self, *arguments: str, **env: str) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "batonmq_server.storage", *arguments,
-            env=self.env | env, stdout=PIPE, stderr=PIPE,
-        )  # fmt: skip
+    def start(self, *arguments: str, **env: str) -> ChildProcess:
+        """Start `python -m batonmq_server.storage` with these arguments and variables."""
+        return self.start_python("-m", "batonmq_server.storage", *arguments, **env)
+
+    def start_python(self, *arguments: str, **env: str) -> ChildProcess:
+        """Start Python with these arguments and variables; a module is run in a forked process."""
+        name = f"storage-{len(self.processes)}"
+        program = Program(
+            name=name,
+            command=[sys.executable, *arguments],
+            env=self.env | env,
+            drop=("BATON_",),
+            log_path=self.folder / f"{name}.log",
+            is_ready=self._is_registered,
+        )
+        process = ChildProcess(program, fork_server().start)
         self.processes.append(process)
+        process.spawn()
         return process
+
+    async def _is_registered(self) -> bool:
+        return await self.etcd.get(self.etcd.key("nodes", "storage", "broker-a")) is not None
 
     async def serving(self, after_unix_ms: int = 0) -> StoredNode:
         """Wait for a serving process that started after `after_unix_ms`; return its entry."""
@@ -80,11 +100,11 @@ class ProcessSite:
 async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[ProcessSite]:
     cluster = secrets.token_hex(8)
     twin = OffsetsTwin()  # type: ignore[abstract]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}  # noqa: TID251
-    env = kept | {
+    data = folder / "data"
+    env = {
         "BATON_STORAGE_CLUSTER": cluster,
         "BATON_STORAGE_ETCD": etcd_endpoint,
-        "BATON_STORAGE_DATA_DIR": str(folder),
+        "BATON_STORAGE_DATA_DIR": str(data),
         "BATON_STORAGE_SEGMENT_BYTES": str(64 * 1024),
     }
     env |= {f"BATON_STORAGE_{name.upper()}": str(value) for name, value in WATERMARKS.items()}
@@ -99,14 +119,18 @@ async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[ProcessSite]:
         spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=QUEUES)]
         topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
         await etcd.put(etcd.key("topics", TOPIC), topic.SerializeToString())
-        here = ProcessSite(folder, etcd, env)
+        here = ProcessSite(folder, data, etcd, env)
         try:
             yield here
         finally:
             for process in here.processes:
-                if process.returncode is None:
-                    process.kill()
-                await process.communicate()
+                process.kill_now()
+
+
+async def output(process: ChildProcess) -> str:
+    """Wait until the process has ended; return the end of its output."""
+    await process.ended()
+    return "\n".join(process.last_lines(100))
 
 
 async def send(
@@ -161,7 +185,7 @@ async def test_kill_9_under_load_loses_and_duplicates_nothing(
     async with site(etcd_endpoint, tmp_path) as here:
         started_ms = 0
         for number in range(ROUNDS):
-            process = await here.start()
+            process = here.start()
             node = await here.serving(started_ms)
             started_ms = node.start_unix_ms
             assert node.epoch == number + 1
@@ -171,16 +195,15 @@ async def test_kill_9_under_load_loses_and_duplicates_nothing(
                     tasks.create_task(send_until_dead(stub, queue_id, bodies))
                 goal = (number + 1) * 40
                 await until(lambda goal=goal: len(sent[0]) >= goal, 60)  # type: ignore[misc]
-                process.kill()
-            await process.wait()
-        await here.start()
+                process.kill_now()
+        here.start()
         node = await here.serving(started_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)
             for queue_id, bodies in sent.items():
                 await send(stub, queue_id, bodies)  # again, if the last result was unknown
                 assert await read(stub, queue_id) == bodies
-        report = json.loads((tmp_path / "recovery.json").read_text())
+        report = json.loads((here.data / "recovery.json").read_text())
         assert report["epoch"] == ROUNDS + 1
         assert report["batches"] >= ROUNDS * 40
 
@@ -189,7 +212,7 @@ async def test_sigterm_ends_long_polls_and_keeps_everything(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
-        process = await here.start()
+        process = here.start()
         node = await here.serving()
         sent: list[bytes] = []
         async with connect(node.address) as channel, asyncio.TaskGroup() as tasks:
@@ -202,14 +225,14 @@ async def test_sigterm_ends_long_polls_and_keeps_everything(
                 return bool(described.long_poll_count)
 
             await until(waits)
-            process.send_signal(signal.SIGTERM)
+            process.send(signal.SIGTERM)
             assert isinstance(await held, NotServing)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
-        await here.start()
+        assert await process.ended() == 0
+        here.start()
         again = await here.serving(node.start_unix_ms)
         async with connect(again.address) as channel:
             assert await read(pb_grpc.StorageServiceStub(channel), 0) == sent
-        report = json.loads((tmp_path / "recovery.json").read_text())
+        report = json.loads((here.data / "recovery.json").read_text())
         assert report["truncated_bytes"] == 0
 
 
@@ -225,12 +248,11 @@ async def test_second_process_does_not_get_the_directory(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
-        first = await here.start()
+        first = here.start()
         await here.serving()
-        second = await here.start()
-        _, errors = await asyncio.wait_for(second.communicate(), 30)
+        second = here.start()
+        assert f"is used by process {first.pid}" in await output(second)
         assert second.returncode == 1
-        assert f"is used by process {first.pid}" in errors.decode()
         assert first.returncode is None
 
 
@@ -238,20 +260,18 @@ async def test_damage_of_acknowledged_batches_fails_the_start_with_a_remedy(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
-        process = await here.start()
+        process = here.start()
         node = await here.serving()
         async with connect(node.address) as channel:
             await send(pb_grpc.StorageServiceStub(channel), 0, [])
-        process.kill()
-        await process.wait()
-        with (tmp_path / "log" / f"{0:020d}").open("r+b") as file:
+        process.kill_now()
+        with (here.data / "log" / f"{0:020d}").open("r+b") as file:
             file.seek(100)
             file.write(b"????")
-        process = await here.start()
-        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        process = here.start()
+        assert "acknowledged messages are damaged" in await output(process)
         assert process.returncode == 1
-        assert "acknowledged messages are damaged" in errors.decode()
-        await here.start(BATON_STORAGE_ACCEPT_LOSS="true")
+        here.start(BATON_STORAGE_ACCEPT_LOSS="true")
         await here.serving(node.start_unix_ms)
 
 
@@ -259,11 +279,9 @@ async def test_settings_are_printed_and_misspelt_ones_rejected(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:
-        process = await here.start("--print-config", BATON_STORAGE_FLUSH="async")
-        printed, _ = await asyncio.wait_for(process.communicate(), 30)
-        assert json.loads(printed)["flush"] == "async"
-        assert json.loads(printed)["node_id"] == "broker-a"
-        process = await here.start(BATON_STORAGE_FLUSHH="async")
-        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        process = here.start("--print-config", BATON_STORAGE_FLUSH="async")
+        printed = json.loads(await output(process))
+        assert (printed["flush"], printed["node_id"]) == ("async", "broker-a")
+        process = here.start(BATON_STORAGE_FLUSHH="async")
+        assert "BATON_STORAGE_FLUSHH" in await output(process)
         assert process.returncode == 2
-        assert b"BATON_STORAGE_FLUSHH" in errors

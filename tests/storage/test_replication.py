@@ -9,10 +9,7 @@ for times.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import shutil
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -38,19 +35,12 @@ from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.replica import StorageReplica
 from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
-from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
+from tests.storage.replicas import BROKER, Replica, Scene, queue
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
 
 PRODUCER = (77, 1)
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
-    name = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
-        yield scene
 
 
 async def three(scene: Scene) -> Replica:

@@ -1,6 +1,6 @@
 """Goal: a node that is killed again and again delivers each scheduled message once, and none early.
 
-Method: `python -m batonmq_server.storage` as a child process, killed while messages are due; the
+Method: real storage processes, killed while messages are due; the
 store time of a delivered batch is compared with the delivery time in its body.
 """
 
@@ -87,7 +87,7 @@ class KillRounds:
         self.last_ids: list[str] = []
 
     async def run(self, number: int) -> None:
-        process = await self._here.start(**ENV)
+        process = self._here.start(**ENV)
         node = await self._here.serving(self.started_ms)
         self.started_ms = node.start_unix_ms
         async with connect(node.address) as channel:
@@ -103,8 +103,7 @@ class KillRounds:
 
             await until(delivers)
             left = (await describe(stub)).scheduled_count
-            process.kill()
-        await process.wait()
+            process.kill_now()
         self.in_the_middle_count += 0 < left < COUNT
 
 
@@ -116,7 +115,7 @@ async def test_kill_9_delivers_each_message_once_and_none_early(
         for number in range(ROUNDS):
             await rounds.run(number)
         assert rounds.in_the_middle_count, "no kill came in the middle"
-        await here.start(**ENV)
+        here.start(**ENV)
         node = await here.serving(rounds.started_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,10 @@ from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.storage.disk import RealDisk
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import batch, bodies, open_store, stored
-from tests.storage.replicas import Replica, Scene, replica_set
+from tests.storage.replicas import Replica, Scene
 
 SIZE = 64 * 1024
 CALLS = ("ftruncate", "posix_fallocate", "fsync")
-
-
-@pytest.fixture
-async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
-    name = f"test-{secrets.token_hex(8)}"
-    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
-        yield scene
 
 
 def opened(disk: MemoryDisk | RealDisk) -> CommitLog:

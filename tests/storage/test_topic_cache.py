@@ -20,7 +20,7 @@ from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.storage.core.store import LocalTopic
 from batonmq_server.storage.topic_cache import MISSING_MS, TopicCache
-from tests.storage.clock import JumpingClock
+from tests.support.clock import MovableClock
 
 
 class CountingSession(EtcdSession):
@@ -37,7 +37,7 @@ class Scene:
     """A topic cache over a mirror that follows etcd only when the test says so."""
 
     def __init__(self, session: CountingSession) -> None:
-        self.session, self.clock = session, JumpingClock()
+        self.session, self.clock = session, MovableClock()
         self.mirror = EtcdMirror(session, "topics/")
         self.topics = TopicCache(self.mirror, session, "broker-a", self.clock)
 

@@ -11,19 +11,28 @@ from pathlib import Path
 WAIT_S = 45
 """Default timeout: generous, because a busy machine may delay a process by many seconds."""
 
+POLL_S_MIN, POLL_S_MAX = 0.01, 0.05
+
 
 async def until(
     condition: Callable[[], object | Awaitable[object]], timeout_s: float = WAIT_S
 ) -> None:
-    """Return once `condition`, plain or awaitable, is true; TimeoutError after `timeout_s`."""
+    """Return once `condition`, plain or awaitable, is true; TimeoutError after `timeout_s`.
+
+    The longer it waits, the less often it evaluates an awaitable condition: most are calls, which
+    cost CPU time.
+    """
+    clock = asyncio.get_running_loop().time
+    begin_s = clock()
     async with asyncio.timeout(timeout_s):
         while True:
-            answer = condition()
+            answer, pause_s = condition(), POLL_S_MIN
             if inspect.isawaitable(answer):
                 answer = await answer
+                pause_s = min(max(POLL_S_MIN, (clock() - begin_s) / 20), POLL_S_MAX)
             if answer:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(pause_s)
 
 
 def until_now(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:

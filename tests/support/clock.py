@@ -5,8 +5,8 @@ from __future__ import annotations
 from batonmq._common.clock import Clock
 
 
-class JumpingClock(Clock):
-    """Monotonic time that is `ahead_ms` ahead of the loop's."""
+class MovableClock(Clock):
+    """The real clock, with monotonic time that is `ahead_ms` ahead."""
 
     def __init__(self) -> None:
         self.ahead_ms = 0
