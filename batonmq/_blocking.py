@@ -136,7 +136,7 @@ class _ClientContext:
 
 
 class BlockingProducer:
-    """A `Producer` whose calls block. Use it as a context manager; threads may share it."""
+    """A `Producer` with blocking calls. Use it as a context manager; threads may share it."""
 
     def __init__(self, nameserver: str, settings: ProducerSettings | None = None) -> None:
         self._thread = _LoopThread()
@@ -235,7 +235,7 @@ class BlockingProducer:
 
 
 class BlockingConsumer:
-    """A `Consumer` whose calls block. Use it as a context manager.
+    """A `Consumer` with blocking calls. Use it as a context manager.
 
     Iterate over it in one thread, or pass a handler to `run`. All other methods may be called in
     any thread while the block runs. Arguments and errors are those of `Consumer`.
@@ -333,7 +333,7 @@ class BlockingConsumer:
 
 
 class BlockingPuller:
-    """A `Puller` whose calls block. Use it as a context manager."""
+    """A `Puller` with blocking calls. Use it as a context manager."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ async def interruptible(main: Coroutine[Any, Any, T]) -> T:
 
 
 class Waitable(Protocol):
-    """An `asyncio.Event`, or another object whose `wait` returns once."""
+    """An `asyncio.Event`, or another object with a `wait` that returns once."""
 
     def wait(self) -> Coroutine[Any, Any, object]:
         """Return when the event has happened."""

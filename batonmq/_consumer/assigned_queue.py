@@ -54,7 +54,7 @@ class AssignedQueue:
         token: Fencing token of the grant; 0 without one.
         lease: The own deadline.
         bound_generation: Generation of the subscription that the grant is for; 0 for any.
-        lineage: Number of the ownership whose messages count; rises when work is dropped.
+        lineage: Number of the ownership with valid messages; rises when work is dropped.
         useful: Whether a pull or a commit under this grant succeeded.
         buffer: Messages that wait for a handler.
         flow: The flow limit that delays the next pull; None without one.

@@ -119,7 +119,7 @@ class BatchedCalls:
         return await self._closes.call(item)
 
     async def release(self, hold: lockmgr_pb.Hold) -> None:
-        """Release a lock whose token is closed."""
+        """Release a lock with a closed token."""
         await self._releases.call(hold)
 
     async def release_rest(self) -> None:
@@ -142,7 +142,7 @@ class BatchedCalls:
     # ---- keep-alives
 
     async def release_orphans(self, holds: Sequence[lockmgr_pb.Hold]) -> None:
-        """Release grants whose answers were lost; nothing was delivered under them."""
+        """Release grants with lost answers; nothing was delivered under them."""
         await self._release(holds[:ITEMS_MAX])
 
     @property
@@ -233,7 +233,7 @@ class BatchedCalls:
     async def _release_unwanted(
         self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant
     ) -> None:
-        """Release a grant whose caller was cancelled.
+        """Release the grant of a cancelled caller.
 
         The messages that the request claimed are in flight under the grant. They were dropped, so
         the Close names them as unfinished, and the next owner gets them flagged. If a call fails,

@@ -16,7 +16,7 @@ class ConsumerGauges:
         self._queues = queues
 
     def in_flight(self) -> int:
-        """Return the number of messages whose handlers run."""
+        """Return the number of messages in handlers."""
         found = [queue.progress for queue in list(self._queues.values())]
         return sum(progress.running_count for progress in found if progress is not None)
 
@@ -27,5 +27,5 @@ class ConsumerGauges:
         return messages, sum(queue.buffer.waiting_bytes.waiting for queue in found)
 
     def delayed(self, reason: FlowReason) -> int:
-        """Return the number of queues whose next pull is delayed for `reason`."""
+        """Return the number of queues that delay their next pull for `reason`."""
         return sum(queue.flow == reason for queue in list(self._queues.values()))

@@ -24,7 +24,7 @@ class GroupView:
             the member requested another one. In a broadcasting group: the member's own.
         subscription_generation: Generation of `filters`.
         owned: Whether the group has ownership; otherwise a member reads its queues without a lock.
-        paused: The operator who paused the group, and the reason; empty if it is not paused.
+        paused: The operator that paused the group, and the reason; empty if it is not paused.
         began: By topic and broker, the number of queues when the group began to read the topic.
     """
 

@@ -45,7 +45,7 @@ class HandlerDeadlines:
         self._calls.discard(call)
 
     def _expire(self) -> None:
-        """Cancel the calls whose time is over, and set the timer for the next."""
+        """Cancel the expired calls, and set the timer for the next."""
         self._timer = None
         if self.timeout_ms is None:
             return

@@ -82,7 +82,7 @@ class MessageDispatcher:
         self._ended = True
 
     def close(self) -> None:
-        """Stop the timer and the threads, without waiting for a thread whose handler hangs."""
+        """Stop the timer and the threads, without waiting for a thread with a hanging handler."""
         self.deadlines.close()
         if self._threads is not None:
             self._threads.close()

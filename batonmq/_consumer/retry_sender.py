@@ -1,6 +1,6 @@
 """Sends failed messages back: to the group's retry topic, or to its dead-letter topic.
 
-A message is scheduled on its own broker, in a batch whose producer id is derived from the message.
+A message is scheduled on its own broker, in a batch. Its producer id is derived from the message.
 Every owner that sends the message back uses the same id, so storage keeps one copy: its record of
 producer ids survives restarts.
 """

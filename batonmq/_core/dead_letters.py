@@ -163,7 +163,7 @@ def copy_of(letter: DeadLetter, replay_id: str, by: str, reason: str, *, to_topi
 
     Args:
         replay_id: Id of the replay.
-        by: Operator who started the replay.
+        by: Operator that started the replay.
         reason: Reason that the operator gave.
         to_topic: Send it as a new message to all groups of its first topic. Otherwise its own group
             gets it again, as it was at first. Both have properties with the history.

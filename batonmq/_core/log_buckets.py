@@ -1,4 +1,4 @@
-"""Histograms of many values, in buckets whose bounds grow by the factor 2^(1/8).
+"""Histograms of many values, in buckets with bounds that grow by the factor 2^(1/8).
 
 Bucket i counts values greater than 2^((i-1)/8) and not greater than 2^(i/8); bucket 0 counts values
 up to 1. Two histograms are merged by adding the counts of equal buckets, in any order.

@@ -81,7 +81,7 @@ DROPPED = "dropped"
 DROPPED_INDEX = -1
 """`event_index` of that row."""
 NO_KIND = "none"
-"""Kind of an event whose message has no kind."""
+"""Kind of an event without a kind in its message."""
 UNREADABLE = "unreadable"
 """Kind of a row for bytes that are not an event or a batch; the bytes are in `payload`."""
 

@@ -52,7 +52,7 @@ class QueueProgress:
     grant, are kept apart until `next_offset` has passed them.
 
     Args:
-        running: Offsets whose handlers still run; those that are acked by now are left out.
+        running: Offsets with running handlers; those that are acked by now are left out.
         finished: Offsets that were finished under an earlier token, and perhaps not acked.
         dropped: Offsets that the request for this token claimed, and whose handlers gave up since.
             offsets does not know that they were started and are not being handled.
@@ -92,7 +92,7 @@ class QueueProgress:
 
     @property
     def running(self) -> frozenset[int]:
-        """H: offsets whose handlers run."""
+        """H: offsets with running handlers."""
         return frozenset(self._running)
 
     @property

@@ -1,4 +1,4 @@
-"""Retries of messages whose handling failed: in place, through the retry topic, or dead letters.
+"""Retries of messages with failed handlers: in place, through the retry topic, or dead letters.
 
 Attempts count the calls of a handler with a message, in all rounds, from 1. Retries are the
 attempts after the first.

@@ -142,7 +142,7 @@ class BrokerSender:
         """Send the batches in flight of `senders`.
 
         Returns:
-            The senders whose batch failed and the error of one of them; None if none failed.
+            The senders of failed batches and the error of one of them; None if none failed.
         """
         outcomes = await self._append([s.in_flight.encoded for s in senders if s.in_flight])
         failed: list[QueueSender[BatchOutcome]] = []

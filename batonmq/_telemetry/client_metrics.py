@@ -26,13 +26,13 @@ class GaugeSource(Protocol):
     """The present values of a consumer's gauges; read from any thread."""
 
     def in_flight(self) -> int:
-        """Return the number of messages whose handlers run."""
+        """Return the number of messages in handlers."""
 
     def buffered(self) -> tuple[int, int]:
         """Return the number of messages that wait for a handler, and the bytes of their bodies."""
 
     def delayed(self, reason: FlowReason) -> int:
-        """Return the number of queues whose next pull is delayed for `reason`."""
+        """Return the number of queues that delay their next pull for `reason`."""
 
 
 class ClientMetrics:
@@ -63,7 +63,7 @@ class ClientMetrics:
         )
         self.failed = Counter(
             "baton_consumer_failed_messages",
-            "Messages whose handling failed, by reason: asked, failed or timeout.",
+            "Messages with failed handling, by reason: asked, failed or timeout.",
             (*by_topic, "reason"),
             registry=registry,
         )
@@ -94,7 +94,7 @@ class ClientMetrics:
         )
         self.running_messages = Gauge(
             "baton_consumer_in_hand_messages",
-            "Messages whose handlers run.",
+            "Messages in handlers.",
             by_client,
             registry=registry,
         )
@@ -112,7 +112,7 @@ class ClientMetrics:
         )
         self.held_queues = Gauge(
             "baton_consumer_held_queues",
-            "Queues whose next pull is delayed, by flow limit: count, bytes, span or paused.",
+            "Queues with a delayed next pull, by flow limit: count, bytes, span or paused.",
             (*by_client, "reason"),
             registry=registry,
         )
@@ -125,7 +125,7 @@ class ClientMetrics:
         )
         self.unsent = Counter(
             "baton_producer_failed_messages",
-            "Messages that were refused, or whose outcome is unknown, by reason.",
+            "Messages that were refused, or have an unknown outcome, by reason.",
             ("topic", "reason"),
             registry=registry,
         )
@@ -237,7 +237,7 @@ class ProducerMetrics:
         self._metrics.in_flight.pop(self, None)
 
     def settled(self, topic: str, count: int, took_ms: int, error: BatonError | None) -> None:
-        """Count a batch of `count` messages whose outcome is known."""
+        """Count a batch of `count` messages with a known outcome."""
         metrics = self._metrics
         if error is None:
             metrics.sent.labels(topic).inc(count)

@@ -1,4 +1,4 @@
-"""Dead letters: messages whose retries are exhausted; list, read and redrive them.
+"""Dead letters: messages with exhausted retries; list, read and redrive them.
 
 The dead letters of a group are in the topic `%DLQ%<group>`, with the retention of any topic. The
 redriven dead letters are recorded as progress of a group with the same name as the topic, which has

@@ -205,7 +205,7 @@ def _decoded(broker: str, batch: bytes, index: int) -> StoredMessage:
 
 
 def _decoded_from(broker: str, batch: bytes, offset: int) -> Iterator[StoredMessage]:
-    """Yield the messages of a batch whose offset is at least `offset`."""
+    """Yield the messages of a batch from `offset` on."""
     header = check_batch(batch, stamped=True)
     indexes = range(max(offset - header.first_offset, 0), header.count)
     lengths = record_lengths(batch, header)

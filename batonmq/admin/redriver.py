@@ -1,6 +1,6 @@
 """Redrives dead letters: sends copies in batched requests, at a bounded rate, each copy once.
 
-A copy is its own batch, whose producer id is derived from the redrive and the dead letter, so
+A copy is its own batch. Its producer id is derived from the redrive and the dead letter, so
 storage stores it once. A redriven dead letter is then acknowledged for the group that records
 redrives, so that other redrives pass it over.
 """

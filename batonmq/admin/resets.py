@@ -63,7 +63,7 @@ class ResetPlan:
     """The target offset of each queue of a group.
 
     Attributes:
-        notes: Queues whose target differs from the request, and why.
+        notes: Queues with another target than requested, and the reason.
     """
 
     group: str

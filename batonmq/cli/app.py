@@ -206,7 +206,7 @@ def baton(
     file: Path | None,
     **tls: str | bool | None,
 ) -> None:
-    """Command line of BatonMQ, a message broker whose queues have one owner at a time."""
+    """Command line of BatonMQ, a message broker with one owner per queue at a time."""
     path = file or context_file.default_config()
     repairs = context.invoked_subcommand == "context"
     try:

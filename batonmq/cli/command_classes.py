@@ -23,7 +23,7 @@ class Argument(click.Argument):
 
 
 class Command(click.Command):
-    """A command whose help page lists its arguments above its options."""
+    """A command with a help page that lists its arguments above its options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the arguments, then the options."""

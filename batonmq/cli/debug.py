@@ -31,7 +31,7 @@ commands = LazyGroup("debug", help="Collect data for remote support.", no_args_i
 @click.option(
     "--data-dir",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Data directory of `baton up`, whose last log lines are included.",
+    help="Data directory of `baton up`; its last log lines are included.",
 )
 @cluster_session
 def bundle(session: CommandSession, out: Path, data_dir: Path | None) -> None:

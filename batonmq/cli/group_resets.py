@@ -231,7 +231,7 @@ def reset_offsets(
     "from_group",
     metavar="FROM",
     shell_complete=complete_groups,
-    help="Group whose progress is copied.",
+    help="Group to copy the progress from.",
 )
 @argument(
     "to_group", metavar="TO", shell_complete=complete_groups, help="Group that gets the progress."

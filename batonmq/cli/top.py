@@ -26,7 +26,7 @@ from batonmq.cli.top_screen import screen_lines, snapshot_item
 from batonmq.errors import BatonError
 
 GROUPS_MAX = 50
-"""Groups whose progress is read at the start; that of the others comes with their events."""
+"""Groups with progress that is read at the start; that of the others comes with their events."""
 FRAMES_PER_S = 2
 _WIDTH_WITHOUT_TERMINAL = 120
 _HEIGHT_WITHOUT_TERMINAL = 10_000

@@ -53,7 +53,7 @@ def screen_lines(
     The busiest rows of each table come first; those without room are counted.
 
     Args:
-        nodes: Number of nodes whose events are read.
+        nodes: Number of nodes that send events.
         styled: Whether to use bold and color.
     """
     tables = (_topics(snapshot), _groups(snapshot), _owners(snapshot), _recent(snapshot))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 DONE = "done"
-"""Value of a key whose message is handled. No owner has this name."""
+"""Value of the key of a handled message. No owner has this name."""
 
 
 class Store(Protocol):

@@ -189,7 +189,7 @@ class ForkedProcess:
 
 
 def _kill(pid: int) -> None:
-    """Kill a process whose fork server has ended, and wait for its end."""
+    """Kill a process after the end of its fork server, and wait for its end."""
     with suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:

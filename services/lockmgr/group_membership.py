@@ -121,11 +121,11 @@ class GroupMembership:
         return self._group_gates.get(name) != gate
 
     def changed_groups(self) -> AsyncIterator[frozenset[str]]:
-        """Yield the names of groups whose record has changed; first, all."""
+        """Yield the names of groups with a changed record; first, all."""
         return self._groups.watch()
 
     def changed_gates(self) -> AsyncIterator[frozenset[str]]:
-        """Yield the names of groups whose gate has changed; first, all."""
+        """Yield the names of groups with a changed gate; first, all."""
         return self._gates.watch()
 
     async def _until(self, holds: Callable[[], bool]) -> None:

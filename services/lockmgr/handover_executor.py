@@ -80,7 +80,7 @@ class _PassedFence:
 
 
 def handover_pending(key: GroupQueue) -> HandoverPending:
-    """Return the error for a queue whose owner is being changed."""
+    """Return the error for a queue during a change of its owner."""
     return HandoverPending(f"a hand-over of {key} is in progress", retry_after_ms=100)
 
 

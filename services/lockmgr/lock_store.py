@@ -104,7 +104,7 @@ class LockStore:
         revision = await self._txn(writes)
         if revision is not None:
             return [revision] * len(writes)
-        # Rejected, or made by an earlier try whose answer was lost: read each back.
+        # Rejected, or made by an earlier try with a lost answer: read each back.
         results = [await self._read_back(write) for write in writes]
         if len(writes) == 1:
             return results
@@ -117,7 +117,7 @@ class LockStore:
     async def _txn(self, writes: Sequence[LockWrite]) -> int | None:
         """Repeat the transaction until its outcome is known; None if it was rejected.
 
-        A try whose answer was lost may be applied later, but only while its comparisons hold. Once
+        A try with a lost answer may be applied later, but only while its comparisons hold. Once
         a repetition was applied or rejected, they never hold again.
         """
         compare = self._compares(writes)

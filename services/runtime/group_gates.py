@@ -73,7 +73,7 @@ class GroupGates:
             raise _mode_changed(group, gate)
 
     def check_unowned(self, group: str) -> GroupGate:
-        """Return the gate of a group whose queues have no owners, for a call without a token.
+        """Return the gate of a group without ownership, for a call without a token.
 
         Raises:
             GroupNotFound: the group is unknown.

@@ -71,7 +71,7 @@ def run(
         sys.exit(0)
     try:
         settings = load(kind, prefix)
-        if not sys.argv[1:]:  # a user who prints the settings may not have the files
+        if not sys.argv[1:]:  # a user that prints the settings may not have the files
             check_files(settings)
     except ConfigError as error:
         _exit_with_usage_error(f"{service}: {error}")

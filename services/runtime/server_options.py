@@ -8,7 +8,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *OPTIONS,
     # A port that another process serves on is an error, not something to share.
     ("grpc.so_reuseport", 0),
-    # Close a connection whose handshake takes longer.
+    # Close a connection with a longer handshake.
     ("grpc.server_handshake_timeout_ms", 20_000),
     # Close a connection without calls: gRPC pings only those with calls. Clients connect again.
     ("grpc.max_connection_idle_ms", 60_000),

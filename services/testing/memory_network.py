@@ -75,7 +75,7 @@ class MemoryNetwork:
         watcher: Observes calls and responses.
 
     Attributes:
-        cut: Pairs (source, target) whose connection is cut.
+        cut: Pairs (source, target) with a cut connection.
         gone: Hosts that have crashed.
     """
 

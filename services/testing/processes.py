@@ -37,7 +37,7 @@ GRACE_MS = 3_000
 
 
 class LoopClock(Clock):
-    """A clock whose wall time follows the event loop; `ahead_ms` makes it jump."""
+    """A clock with wall time that follows the event loop; `ahead_ms` makes it jump."""
 
     def __init__(self) -> None:
         self.ahead_ms = 0

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it.
+"""An event loop with a clock that jumps to the next timer instead of waiting for it.
 
 It can also simulate several processes: every task and timer that a `VirtualHost` starts, directly
 or indirectly, belongs to that host, and can be frozen and thawed like a process under SIGSTOP and
@@ -32,7 +32,7 @@ class Livelock(Exception):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop like that of asyncio, whose clock jumps to the next timer."""
+    """An event loop like that of asyncio, with a clock that jumps to the next timer."""
 
     def __init__(self) -> None:
         super().__init__(_NeverWaits(self))

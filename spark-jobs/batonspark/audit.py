@@ -49,7 +49,7 @@ SETTLING_MS = 10_000
 of a commit may be published before that of its delivery."""
 ROWS_MAX = 100
 _SERVICES = ("storage", "lockmgr", "offsets")
-"""Services whose events the audit needs."""
+"""Services with events that the audit needs."""
 _KINDS = (
     "delivered", "committed", "lock_granted", "lock_forced", "handed_over", "progress_reset",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from batonspark.event_columns import attribute
 from batonspark.reports import Report, ReportScope
 
 PEAK_S = 10
-"""Length of the intervals whose highest average rate is the peak."""
+"""Length of the intervals; the highest average rate of one is the peak."""
 BEHIND_MIN = 1_000
 """Minimum lag at which the delivery rate of a queue counts as its maximum."""
 HEADROOM = 1.5

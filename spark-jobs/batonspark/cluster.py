@@ -87,7 +87,7 @@ class LoopThread:
 
 
 class ClusterClient:
-    """A client of a cluster whose calls block; a context manager.
+    """A client of a cluster with blocking calls; a context manager.
 
     Failures are raised as the classes of `batonmq.errors`. Failures that may be temporary are
     retried until `timeout_ms` has passed.

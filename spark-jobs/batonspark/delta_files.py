@@ -30,8 +30,8 @@ class DeltaTarget:
     Attributes:
         path: Folder of the table, the same on all nodes.
         schema: Arrow schema of the table.
-        partition_by: Columns whose values decide the folder of a file.
-        opened: Whether the input rows are messages whose events are written.
+        partition_by: Columns with the values that decide the folder of a file.
+        opened: Whether the input rows are messages, so that their events are written.
     """
 
     path: str

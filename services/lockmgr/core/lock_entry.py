@@ -53,7 +53,7 @@ DEFIBUS_SILENCE_MS = 100
 """Source: DeFiBus, lockQueueTimeout. Owners are still told the lease of the default profile: a
 queue that is taken sooner is fenced, and its messages are flagged."""
 DENIALS_MAX = 16
-"""Clients per queue whose last refusal is remembered."""
+"""Clients per queue with a remembered last refusal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class ChangeStep(Enum):
 
 @dataclass(slots=True)
 class PendingChange:
-    """A change of an entry whose outcome is not known yet."""
+    """A change of an entry with an unknown outcome."""
 
     step: ChangeStep
     attempt: str = ""

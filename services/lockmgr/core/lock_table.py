@@ -64,7 +64,7 @@ class KeepAliveCall:
         acquire_seq: Highest request whose outcomes the owner has received.
         holds: Every queue that it owns, with the token.
         evicted_groups: Groups of `holds` that it is not a member of.
-        draining_groups: Groups of `holds` whose subscription is being changed.
+        draining_groups: Groups of `holds` with a subscription change in progress.
     """
 
     incarnation: Incarnation
