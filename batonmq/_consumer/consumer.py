@@ -63,8 +63,8 @@ class Consumer:
       `redelivered` set.
     - Pass a handler to `run` or `run_batches`. Messages of one queue are handled one after the
       other, in order, unless `queue_concurrency` is more than 1. A message is acknowledged when its
-      handler returns. A message with a failed handler is handled again later, by default through the
-      group's retry topic.
+      handler returns. A message with a failed handler is handled again later, by default through
+      the group's retry topic.
 
     Leaving the block closes the consumer: no message is started any more, running handlers end,
     acks are committed, and the queues are released to other members, which continue there. `close`

@@ -27,7 +27,7 @@ class ConsumerEventCounter:
         hub.gatherers.append(self._events)
 
     def begun(self, topic: str, store_unix_ms: Iterable[int]) -> None:
-        """Add the end-to-end latencies of messages at the start of their handlers, from their store times."""
+        """Add the end-to-end latencies of messages, from storing to the start of a handler."""
         now_ms = self._clock.unix_ms()
         what = LatencyKey(pb.Latency.OPERATION_END_TO_END, self._group, topic)
         self._latencies.add_all(what, [max(0, now_ms - ms) * 1_000 for ms in store_unix_ms])
