@@ -2,7 +2,8 @@
 
 1. Start a local cluster, and bronze, rollup and alerts in one process.
 2. Send New York's flights through a group with members that join and leave (`baton demo`).
-   Meanwhile a member of another group is killed with one message in flight, so that its queue is taken over;
+   Meanwhile a member of another group is killed with one message in flight, so that its queue is
+   taken over;
    and a client with a different subscription tries to join that group.
 3. When the alerts have fired and are resolved, run the reports. Count the events again with a
    reader that does not use Spark.

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from uv import find_uv_bin
+
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 TESTED = ("tests/core", "tests/common", "tests/client", "tests/idempotence")
@@ -50,12 +52,21 @@ def environment(version: str, python: Path) -> Path:
     lock = (ROOT / "requirements.lock").read_text().splitlines()
     constraints.write_text("\n".join(line.split(" \\")[0] for line in lock if "==" in line))
     subprocess.run(
-        ["uv", "venv", "--quiet", "--clear", "--no-python-downloads", "--python", python, folder],
+        [
+            find_uv_bin(),
+            "venv",
+            "--quiet",
+            "--clear",
+            "--no-python-downloads",
+            "--python",
+            python,
+            folder,
+        ],
         check=True,
     )
     inside = folder / "bin" / "python"
     install: list[str | Path] = [
-        "uv",
+        find_uv_bin(),
         "pip",
         "install",
         "--quiet",

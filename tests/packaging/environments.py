@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from uv import find_uv_bin
+
 ROOT = Path(__file__).parents[2]
 PROJECTS = (ROOT, ROOT / "services", ROOT / "spark-jobs")
 
@@ -52,7 +54,7 @@ class Environment:
 
     def packages(self) -> dict[str, str]:
         """Version by name of every distribution that is installed."""
-        command = ["uv", "pip", "freeze", "--python", self.program("python")]
+        command = [find_uv_bin(), "pip", "freeze", "--python", self.program("python")]
         lines = _output(command).splitlines()
         return dict(line.replace(" @ ", "==").split("==", 1) for line in lines if line)
 
@@ -80,9 +82,16 @@ def new_environment(folder: Path, wheels: Path, *requirements: str) -> Environme
     lock = (ROOT / "requirements.lock").read_text().splitlines()
     constraints = folder.with_suffix(".constraints")
     constraints.write_text("\n".join(line.split(" \\")[0] for line in lock if "==" in line))
-    venv = ["uv", "venv", "--quiet", "--no-python-downloads", "--python", sys.executable]
+    venv = [find_uv_bin(), "venv", "--quiet", "--no-python-downloads", "--python", sys.executable]
     _output([*venv, str(folder)])
-    install = ["uv", "pip", "install", "--quiet", "--python", environment.program("python")]
+    install = [
+        find_uv_bin(),
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        environment.program("python"),
+    ]
     options = ["--find-links", str(wheels), "--constraint", str(constraints)]
     _output([*install, *options, *requirements])
     return environment
