@@ -111,11 +111,12 @@ def test_consumer_handles_lists_pauses_queues_and_reports_its_state(at: Scene) -
         told: set[object] = set()
 
         def handle(messages: list[ReceivedMessage]) -> None:
-            lists.append(messages)
             queue = messages[0].queue
             consumer.pause(queue)
             told.add((queue in consumer.assignment, consumer.flow.get(queue)))
             consumer.resume(queue)
+            # Last: another handler stops the consumer, which clears `flow`, when all are in here.
+            lists.append(messages)
             if sum(map(len, lists)) == 50:
                 consumer.stop()
 

@@ -142,7 +142,7 @@ def test_failing_verb_fails_the_script(machine: Machine) -> None:
     machine.has_all_but()
     machine.has("make", '[ "$1" != k8s ] && echo "$1"')
     done = machine.run()
-    assert (done.returncode, done.stdout) == (1, "lint\n")
+    assert (done.returncode, done.stdout) == (1, "quick\nlint\n")
 
 
 @pytest.mark.parametrize(("ci", "required"), [("CI=true", True), ("CI=", False)])
@@ -157,5 +157,5 @@ def test_skips_are_failures_if_ci_is_set(ci: str, required: bool) -> None:
 
 def test_documentation_names_the_packages() -> None:
     page = (ROOT / "docs" / "explanation" / "testing.md").read_text()
-    told = page.partition("packages of Debian that are missing (")[2].partition(")")[0]
+    told = page.partition("missing Debian packages (")[2].partition(")")[0]
     assert {name.strip("`") for name in told.split(", ")} == set(PACKAGES.values())

@@ -20,9 +20,9 @@ CLIENT = NetworkPeer("a client", "shop", {"batonmq/client": "true"})
 PROMETHEUS = NetworkPeer("Prometheus", "monitoring", {})
 DNS = NetworkPeer("DNS", "kube-system", {"k8s-app": "kube-dns"}, ((53, "UDP"), (53, "TCP")))
 STRANGERS = (
-    NetworkPeer("anybody", "shop", {"app.kubernetes.io/name": "storage"}),
-    NetworkPeer("anybody", OURS, {}),
-    NetworkPeer("anybody", None, {}),
+    NetworkPeer("any address", "shop", {"app.kubernetes.io/name": "storage"}),
+    NetworkPeer("any address", OURS, {}),
+    NetworkPeer("any address", None, {}),
 )
 ETCD_ELSEWHERE = NetworkPeer("etcd", None, {}, ((2379, "TCP"), (2380, "TCP")))
 CLIENTS = {"demo", "traffic", "spark"}
@@ -35,8 +35,8 @@ def expected(resources: list[Resource], components: set[str]) -> set[Way]:
     page = (REPO / "docs" / "how-to" / "deploy.md").read_text()
     table = page.partition("**Network policies**")[2].partition("**Rights.**")[0]
     there = {one.name for one in workloads(resources)}
-    strangers = {"a client", "Prometheus", "anybody"}
-    whole = {"a client": {"a client", *CLIENTS & there}, "anybody": strangers}
+    strangers = {"a client", "Prometheus", "any address"}
+    whole = {"a client": {"a client", *CLIENTS & there}, "any address": strangers}
     found = {(name, "DNS", 53) for name in there}
     for who, component, what in _ROW.findall(table):
         if component and component not in components:
@@ -99,6 +99,6 @@ def test_missing_and_superfluous_rules_are_found() -> None:
     assert before - measured(resources) == {("storage", "offsets", 10912)}
     policies["lockmgr"]["spec"]["ingress"].append({"ports": [{"port": 10913}]})
     assert measured(resources) - before == {
-        ("anybody", "lockmgr", 10913),
+        ("any address", "lockmgr", 10913),
         ("Prometheus", "lockmgr", 10913),
     }

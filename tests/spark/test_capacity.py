@@ -83,4 +83,4 @@ def test_disk_without_growth_is_never_full(spark: SparkSession) -> None:
     found = forecast(rows(spark, events), ReportScope())
     assert found.summary["volumes"][0]["hours_until_full"] is None
     assert found.summary["topics"] == []
-    assert found.lines[0].endswith("does not get fuller")
+    assert found.lines[0].endswith("does not grow")
