@@ -38,7 +38,7 @@ def redis_server(binary: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="redis-") as folder:
         socket = Path(folder, "redis.sock")
         options = ("--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", folder)
-        with _running((binary, *options), (socket, None), folder, None):
+        with _running((binary, *options), (socket, None), folder):
             yield f"unix://{socket}"
 
 
@@ -49,31 +49,47 @@ def postgres_server(user: str) -> Iterator[str]:
         shutil.chown(folder, user)
         place = f"{folder}/data"
         init = ("initdb", "-D", place, "-U", "postgres", "--auth=trust", "--no-sync", "-E", "UTF8")
-        become = user if os.geteuid() == 0 else None
-        subprocess.run(init, check=True, capture_output=True, user=become, cwd=folder)
+        subprocess.run(_as_user(user, init), check=True, capture_output=True, cwd=folder)
         options = ("-c", "listen_addresses=", "-c", "fsync=off", "-k", folder)
         ready = Path(place, "postmaster.pid"), b"\nready"
-        with _running(("postgres", "-D", place, *options), ready, folder, become):
+        with _running(_as_user(user, ("postgres", "-D", place, *options)), ready, folder):
             yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
+
+
+def _as_user(user: str, command: Sequence[str]) -> tuple[str, ...]:
+    """Return the command that runs `command` as `user`.
+
+    `Popen(user=…)` would do the same with a fork, and gRPC's fork handlers break the child.
+    """
+    if os.geteuid() != 0:
+        return tuple(command)
+    return (
+        "setpriv",
+        f"--reuid={user}",
+        f"--regid={pwd.getpwnam(user).pw_gid}",
+        "--init-groups",
+        *command,
+    )
 
 
 @contextmanager
 def _running(
-    command: Sequence[str], ready: tuple[Path, bytes | None], folder: str, user: str | None
+    command: Sequence[str], ready: tuple[Path, bytes | None], folder: str
 ) -> Iterator[None]:
-    """The server answers in the block, and has ended behind it.
+    """Run a server that answers requests inside the block and has ended after it.
 
     Args:
-        ready: The file that is there then, and what it says if it is not enough that it is there:
-            PostgreSQL makes its socket first, and refuses for a while.
+        ready: The file that the server makes when it starts, and the bytes that the file contains
+            once the server answers. None: the file is enough. PostgreSQL makes its socket first,
+            and refuses connections for a while.
     """
-    path, said = ready
+    path, content = ready
 
     def answers() -> bool:
-        return path.exists() and (said is None or said in path.read_bytes())
+        return path.exists() and (content is None or content in path.read_bytes())
 
     with Path(folder, "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, user=user, cwd=folder)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     try:
         until_now(lambda: answers() or process.poll() is not None)
         assert process.poll() is None, Path(folder, "log").read_text()
