@@ -34,9 +34,8 @@ async def successor(scene: ReplicaSet, first: Replica) -> Replica:
     found: list[Replica] = []
 
     async def look() -> bool:
-        for node in scene.nodes.values():
-            if node is not first and await node.serves():
-                found.append(node)
+        others = [node for node in scene.nodes.values() if node is not first]
+        found.extend([node for node in others if await node.serves()])
         return bool(found)
 
     await until(look)

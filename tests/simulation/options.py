@@ -81,8 +81,8 @@ class RunOptions:
         min_in_sync: Minimum size of the in-sync set.
         kept_bytes_max: Bytes of changes that a leader keeps for returning followers.
         leader_faults: Weight of the acting leader of offsets that is killed, frozen or cut off.
-        two_steps: Weight of a leader of three nodes that the others don't reach, and that may die then;
-            another node must serve then.
+        two_steps: Weight of a leader of three nodes that the others don't reach, and that may die
+            then; another node must serve.
         splits: Weight of a node of offsets that does not reach the others, or etcd, for a while.
         lost_disks: Weight of a node of offsets that is killed and comes back with an empty disk.
         stores: Nodes of the broker: one, or a replica set. Then `min_in_sync` counts for it too,

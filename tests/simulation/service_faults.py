@@ -114,7 +114,7 @@ class ServiceFaults:
         return self._split(leader.name, alone=self._context.random.random() < 0.5)
 
     def fail_in_two_steps(self) -> Later:
-        """Cut the acting leader of a set of three from the others, not from etcd; it may then die."""
+        """Cut the leader of three nodes from the others, not from etcd; it may die then."""
         names = self._replicas()
         leader = self._leader_of(names) if len(names) == 3 else None
         if leader is None or self._fails_in_two_steps:

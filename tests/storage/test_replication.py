@@ -35,7 +35,7 @@ from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.replica import StorageReplica
 from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
-from tests.storage.replicas import BROKER, Replica, Scene, queue
+from tests.storage.replicas import BROKER, Replica, Scene
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.timeout(180)
@@ -501,6 +501,11 @@ async def test_only_the_serving_leader_delivers_due_batches_and_once(scene: Scen
     assert await second.bodies() == [b"soon", b"later"]
 
 
+async def cancel_once_more(leader: Replica, request: schedule_pb.CancelScheduledRequest) -> None:
+    """Repeat a cancel whose answer was lost."""
+    await leader.scheduling.CancelScheduled(request, timeout=20)
+
+
 async def test_repeated_cancel_waits_for_the_first_one(scene: Scene) -> None:
     """Its answer was lost; NOT_SCHEDULED to the repeated call would mean that it was delivered."""
     leader = await three(scene)
@@ -513,10 +518,11 @@ async def test_repeated_cancel_waits_for_the_first_one(scene: Scene) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
         await leader.scheduling.CancelScheduled(request, timeout=0.3)
     assert unknown.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    repeated = asyncio.ensure_future(leader.scheduling.CancelScheduled(request, timeout=20))
-    await asyncio.sleep(0.3)  # an early answer would be seen
-    leader.gate.shut.clear()
-    await repeated
+    async with asyncio.TaskGroup() as tasks:
+        repeated = tasks.create_task(cancel_once_more(leader, request))
+        await asyncio.sleep(0.3)  # an early answer would be seen
+        assert not repeated.done()
+        leader.gate.shut.clear()
     with pytest.raises(grpc.aio.AioRpcError) as over:
         await leader.scheduling.CancelScheduled(request, timeout=20)
     assert from_rpc_error(over.value).reason == "NOT_SCHEDULED"

@@ -101,7 +101,7 @@ class InSyncTracker:
             follower.reached_ms = max(follower.reached_ms, now_ms)
 
     def silence_ms(self, name: str, now_ms: int) -> int | None:
-        """Return the milliseconds since an answer last reached a follower; None if it is unknown."""
+        """Return the ms since an answer last reached a follower; None if it is unknown."""
         follower = self._followers.get(name)
         return now_ms - follower.reached_ms if follower is not None else None
 
