@@ -175,6 +175,7 @@ def build_components(
             metrics=metrics,
             stream=stream,
             clock=runtime.clock,
+            identity_of=runtime.guard.caller_identity,
         )
     )
 
@@ -195,7 +196,9 @@ def build_components(
         queries=QueryServicer(
             settings.broker_name, store, topics, damage, lambda: role.is_follower, require
         ),
-        scheduling=ScheduleServicer(appender, topics, due.wake, require),
+        scheduling=ScheduleServicer(
+            appender, topics, due.wake, require, runtime.guard.caller_identity
+        ),
         loops=(
             flusher.run,
             pulls.run,
