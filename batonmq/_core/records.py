@@ -432,7 +432,7 @@ def check_body(batch: bytes | memoryview) -> None:
     _check_crc(batch, STAMP_TO, BODY_FROM, len(batch))
 
 
-def stamped_head(
+def stamped_head(  # noqa: PLR0913  keyword-only from the position on
     batch: bytes | memoryview,
     *,
     position: int,
