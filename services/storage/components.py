@@ -109,7 +109,7 @@ def build_components(
         polls_max=settings.long_polls_max,
         interval_ms=settings.touch_interval_ms,
     )
-    metrics.parked_pulls.set_function(lambda: len(pulls))
+    metrics.waiting_pulls.set_function(lambda: len(pulls))
     flusher = Flusher(
         node,
         pulls.wake,

@@ -46,8 +46,8 @@ class StorageMetrics:
             buckets=_FSYNC_BUCKETS,
             registry=registry,
         )
-        self.parked_pulls = Gauge(
-            "baton_storage_parked_pulls",
+        self.waiting_pulls = Gauge(
+            "baton_storage_waiting_pulls",
             "Long polls: pulls that wait for messages.",
             registry=registry,
         )
