@@ -1,4 +1,4 @@
-"""How fast Spark makes a table of the metrics streams: two cores, from gRPC to files."""
+"""The speed at which Spark writes the metrics streams into a table, on two cores."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _GOALS = {"protobuf": Goal(value_min=400_000), "arrow": Goal(value_min=800_000)}
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Rows a second, and what a row cost in microseconds of processor time, of Spark alone."""
+    """Rows per second, and microseconds of CPU time of Spark per row."""
 
     rows_per_s: float
     cpu_us: float
 
 
 async def spark(setup: Setup) -> list[Figure]:
-    """Events as protobuf and as Arrow, into a Delta table and as rows of Spark."""
+    """Measure events as protobuf and as Arrow, into a Delta table and as rows of Spark."""
     count = setup.sized(1_000_000, 40_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     figures: list[Figure] = []
@@ -93,7 +93,7 @@ async def _fill(nameserver: str, form: str, count: int) -> None:
 
 
 def _event(number: int) -> MetricEvent:
-    """In such shares as services tell them under load: deliveries, commits, appends, latencies."""
+    """Return an event; kinds have the shares that services publish under load."""
     event = MetricEvent(unix_ms=1_800_000_000_000 + number)
     event.queue.group = f"group-{number % 5}"
     event.queue.queue.topic = f"orders-{number % 3}"
@@ -124,13 +124,13 @@ def _measure(session: SparkSession, work: Callable[[], None], count: int) -> _Ru
         began, cpu_s = perf_counter(), _cpu_s(session)
         work()
         took, spent = perf_counter() - began, _cpu_s(session) - cpu_s
-        if round_number:  # before that, Java compiles
+        if round_number:  # in the first round Java compiles
             runs.append(_Run(count / took, spent / count * 1e6))
     return _Run(median(r.rows_per_s for r in runs), median(r.cpu_us for r in runs))
 
 
 def _to_delta(reader: DataFrameReader, table: Path) -> None:
-    """What writes the messages opens them, as in bronze, which also remembers what came before."""
+    """Write to a Delta table; its writer decodes the messages as in bronze, but without state."""
     shutil.rmtree(table, ignore_errors=True)
     reader.load().write.format("batondelta").mode("append").options(
         path=str(table), partitionBy="date", view="metrics"
@@ -143,7 +143,7 @@ def _to_nothing(reader: DataFrameReader, table: Path) -> None:
 
 
 def _cpu_s(session: SparkSession) -> float:
-    """Processor time of the JVM and of all processes that it has started."""
+    """Return the CPU time of the JVM and of all processes that it has started."""
     jvm = session.sparkContext._jvm
     assert jvm is not None
     pid = jvm.java.lang.ProcessHandle.current().pid()

@@ -71,7 +71,7 @@ LOCKS = Dashboard(
                 "baton group members GROUP",
                 {
                     "session broken": rate("baton_nameserver_broken_sessions_total", "cluster"),
-                    "all": rate("baton_nameserver_expiries_total", "cluster"),
+                    "lease expired": rate("baton_nameserver_expiries_total", "cluster"),
                 },
                 "cps",
             ),
