@@ -32,6 +32,6 @@ fi
 for service in storage offsets lockmgr nameserver; do
   began=$(date +%s%N)
   docker run --rm --read-only --cap-drop ALL --security-opt no-new-privileges -e BATON_OFFSETS_DATA_DIR=/tmp \
-    "batonmq/services:$tag" python -m "services.$service" --print-config >/dev/null
+    "batonmq/services:$tag" python -m "batonmq_server.$service" --print-config >/dev/null
   echo "$service: container, interpreter and settings in $((($(date +%s%N) - began) / 1000000)) ms"
 done
