@@ -18,6 +18,7 @@ from batonmq._common.rpc import abort
 from batonmq.errors import BatonError, Internal, NoDeadline, NotServing
 from batonmq_server.runtime.access.admission import Admission
 from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.descriptor_shortage import is_shortage, no_descriptors
 from batonmq_server.runtime.metrics import RpcMetrics
 
 log = logging.getLogger(__name__)
@@ -195,6 +196,8 @@ class _Edge:
                 raise error
             _this_task().uncancel()
             error = _stopping()
+        if is_shortage(error):
+            error = no_descriptors()
         if not isinstance(error, BatonError):
             log.error("unexpected error method=%s", self._method, exc_info=error)
             error = Internal("internal error; see the server's log")

@@ -34,6 +34,12 @@ class ServiceSettings(Settings):
     """Port for health checks only, without TLS, open from the start of the process; 0: none."""
     metrics_port: int = Field(0, ge=0, le=65_535)
     """Port of the Prometheus endpoint; 0 picks a free port."""
+    connections_max: int = Field(0, ge=0)
+    """Maximum number of client connections; others are closed before their handshake. 0: as many as
+    the limit of open files leaves."""
+    connections_per_address_max: int = Field(0, ge=0)
+    """Maximum number of client connections of one address (of IPv6: of one network of 64 bits); its
+    newest ones are closed. 0: half of all connections."""
     tls_cert_file: str = ""
     """PEM file with the certificate of the process, followed by its intermediate certificates;
     shown to clients and other services. Empty: no TLS."""
