@@ -13,7 +13,6 @@ from time import perf_counter
 
 from pyspark.sql import DataFrameReader, SparkSession
 
-from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
 from batonmq._columns.metric_arrow import encode_events
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
@@ -22,6 +21,7 @@ from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from batonspark.session import build_session
+from bench.events import sample_batches
 from bench.figures import Figure, Goal, figure
 from bench.setup import Setup
 
@@ -79,43 +79,13 @@ async def _fill(nameserver: str, form: str, count: int) -> None:
         await admin.create_topic(form, QUEUES)
     async with Producer(nameserver) as producer:
         pending = []
-        for seq in range(count // EVENTS_PER_BATCH):
-            made = MetricBatch(source="storage/broker-0", seq=seq, incarnation_id=1, vocabulary=1)
-            first = seq * EVENTS_PER_BATCH
-            events = [_event(number) for number in range(first, first + EVENTS_PER_BATCH)]
+        for made in sample_batches(count, EVENTS_PER_BATCH):
             if form == "arrow":
-                made.arrow = encode_events(events)
-            else:
-                made.events.extend(events)
+                made.arrow = encode_events(made.events)
+                made.ClearField("events")
             pending.append(await producer.submit(form, Message(made.SerializeToString())))
         for each in pending:
             await each
-
-
-def _event(number: int) -> MetricEvent:
-    """In such shares as services tell them under load: deliveries, commits, appends, latencies."""
-    event = MetricEvent(unix_ms=1_800_000_000_000 + number)
-    event.queue.group = f"group-{number % 5}"
-    event.queue.queue.topic = f"orders-{number % 3}"
-    event.queue.queue.broker = "broker-0"
-    event.queue.queue.queue_id = number % 8
-    kind, client = number % 10, f"client-{number % 20}"
-    if kind < 4:
-        delivered = event.delivered
-        delivered.range.first_offset, delivered.range.next_offset = number, number + 10
-        delivered.token, delivered.client_id = number % 50, client
-        delivered.message_count, delivered.byte_count = 10, 10_000
-    elif kind < 7:
-        event.committed.committed_offset, event.committed.delivered_offset = number, number + 10
-        event.committed.token, event.committed.client_id = number % 50, client
-    elif kind < 9:
-        event.appended.message_count, event.appended.byte_count = 100, 100_000
-        event.appended.next_offset = number
-    else:
-        event.latency.operation = Latency.OPERATION_APPEND
-        event.latency.us.first_bucket, event.latency.us.sum = 60, 100_000
-        event.latency.us.counts.extend(range(1, 20))
-    return event
 
 
 def _measure(session: SparkSession, work: Callable[[], None], count: int) -> _Run:
