@@ -1,4 +1,4 @@
-"""Cost of the encodings of metric events: processor time to encode and to decode, and size.
+"""Processor time to encode and to decode metric events.
 
 The size of a batch decides: a service with few queues publishes about 20 events a second, and one
 under load fills batches of 256 KiB, about 2,000 events.
@@ -12,10 +12,9 @@ from time import process_time
 import numpy as np
 
 from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
-from batonmq._columns import metric_wire
-from batonmq._columns.metric_arrow import encode_events
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.queues import QueueRef
+from batonspark import encoded_events
 from batonspark.decode import METRICS
 from batonspark.metric_rows import MetricMessages, metric_rows
 from bench.figures import Figure, Goal, figure
@@ -28,7 +27,7 @@ STORE_UNIX_MS = 1_800_000_000_000
 
 
 async def events(setup: Setup) -> list[Figure]:
-    """Measure 10,000 events in batches of three sizes, as protobuf and as Arrow."""
+    """Measure 10,000 events in batches of three sizes."""
     rounds = setup.sized(9, 1)
     figures: list[Figure] = []
     for size in BATCH_EVENTS:
@@ -38,65 +37,25 @@ async def events(setup: Setup) -> list[Figure]:
 
 
 def _of_batches(batches: Sequence[MetricBatch], size: int, rounds: int) -> list[Figure]:
-    protobuf, arrow = (
-        [_as_protobuf(each) for each in batches],
-        [_as_arrow(each) for each in batches],
-    )
-    encode_us = _us_per_event(lambda: [_as_protobuf(each) for each in batches], rounds)
-    arrow_encode_us = _us_per_event(lambda: [_as_arrow(each) for each in batches], rounds)
-    decode_us = _us_per_event(lambda: _decode(protobuf), rounds)
-    one_by_one_us = _us_per_event(lambda: _decode_one_by_one(protobuf), rounds)
-    arrow_decode_us = _us_per_event(lambda: _decode(arrow), rounds)
-    byte_count = sum(map(len, protobuf)) / EVENTS
-    arrow_byte_count = sum(map(len, arrow)) / EVENTS
-    cheaper, twice_as_fast = Goal(ratio_max=1), Goal(ratio_max=0.5)
+    def encoded() -> list[bytes]:
+        return [each.SerializeToString() for each in batches]
+
+    bodies = encoded()
     return [
-        figure(f"{name}, {size:,} a batch", value, unit, goal, reference=reference)
-        for name, value, unit, goal, reference in (
-            (
-                "decode metric events as columns against one by one",
-                decode_us,
-                "us/event",
-                twice_as_fast,
-                one_by_one_us,
-            ),
-            (
-                "encode metric events, Arrow against protobuf",
-                arrow_encode_us,
-                "us/event",
-                cheaper,
-                encode_us,
-            ),
-            (
-                "decode metric events, Arrow against protobuf",
-                arrow_decode_us,
-                "us/event",
-                cheaper,
-                decode_us,
-            ),
-            (
-                "size of metric events, Arrow against protobuf",
-                arrow_byte_count,
-                "B/event",
-                cheaper,
-                byte_count,
-            ),
-        )
+        figure(
+            f"encode metric events, {size:,} a batch",
+            _us_per_event(encoded, rounds),
+            "us/event",
+            Goal(value_max=1),
+        ),
+        figure(
+            f"decode metric events as columns against one by one, {size:,} a batch",
+            _us_per_event(lambda: _decode(bodies), rounds),
+            "us/event",
+            Goal(ratio_max=0.5),
+            reference=_us_per_event(lambda: _decode_one_by_one(bodies), rounds),
+        ),
     ]
-
-
-def _as_protobuf(batch: MetricBatch) -> bytes:
-    return batch.SerializeToString()
-
-
-def _as_arrow(batch: MetricBatch) -> bytes:
-    return MetricBatch(
-        source=batch.source,
-        incarnation_id=batch.incarnation_id,
-        seq=batch.seq,
-        vocabulary=batch.vocabulary,
-        arrow=encode_events(batch.events),
-    ).SerializeToString()
 
 
 def _decode(bodies: Sequence[bytes]) -> None:
@@ -107,11 +66,11 @@ def _decode(bodies: Sequence[bytes]) -> None:
 
 
 def _decode_one_by_one(bodies: Sequence[bytes]) -> None:
-    few, metric_wire.FEW = metric_wire.FEW, EVENTS
+    few, encoded_events.FEW = encoded_events.FEW, EVENTS
     try:
         _decode(bodies)
     finally:
-        metric_wire.FEW = few
+        encoded_events.FEW = few
 
 
 def _us_per_event(work: Callable[[], object], rounds: int) -> float:

@@ -13,7 +13,6 @@ from time import perf_counter
 
 from pyspark.sql import DataFrameReader, SparkSession
 
-from batonmq._columns.metric_arrow import encode_events
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
@@ -25,12 +24,14 @@ from bench.events import sample_batches
 from bench.figures import Figure, Goal, figure
 from bench.setup import Setup
 
+TOPIC = "events"
 QUEUES = 4
 CORES = 2
 EVENTS_PER_BATCH = 2_000
 ROUNDS = 3
 _TICKS_PER_S = 100
-_GOALS = {"protobuf": Goal(value_min=400_000), "arrow": Goal(value_min=800_000)}
+_RATE = Goal(value_min=400_000)
+_CPU = Goal(value_max=CORES * 1e6 / 400_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,48 +43,41 @@ class _Run:
 
 
 async def spark(setup: Setup) -> list[Figure]:
-    """Events as protobuf and as Arrow, into a Delta table and as rows of Spark."""
+    """Write events into a Delta table, and read them as rows of Spark."""
     count = setup.sized(1_000_000, 40_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     figures: list[Figure] = []
     async with LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster:
         setup.say("events for Spark")
-        for form in _GOALS:
-            await _fill(cluster.nameserver, form, count)
+        await _fill(cluster.nameserver, count)
         setup.say("a session of Spark")
         session = await asyncio.to_thread(build_session, "bench", f"local[{CORES}]")
         session.sparkContext.setLogLevel("ERROR")
+        reader = session.read.format("baton").options(nameserver=cluster.nameserver, topic=TOPIC)
         try:
-            for form, goal in _GOALS.items():
-                for sink, work in (("a Delta table", _to_delta), ("nothing", _to_nothing)):
-                    setup.say(f"{form} to {sink}")
-                    reader = session.read.format("baton").options(
-                        nameserver=cluster.nameserver, topic=form
-                    )
-                    found = await asyncio.to_thread(
-                        _measure, session, partial(work, reader, setup.folder / "table"), count
-                    )
-                    name = f"metric rows from gRPC to {sink}, {form}"
-                    cores = Goal(value_max=CORES * 1e6 / (goal.value_min or 1))
-                    figures += [
-                        figure(name, found.rows_per_s, "rows/s", goal),
-                        figure(f"{name}, processor time", found.cpu_us, "us/row", cores),
-                    ]
+            for sink, work in (("a Delta table", _to_delta), ("nothing", _to_nothing)):
+                setup.say(f"rows to {sink}")
+                run = await asyncio.to_thread(
+                    _measure, session, partial(work, reader, setup.folder / "table"), count
+                )
+                name = f"metric rows from gRPC to {sink}"
+                figures += [
+                    figure(name, run.rows_per_s, "rows/s", _RATE),
+                    figure(f"{name}, processor time", run.cpu_us, "us/row", _CPU),
+                ]
         finally:
             await asyncio.to_thread(session.stop)
     return figures
 
 
-async def _fill(nameserver: str, form: str, count: int) -> None:
+async def _fill(nameserver: str, count: int) -> None:
     async with Admin(nameserver) as admin:
-        await admin.create_topic(form, QUEUES)
+        await admin.create_topic(TOPIC, QUEUES)
     async with Producer(nameserver) as producer:
-        pending = []
-        for made in sample_batches(count, EVENTS_PER_BATCH):
-            if form == "arrow":
-                made.arrow = encode_events(made.events)
-                made.ClearField("events")
-            pending.append(await producer.submit(form, Message(made.SerializeToString())))
+        pending = [
+            await producer.submit(TOPIC, Message(batch.SerializeToString()))
+            for batch in sample_batches(count, EVENTS_PER_BATCH)
+        ]
         for each in pending:
             await each
 
