@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -72,8 +72,6 @@ class ServiceSettings(Settings):
     metrics_stream: bool = True
     """Whether the process publishes its events to the topic BATON_SYS_METRICS; at a nameserver,
     also whether it creates that topic and BATON_SYS_ALERTS."""
-    metrics_encoding: Literal["protobuf", "arrow"] = "protobuf"
-    """Encoding of these events: Spark reads `arrow` faster; it needs the package pyarrow."""
     shutdown_grace_ms: int = Field(10_000, ge=0)
     """Time that calls in progress have to end after SIGTERM, in milliseconds."""
 
