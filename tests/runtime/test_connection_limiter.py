@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import ExitStack
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -84,7 +85,7 @@ async def test_connections_are_bounded_per_address_and_in_total_before_a_handsha
     limiter = ConnectionLimiter(port, 10, registry, open_descriptors)
     with ExitStack() as exits:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as client:
-            call = client.unary_unary("/Test/Echo")
+            call: Any = client.unary_unary("/Test/Echo")
             assert await call(b"1", timeout=30) == b"1"
             strangers = await silent(exits, port, "127.0.0.2", 30)
             await until(lambda: len(limiter.connections()) == 31)

@@ -105,7 +105,7 @@ async def test_work_in_a_thread_is_repeated_until_a_descriptor_is_free(
     await patient(lambda content: disk.replace("floors", content), b"x")
     assert (disk.load("floors"), len(counted)) == (b"x", 3)
     with pytest.raises(FileNotFoundError):
-        await patient(disk.open, "missing")
+        await patient(lambda path: disk.open(path).close(), "missing")
 
 
 class FewDescriptors(MemoryDisk):
