@@ -4,7 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
-export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export PATH := $(CURDIR)/$(VENV)/bin:$(CURDIR)/build/etcd:$(PATH)
 # Tests start hundreds of processes, which must not all compile the bytecode again.
 unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(shell find protos/baton -name '*.proto')
@@ -13,7 +13,7 @@ SETUP := $(VENV)/.installed
 MAIN ?= main
 
 .PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults check bench demo examples docs up clean \
-  observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
+  etcd observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -122,6 +122,11 @@ docs: $(SETUP)  ## build the documentation as a site with search and the API ref
 
 up: $(SETUP)    ## a cluster on loopback ports, until Ctrl-C
 	baton up --data-dir .data
+
+etcd:           ## a newer etcd than the package index has, built with Go; the other targets then use it
+	mkdir -p build/etcd
+	cd tools/etcd && CGO_ENABLED=0 go build -trimpath -o ../../build/etcd/etcd go.etcd.io/etcd/server/v3
+	build/etcd/etcd --version
 
 observe: $(SETUP) ## check rules with promtool, and every dashboard query with a Prometheus, if they are installed
 	cd deploy/prometheus && if command -v promtool >/dev/null; \

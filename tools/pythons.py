@@ -25,7 +25,6 @@ NEEDED = (
     "hypothesis",
     "prometheus-client",
     "psycopg[binary]",
-    "pyarrow",
     "pytest",
     "pytest-asyncio",
     "pytest-timeout",

@@ -67,6 +67,12 @@ class StorageMetrics:
             ("reason",),
             registry=registry,
         )
+        self.descriptor_shortages = Counter(
+            "baton_storage_descriptor_shortages",
+            "Checkpoints, removals and scrubs that were put off because the process had no free "
+            "file descriptor.",
+            registry=registry,
+        )
         self.removed_segments = Counter(
             "baton_storage_removed_segments",
             "Log segments removed by retention.",

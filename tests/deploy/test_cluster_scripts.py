@@ -1,4 +1,4 @@
-"""Goal: `make kind-up` damages no cluster; `make kind-test` ends, and passes only if it has checked.
+"""Goal: `make kind-up` damages no cluster; `make kind-test` ends, and passes only after checks.
 
 Method: the scripts of deploy/k8s/scripts with a kubectl that answers like a cluster with faults.
 """

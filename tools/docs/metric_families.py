@@ -27,9 +27,12 @@ from batonmq_server.nameserver.metrics import (
 )
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.connection_limiter import ConnectionLimiter
+from batonmq_server.runtime.descriptors import open_descriptors, share_descriptors
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.metrics import export_descriptors
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import export_expiry
 from batonmq_server.storage.metrics import StorageMetrics
@@ -99,6 +102,8 @@ def _common(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
     settings = load(ServiceSettings, "BATON_DOCS", {"BATON_DOCS_NODE_ID": "docs"})
     export_expiry(settings, registry)
+    export_descriptors(registry, share_descriptors(1_024))
+    ConnectionLimiter(0, 1, registry, open_descriptors)
     return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
 
 

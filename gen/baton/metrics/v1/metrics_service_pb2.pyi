@@ -79,7 +79,6 @@ class MetricBatch(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     DROPPED_COUNT_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
-    ARROW_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Service name and node id, `storage/broker-a`; of a client `client/` and its client id."""
     seq: _builtins.int
@@ -91,10 +90,6 @@ class MetricBatch(_message.Message):
     vocabulary: _builtins.int
     """Version of the vocabulary: 1. It increases when a kind or a field gets another meaning; new
     kinds and fields do not change it, and readers preserve unknown ones.
-    """
-    arrow: _builtins.bytes
-    """In place of `events`: the same as one Arrow IPC stream with the columns that
-    docs/reference/metrics-streams.md lists.
     """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricEvent]:
@@ -109,11 +104,10 @@ class MetricBatch(_message.Message):
         events: _abc.Iterable[Global___MetricEvent] | None = ...,
         dropped_count: _builtins.int = ...,
         vocabulary: _builtins.int = ...,
-        arrow: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrow", b"arrow", "dropped_count", b"dropped_count", "events", b"events", "incarnation_id", b"incarnation_id", "seq", b"seq", "source", b"source", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_count", b"dropped_count", "events", b"events", "incarnation_id", b"incarnation_id", "seq", b"seq", "source", b"source", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
