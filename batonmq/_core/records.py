@@ -174,7 +174,7 @@ def encode_properties(
     """Return properties encoded as in RocketMQ: name 0x01 value 0x02, repeated.
 
     Raises:
-        BadBatch: A name is empty, or a name or value contains 0x01 or 0x02.
+        BadBatch: A name is empty, or a name or value contains 0x01, 0x02 or a surrogate.
         LimitExceeded: The encoded properties are longer than `bytes_max`.
     """
     for name, value in properties.items():
@@ -184,9 +184,20 @@ def encode_properties(
                 remedy="Use names that are not empty, and no 0x01 or 0x02 in names and values.",
                 facts={"field": "properties"},
             )
-    raw = "".join(f"{name}\x01{value}\x02" for name, value in properties.items()).encode()
+    try:
+        raw = "".join(f"{name}\x01{value}\x02" for name, value in properties.items()).encode()
+    except UnicodeEncodeError as error:
+        raise _not_text(error, "properties") from error
     check_limit("properties", len(raw), bytes_max)
     return raw
+
+
+def _not_text(error: UnicodeEncodeError, field: str) -> BadBatch:
+    return BadBatch(
+        f"{field} can't be encoded in UTF-8: {error.object[error.start : error.end]!a}",
+        remedy="Decode the bytes with their real encoding before they become part of a message.",
+        facts={"field": field},
+    )
 
 
 def decode_properties(raw: bytes) -> dict[str, str]:
@@ -204,13 +215,16 @@ def encode_record(message: Message, *, properties_bytes_max: int = PROPERTIES_BY
 
     Raises:
         LimitExceeded: Keys, tag, properties or body are too long.
-        BadBatch: A key, the tag or a property is empty or contains a separator.
+        BadBatch: A key, the tag or a property is empty or contains a separator or a surrogate.
     """
     check_limit("body", len(message.body), BODY_BYTES_MAX)
     if not (message.keys or message.tag or message.properties):
         return _BARE + message.body
-    keys = " ".join(message.keys).encode()
-    tag = message.tag.encode()
+    try:
+        keys = " ".join(message.keys).encode()
+        tag = message.tag.encode()
+    except UnicodeEncodeError as error:
+        raise _not_text(error, "keys or tag") from error
     if message.keys and (b"" in keys.split(b" ") or len(keys.split()) != len(message.keys)):
         raise BadBatch(
             "a key is empty or contains white space",

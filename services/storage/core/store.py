@@ -35,6 +35,7 @@ from batonmq.errors import (
     OffsetAheadOfLog,
     OffsetOutOfRange,
     OffsetOutOfRangeDetail,
+    Overloaded,
     QueueNotFound,
 )
 from batonmq_server.storage.core.commitlog import CommitLog, StampedBatch
@@ -429,7 +430,7 @@ class MessageStore:
             self.log.append(
                 [self._stamped(*each) for each in zip(admitted, positions, strict=True)]
             )
-        except DiskFull as error:
+        except (DiskFull, Overloaded) as error:
             return {one.index: error for one in admitted}
         outcomes: dict[int, StoreReceipt | BatonError] = {}
         for one, position in zip(admitted, positions, strict=True):
