@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from batonmq_server.testing.memory_network import Faults
-from tests.simulation import broken_clients, broken_lockmgr, broken_offsets
+from tests.simulation import broken_clients, broken_lockmgr, broken_offsets, broken_producers
 from tests.simulation import broken_group_moves as broken_moves
 from tests.simulation import broken_offsets_replicas as broken_replicas
 from tests.simulation import broken_services as broken_serving
@@ -110,6 +110,7 @@ TO_AND_FRO = RunOptions(
     steps=60, moves=60, consumers=2, queues=2,
     faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
 )  # fmt: skip
+FORGED = RunOptions(steps=60, forgeries=8, faults=Faults(loss=0.02, duplicate=0.1))
 
 MUTANTS = (
     Mutant("skip the fence", broken_lockmgr.skip_fence, CALM, ("V1", "V2")),
@@ -300,6 +301,18 @@ MUTANTS = (
         broken_moves.adopt_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
+    ),
+    Mutant(
+        "receipt for other content",
+        broken_producers.receipt_for_other_content,
+        FORGED,
+        ("P1",),
+    ),
+    Mutant(
+        "producer ids without owner",
+        broken_producers.ids_without_owner,
+        replace(FORGED, identities=True),
+        ("P2", "P1"),
     ),
     Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
 )

@@ -20,6 +20,7 @@ Fault model. The cluster must keep its promises while
 - streams break;
 - an operator moves the group back and forth, undoes that, forces the release of queues, pauses
   the group for a while; a new version with another subscription is rolled out;
+- a stranger writes under the ids of the producer;
 - the group is moved between two sets of offsets, whose nodes are killed, frozen and cut off.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
@@ -93,6 +94,8 @@ class RunOptions:
             has others.
         moves: Weight of an operator's move of the group to the other of two sets of offsets, of one
             node each. 0: there is one set.
+        forgeries: Weight of a batch that a stranger sends under an id of the producer.
+        identities: Whether storage knows the identities of its callers.
     """
 
     steps: int = 30
@@ -135,6 +138,8 @@ class RunOptions:
     rots: int = 0
     disk_failures: int = 0
     moves: int = 0
+    forgeries: int = 0
+    identities: bool = False
 
     @staticmethod
     def drawn(random: Random, steps: int) -> RunOptions:
@@ -217,6 +222,11 @@ class RunOptions:
         return replace(
             drawn, moves=12, replicated=False, leader_faults=0, two_steps=0, splits=0, lost_disks=0
         )
+
+    def with_stranger(self, random: Random) -> RunOptions:
+        """Return these options, perhaps with a stranger, which storage may know by its identity."""
+        forgeries = random.choice([0, 0, 2, 4])
+        return replace(self, forgeries=forgeries, identities=random.random() < 0.5)
 
     @staticmethod
     def graceful(random: Random, steps: int) -> RunOptions:

@@ -19,6 +19,7 @@ from tests.simulation.service_faults import ServiceFaults
 from tests.simulation.simulated_members import SimulatedMembers
 from tests.simulation.simulated_operator import SimulatedOperator
 from tests.simulation.simulated_producer import SimulatedProducer
+from tests.simulation.simulated_stranger import SimulatedStranger
 from tests.simulation.trace import Trace
 
 SETTLE_S = 240
@@ -105,6 +106,7 @@ class SimulationRun:
         self._service_faults = ServiceFaults(self.context, self._members)
         self._producer = SimulatedProducer(self.context)
         self._operator = SimulatedOperator(self.context)
+        self._stranger = SimulatedStranger(self.context)
         self._later: list[asyncio.Task[None]] = []
 
     async def play(self) -> None:
@@ -161,6 +163,7 @@ class SimulationRun:
             self._operator.pause: options.group_pauses,
             self._operator.ask: options.questions,
             self._operator.move: options.moves,
+            self._stranger.write: options.forgeries,
         }
 
     async def _settle(self, tasks: asyncio.TaskGroup) -> None:
