@@ -100,6 +100,7 @@ STORES = RunOptions(steps=40, stores=3, leader_faults=6, splits=4, service_kills
 TWO_STEPS = RunOptions(
     steps=40, replicated=True, min_in_sync=2, two_steps=6, leader_faults=2
 )  # fmt: skip
+ENDED_LEASES = RunOptions(steps=40, replicated=True, ended_leases=8, joins=6)
 STORES_TWO_STEPS = RunOptions(steps=40, stores=3, min_in_sync=2, two_steps=6, leader_faults=2)
 STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
@@ -217,6 +218,12 @@ MUTANTS = (
         broken_replicas.stay_although_cut_off,
         STORES_TWO_STEPS,
         ("section 12",),
+    ),
+    Mutant(
+        "ignore an ended lease",
+        broken_replicas.ignore_an_ended_lease,
+        ENDED_LEASES,
+        ("section 8", "section 12", "L2"),
     ),
     Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=53),
     Mutant(
