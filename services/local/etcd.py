@@ -144,7 +144,7 @@ class EtcdProcess:
             but no power cut, and a write takes a quarter of the time.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only, each with a default
         self,
         data_dir: Path,
         *,
