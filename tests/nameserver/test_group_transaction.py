@@ -553,3 +553,21 @@ def test_broadcasting_group_has_no_beginnings() -> None:
     group = Scene()
     group.beat("c1", terms(model="BROADCASTING"))
     assert group.record.beginnings == ()
+
+
+def test_incarnation_of_another_identity_can_neither_join_as_a_member_nor_leave_for_it() -> None:
+    group = scene(SubscriptionPolicy.REJECT)
+    member = replace(beat("c1"), owner=11)
+    group.apply(lambda transaction: transaction.join(member))
+    with pytest.raises(ClientIdInUse):
+        group.apply(lambda transaction: transaction.join(replace(member, owner=12)))
+    left = [group.apply(lambda t, owner=owner: t.leave("c1", 1, owner)).left for owner in (12, 0)]
+    assert left == [set(), set()]
+    assert [(one.client_id, one.owner) for one in group.record.members] == [("c1", 11)]
+    assert group.apply(lambda transaction: transaction.leave("c1", 1, 11)).left == {"c1"}
+
+
+def test_member_from_before_access_control_gets_its_owner_by_its_next_heartbeat() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    group.apply(lambda transaction: transaction.join(replace(beat("c1"), owner=11)))
+    assert [one.owner for one in group.record.members] == [11]

@@ -1,0 +1,22 @@
+"""Owner numbers: what services store and compare of an identity."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+
+@lru_cache(maxsize=4096)
+def owner_of(identity: str) -> int:
+    """Return the owner number of an identity: 32 bits of its SHA-256, not 0; 0 for none."""
+    return int.from_bytes(sha256(identity.encode()).digest()[:4]) or 1 if identity else 0
+
+
+def sign(request: Any, identity: str) -> None:
+    """Write the owner number of the caller into the request, whatever the client has written."""
+    fields = request.DESCRIPTOR.fields_by_name
+    if "caller" in fields:
+        request.caller = owner_of(identity)
+    if "incarnation" in fields and request.HasField("incarnation"):
+        request.incarnation.owner = owner_of(identity)
