@@ -6,6 +6,8 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
+from google.protobuf.message import Message
+
 
 @lru_cache(maxsize=4096)
 def owner_of(identity: str) -> int:
@@ -15,6 +17,8 @@ def owner_of(identity: str) -> int:
 
 def sign(request: Any, identity: str) -> None:
     """Write the owner number of the caller into the request, whatever the client has written."""
+    if not isinstance(request, Message):
+        return  # a stream of requests, as of reflection
     fields = request.DESCRIPTOR.fields_by_name
     if "caller" in fields:
         request.caller = owner_of(identity)
