@@ -1,5 +1,5 @@
-"""Goal: the streams of a real cluster show a hand-over, redelivered messages with their cause, and a
-conflict; they continue after storage was killed; `baton top` shows the same.
+"""Goal: the streams of a real cluster show a hand-over, redelivered messages with their cause, and
+a conflict; they continue after storage was killed; `baton top` shows the same.
 
 Method: real processes; one member leaves gracefully, one is killed with messages in flight, one
 has another subscription. The test compares the topic with the records of the members.
