@@ -177,6 +177,7 @@ def build_components(
             metrics=metrics,
             stream=stream,
             clock=runtime.clock,
+            identity_of=runtime.guard.caller_identity,
         )
     )
 
@@ -197,7 +198,9 @@ def build_components(
         queries=QueryServicer(
             settings.broker_name, store, topics, damage, lambda: role.is_follower, require
         ),
-        scheduling=ScheduleServicer(appender, topics, due.wake, require),
+        scheduling=ScheduleServicer(
+            appender, topics, due.wake, require, runtime.guard.caller_identity
+        ),
         loops=(
             flusher.run,
             pulls.run,
