@@ -1,7 +1,8 @@
-"""Goal: custom resources match the schemas of the Prometheus operator and of cert-manager.
+"""Custom resources are held against their schemas.
 
-Method: the committed resources are valid; each planted error (a misspelt field, an invalid value,
-an unknown kind) is found.
+Goal: a misspelt field, a value that is none, and a kind that there is not are found in what the
+operators of Prometheus and of certificates are told. Method: the committed resources are right;
+each planted error is found.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ def test_resource_matches_its_schema(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "path", "value", "problem"),
+    ("name", "place", "value", "problem"),
     [
         (
             "Certificate-storage",
             ("dnsNmaes",),
             ["x"],
-            "spec.dnsNmaes: unknown field or value ['x']",
+            "spec.dnsNmaes: ['x'] is unknown or has the wrong type",
         ),
         ("Certificate-storage", ("privateKey", "algorithm"), "ROT13", "spec.privateKey.algorithm"),
         (
             "Certificate-storage",
             ("privateKey", "size"),
             "256",
-            "spec.privateKey.size: unknown field or value '256'",
+            "spec.privateKey.size: '256' is unknown or has the wrong type",
         ),
         ("Certificate-storage", ("issuerRef",), {}, "spec.issuerRef.name: Field required"),
         (
@@ -69,17 +70,17 @@ def test_resource_matches_its_schema(name: str) -> None:
     ],
 )
 def test_invalid_resource_is_found(
-    name: str, path: tuple[str | int, ...], value: object, problem: str
+    name: str, place: tuple[str | int, ...], value: object, problem: str
 ) -> None:
     one = copy.deepcopy(RESOURCES[name])
-    parent = one["spec"]
-    for step in path[:-1]:
-        parent = parent[step]
-    parent[path[-1]] = value
-    (text,) = custom_problems(one)
-    assert problem in text
+    where = one["spec"]
+    for step in place[:-1]:
+        where = where[step]
+    where[place[-1]] = value
+    (found,) = custom_problems(one)
+    assert problem in found
 
 
 def test_unknown_kind_is_found() -> None:
     one = {"apiVersion": "cert-manager.io/v1", "kind": "Certficate", "metadata": {"name": "x"}}
-    assert list(custom_problems(one)) == ["unknown kind Certficate"]
+    assert list(custom_problems(one)) == ["the kind is unknown"]
