@@ -167,7 +167,7 @@ class Consumer:
         self._dispatcher: MessageDispatcher | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
-        self._rotation = QueueRotation()
+        self._rotation = QueueRotation(self._session)
         self._returned_s = 0.0
         self._stopped = asyncio.Event()
         self._all_released = asyncio.Event()

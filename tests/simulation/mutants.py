@@ -153,6 +153,9 @@ MUTANTS = (
     Mutant(
         "reset without resume check", broken_offsets.reset_no_resume_check, RESETS, ("V4", "V5")
     ),
+    Mutant(
+        "handlers outlive a reset", broken_clients.handlers_outlive_a_reset, RESETS, ("section 13",)
+    ),
     Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=3),
     Mutant(
         "riding acks without token",
