@@ -1,4 +1,4 @@
-"""How fast Spark makes a table of the metrics streams: two cores, from gRPC to files."""
+"""The speed at which Spark writes the metrics streams into a table, on two cores."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _CPU = Goal(value_max=CORES * 1e6 / 400_000)
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Rows a second, and what a row cost in microseconds of processor time, of Spark alone."""
+    """Rows per second, and microseconds of CPU time of Spark per row."""
 
     rows_per_s: float
     cpu_us: float
 
 
 async def spark(setup: Setup) -> list[Figure]:
-    """Write events into a Delta table, and read them as rows of Spark."""
+    """Measure writes of events into a Delta table, and reads of events as rows of Spark."""
     count = setup.sized(1_000_000, 40_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     figures: list[Figure] = []
@@ -88,13 +88,13 @@ def _measure(session: SparkSession, work: Callable[[], None], count: int) -> _Ru
         began, cpu_s = perf_counter(), _cpu_s(session)
         work()
         took, spent = perf_counter() - began, _cpu_s(session) - cpu_s
-        if round_number:  # before that, Java compiles
+        if round_number:  # in the first round Java compiles
             runs.append(_Run(count / took, spent / count * 1e6))
     return _Run(median(r.rows_per_s for r in runs), median(r.cpu_us for r in runs))
 
 
 def _to_delta(reader: DataFrameReader, table: Path) -> None:
-    """What writes the messages opens them, as in bronze, which also remembers what came before."""
+    """Write to a Delta table; its writer decodes the messages as in bronze, but without state."""
     shutil.rmtree(table, ignore_errors=True)
     reader.load().write.format("batondelta").mode("append").options(
         path=str(table), partitionBy="date", view="metrics"
@@ -107,7 +107,7 @@ def _to_nothing(reader: DataFrameReader, table: Path) -> None:
 
 
 def _cpu_s(session: SparkSession) -> float:
-    """Processor time of the JVM and of all processes that it has started."""
+    """Return the CPU time of the JVM and of all processes that it has started."""
     jvm = session.sparkContext._jvm
     assert jvm is not None
     pid = jvm.java.lang.ProcessHandle.current().pid()

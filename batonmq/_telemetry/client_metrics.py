@@ -63,7 +63,8 @@ class ClientMetrics:
         )
         self.failed = Counter(
             "baton_consumer_failed_messages",
-            "Messages with failed handling, by reason: asked, failed or timeout.",
+            "Messages with failed handling, by reason: asked (the handler returned RetryLater or "
+            "Suspend), failed or timeout.",
             (*by_topic, "reason"),
             registry=registry,
         )
@@ -93,7 +94,7 @@ class ClientMetrics:
             registry=registry,
         )
         self.running_messages = Gauge(
-            "baton_consumer_in_hand_messages",
+            "baton_consumer_handling_messages",
             "Messages in handlers.",
             by_client,
             registry=registry,

@@ -85,13 +85,15 @@ def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> Incarnation:
     """
     client_id = check_client_id(incarnation.client_id)
     check_positive("incarnation_id", incarnation.incarnation_id)
-    return Incarnation(client_id, incarnation.incarnation_id)
+    return Incarnation(client_id, incarnation.incarnation_id, incarnation.owner)
 
 
 def incarnation_to_pb(incarnation: Incarnation) -> queue_pb2.Incarnation:
     """Return the message of an incarnation."""
     return queue_pb2.Incarnation(
-        client_id=incarnation.client_id, incarnation_id=incarnation.incarnation_id
+        client_id=incarnation.client_id,
+        incarnation_id=incarnation.incarnation_id,
+        owner=incarnation.owner,
     )
 
 
@@ -143,7 +145,7 @@ def lock_from_pb(stored: stored_lock_pb2.StoredLock) -> LockRecord:
     """Return a lock as etcd has it."""
     owner = stored.owner if stored.HasField("owner") else None
     return LockRecord(
-        owner=Incarnation(owner.client_id, owner.incarnation_id) if owner else None,
+        owner=Incarnation(owner.client_id, owner.incarnation_id, owner.owner) if owner else None,
         token=stored.token,
         acquire_seq=stored.acquire_seq,
         attempt=stored.attempt,

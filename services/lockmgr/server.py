@@ -97,7 +97,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         group = check_group(request.group) if request.group else ""
         leader = self._candidate.leader()
         released_count, kept = await leader.releaser.release_all(
-            incarnation, group, drained=request.drained
+            incarnation, group, drained=request.drained, by_operator=bool(request.by)
         )
         leader.check_leads()
         return pb.ReleaseAllResponse(

@@ -30,9 +30,13 @@ from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.paging import key_of_token, page_of
 
 log = logging.getLogger(__name__)
+
+REFUSAL_LINE_INTERVAL_MS = 60_000
+"""Time between two lines of log about refused heartbeats of one group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class GroupCalls:
     progress_deleter: ProgressDeleter
     placement: PlacementCalls
     events: GroupEvents
+    refusal_lines: LogLimiter
 
     async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """See the proto."""
@@ -75,9 +80,9 @@ class GroupCalls:
     async def leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
         """See the proto."""
         group = check_group(request.group)
-        client_id, incarnation_id = incarnation_from_pb(request.incarnation)
+        incarnation = incarnation_from_pb(request.incarnation)
         self.catalog.check_ready()
-        outcome = await self.store.leave(group, client_id, incarnation_id)
+        outcome = await self.store.leave(group, *incarnation)
         if outcome.left:
             await self.catalog.caught_up(groups=outcome.group_revision, live=outcome.live_revision)
         return pb.LeaveResponse(left=outcome.left)
@@ -184,9 +189,10 @@ class GroupCalls:
         member = group.member(heartbeat.client_id) if group is not None else None
         if group is None or live is None or member is None or group.draining or member.differs:
             return None
-        recorded = (member.incarnation_id, member.host, member.room, member.subscription_hash)
+        recorded = (member.owner, member.host, member.room, member.subscription_hash)
         requested = hash_of(heartbeat.terms.subscriptions)
-        if recorded != (heartbeat.incarnation_id, heartbeat.host, heartbeat.room, requested):
+        requested_as = (heartbeat.owner, heartbeat.host, heartbeat.room, requested)
+        if recorded != requested_as or not heartbeat.is_from(member):
             return None
         if not heartbeat.terms.settings_agree(group.terms):
             return None
@@ -200,7 +206,10 @@ class GroupCalls:
         except (SubscriptionConflict, ClientIdInUse) as error:
             if isinstance(error, SubscriptionConflict):
                 self.events.subscription_refused(heartbeat, error)
-            log.warning("heartbeat refused group=%s error=%s", heartbeat.group, error)
+            if count := self.refusal_lines.count(heartbeat.group):
+                log.warning(
+                    "heartbeat refused group=%s count=%d error=%s", heartbeat.group, count, error
+                )
             await self.refused.record(heartbeat, error)
             raise
         await self.catalog.caught_up(groups=outcome.group_revision, live=outcome.live_revision)
@@ -222,4 +231,6 @@ class GroupCalls:
 
 
 def _session(heartbeat: Heartbeat) -> SessionKey:
-    return SessionKey(heartbeat.group, heartbeat.client_id, heartbeat.incarnation_id)
+    return SessionKey(
+        heartbeat.group, heartbeat.client_id, heartbeat.incarnation_id, heartbeat.owner
+    )

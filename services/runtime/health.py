@@ -19,6 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from batonmq.errors import NoQuorum
+from batonmq_server.runtime.request_decoding import DecodingInterceptor
 from batonmq_server.runtime.server_options import HEALTH_OPTIONS, with_connections_max
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,10 @@ async def serve_health(host: str, port: int, connections_max: int) -> AsyncItera
     if not port:
         yield status
         return
-    server = grpc.aio.server(options=with_connections_max(HEALTH_OPTIONS, connections_max))
+    server = grpc.aio.server(
+        interceptors=[DecodingInterceptor()],
+        options=with_connections_max(HEALTH_OPTIONS, connections_max),
+    )
     status.add(server)
     server.add_insecure_port(f"{host}:{port}")
     await server.start()

@@ -109,7 +109,7 @@ def build_components(
         polls_max=settings.long_polls_max,
         interval_ms=settings.touch_interval_ms,
     )
-    metrics.parked_pulls.set_function(lambda: len(pulls))
+    metrics.waiting_pulls.set_function(lambda: len(pulls))
     flusher = Flusher(
         node,
         pulls.wake,
@@ -177,6 +177,7 @@ def build_components(
             metrics=metrics,
             stream=stream,
             clock=runtime.clock,
+            identity_of=runtime.guard.caller_identity,
         )
     )
 
@@ -197,7 +198,9 @@ def build_components(
         queries=QueryServicer(
             settings.broker_name, store, topics, damage, lambda: role.is_follower, require
         ),
-        scheduling=ScheduleServicer(appender, topics, due.wake, require),
+        scheduling=ScheduleServicer(
+            appender, topics, due.wake, require, runtime.guard.caller_identity
+        ),
         loops=(
             flusher.run,
             pulls.run,

@@ -121,7 +121,10 @@ class DeliveryRecorder:
             chunk = owners[begin : begin + TOUCHES_MAX]
             request = pb.TouchRequest(
                 offsets_epoch=self._epoch,
-                items=[pb.TouchItem(queue=one.queue(), token=one.token) for one in chunk],
+                items=[
+                    pb.TouchItem(queue=one.queue(), token=one.token, caller=one.caller)
+                    for one in chunk
+                ],
             )
             try:
                 answer = await self._stub().Touch(request, timeout=self._age_ms_max / 1000)
@@ -189,6 +192,7 @@ def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
         next_offset=delivery.next_offset,
         subscription_generation=delivery.subscription_generation,
         progress=delivery.progress,
+        caller=delivery.owner.caller,
     )
 
 

@@ -1,7 +1,7 @@
-"""The metrics that each process registers, as the code has them.
+"""The metrics that each process registers, read from the code.
 
-They are made as the processes make them: a metric with labels shows nothing before its first use,
-so what is registered is asked, not what is shown.
+The program creates the metrics as the processes do and records what they register. It reads no
+page of metrics, because a metric with labels has no samples before its first use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Family:
     """One metric.
 
     Attributes:
-        name: As queries name it: that of a counter ends in `_total`.
+        name: The name in queries; that of a counter ends in `_total`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Family:
 
 
 class _Recording(CollectorRegistry):
-    """Remembers what was registered."""
+    """A registry that records what is registered."""
 
     def __init__(self) -> None:
         super().__init__()

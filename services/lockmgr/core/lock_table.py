@@ -130,6 +130,10 @@ class LockTable:
         """Return the groups of which some queue has an owner."""
         return list(self._owned_in)
 
+    def with_owner(self, incarnation: Incarnation) -> Incarnation:
+        """Return the incarnation with the same ids that owns queues; itself if none does."""
+        return next((one for one in self._owned if one[:2] == incarnation[:2]), incarnation)
+
     def waited_for_by(self, incarnation: Incarnation) -> list[GroupQueue]:
         """Return the queues that the incarnation was refused and still waits for, ascending."""
         return sorted(self._waited.get(incarnation, ()))

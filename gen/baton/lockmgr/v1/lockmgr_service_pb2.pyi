@@ -546,11 +546,16 @@ class ReleaseAllRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Only this group; empty for all."""
     drained: _builtins.bool
     """Also release queues that are not closed, but have no message in flight. For an owner that has
     ended and may have been granted queues that it does not know of.
+    """
+    by: _builtins.str
+    """Operator that releases the queues of another client; empty if the incarnation itself calls. It
+    needs the role admin.
     """
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
@@ -562,10 +567,11 @@ class ReleaseAllRequest(_message.Message):
         incarnation: _queue_pb2.Incarnation | None = ...,
         group: _builtins.str = ...,
         drained: _builtins.bool = ...,
+        by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "group", b"group", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "drained", b"drained", "group", b"group", "incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
