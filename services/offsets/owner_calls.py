@@ -48,7 +48,7 @@ class OwnerCalls(OffsetsCalls):
         touches, malformed = self._reader.shared_batch(request.items, self._reader.touch)
         now, outcomes = self._now(), []
         for key, token in touches:
-            error = attempt(self._touch, key, token, now)
+            error = attempt(self._touch, key, token, now, request.node_id)
             failure = (
                 self._item_error("touch", key, token, error)
                 if isinstance(error, BatonError)
@@ -138,9 +138,9 @@ class OwnerCalls(OffsetsCalls):
             self._commits.mark_changed(key)
         return delivered
 
-    def _touch(self, key: GroupQueue, token: int, now: Instant) -> None:
+    def _touch(self, key: GroupQueue, token: int, now: Instant, node_id: str) -> None:
         self._resolver.check(key.group)
-        self._table.touch(key, token, now)
+        self._table.touch(key, token, now, node_id)
 
     def _commit(
         self, key: GroupQueue, token: int, acks: Acks, now: Instant, source: ProgressSource
