@@ -409,7 +409,10 @@ class ProducerFenced(BatonError):
 
 
 class DuplicateSequence(BatonError):
-    """The batch was stored so long ago that its receipt is no longer known."""
+    """The sequence was stored so long ago that its receipt is unknown, or with other content.
+
+    In the second case the fact `content` is `other`, and this batch is not stored.
+    """
 
     reason = "DUPLICATE_SEQUENCE"
     kind = "FAILED_PRECONDITION"

@@ -18,6 +18,7 @@ from bench import (
     consumers,
     core,
     delay,
+    events,
     failovers,
     growth,
     memory,
@@ -54,6 +55,7 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "handovers": ownership.handovers,
     "checks": ownership.checks,
     "consumption": ownership.consumption,
+    "events": events.events,
     "spark": spark.spark,
     "keep-alives": ownership.keep_alives,
     "streams": streams.streams,
@@ -63,17 +65,17 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
 
 
 def main() -> None:
-    """Run the benches that were asked for."""
+    """Run the selected benchmarks."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=BENCHES, help="run only these")
-    parser.add_argument("--quick", action="store_true", help="small sizes; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="small sizes; no results are written")
     parser.add_argument(
-        "--folder", type=Path, help="on the disk to measure; default: the temporary folder"
+        "--folder", type=Path, help="folder on the disk to measure; default: the temporary folder"
     )
     chosen = parser.parse_args()
     console = Console()
     gc.collect()
-    gc.freeze()  # else collections look at what the bench has imported, time and again
+    gc.freeze()  # so that garbage collections skip the imported modules
     figures: list[Figure] = []
 
     def found(more: list[Figure]) -> None:

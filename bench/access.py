@@ -1,6 +1,4 @@
-"""The cost of authorization: two secure clusters side by side, one with access on, do the
-same work by turns.
-"""
+"""The cost of authorization: two secure clusters do the same work by turns, one with access on."""
 
 from __future__ import annotations
 
@@ -28,26 +26,27 @@ from bench.wire import QUEUES
 
 _ON = {"off": False, "on": True}
 _GROUPS_GRANTED = 100
-"""What else the program has: it must not matter."""
+"""Grants of the program on other groups, which must not cost anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the clusters, as a program with a token reaches it."""
+    """One of the clusters: the clients of a program with a token."""
 
     storage: storage_grpc.StorageServiceAsyncStub
     producer: Producer
 
     async def call_time(self) -> float:
-        """Seconds until the answer to a small call."""
+        """Return the duration of a small call in seconds."""
         queue = queue_pb2.QueueRef(topic=TOPIC, broker="broker-0", queue_id=0)
         request = pb.QueryOffsetsRequest(queues=[queue])
         return await seconds(self.storage.QueryOffsets(request, timeout=TIMEOUT_S))
 
 
 async def access(setup: Setup) -> list[Figure]:
-    """Appends of 512 KiB, single awaited sends and small calls of a program with a token; into
-    memory, since a disk would hide the cost.
+    """Measure appends of 512 KiB, single awaited sends and small calls of a program with a token.
+
+    The clusters write into memory, because a disk would hide the cost.
     """
     async with AsyncExitStack() as stack:
         sides = {
@@ -110,7 +109,7 @@ async def _side(stack: AsyncExitStack, folder: Path, *, on: bool) -> _Side:
 
 
 async def _sent(producer: Producer) -> None:
-    """Send one message, once services have heard of the grants."""
+    """Send one message; wait until the services have the grants."""
     for _ in range(100):
         try:
             await producer.send(TOPIC, b"")

@@ -36,7 +36,7 @@ class BenchCluster:
 
     @property
     def log_folder(self) -> Path:
-        """The segments of the storage node."""
+        """Folder of the segments of the storage node."""
         return self.local.data_dir / "storage" / "log"
 
     async def own(self, group: str, queue_count: int) -> int:
@@ -62,7 +62,7 @@ class BenchCluster:
 
 
 def group_queue(group: str, queue_id: int) -> queue_pb2.GroupQueue:
-    """A queue of the benches' topic, as a group sees it."""
+    """Return the key of a queue of the benchmarks' topic for a group."""
     queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
     return queue_pb2.GroupQueue(group=group, queue=queue)
 

@@ -1,4 +1,4 @@
-"""Interleaved measurements of two clusters, in memory: disk times would hide the difference."""
+"""Interleaved measurements of two clusters, in memory: a disk would hide the difference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BODY = os.urandom(1_024)
 async def append_rates(
     storages: Mapping[str, storage_grpc.StorageServiceAsyncStub], setup: Setup
 ) -> dict[str, float]:
-    """MiB per second of appends of 512 KiB."""
+    """Return the throughput of appends of 512 KiB, in MiB per second."""
     setup.say("appends")
     batches = [batch(1_024, queue_id=queue_id) for queue_id in range(QUEUES)]
     requests = [pb.AppendRequest(batches=[b], durability=pb.DURABILITY_MEMORY) for b in batches]
@@ -33,7 +33,7 @@ async def append_rates(
 
 
 async def send_times(producers: Mapping[str, Producer], setup: Setup) -> dict[str, float]:
-    """Microseconds until the receipt of a message that is sent alone."""
+    """Return the time from a single send to its receipt, in microseconds."""
     setup.say("single awaited sends")
 
     def sends(producer: Producer) -> Callable[[], Awaitable[float]]:

@@ -28,10 +28,10 @@ _groups = count()
 
 
 async def consumers(setup: Setup) -> list[Figure]:
-    """A backlog of 100 B messages, handled by functions that do nothing, in both forms.
+    """Measure a backlog of 100 B messages with handlers of both forms that do nothing.
 
-    The reference iterates over the same backlog. All of it is per second of CPU of this process,
-    services apart, so that what else the machine does at the time counts little.
+    The reference iterates over the same backlog. Figures are messages per second of CPU time of
+    this process, without the services, so that other load of the machine has little effect.
     """
     total = QUEUES * BATCH_RECORDS * setup.sized(50, 5)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
@@ -78,7 +78,7 @@ async def consumers(setup: Setup) -> list[Figure]:
 
 
 async def iterate(consumer: Consumer, total: int) -> None:
-    """Look at so many messages one by one."""
+    """Iterate over `count` messages."""
     handled = 0
     async for _ in consumer:
         handled += 1
@@ -87,7 +87,7 @@ async def iterate(consumer: Consumer, total: int) -> None:
 
 
 async def handle_one_by_one(consumer: Consumer, total: int) -> None:
-    """Hand so many messages to a coroutine function."""
+    """Handle `count` messages with a coroutine function."""
     handled = 0
 
     async def handle(_: ReceivedMessage) -> None:
@@ -100,7 +100,7 @@ async def handle_one_by_one(consumer: Consumer, total: int) -> None:
 
 
 async def handle_batches(consumer: Consumer, total: int) -> None:
-    """Hand so many messages to a coroutine function that takes lists."""
+    """Handle `count` messages with a coroutine function that takes lists."""
     handled = 0
 
     async def handle(messages: list[ReceivedMessage]) -> None:

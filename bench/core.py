@@ -36,12 +36,12 @@ def open_node(folder: Path) -> Iterator[StorageNode]:
 
 
 def topics(queue_count: int) -> dict[str, LocalTopic | BatonError]:
-    """The one topic of the benches."""
+    """The only topic of the benchmarks."""
     return {TOPIC: LocalTopic(TOPIC_ID, queue_count)}
 
 
 async def append(setup: Setup) -> list[Figure]:
-    """Checked, indexed appends of batches of 512 KiB against `os.writev` of the same bytes."""
+    """Measure checked, indexed appends of 512 KiB against `os.writev` of the same bytes."""
     large, _ = await _append_rates(setup, 1_024)
     small, records_per_mib = await _append_rates(setup, 100)
     small = {name: rate * records_per_mib for name, rate in small.items()}
@@ -65,7 +65,7 @@ async def append(setup: Setup) -> list[Figure]:
 
 
 async def _append_rates(setup: Setup, record_bytes: int) -> tuple[dict[str, float], float]:
-    """MiB per second of both, and records in a MiB."""
+    """Return the MiB per second of both, and the records per MiB."""
     setup.say(f"core append, {record_bytes} B")
     folder = setup.folder / f"core-{record_bytes}"
     batches = [batch(record_bytes) for _ in range(16)]
@@ -82,7 +82,7 @@ async def _append_rates(setup: Setup, record_bytes: int) -> tuple[dict[str, floa
 
 
 async def scan(setup: Setup) -> list[Figure]:
-    """How many messages filters that keep 1 in 100 scan, reading what they keep."""
+    """Measure how many messages per second a filter scans that keeps and reads 1 in 100."""
     setup.say("filter scan")
     tags = (KEPT_TAG, *(f"tag{number}" for number in range(1, TAGS)))
     raw = batch(100, count=1_000, tags=tags)
@@ -97,7 +97,7 @@ async def scan(setup: Setup) -> list[Figure]:
 
 
 async def _scan(setup: Setup, name: str, raw: bytes, wanted: HashFilter | SqlFilter) -> float:
-    """Messages per second."""
+    """Return the scanned messages per second."""
     with open_node(setup.folder / f"scan-{name}") as node:
         for _ in range(setup.sized(2_000 if name == "tags" else 200, 100)):
             node.store.append([check(raw)], topics(1), 1)
@@ -137,7 +137,7 @@ async def _writev(fd: int, batches: Sequence[bytes], count: int) -> float:
 
 
 def sync(node: StorageNode) -> None:
-    """Sync and confirm as the flusher does."""
+    """Sync and complete the appends as the flusher does."""
     unsynced = node.store.log.unsynced()
     node.sync(unsynced)
     node.store.synced(unsynced.position)

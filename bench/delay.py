@@ -28,7 +28,7 @@ DAY_MS = 86_400_000
 
 
 async def delays(setup: Setup) -> list[Figure]:
-    """2,000 messages a second become due, while as many are scheduled; then many at once."""
+    """Measure 2,000 due and 2,000 scheduled messages a second; then many that are due at once."""
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     async with LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster:
         async with Admin(cluster.nameserver) as admin:
@@ -66,9 +66,9 @@ async def delays(setup: Setup) -> list[Figure]:
 async def _steady(
     producer: Producer, consumer: Consumer, seconds: int
 ) -> tuple[list[int], list[int]]:
-    """How late each message was in its queue, and at the consumer, in milliseconds.
+    """Return the lateness of each message in its queue and at the consumer, in milliseconds.
 
-    Leaves out those of the first second.
+    The messages of the first second are left out.
     """
     clock = Clock()
     count = DUE_PER_S * seconds
@@ -99,13 +99,13 @@ async def _steady(
 
 
 async def _burst(producer: Producer, consumer: Consumer, count: int) -> float:
-    """Messages per second, from when all were due until the consumer had the last one."""
+    """Return the messages per second from the due time until the consumer has the last one."""
     at = Clock().unix_ms() + 2_000 + count
     for _ in range(count):
         await producer.submit(TOPIC, Message(b"burst"), deliver_at_unix_ms=at)
     await producer.flush()
     left = at - Clock().unix_ms()
-    assert left > 0, "they were due before all were scheduled"
+    assert left > 0, "the messages were due before all were scheduled"
     await asyncio.sleep(left / 1000)
     begin, got = perf_counter(), 0
     async for _ in consumer:

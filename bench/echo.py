@@ -1,8 +1,8 @@
 """`python -m bench.echo PORT_FILE`: a storage service that does nothing.
 
-Takes `Append` and answers it; answers `Pull` with as many bytes as asked for, the same ones every
-time. What gRPC and protobuf cost, and the bar for everything that does something. Memory is set
-up as in a storage process.
+It answers `Append` with empty receipts, and `Pull` with the requested number of bytes, always the
+same ones. So it measures the cost of gRPC and protobuf, which is the reference for storage. Memory
+is set up as in a storage process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from bench.setup import BATCH_BYTES
 
 
 class EchoServicer(pb_grpc.StorageServiceServicer):
-    """See the module."""
+    """A storage service that does nothing; see the module."""
 
     async def Append(self, request: pb.AppendRequest, context: object) -> pb.AppendResponse:
-        """Receipts of nothing."""
+        """Return empty receipts."""
         outcome = pb.AppendOutcome(receipt=pb.AppendReceipt(first_offset=1, position=1))
         return pb.AppendResponse(outcomes=[outcome] * len(request.batches))
 
     async def Pull(self, request: pb.PullRequest, context: object) -> pb.PullResponse:
-        """Batches of 512 KiB, `bytes_max` bytes in all."""
+        """Return batches of 512 KiB, `bytes_max` bytes in all."""
         return _answer(request.bytes_max)
 
 
@@ -41,7 +41,7 @@ def _answer(bytes_count: int) -> pb.PullResponse:
 
 
 async def main(port_file: Path) -> None:
-    """Serve until killed; the port is told in `port_file`."""
+    """Serve until killed; write the port to `port_file`."""
     keep_freed_memory()
     server = grpc.aio.server(options=OPTIONS)
     pb_grpc.add_StorageServiceServicer_to_server(EchoServicer(), server)  # type: ignore[abstract]

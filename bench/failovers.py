@@ -29,10 +29,10 @@ Work = Callable[[], Awaitable[object]]
 
 
 async def failovers(setup: Setup) -> list[Figure]:
-    """The leader of each service in turn is killed, and asked for something at that moment.
+    """Kill the leader of each service in turn; measure the time until a call succeeds.
 
-    Measured until a call succeeds. A killed process comes back, and no process is killed before all
-    copies are in sync again.
+    A killed process is started again, and the next one is killed only when all replicas are in
+    sync.
     """
     options = highly_available(ClusterOptions(auto_restart=False, log_level="WARNING"))
     rounds = setup.sized(20, 1)

@@ -1,7 +1,7 @@
-"""Figures, the goals they are held against, and how two things are compared fairly.
+"""Figures and their goals, and interleaved measurements.
 
-The machine is shared and noisy, so a figure is a ratio to a reference that was measured in the
-same minutes: A B A B, and the median of each.
+The machine is shared and noisy. So a figure is a ratio to a reference that was measured in the same
+minutes: A B A B, and the median of each.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Bounds, of which one that holds is enough.
+    """Bounds; the goal is met if one of them holds.
 
     Attributes:
-        ratio_min: Value by reference, at least.
-        ratio_max: Value by reference, at most.
-        value_min: Value, at least.
-        value_max: Value, at most.
+        ratio_min: Minimum of value divided by reference.
+        ratio_max: Maximum of value divided by reference.
+        value_min: Minimum of the value.
+        value_max: Maximum of the value.
     """
 
     ratio_min: float | None = None
@@ -33,7 +33,7 @@ class Goal:
     value_max: float | None = None
 
     def met(self, value: float, ratio: float | None) -> bool:
-        """Whether a bound holds."""
+        """Return whether a bound holds."""
         holds = [
             self.value_min is not None and value >= self.value_min,
             self.value_max is not None and value <= self.value_max,
@@ -43,7 +43,7 @@ class Goal:
         return any(holds)
 
     def describe(self, unit: str) -> str:
-        """The bounds, for people."""
+        """Return the bounds as text."""
         bounds = (
             ("≥ {:g} of reference", self.ratio_min),
             ("≤ {:g} of reference", self.ratio_max),
@@ -58,8 +58,8 @@ class Figure:
     """One measured figure; `bench/results.json` is a list of them.
 
     Attributes:
-        reference: What the same machine did in the same minutes, in the same unit.
-        ratio: Value by reference.
+        reference: Figure of the reference on the same machine in the same minutes.
+        ratio: Value divided by reference.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Figure:
 def figure(
     name: str, value: float, unit: str, goal: Goal, *, reference: float | None = None
 ) -> Figure:
-    """A figure, held against its goal."""
+    """Return a figure and whether it meets its goal."""
     ratio = value / reference if reference else None
     return Figure(name, value, unit, reference, ratio, goal.describe(unit), goal.met(value, ratio))
 
@@ -82,7 +82,7 @@ def figure(
 async def interleaved(
     subjects: Mapping[str, Callable[[], Awaitable[float]]], rounds: int
 ) -> dict[str, float]:
-    """Median of `rounds` measurements of each subject, which take turns."""
+    """Measure the subjects by turns; return the median of `rounds` measurements of each."""
     found: dict[str, list[float]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, measure in subjects.items():
@@ -91,20 +91,20 @@ async def interleaved(
 
 
 async def seconds(work: Awaitable[object]) -> float:
-    """How long `work` takes."""
+    """Return the duration of `work`."""
     begin = perf_counter()
     await work
     return perf_counter() - begin
 
 
 def write(path: Path, figures: Sequence[Figure]) -> None:
-    """Replace the figures in `path` that were measured anew; the others stay."""
+    """Replace the measured figures in `path`; the others stay."""
     known = {one["name"]: one for one in read(path)}
     known |= {one.name: asdict(one) for one in figures}
     path.write_text(json.dumps(list(known.values()), indent=2, ensure_ascii=False) + "\n")
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """The figures of `path`; none if it does not exist."""
+    """Return the figures of `path`; none if it does not exist."""
     found: list[dict[str, object]] = json.loads(path.read_text()) if path.exists() else []
     return found

@@ -19,7 +19,7 @@ MESSAGES_PER_BATCH = 10
 
 
 async def growth(setup: Setup) -> list[Figure]:
-    """Median time of an append of 10 messages of 100 B; the queues take turns."""
+    """Measure the median time of an append of 10 messages of 100 B, by the number of queues."""
     with ExitStack() as stack:
         subjects = {}
         for queue_count in QUEUE_COUNTS:

@@ -15,7 +15,7 @@ MESSAGES_PER_BATCH = 1_000
 
 
 async def memory(setup: Setup) -> list[Figure]:
-    """Resident memory after 10 million messages of 100 B in 64 queues."""
+    """Measure resident memory after 10 million messages of 100 B in 64 queues."""
     messages = setup.sized(10_000_000, 200_000)
     async with bench_cluster(setup.folder, queue_count=QUEUES) as cluster:
         empty = _resident_bytes(cluster)

@@ -17,7 +17,7 @@ _GROWTH = "append p50 with "
 
 
 def table(figures: Sequence[Figure]) -> Table:
-    """What was measured."""
+    """Return the figures as a table for the terminal."""
     shown = Table("figure", "value", "reference", "ratio", "goal", "met")
     for one in figures:
         style = "green" if one.met else "red"

@@ -1,4 +1,4 @@
-"""Pulls of a backlog, in the page cache and out of it."""
+"""Pulls of a backlog, with and without the page cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _groups = count()
 
 
 async def pulls(setup: Setup) -> list[Figure]:
-    """Whole backlogs of 1 KiB records, one pull per queue in flight, 4 MiB each."""
+    """Measure pulls of backlogs of 1 KiB records: one pull of 4 MiB per queue in flight."""
     async with bench_cluster(setup.folder, queue_count=QUEUES) as cluster:
         setup.say("filling")
         batches_per_queue = setup.sized(128, 16)
@@ -55,7 +55,7 @@ async def pulls(setup: Setup) -> list[Figure]:
 async def fill(
     cluster: BenchCluster, queue_count: int, batches_per_queue: int, record_bytes: int = 1_024
 ) -> None:
-    """Append that many batches of 512 KiB to each queue, and wait until all are on disk."""
+    """Append `count` batches of 512 KiB to each queue, and wait until all are on disk."""
 
     async def fill_queue(queue_id: int) -> None:
         raw = batch(record_bytes, queue_id=queue_id)
@@ -72,7 +72,7 @@ async def fill(
 
 
 def forget_pages(folder: Path) -> None:
-    """Have the page cache drop every file in `folder`."""
+    """Drop every file in `folder` from the page cache."""
     for path in folder.iterdir():
         fd = os.open(path, os.O_RDONLY)
         try:

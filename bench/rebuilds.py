@@ -20,11 +20,11 @@ LOG_BYTES = 5 << 30
 RECORD_BYTES, RECORDS = 1_024, 500
 MANY_QUEUES = 10_000
 TAIL_BYTES = 256 << 20
-"""Written behind the last checkpoint: as much as there ever is."""
+"""Written behind the last checkpoint: the most that a node writes between two checkpoints."""
 
 
 async def rebuilds(setup: Setup) -> list[Figure]:
-    """Every start of a log of 5 GiB, with few and with many queues, every message with a key."""
+    """Measure every kind of start with a log of 5 GiB, few and many queues, and keys."""
     figures: list[Figure] = []
     for queue_count in (8, MANY_QUEUES):
         folder = setup.folder / f"queues-{queue_count}"
@@ -73,7 +73,7 @@ def _write(node: StorageNode, batches: Sequence[bytes], size: int) -> None:
 
 
 def _batch(queue_id: int) -> bytes:
-    """Messages with keys; what they say does not matter here."""
+    """Return a batch of messages with keys and arbitrary bodies."""
     builder = BatchBuilder()
     count = RECORDS if queue_id < 1_000 else RECORDS // 50
     for index in range(count):
@@ -95,7 +95,7 @@ def _nothing(folder: Path, queue_count: int) -> None:
 
 
 def _crash(folder: Path, queue_count: int) -> None:
-    """Write on without a checkpoint, as a node does that is killed."""
+    """Write without a checkpoint, as a node does before it is killed."""
     with open_node(folder) as node:
         _write(node, [_batch(queue_id) for queue_id in range(min(queue_count, 100))], TAIL_BYTES)
 

@@ -1,4 +1,4 @@
-"""The cost of replication: appends with one to three copies, and catching up under load."""
+"""The cost of replication: appends with one to three replicas, and a catch-up under load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Set:
     requests: list[pb.AppendRequest]
 
     async def write(self, count: int) -> float:
-        """MiB a second of `count` appends, each of which waits for all copies."""
+        """Return the MiB per second of `count` appends that wait for all replicas."""
         left = iter(range(count))
 
         async def sender() -> None:
@@ -49,7 +49,7 @@ class _Set:
                 answer = await self.leader.Append(request, timeout=TIMEOUT_S)
                 assert all(outcome.HasField("receipt") for outcome in answer.outcomes), answer
 
-        await asyncio.to_thread(os.sync)  # else the disk is busy with the round before
+        await asyncio.to_thread(os.sync)  # else the disk is busy with the previous round
         begin = perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(IN_FLIGHT):
@@ -58,14 +58,14 @@ class _Set:
         return count * size / MIB / (perf_counter() - begin)
 
     async def copies(self) -> list[Replica]:
-        """As the leader tells of them."""
+        """Return the replicas as the leader reports them."""
         return await replicas_of(self.admin, "storage", BROKER)
 
 
 async def replication(setup: Setup) -> list[Figure]:
-    """Appends of 512 KiB of 100 B messages; and a follower that was away for a while.
+    """Measure appends of 512 KiB of 100 B messages, and the catch-up of a follower.
 
-    All copies are on one disk here: there is no more to be had than one share for each.
+    All replicas share one disk, so each gets at most an equal share of its throughput.
     """
     async with AsyncExitStack() as stack:
         sets = {
@@ -123,8 +123,9 @@ async def _set(stack: AsyncExitStack, folder: Path, copies: int) -> _Set:
 
 
 async def _catch_up(one: _Set, count: int) -> tuple[float, float]:
-    """MiB a second that a follower gets which was away while `count` appends were written, and that
-    a writer at full speed writes meanwhile: from when the follower begins to get something.
+    """Return the MiB per second of a follower that catches up, and of a writer meanwhile.
+
+    The follower was down during `count` appends. The time starts with its first fetched bytes.
     """
     name, behind = await _follower(one), await _position(one)
     await one.cluster.stop(name)
@@ -157,12 +158,12 @@ async def _catch_up(one: _Set, count: int) -> tuple[float, float]:
 
 
 async def _position(one: _Set) -> int:
-    """Of the follower's copy, in bytes."""
+    """Return the end of the follower's log, in bytes."""
     return min(copy.position for copy in await one.copies())
 
 
 async def _follower(one: _Set) -> str:
-    """Name of the process that follows."""
+    """Return the name of the follower's process."""
     nodes = {node.node_id: node.address for node in (await one.admin.cluster()).nodes}
     (follower,) = [nodes[copy.node_id] for copy in await one.copies() if not copy.leader]
     names = one.cluster.options.names_of("storage")

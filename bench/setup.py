@@ -1,4 +1,4 @@
-"""The setup and the messages of all benches."""
+"""The setup and the messages of all benchmarks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Setup:
     """One run.
 
     Attributes:
-        folder: On the disk that is measured; empty, and removed afterwards.
-        quick: Small sizes: to see whether it works, not to be published.
-        say: Tells what happens now.
+        folder: Empty folder on the measured disk; removed afterwards.
+        quick: Small sizes, to test the benchmarks; the figures are not published.
+        say: Prints the current step.
     """
 
     folder: Path
@@ -40,12 +40,12 @@ def batch(
     tags: Sequence[str] = ("",),
     properties: Sequence[Mapping[str, str]] = ({},),
 ) -> bytes:
-    """An unstamped batch of messages with random bodies.
+    """Return an unstamped batch of messages with random bodies.
 
     Args:
-        record_bytes: Of each body.
-        count: How many; 0 fills a batch of 512 KiB.
-        tags: Taken in turn, as are `properties`.
+        record_bytes: Size of each body.
+        count: Number of messages; 0 fills a batch of 512 KiB.
+        tags: Tags of the messages, by turns, as are `properties`.
     """
     each = record_bytes + RECORD.size + 12
     count = count or BATCH_BYTES // each

@@ -1,4 +1,4 @@
-"""How fast Spark makes a table of the metrics streams: two cores, from gRPC to files."""
+"""The speed at which Spark writes the metrics streams into a table, on two cores."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from time import perf_counter
 
 from pyspark.sql import DataFrameReader, SparkSession
 
-from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
-from batonmq._columns.metric_arrow import encode_events
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
@@ -22,100 +20,66 @@ from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from batonspark.session import build_session
+from bench.events import sample_batches
 from bench.figures import Figure, Goal, figure
 from bench.setup import Setup
 
+TOPIC = "events"
 QUEUES = 4
 CORES = 2
 EVENTS_PER_BATCH = 2_000
 ROUNDS = 3
 _TICKS_PER_S = 100
-_GOALS = {"protobuf": Goal(value_min=400_000), "arrow": Goal(value_min=800_000)}
+_RATE = Goal(value_min=400_000)
+_CPU = Goal(value_max=CORES * 1e6 / 400_000)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Rows a second, and what a row cost in microseconds of processor time, of Spark alone."""
+    """Rows per second, and microseconds of CPU time of Spark per row."""
 
     rows_per_s: float
     cpu_us: float
 
 
 async def spark(setup: Setup) -> list[Figure]:
-    """Events as protobuf and as Arrow, into a Delta table and as rows of Spark."""
+    """Measure writes of events into a Delta table, and reads of events as rows of Spark."""
     count = setup.sized(1_000_000, 40_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     figures: list[Figure] = []
     async with LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster:
         setup.say("events for Spark")
-        for form in _GOALS:
-            await _fill(cluster.nameserver, form, count)
+        await _fill(cluster.nameserver, count)
         setup.say("a session of Spark")
         session = await asyncio.to_thread(build_session, "bench", f"local[{CORES}]")
         session.sparkContext.setLogLevel("ERROR")
+        reader = session.read.format("baton").options(nameserver=cluster.nameserver, topic=TOPIC)
         try:
-            for form, goal in _GOALS.items():
-                for sink, work in (("a Delta table", _to_delta), ("nothing", _to_nothing)):
-                    setup.say(f"{form} to {sink}")
-                    reader = session.read.format("baton").options(
-                        nameserver=cluster.nameserver, topic=form
-                    )
-                    found = await asyncio.to_thread(
-                        _measure, session, partial(work, reader, setup.folder / "table"), count
-                    )
-                    name = f"metric rows from gRPC to {sink}, {form}"
-                    cores = Goal(value_max=CORES * 1e6 / (goal.value_min or 1))
-                    figures += [
-                        figure(name, found.rows_per_s, "rows/s", goal),
-                        figure(f"{name}, processor time", found.cpu_us, "us/row", cores),
-                    ]
+            for sink, work in (("a Delta table", _to_delta), ("nothing", _to_nothing)):
+                setup.say(f"rows to {sink}")
+                run = await asyncio.to_thread(
+                    _measure, session, partial(work, reader, setup.folder / "table"), count
+                )
+                name = f"metric rows from gRPC to {sink}"
+                figures += [
+                    figure(name, run.rows_per_s, "rows/s", _RATE),
+                    figure(f"{name}, processor time", run.cpu_us, "us/row", _CPU),
+                ]
         finally:
             await asyncio.to_thread(session.stop)
     return figures
 
 
-async def _fill(nameserver: str, form: str, count: int) -> None:
+async def _fill(nameserver: str, count: int) -> None:
     async with Admin(nameserver) as admin:
-        await admin.create_topic(form, QUEUES)
+        await admin.create_topic(TOPIC, QUEUES)
     async with Producer(nameserver) as producer:
-        pending = []
-        for seq in range(count // EVENTS_PER_BATCH):
-            made = MetricBatch(source="storage/broker-0", seq=seq, incarnation_id=1, vocabulary=1)
-            first = seq * EVENTS_PER_BATCH
-            events = [_event(number) for number in range(first, first + EVENTS_PER_BATCH)]
-            if form == "arrow":
-                made.arrow = encode_events(events)
-            else:
-                made.events.extend(events)
-            pending.append(await producer.submit(form, Message(made.SerializeToString())))
+        pending = [
+            await producer.submit(TOPIC, Message(batch.SerializeToString()))
+            for batch in sample_batches(count, EVENTS_PER_BATCH)
+        ]
         for each in pending:
             await each
-
-
-def _event(number: int) -> MetricEvent:
-    """In such shares as services tell them under load: deliveries, commits, appends, latencies."""
-    event = MetricEvent(unix_ms=1_800_000_000_000 + number)
-    event.queue.group = f"group-{number % 5}"
-    event.queue.queue.topic = f"orders-{number % 3}"
-    event.queue.queue.broker = "broker-0"
-    event.queue.queue.queue_id = number % 8
-    kind, client = number % 10, f"client-{number % 20}"
-    if kind < 4:
-        delivered = event.delivered
-        delivered.range.first_offset, delivered.range.next_offset = number, number + 10
-        delivered.token, delivered.client_id = number % 50, client
-        delivered.message_count, delivered.byte_count = 10, 10_000
-    elif kind < 7:
-        event.committed.committed_offset, event.committed.delivered_offset = number, number + 10
-        event.committed.token, event.committed.client_id = number % 50, client
-    elif kind < 9:
-        event.appended.message_count, event.appended.byte_count = 100, 100_000
-        event.appended.next_offset = number
-    else:
-        event.latency.operation = Latency.OPERATION_APPEND
-        event.latency.us.first_bucket, event.latency.us.sum = 60, 100_000
-        event.latency.us.counts.extend(range(1, 20))
-    return event
 
 
 def _measure(session: SparkSession, work: Callable[[], None], count: int) -> _Run:
@@ -124,13 +88,13 @@ def _measure(session: SparkSession, work: Callable[[], None], count: int) -> _Ru
         began, cpu_s = perf_counter(), _cpu_s(session)
         work()
         took, spent = perf_counter() - began, _cpu_s(session) - cpu_s
-        if round_number:  # before that, Java compiles
+        if round_number:  # in the first round Java compiles
             runs.append(_Run(count / took, spent / count * 1e6))
     return _Run(median(r.rows_per_s for r in runs), median(r.cpu_us for r in runs))
 
 
 def _to_delta(reader: DataFrameReader, table: Path) -> None:
-    """What writes the messages opens them, as in bronze, which also remembers what came before."""
+    """Write to a Delta table; its writer decodes the messages as in bronze, but without state."""
     shutil.rmtree(table, ignore_errors=True)
     reader.load().write.format("batondelta").mode("append").options(
         path=str(table), partitionBy="date", view="metrics"
@@ -143,7 +107,7 @@ def _to_nothing(reader: DataFrameReader, table: Path) -> None:
 
 
 def _cpu_s(session: SparkSession) -> float:
-    """Processor time of the JVM and of all processes that it has started."""
+    """Return the CPU time of the JVM and of all processes that it has started."""
     jvm = session.sparkContext._jvm
     assert jvm is not None
     pid = jvm.java.lang.ProcessHandle.current().pid()

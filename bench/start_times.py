@@ -13,7 +13,7 @@ QUEUES = 8
 
 
 async def starts(setup: Setup) -> list[Figure]:
-    """From the start of the process until it serves, the log not in the page cache."""
+    """Measure the time from the start of the process until it serves, with a cold page cache."""
     batches_per_queue = setup.sized(5 * 2_048 // QUEUES, 16)
     async with bench_cluster(setup.folder, queue_count=QUEUES) as cluster:
         local = cluster.local

@@ -1,7 +1,7 @@
-"""What the metrics streams cost: the same work on two clusters, by turns, of which one publishes.
+"""The cost of the metrics streams: two clusters do the same work by turns, and one publishes.
 
-Figures are messages per second of CPU of the services, all of them together, so that what else the
-machine does at the time counts little.
+Figures are messages per second of CPU time of all services, so that other load of the machine has
+little effect.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def streams(setup: Setup) -> list[Figure]:
         little = await _by_turns(
             clusters, lambda cluster: _produce_a_little(cluster, setup), rounds
         )
-    # Of equal work in equal time: what is more is the publishing.
+    # Equal work in equal time: the difference is the cost of publishing.
     percent = {name: 100 * TRICKLE_PER_S / rate for name, rate in little.items()}
     publishing = figure(
         "metrics streams of a cluster with 10 appends a second, CPU of all services",
@@ -102,14 +102,14 @@ async def _by_turns(
 
 
 def _cpu_s(cluster: BenchCluster) -> float:
-    """CPU that the services have used."""
+    """Return the CPU time that the services have used."""
     pids = filter(None, map(cluster.local.pid, cluster.local.options.names))
     threads = (path for pid in pids for path in Path(f"/proc/{pid}/task").iterdir())
     return sum(int((path / "schedstat").read_text().split()[0]) for path in threads) / 1e9
 
 
 async def _produce(cluster: BenchCluster, requests: int) -> int:
-    """Append so many batches; how many messages that was."""
+    """Append the batches; return the number of messages."""
     raws = [
         batch(RECORD_BYTES, queue_id=queue_id, count=BATCH_RECORDS, tags=_EVERY_OTHER)
         for queue_id in range(QUEUES)
@@ -131,7 +131,7 @@ async def _produce(cluster: BenchCluster, requests: int) -> int:
 
 
 async def _produce_a_little(cluster: BenchCluster, setup: Setup) -> int:
-    """Append a batch now and then; how many."""
+    """Append a batch at intervals; return their number."""
     raw = batch(RECORD_BYTES, count=1)
     request = pb.AppendRequest(batches=[raw], durability=pb.DURABILITY_FSYNCED)
     count_ = setup.sized(10, 2) * TRICKLE_PER_S
@@ -142,7 +142,7 @@ async def _produce_a_little(cluster: BenchCluster, setup: Setup) -> int:
 
 
 async def _consume(cluster: BenchCluster, requests: int, expression: str) -> int:
-    """Pull so many messages as a group of its own; how many were looked at."""
+    """Pull messages with a new group; return the number of scanned messages."""
     group = f"streams-{next(_groups)}"
     token = await cluster.own(group, QUEUES)
     each = requests * BATCH_RECORDS // QUEUES

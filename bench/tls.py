@@ -1,4 +1,4 @@
-"""What TLS costs: two clusters side by side, one of them secure, do the same work by turns."""
+"""The cost of TLS: two clusters do the same work by turns, one of them over TLS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECURE = {"plain": False, "tls": True}
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the clusters: its broker, and what reaches it."""
+    """One of the clusters: its broker and the clients of it."""
 
     storage: storage_grpc.StorageServiceAsyncStub
     producer: Producer
@@ -33,7 +33,7 @@ class _Side:
     address: str
 
     async def connection_time(self) -> float:
-        """Seconds until a new connection has answered something small."""
+        """Return the seconds for a new connection and a small call on it."""
         return await seconds(self._connect())
 
     async def _connect(self) -> None:
@@ -42,8 +42,9 @@ class _Side:
 
 
 async def tls(setup: Setup) -> list[Figure]:
-    """Appends of 512 KiB and single awaited sends, into memory, since a disk would hide the cost;
-    and a new connection.
+    """Measure appends of 512 KiB, single awaited sends, and new connections.
+
+    The clusters write into memory, because a disk would hide the cost.
     """
     async with AsyncExitStack() as stack:
         sides = {

@@ -23,7 +23,7 @@ SENDS_IN_FLIGHT = 2_000
 
 
 async def appends(setup: Setup) -> list[Figure]:
-    """Bytes per second of batches of 512 KiB, 64 requests in flight."""
+    """Measure the throughput of batches of 512 KiB with 64 requests in flight."""
     async with bench_cluster(setup.folder, queue_count=QUEUES) as cluster:
         return await _appends(setup, cluster, 1_024) + await _appends(setup, cluster, 100)
 
@@ -36,7 +36,7 @@ async def _appends(setup: Setup, cluster: BenchCluster, record_bytes: int) -> li
     count = setup.sized(200, 100)
 
     async def stored(requests: Sequence[pb.AppendRequest]) -> float:
-        await asyncio.to_thread(os.sync)  # else the disk is busy with the round before
+        await asyncio.to_thread(os.sync)  # else the disk is busy with the previous round
         return await rate(cluster.storage, requests, count)
 
     for stub in (cluster.echo, cluster.storage):
@@ -69,10 +69,10 @@ async def _appends(setup: Setup, cluster: BenchCluster, record_bytes: int) -> li
 
 
 async def latency(setup: Setup) -> list[Figure]:
-    """One awaited send of 1 KiB against an empty call and a sync of the same bytes.
+    """Measure an awaited send of 1 KiB against an empty call and a sync of the same bytes.
 
-    They take turns call by call: a sync right behind another takes half the time of one that finds
-    the machine as a send does.
+    They alternate call by call, because a sync right after another sync takes half the time of one
+    after a send.
     """
     setup.say("single awaited send")
     body = os.urandom(1_024)
@@ -110,7 +110,7 @@ async def latency(setup: Setup) -> list[Figure]:
 
 
 async def sends(setup: Setup) -> list[Figure]:
-    """`await producer.send()` for every message, 2,000 of them in flight."""
+    """Measure `await producer.send()` for every message, with 2,000 in flight."""
     setup.say("awaited sends")
     body = os.urandom(100)
     settings = ProducerSettings(durability=Durability.MEMORY)
@@ -148,7 +148,7 @@ def _requests(
 async def rate(
     stub: storage_grpc.StorageServiceAsyncStub, requests: Sequence[pb.AppendRequest], count: int
 ) -> float:
-    """MiB per second of `count` requests, `IN_FLIGHT` at a time."""
+    """Return the MiB per second of `count` requests, `IN_FLIGHT` at a time."""
     left = iter(range(count))
 
     async def worker() -> None:

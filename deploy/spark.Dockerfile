@@ -1,5 +1,5 @@
 # The Spark jobs: docker run batonmq/spark python -m batonspark.jobs.stream
-# Spark and its JVM come as wheels; the entrypoint also starts the driver or an executor when Spark runs them in pods.
+# The wheels contain Spark and its JVM. The entrypoint also starts the driver or an executor if Spark runs them in pods.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS builder

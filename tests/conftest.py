@@ -7,10 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.cluster import fork_server
+
+# A busy machine makes no example wrong: Hypothesis limits neither its time nor that of a draw.
+settings.register_profile(
+    "any speed",
+    settings.get_profile(settings.get_current_profile_name()),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("any speed")
 
 pytest_plugins = ["tests.support.etcd", "tests.support.skips"]
 

@@ -15,7 +15,7 @@ _MERGE = re.compile(r"(Merge|Revert) ")
 
 
 def problem(message: str) -> str:
-    """What is wrong with the first line of a commit message; empty if nothing is."""
+    """Return the problem of the first line of a commit message; empty if there is none."""
     subject = message.partition("\n")[0].rstrip()
     if _MERGE.match(subject):
         return ""
@@ -24,12 +24,12 @@ def problem(message: str) -> str:
     if len(subject) > SUBJECT_CHARACTERS_MAX:
         return f"the subject has {len(subject)} characters; the limit is {SUBJECT_CHARACTERS_MAX}"
     if subject.endswith("."):
-        return "the subject ends with a full stop; leave it out"
+        return "the subject ends with a full stop; remove it"
     return ""
 
 
 def main(path: str) -> int:
-    """Check the message in a file; the exit status."""
+    """Check the message in a file; return the exit status."""
     found = problem(Path(path).read_text())
     if found:
         print(found, file=sys.stderr)

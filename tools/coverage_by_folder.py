@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Read `.coverage` and print a row per folder: covered and all, lines and branches together."""
+    """Read `.coverage`; print the covered and the total lines and branches of each folder."""
     command = [sys.executable, "-m", "coverage", "json", "--quiet", "-o", "-"]
     report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])

@@ -2,8 +2,9 @@
 
     python -m tools.pythons [3.12 ...]
 
-An interpreter is a `pythonX.Y` on PATH that starts, or one that pyenv has installed. A version that
-is missing is named, not installed. Exit status 1 if a test failed, or if no version was found.
+An interpreter is a `pythonX.Y` on PATH that starts, or one that pyenv has installed. A missing
+version is reported, not installed. The exit status is 1 if a test failed, or if no version was
+found.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ NEEDED = (
     "hypothesis",
     "prometheus-client",
     "psycopg[binary]",
-    "pyarrow",
     "pytest",
     "pytest-asyncio",
     "pytest-timeout",
@@ -35,7 +35,7 @@ NEEDED = (
 
 
 def interpreter(version: str) -> Path | None:
-    """Path of an interpreter of `version`, such as 3.12; None if this machine has none."""
+    """Return the path of an interpreter of `version`, such as 3.12; None if there is none."""
     on_path = shutil.which(f"python{version}")
     installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     for candidate in (*([Path(on_path)] if on_path else []), *installed):
@@ -46,7 +46,7 @@ def interpreter(version: str) -> Path | None:
 
 
 def environment(version: str, python: Path) -> Path:
-    """Path of the interpreter of a new virtual environment with what the tests need."""
+    """Make a virtual environment for the tests; return the path of its interpreter."""
     folder = ROOT / "build" / f"python-{version}"
     folder.parent.mkdir(exist_ok=True)
     constraints = folder.parent / "constraints.txt"
@@ -81,7 +81,7 @@ def environment(version: str, python: Path) -> Path:
 
 
 def main(versions: Sequence[str]) -> int:
-    """Test each of `versions`; the exit status."""
+    """Run the tests on each of `versions`; return the exit status."""
     results: dict[str, bool] = {}
     for version in versions:
         python = interpreter(version)

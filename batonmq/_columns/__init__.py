@@ -1,4 +1,4 @@
-"""Columns of many records or events at once, with numpy and pyarrow.
+"""Columns of many records at once, with numpy.
 
-For the services and for Spark, which bring these packages; the client library does not import it.
+For the services and for Spark, which bring numpy; the client library does not import it.
 """

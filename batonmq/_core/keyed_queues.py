@@ -56,7 +56,7 @@ def _hash_names(names: Sequence[str]) -> list[int]:
 
 
 def _index_of_highest(key: str, hashes: Sequence[int]) -> int:
-    upper = zlib.crc32(key.encode()) << 32
+    upper = zlib.crc32(key.encode("utf-8", "surrogatepass")) << 32
     first, second = _FACTORS
     scores = []
     for lower in hashes:

@@ -15,7 +15,8 @@ All numbers are big-endian.
     16     8  physical position of byte 0 in the log            storage
     24     8  queue offset of the first record                  storage
     32     8  store time, Unix milliseconds                     storage
-    40     8  topic id                                          storage
+    40     4  owner: digest of the producer's identity, or 0    storage
+    44     4  topic id                                          storage
     48     4  epoch of the leader                               storage
     52     4  CRC-32C of [56, length)                           producer
     56     8  producer id, 0 for none                           producer
@@ -61,10 +62,10 @@ from batonmq.errors import BadBatch, BadChecksum, LimitExceeded
 
 MAGIC = 0x42544E31
 VERSION = 1
-HEADER = struct.Struct(">IHHIIqqqqIIqIIqIIIHH")
+HEADER = struct.Struct(">IHHIIqqqIIIIqIIqIIIHH")
 HEADER_BYTES = HEADER.size
 _TOPIC_BYTES, _TOPIC_BYTES_AT = struct.Struct(">H"), HEADER_BYTES - 4
-STAMP = struct.Struct(">qqqqI")
+STAMP = struct.Struct(">qqqIII")
 STAMP_FROM, STAMP_TO, BODY_FROM = 16, 52, 56
 RECORD = struct.Struct(">HHI")
 _BARE = RECORD.pack(0, 0, 0)
@@ -129,6 +130,8 @@ class Header:
     extra_key_count: int
     topic: str
     compression: Compression = Compression.NONE
+    owner: int = 0
+    checksum: int = 0
 
     @property
     def next_offset(self) -> int:
@@ -171,7 +174,7 @@ def encode_properties(
     """Return properties encoded as in RocketMQ: name 0x01 value 0x02, repeated.
 
     Raises:
-        BadBatch: A name is empty, or a name or value contains 0x01 or 0x02.
+        BadBatch: A name is empty, or a name or value contains 0x01, 0x02 or a surrogate.
         LimitExceeded: The encoded properties are longer than `bytes_max`.
     """
     for name, value in properties.items():
@@ -181,9 +184,20 @@ def encode_properties(
                 remedy="Use names that are not empty, and no 0x01 or 0x02 in names and values.",
                 facts={"field": "properties"},
             )
-    raw = "".join(f"{name}\x01{value}\x02" for name, value in properties.items()).encode()
+    try:
+        raw = "".join(f"{name}\x01{value}\x02" for name, value in properties.items()).encode()
+    except UnicodeEncodeError as error:
+        raise _not_text(error, "properties") from error
     check_limit("properties", len(raw), bytes_max)
     return raw
+
+
+def _not_text(error: UnicodeEncodeError, field: str) -> BadBatch:
+    return BadBatch(
+        f"{field} can't be encoded in UTF-8: {error.object[error.start : error.end]!a}",
+        remedy="Decode the bytes with their real encoding before they become part of a message.",
+        facts={"field": field},
+    )
 
 
 def decode_properties(raw: bytes) -> dict[str, str]:
@@ -201,13 +215,16 @@ def encode_record(message: Message, *, properties_bytes_max: int = PROPERTIES_BY
 
     Raises:
         LimitExceeded: Keys, tag, properties or body are too long.
-        BadBatch: A key, the tag or a property is empty or contains a separator.
+        BadBatch: A key, the tag or a property is empty or contains a separator or a surrogate.
     """
     check_limit("body", len(message.body), BODY_BYTES_MAX)
     if not (message.keys or message.tag or message.properties):
         return _BARE + message.body
-    keys = " ".join(message.keys).encode()
-    tag = message.tag.encode()
+    try:
+        keys = " ".join(message.keys).encode()
+        tag = message.tag.encode()
+    except UnicodeEncodeError as error:
+        raise _not_text(error, "keys or tag") from error
     if message.keys and (b"" in keys.split(b" ") or len(keys.split()) != len(message.keys)):
         raise BadBatch(
             "a key is empty or contains white space",
@@ -319,7 +336,7 @@ class BatchBuilder:
         length = HEADER_BYTES + len(body)
         head = bytearray(
             HEADER.pack(
-                MAGIC, VERSION, 0, length, 0, 0, 0, 0, 0, 0, 0, *producer, sequence,
+                MAGIC, VERSION, 0, length, 0, 0, 0, 0, 0, 0, 0, 0, *producer, sequence,
                 born_unix_ms, queue_id, count, len(self._extra_keys), len(name), compression,
             )
         )  # fmt: skip
@@ -340,9 +357,9 @@ def read_header(batch: bytes | memoryview) -> Header:
             facts={"field": "length"},
         )
     (
-        magic, version, reserved, length, _, position, first_offset, store_unix_ms, topic_id, epoch,
-        _, producer_id, producer_epoch, sequence, born_unix_ms, queue_id, count, extra_key_count,
-        topic_bytes, flags,
+        magic, version, reserved, length, _, position, first_offset, store_unix_ms, owner, topic_id,
+        epoch, checksum, producer_id, producer_epoch, sequence, born_unix_ms, queue_id, count,
+        extra_key_count, topic_bytes, flags,
     ) = HEADER.unpack_from(batch)  # fmt: skip
     if magic != MAGIC or version != VERSION or reserved:
         raise BadBatch(
@@ -362,7 +379,7 @@ def read_header(batch: bytes | memoryview) -> Header:
     return Header(
         length, position, first_offset, store_unix_ms, topic_id, epoch, producer_id,
         producer_epoch, sequence, born_unix_ms, queue_id, count, extra_key_count, topic,
-        _COMPRESSIONS[flags],
+        _COMPRESSIONS[flags], owner, checksum,
     )  # fmt: skip
 
 
@@ -429,7 +446,7 @@ def check_body(batch: bytes | memoryview) -> None:
     _check_crc(batch, STAMP_TO, BODY_FROM, len(batch))
 
 
-def stamped_head(
+def stamped_head(  # noqa: PLR0913  keyword-only from the position on
     batch: bytes | memoryview,
     *,
     position: int,
@@ -437,9 +454,10 @@ def stamped_head(
     store_unix_ms: int,
     topic_id: int,
     epoch: int,
+    owner: int = 0,
 ) -> bytes:
     """Return bytes [0, 56) of `batch` with storage's stamp; the other bytes do not change."""
-    written = STAMP.pack(position, first_offset, store_unix_ms, topic_id, epoch)
+    written = STAMP.pack(position, first_offset, store_unix_ms, owner, topic_id, epoch)
     crc = crc32c(written).to_bytes(4, "big")
     return b"".join((batch[:12], crc, written, batch[STAMP_TO:BODY_FROM]))
 

@@ -83,6 +83,12 @@ def load(kind: type[S], prefix: str, env: Mapping[str, str] | None = None) -> S:
         for name in sorted(found.by_file.keys() - known)
     ]
     variables = [f"{prefix}_{name.upper()}" for name in sorted(found.by_env.keys() - known)]
+    problems += [
+        ConfigProblem(variable, f"{variable} is not valid UTF-8")
+        for name, value in sorted(found.by_env.items())
+        for variable in [f"{prefix}_{name.upper()}"]
+        if not _is_text(value)
+    ]
     problems += [ConfigProblem(variable, f"unknown variable {variable}") for variable in variables]
     values = {k: v for k, v in {**found.by_file, **found.by_env}.items() if k in known}
     try:
@@ -95,6 +101,15 @@ def load(kind: type[S], prefix: str, env: Mapping[str, str] | None = None) -> S:
     if problems:
         raise ConfigError(*problems)
     return settings
+
+
+def _is_text(value: str) -> bool:
+    """Return whether the bytes of a variable are UTF-8; Python has surrogates for other bytes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_raw_settings(prefix: str, env: Mapping[str, str] | None = None) -> RawSettings:

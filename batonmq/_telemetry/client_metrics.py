@@ -93,7 +93,7 @@ class ClientMetrics:
             registry=registry,
         )
         self.running_messages = Gauge(
-            "baton_consumer_in_hand_messages",
+            "baton_consumer_handling_messages",
             "Messages in handlers.",
             by_client,
             registry=registry,

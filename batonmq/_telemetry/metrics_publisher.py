@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._telemetry.event_hub import BATCH_INTERVAL_S, EventBuffer, EventHub
 from batonmq.errors import BatonError
@@ -24,8 +23,6 @@ RETRY_S, DOUBLINGS_MAX = 1.0, 5
 """Delay of the first retry, which doubles with each further failure, at most so often."""
 FAILURES_LOGGED = 3
 """Number of consecutive failures after which a warning is logged."""
-
-Encode = Callable[[pb.MetricBatch], bytes]
 
 
 class MetricsSender(Protocol):
@@ -38,17 +35,11 @@ class MetricsSender(Protocol):
         ...
 
 
-def as_protobuf(batch: pb.MetricBatch) -> bytes:
-    """Encode a batch as protobuf."""
-    return batch.SerializeToString()
-
-
 class MetricsPublisher:
     """Publishes the events of a hub to the metrics topic.
 
     Args:
         opened: Creates a producer; called again after each failure.
-        encode: Encodes a batch as the body of a message.
 
     Attributes:
         dropped_count: Number of events that were dropped.
@@ -58,9 +49,8 @@ class MetricsPublisher:
         self,
         hub: EventHub,
         opened: Callable[[], AbstractAsyncContextManager[MetricsSender]],
-        encode: Encode = as_protobuf,
     ) -> None:
-        self._hub, self._opened, self._encode = hub, opened, encode
+        self._hub, self._opened = hub, opened
         self._stopping = asyncio.Event()
         self._seq = 0
         self._unsent: bytes = b""
@@ -113,7 +103,7 @@ class MetricsPublisher:
         while self._unsent or listener.waiting:
             if not self._unsent:
                 self._seq += 1
-                self._unsent = self._encode(self._hub.batch(self._seq, listener))
+                self._unsent = self._hub.batch(self._seq, listener).SerializeToString()
                 self.dropped_count = listener.dropped_count
             source = self._hub.source
             await sender.send(METRICS_TOPIC, self._unsent, keys=(source,), ordering_key=source)

@@ -1,4 +1,4 @@
-"""Administration of a cluster: topics, groups, locks, resets, dead letters, traces, access.
+"""Administration of a cluster: topics, groups, locks, resets, dead letters, access, replicas.
 
 from batonmq.admin import Admin, DeadLetters
 
@@ -12,66 +12,233 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batonmq._core.dead_letters import Criteria, DeadLetter
+    from batonmq._core.message_trace import MessageState, MessageTrace, TraceEvent, TraceEventKind
     from batonmq._core.reset_targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
-    from batonmq.admin.access import AccessControl, Role
+    from batonmq.admin.access import (
+        AccessCheck,
+        AccessControl,
+        IdentityGrants,
+        IssuedToken,
+        NewToken,
+        Role,
+        RoleGrant,
+    )
     from batonmq.admin.admin import Admin
-    from batonmq.admin.dead_letters import DeadLetters
+    from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummaries, DeadLetterSummary
     from batonmq.admin.diagnostics import Diagnostics
     from batonmq.admin.event_watch import EventWatch
-    from batonmq.admin.locks import Locks
-    from batonmq.admin.message_queries import MessageQueries
-    from batonmq.admin.message_tracer import MessageTracer
+    from batonmq.admin.group_reports import (
+        Assignment,
+        Group,
+        GroupProgress,
+        Member,
+        Pause,
+        QueueDiagnosis,
+        QueueProgress,
+        RefusedClient,
+        StagedSubscriptions,
+        Subscription,
+    )
+    from batonmq.admin.locks import Denial, ForcedRelease, LockDetail, Locks, ReleasedQueues
+    from batonmq.admin.message_queries import (
+        KeyMatches,
+        MessagePage,
+        MessageQueries,
+        StoredMessage,
+        StoreTimeRange,
+    )
+    from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
     from batonmq.admin.operation import Operation
-    from batonmq.admin.redriver import Redriver
-    from batonmq.admin.resets import Resets, ResetScope
-    from batonmq.admin.topic_stats import TopicStats
+    from batonmq.admin.placement import GroupMove, OffsetsPlacement, locate_group, move_group
+    from batonmq.admin.redriver import RedriveOptions, Redriver, RedriveResult
+    from batonmq.admin.replication import (
+        AcceptedLoss,
+        ElectionPlan,
+        Replica,
+        ReplicaPosition,
+        elect,
+        replicas,
+        replicas_of,
+    )
+    from batonmq.admin.reports import (
+        ClusterNodes,
+        CreatedTopic,
+        Lock,
+        Node,
+        QueueExtent,
+        Topic,
+        TopicDetail,
+    )
+    from batonmq.admin.resets import (
+        RecordedReset,
+        ResetPlan,
+        ResetResult,
+        Resets,
+        ResetScope,
+        ResetStep,
+    )
+    from batonmq.admin.topic_stats import QueueStats, TopicStats
 
 __all__ = [
+    "AcceptedLoss",
+    "AccessCheck",
     "AccessControl",
     "Admin",
+    "Assignment",
+    "ClusterNodes",
+    "CreatedTopic",
     "Criteria",
     "DeadLetter",
+    "DeadLetterSummaries",
+    "DeadLetterSummary",
     "DeadLetters",
+    "Denial",
     "Diagnostics",
+    "ElectionPlan",
     "EventWatch",
+    "ForcedRelease",
+    "Group",
+    "GroupMove",
+    "GroupProgress",
+    "GroupTrace",
+    "IdentityGrants",
+    "IssuedToken",
+    "KeyMatches",
+    "Lock",
+    "LockDetail",
     "Locks",
+    "Member",
+    "MessageCopy",
+    "MessagePage",
     "MessageQueries",
+    "MessageState",
+    "MessageTrace",
     "MessageTracer",
+    "NewToken",
+    "Node",
+    "OffsetsPlacement",
     "Operation",
+    "Pause",
+    "QueueDiagnosis",
+    "QueueExtent",
+    "QueueProgress",
+    "QueueStats",
+    "RecordedReset",
+    "RedriveOptions",
+    "RedriveResult",
     "Redriver",
+    "RefusedClient",
+    "ReleasedQueues",
+    "Replica",
+    "ReplicaPosition",
+    "ResetPlan",
+    "ResetResult",
     "ResetScope",
+    "ResetStep",
     "Resets",
     "Role",
+    "RoleGrant",
     "ShiftBy",
+    "StagedSubscriptions",
+    "StoreTimeRange",
+    "StoredMessage",
+    "Subscription",
     "ToEarliest",
     "ToLatest",
     "ToOffset",
     "ToTime",
+    "Topic",
+    "TopicDetail",
     "TopicStats",
+    "TraceEvent",
+    "TraceEventKind",
+    "TraceReport",
+    "elect",
+    "locate_group",
+    "move_group",
+    "replicas",
+    "replicas_of",
 ]
 
 _HOMES = {
+    "AcceptedLoss": "batonmq.admin.replication",
+    "AccessCheck": "batonmq.admin.access",
     "AccessControl": "batonmq.admin.access",
     "Admin": "batonmq.admin.admin",
+    "Assignment": "batonmq.admin.group_reports",
+    "ClusterNodes": "batonmq.admin.reports",
+    "CreatedTopic": "batonmq.admin.reports",
     "Criteria": "batonmq._core.dead_letters",
     "DeadLetter": "batonmq._core.dead_letters",
+    "DeadLetterSummaries": "batonmq.admin.dead_letters",
+    "DeadLetterSummary": "batonmq.admin.dead_letters",
     "DeadLetters": "batonmq.admin.dead_letters",
+    "Denial": "batonmq.admin.locks",
     "Diagnostics": "batonmq.admin.diagnostics",
+    "ElectionPlan": "batonmq.admin.replication",
     "EventWatch": "batonmq.admin.event_watch",
+    "ForcedRelease": "batonmq.admin.locks",
+    "Group": "batonmq.admin.group_reports",
+    "GroupMove": "batonmq.admin.placement",
+    "GroupProgress": "batonmq.admin.group_reports",
+    "GroupTrace": "batonmq.admin.message_tracer",
+    "IdentityGrants": "batonmq.admin.access",
+    "IssuedToken": "batonmq.admin.access",
+    "KeyMatches": "batonmq.admin.message_queries",
+    "Lock": "batonmq.admin.reports",
+    "LockDetail": "batonmq.admin.locks",
     "Locks": "batonmq.admin.locks",
-    "Operation": "batonmq.admin.operation",
+    "Member": "batonmq.admin.group_reports",
+    "MessageCopy": "batonmq.admin.message_tracer",
+    "MessagePage": "batonmq.admin.message_queries",
     "MessageQueries": "batonmq.admin.message_queries",
+    "MessageState": "batonmq._core.message_trace",
+    "MessageTrace": "batonmq._core.message_trace",
+    "MessageTracer": "batonmq.admin.message_tracer",
+    "NewToken": "batonmq.admin.access",
+    "Node": "batonmq.admin.reports",
+    "OffsetsPlacement": "batonmq.admin.placement",
+    "Operation": "batonmq.admin.operation",
+    "Pause": "batonmq.admin.group_reports",
+    "QueueDiagnosis": "batonmq.admin.group_reports",
+    "QueueExtent": "batonmq.admin.reports",
+    "QueueProgress": "batonmq.admin.group_reports",
+    "QueueStats": "batonmq.admin.topic_stats",
+    "RecordedReset": "batonmq.admin.resets",
+    "RedriveOptions": "batonmq.admin.redriver",
+    "RedriveResult": "batonmq.admin.redriver",
     "Redriver": "batonmq.admin.redriver",
+    "RefusedClient": "batonmq.admin.group_reports",
+    "ReleasedQueues": "batonmq.admin.locks",
+    "Replica": "batonmq.admin.replication",
+    "ReplicaPosition": "batonmq.admin.replication",
+    "ResetPlan": "batonmq.admin.resets",
+    "ResetResult": "batonmq.admin.resets",
+    "ResetScope": "batonmq.admin.resets",
+    "ResetStep": "batonmq.admin.resets",
     "Resets": "batonmq.admin.resets",
     "Role": "batonmq.admin.access",
-    "ResetScope": "batonmq.admin.resets",
+    "RoleGrant": "batonmq.admin.access",
     "ShiftBy": "batonmq._core.reset_targets",
+    "StagedSubscriptions": "batonmq.admin.group_reports",
+    "StoreTimeRange": "batonmq.admin.message_queries",
+    "StoredMessage": "batonmq.admin.message_queries",
+    "Subscription": "batonmq.admin.group_reports",
     "ToEarliest": "batonmq._core.reset_targets",
     "ToLatest": "batonmq._core.reset_targets",
     "ToOffset": "batonmq._core.reset_targets",
     "ToTime": "batonmq._core.reset_targets",
+    "Topic": "batonmq.admin.reports",
+    "TopicDetail": "batonmq.admin.reports",
     "TopicStats": "batonmq.admin.topic_stats",
-    "MessageTracer": "batonmq.admin.message_tracer",
+    "TraceEvent": "batonmq._core.message_trace",
+    "TraceEventKind": "batonmq._core.message_trace",
+    "TraceReport": "batonmq.admin.message_tracer",
+    "elect": "batonmq.admin.replication",
+    "locate_group": "batonmq.admin.placement",
+    "move_group": "batonmq.admin.placement",
+    "replicas": "batonmq.admin.replication",
+    "replicas_of": "batonmq.admin.replication",
 }
 
 

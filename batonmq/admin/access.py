@@ -12,8 +12,8 @@ from baton.nameserver.v1 import stored_access_pb2
 from batonmq._common.rpc import answered
 from batonmq._common.secret import Secret
 from batonmq._connection.directory import CALL_TIMEOUT_S
+from batonmq.admin._pagination import iter_pages
 from batonmq.admin.admin import Admin
-from batonmq.admin.pagination import iter_pages
 
 
 class Role(StrEnum):

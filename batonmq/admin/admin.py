@@ -30,6 +30,7 @@ from batonmq._connection.directory import (
 from batonmq._connection.security import Security
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
+from batonmq.admin._pagination import iter_pages
 from batonmq.admin.group_reports import (
     Group,
     GroupProgress,
@@ -40,7 +41,6 @@ from batonmq.admin.group_reports import (
     join_progress,
     refused_from_pb,
 )
-from batonmq.admin.pagination import iter_pages
 from batonmq.admin.reports import (
     ClusterNodes,
     CreatedTopic,

@@ -44,22 +44,22 @@ class Diagnostics:
     """Collects the files of the bundle.
 
     Args:
-        told: Called with the number of files so far.
-        security: How to use TLS; None for none.
+        on_file: Called after each file, with the number of files so far.
+        security: TLS and credentials; None for a connection without TLS.
 
     Attributes:
-        files: By name; what was found.
-        problems: What was not, and why.
+        files: Content of each file, by name.
+        problems: One line for each failed call, with the reason.
     """
 
     def __init__(
         self,
         nameserver: str,
-        told: Callable[[int], None] = lambda _: None,
+        on_file: Callable[[int], None] = lambda _: None,
         *,
         security: Security | None = None,
     ) -> None:
-        self._nameserver, self._told, self._security = nameserver, told, security
+        self._nameserver, self._on_file, self._security = nameserver, on_file, security
         self._room = asyncio.Semaphore(_AT_ONCE)
         self.files: dict[str, bytes] = {}
         self.problems: list[str] = []
@@ -76,7 +76,9 @@ class Diagnostics:
                 if cluster is not None:
                     await self._cluster(admin, cluster)
         except TimeoutError:
-            self.problems.append(f"not everything was asked within {_WHOLE_TIMEOUT_S:g} s")
+            self.problems.append(
+                f"the collection timed out after {_WHOLE_TIMEOUT_S:g} s: files are missing"
+            )
         self.add_text("problems.txt", "".join(f"{problem}\n" for problem in self.problems))
 
     def add_json(self, name: str, value: object) -> None:
@@ -87,14 +89,14 @@ class Diagnostics:
     def add_text(self, name: str, text: str) -> None:
         """Add a text file."""
         self.files[name] = _USER_INFO.sub(rf"\1{_BLACK}@", text).encode()
-        self._told(len(self.files))
+        self._on_file(len(self.files))
 
     def add_folder(self, folder: Path) -> None:
         """Add the ends of logs and the recovery reports of a cluster with its files in `folder`."""
-        found = [*folder.glob("logs/*.log"), *folder.glob("*/recovery.json")]
-        if not found:
+        paths = [*folder.glob("logs/*.log"), *folder.glob("*/recovery.json")]
+        if not paths:
             self.problems.append(f"{folder}: no logs and no recovery report")
-        for path in sorted(found):
+        for path in sorted(paths):
             try:
                 with path.open("rb") as file:
                     size = file.seek(0, 2)
@@ -116,15 +118,15 @@ class Diagnostics:
             "packages": {name: _version(name) for name in _PACKAGES},
         }
 
-    async def _tried(self, what: str, asking: Coroutine[Any, Any, Value]) -> Value | None:
+    async def _tried(self, name: str, call: Coroutine[Any, Any, Value]) -> Value | None:
         """Return the result; on failure note the problem and return None."""
         async with self._room:
             try:
-                return await asking
+                return await call
             except BatonError as error:
-                self.problems.append(f"{what}: {error.reason}: {error.message}")
+                self.problems.append(f"{name}: {error.reason}: {error.message}")
             except (OSError, EOFError, TimeoutError) as error:
-                self.problems.append(f"{what}: {type(error).__name__} {error}".rstrip())
+                self.problems.append(f"{name}: {type(error).__name__} {error}".rstrip())
             return None
 
     async def _cluster(self, admin: Admin, cluster: ClusterNodes) -> None:
@@ -140,12 +142,12 @@ class Diagnostics:
             tasks.create_task(self._groups(admin))
 
     async def _health(self, admin: Admin, nodes: Collection[Node]) -> None:
-        found = {}
+        health: dict[str, object] = {}
         for node in nodes:
             async with admin.directory.connect(node.address) as channel:
-                health = await ask_health(channel, timeout_s=_TIMEOUT_S)
-            found[f"{node.service}/{node.node_id}"] = health
-        self.add_json("health.json", found)
+                status = await ask_health(channel, timeout_s=_TIMEOUT_S)
+            health[f"{node.service}/{node.node_id}"] = status
+        self.add_json("health.json", health)
 
     async def _metrics(self, node: Node) -> None:
         if not node.metrics_address:
@@ -156,9 +158,9 @@ class Diagnostics:
             self.add_text(f"metrics/{name}.txt", text)
 
     async def _broker(self, admin: Admin, broker: str) -> None:
-        found = await self._tried(f"broker {broker}", describe_broker(admin, broker))
-        if found is not None:
-            self.add_json(f"brokers/{broker}.json", found)
+        description = await self._tried(f"broker {broker}", describe_broker(admin, broker))
+        if description is not None:
+            self.add_json(f"brokers/{broker}.json", description)
 
     async def _locks(self, admin: Admin) -> None:
         locks = await self._tried("locks", admin.list_locks())
@@ -194,8 +196,8 @@ class Diagnostics:
                 for r in progress.refused
             ]
             queues = [asdict(queue) for queue in progress.queues]
-            told = {"group": asdict(progress.group), "queues": queues, "refused": refused}
-            self.add_json(f"groups/{name}.json", told)
+            report = {"group": asdict(progress.group), "queues": queues, "refused": refused}
+            self.add_json(f"groups/{name}.json", report)
         if progress is None or any(queue.lag != 0 for queue in progress.queues):
             stuck = await self._tried(f"why-stuck {name}", admin.why_stuck(name))
             if stuck is not None:
@@ -217,11 +219,11 @@ async def describe_broker(admin: Admin, broker: str) -> dict[str, Any]:
         return await stub.Describe(storage_pb.DescribeRequest(), timeout=limit_s)
 
     answer = await admin.ask(ask)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields
     }
     state = storage_pb.DiskState.Name(answer.disk_state)
-    return found | {"disk_state": state.removeprefix("DISK_STATE_").lower()}
+    return fields | {"disk_state": state.removeprefix("DISK_STATE_").lower()}
 
 
 async def scrape(address: str) -> str:

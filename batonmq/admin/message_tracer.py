@@ -34,10 +34,10 @@ from batonmq._core.retries import (
     with_origin_key,
 )
 from batonmq._core.subscription import parse_filter
+from batonmq.admin._pagination import iter_pages
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
-from batonmq.admin.pagination import iter_pages
 from batonmq.admin.reports import enum_name, queue_to_pb
 from batonmq.errors import BatonError, MessageNotFound, Retry, TopicNotFound
 

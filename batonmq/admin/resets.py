@@ -26,11 +26,11 @@ from batonmq._core.reset_targets import (
     resolve_target,
 )
 from batonmq._core.retries import retry_topic
+from batonmq.admin._pagination import iter_pages
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
 from batonmq.admin.message_queries import MessageQueries
 from batonmq.admin.operation import Operation
-from batonmq.admin.pagination import iter_pages
 from batonmq.admin.reports import Topic, enum_name, queue_from_pb, queue_to_pb
 from batonmq.errors import (
     InvalidArgument,

@@ -7,7 +7,8 @@ entry-point group `batonmq.commands`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,19 @@ SERVER_COMMANDS = {
 class RootGroup(LazyGroup):
     """The root group: its own commands, and those of other distributions."""
 
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Parse the command line; arguments and variables that are not UTF-8 are usage errors."""
+        problem = _undecodable(args, os.environ)  # noqa: TID251  checked, not used
+        if problem:
+            raise click.UsageError(problem)
+        return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Import and run a command; an interrupt ends it with status 130."""
         try:
@@ -98,6 +112,29 @@ class RootGroup(LazyGroup):
             if point.name == cmd_name:
                 return LazyCommand(point.value).load()
         return _missing_command(cmd_name) if cmd_name in SERVER_COMMANDS else None
+
+
+def _undecodable(arguments: list[str], env: Mapping[str, str]) -> str:
+    """Return what is wrong with the first text that is not UTF-8; empty if there is none.
+
+    Python represents such bytes by surrogates, which can be neither sent nor printed. The value of
+    a variable is not shown: it may be a secret.
+    """
+    for number, text in enumerate(arguments, 1):
+        if not _is_text(text):
+            return f"argument {number} is not valid UTF-8: {ascii(os.fsencode(text))[1:]}"
+    for name, text in env.items():
+        if name.startswith("BATON_") and not (_is_text(name) and _is_text(text)):
+            return f"variable {ascii(name)[1:-1]} is not valid UTF-8"
+    return ""
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plugins() -> Iterable[EntryPoint]:

@@ -131,7 +131,7 @@ class Bench:
 
     Args:
         report: Called with the number of messages so far.
-        security: How to use TLS; None for none.
+        security: TLS and credentials; None for a connection without TLS.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class GlobalOptions:
     Attributes:
         by: Name that is recorded with changes; empty for user@host.
         config: File of the contexts.
-        security: How to use TLS; None for none.
+        security: TLS and credentials; None for a connection without TLS.
     """
 
     nameserver: str

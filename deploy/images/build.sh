@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Builds the images from build/images, and says how large each is and how long it takes to start.
-#   BASE_IMAGE   what they are built on; python:3.11-slim-bookworm by default
-#   TAG          of the images; the version of the project by default
-#   WITH_SPARK   1: the image of the Spark jobs too      WITH_ETCD   1: an image of etcd too
+# Builds the images from build/images; prints the size of each and the start time of each service.
+#   BASE_IMAGE   base image; python:3.11-slim-bookworm by default
+#   TAG          tag of the images; the version of the project by default
+#   WITH_SPARK   1: also build the image of the Spark jobs
+#   WITH_ETCD    1: also build an image of etcd
 set -euo pipefail
 
 cd "$(dirname "$0")/../.."
-docker version >/dev/null # before anything is fetched: it says what is wrong
+docker version >/dev/null # fail before anything is downloaded
 base=${BASE_IMAGE:-python:3.11-slim-bookworm}
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 context=build/images
@@ -32,6 +33,6 @@ fi
 for service in storage offsets lockmgr nameserver; do
   began=$(date +%s%N)
   docker run --rm --read-only --cap-drop ALL --security-opt no-new-privileges -e BATON_OFFSETS_DATA_DIR=/tmp \
-    "batonmq/services:$tag" python -m "services.$service" --print-config >/dev/null
+    "batonmq/services:$tag" python -m "batonmq_server.$service" --print-config >/dev/null
   echo "$service: container, interpreter and settings in $((($(date +%s%N) - began) / 1000000)) ms"
 done

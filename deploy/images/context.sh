@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fills build/images, the context of the images, for the Python that runs it: the base image has to have the
-# same one. Every package's hash is checked against the lock files here. `--spark` adds the wheels of the Spark jobs.
+# Fills build/images, the build context of the images, with wheels for the version of $PYTHON (default: that of .venv);
+# the base image must have the same version. Checks the hash of every package against the lock files. `--spark` adds the
+# wheels of the Spark jobs.
 set -euo pipefail
 
 cd "$(dirname "$0")/../.."

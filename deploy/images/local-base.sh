@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the base image batonmq/base:local from Debian's packages, where no image registry is reachable.
+# Makes the base image batonmq/base:local from packages of Debian, for machines without access to an image registry.
 # Needs root, debootstrap and a Docker daemon. Then: make images BASE_IMAGE=batonmq/base:local
 set -euo pipefail
 if [[ ${1:-} == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start a Spark executor (`executor`) or driver (`driver`), as Spark on Kubernetes asks; run any other command as it is.
+# Start a Spark executor (`executor`) or driver (`driver`) with the arguments of Spark on Kubernetes, or run a command.
 set -euo pipefail
 
 java() {

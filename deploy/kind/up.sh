@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A cluster of kind with BatonMQ in it; SECURE=1: with TLS and access on. Needs docker, kind, kubectl and the images
-# (make images).
+# Make a kind cluster and apply BatonMQ; SECURE=1: with TLS and access control. Needs docker, kind, kubectl and the
+# images (make images).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 for program in docker kind kubectl; do
   if ! command -v "$program" >/dev/null; then
-    echo "$program is not here; docs/how-to/deploy.md says what is needed" >&2
+    echo "$program was not found; docs/how-to/deploy.md lists the required programs" >&2
     exit 1
   fi
 done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The addresses that components/outside advertises, on loopback of this machine, until Ctrl-C. A pod that is
-# replaced is found again.
+# Forward the addresses that components/outside advertises from loopback of this machine, until Ctrl-C. After a pod is
+# replaced, its port is forwarded again.
 set -euo pipefail
 kube() { kubectl --context "${CONTEXT:-baton}" --namespace baton "$@"; }
 

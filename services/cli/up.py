@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from batonmq.cli.output import Columns, Output, OutputFormat
 from batonmq.cli.session import CommandSession, global_options, local_session
 from batonmq_server.local.child_process import NotReady
 from batonmq_server.local.cluster import ClusterFailed, LocalCluster, to_stderr
-from batonmq_server.local.etcd import EtcdNotFound
+from batonmq_server.local.etcd import EtcdNotFound, find_etcd, version_problem
 from batonmq_server.local.layout import ClusterOptions, TlsSetupFailed, highly_available
 from batonmq_server.local.ports import ClusterDirInUse, NoFreePort
 from batonmq_server.local.prometheus import (
@@ -100,6 +101,7 @@ def up(
 
     Without --secure every user of this machine can read and write everything.
     """
+    os.umask(0o077)  # all files of the cluster are for this user only
     options = ClusterOptions(
         etcd=etcd,
         cluster=cluster,
@@ -141,6 +143,8 @@ async def _up(
     if observe:
         find_prometheus()  # fails before anything is started
     to_stderr(f"starting a cluster on {cluster.data_dir}")
+    if not cluster.options.etcd and (problem := version_problem(find_etcd())):
+        to_stderr(f"warning: {problem} (docs/reference/operations.md, etcd)")
     async with cluster, AsyncExitStack() as exits:
         name = _write_context(cluster, defaults.config)
         if observe:

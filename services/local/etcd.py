@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import ssl
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.ports import keep_ports
 from batonmq_server.local.process_host import LOOPBACK, ProcessHost
 
+_BAD_SINCE, _BAD_BEFORE = (3, 5, 0), (3, 5, 6)
 READY_S = 30.0
 STOP_GRACE_S = 10.0
 
@@ -48,6 +51,20 @@ def find_etcd() -> Path:
     if not packaged.stat().st_mode & 0o100:
         packaged.chmod(packaged.stat().st_mode | 0o755)
     return packaged
+
+
+def version_problem(program: Path) -> str:
+    """Return why the etcd at `program` should be replaced; empty if its version is sound.
+
+    etcd 3.5.0 to 3.5.5 can lose writes or let its members diverge after a crash: see issues 13766
+    and 14370 of etcd, and the notes of its release 3.5.6 on defragmentation.
+    """
+    printed = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", printed.stdout)
+    if found is None or not _BAD_SINCE <= tuple(map(int, found.groups())) < _BAD_BEFORE:
+        return ""
+    version = ".".join(found.groups())
+    return f"etcd {version} can lose or diverge its data after a crash: put 3.5.6 or later on PATH"
 
 
 async def is_healthy(endpoint: str, security: Security | None = None) -> bool:

@@ -17,7 +17,7 @@ from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
-from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.group_calls import REFUSAL_LINE_INTERVAL_MS, GroupCalls
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_maintainer import GroupMaintainer
 from batonmq_server.nameserver.group_store import GroupStore
@@ -44,6 +44,7 @@ from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.mirror import all_ready
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
 from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels
+from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.service_runtime import Runtime
 
 SERVICE = "baton.nameserver.v1.NameserverService"
@@ -100,6 +101,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         progress_deleter=progress_deleter,
         placement=PlacementCalls(etcd, swap, catalog, places, group_store),
         events=events,
+        refusal_lines=LogLimiter(runtime.clock.monotonic_ms, REFUSAL_LINE_INTERVAL_MS),
     )
     lockmgr = LeaderChannel(
         runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect

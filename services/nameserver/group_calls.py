@@ -30,9 +30,13 @@ from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.paging import key_of_token, page_of
 
 log = logging.getLogger(__name__)
+
+REFUSAL_LINE_INTERVAL_MS = 60_000
+"""Time between two lines of log about refused heartbeats of one group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class GroupCalls:
     progress_deleter: ProgressDeleter
     placement: PlacementCalls
     events: GroupEvents
+    refusal_lines: LogLimiter
 
     async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """See the proto."""
@@ -200,7 +205,10 @@ class GroupCalls:
         except (SubscriptionConflict, ClientIdInUse) as error:
             if isinstance(error, SubscriptionConflict):
                 self.events.subscription_refused(heartbeat, error)
-            log.warning("heartbeat refused group=%s error=%s", heartbeat.group, error)
+            if count := self.refusal_lines.count(heartbeat.group):
+                log.warning(
+                    "heartbeat refused group=%s count=%d error=%s", heartbeat.group, count, error
+                )
             await self.refused.record(heartbeat, error)
             raise
         await self.catalog.caught_up(groups=outcome.group_revision, live=outcome.live_revision)

@@ -112,7 +112,7 @@ class OffsetsMetrics:
         )
         self._in_sync = Gauge(
             "baton_offsets_in_sync_replicas",
-            "Replicas in the in-sync set, including the leader; 0 on a follower.",
+            "Members of the in-sync set that keep up, including the leader; 0 on a follower.",
             registry=registry,
         )
         self._lag = Gauge(
@@ -130,7 +130,7 @@ class OffsetsMetrics:
     def show_leadership(self, in_sync_set: InSyncSet) -> None:
         """Show the in-sync set and the lag of the followers, until `show_follower`."""
         tracker = in_sync_set.tracker
-        self._in_sync.set_function(lambda: len(tracker.in_sync))
+        self._in_sync.set_function(lambda: len(in_sync_set.current))
         for name in in_sync_set.node_ids - {tracker.leader}:
             self._lag.labels(name).set_function(partial(tracker.lag, name))
 

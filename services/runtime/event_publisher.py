@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Literal
 
-from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_node_pb2 import StoredNode
 from batonmq._connection.directory import ClientEnvironment
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import METRICS_PRODUCER
-from batonmq._telemetry.metrics_publisher import Encode, MetricsPublisher, as_protobuf
+from batonmq._telemetry.metrics_publisher import MetricsPublisher
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.service_runtime import Runtime
 
 
 def event_publisher(runtime: Runtime) -> MetricsPublisher:
-    """Return the publisher; it finds the nameservers in etcd and encodes as the settings say."""
+    """Return the publisher; it finds the nameservers in etcd."""
     environment = ClientEnvironment(
         clock=runtime.clock, random=runtime.random, connect=runtime.connect
     )
@@ -29,21 +27,7 @@ def event_publisher(runtime: Runtime) -> MetricsPublisher:
         async with Producer(addresses, METRICS_PRODUCER, environment=environment) as producer:
             yield producer
 
-    return MetricsPublisher(runtime.hub, opened, _encoder(runtime.settings.metrics_encoding))
-
-
-def _encoder(encoding: Literal["protobuf", "arrow"]) -> Encode:
-    if encoding == "protobuf":
-        return as_protobuf
-    # Only this encoding needs pyarrow.
-    from batonmq._columns.metric_arrow import encode_events  # noqa: PLC0415
-
-    def as_arrow(batch: metrics_pb.MetricBatch) -> bytes:
-        batch.arrow = encode_events(batch.events)
-        batch.ClearField("events")
-        return batch.SerializeToString()
-
-    return as_arrow
+    return MetricsPublisher(runtime.hub, opened)
 
 
 async def _nameservers(nodes: EtcdMirror) -> str:

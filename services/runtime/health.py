@@ -19,7 +19,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.server_options import HEALTH_OPTIONS
+from batonmq_server.runtime.request_decoding import DecodingInterceptor
+from batonmq_server.runtime.server_options import HEALTH_OPTIONS, with_connections_max
 
 log = logging.getLogger(__name__)
 
@@ -144,18 +145,22 @@ class Health:
 
 
 @asynccontextmanager
-async def serve_health(host: str, port: int) -> AsyncIterator[Health]:
+async def serve_health(host: str, port: int, connections_max: int) -> AsyncIterator[Health]:
     """Yield the health of a starting process, served on a port of its own from now on.
 
     Args:
         port: Port for health checks only; 0 for none.
+        connections_max: Maximum number of connections to that port.
     """
     status = Health()
     await status.set_live()
     if not port:
         yield status
         return
-    server = grpc.aio.server(options=HEALTH_OPTIONS)
+    server = grpc.aio.server(
+        interceptors=[DecodingInterceptor()],
+        options=with_connections_max(HEALTH_OPTIONS, connections_max),
+    )
     status.add(server)
     server.add_insecure_port(f"{host}:{port}")
     await server.start()

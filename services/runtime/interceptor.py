@@ -18,10 +18,15 @@ from batonmq._common.rpc import abort
 from batonmq.errors import BatonError, Internal, NoDeadline, NotServing
 from batonmq_server.runtime.access.admission import Admission
 from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.descriptor_shortage import is_shortage, no_descriptors
+from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.metrics import RpcMetrics
+from batonmq_server.runtime.request_decoding import decoded, decoder_of, with_decoding
 
 log = logging.getLogger(__name__)
 
+_FAULT_INTERVAL_MS = 10_000
+"""Time between two tracebacks of the same error of one method."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -32,7 +37,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
       end when access is revoked. The request of an unauthenticated caller is not read.
     - A call without a deadline is rejected; watches are open-ended and need none.
     - A `BatonError` is sent as its status with details, any other error as INTERNAL without
-      details; the latter is logged here.
+      details; the latter is logged here, at most every 10 s for each method and class of error.
+    - A request that can't be decoded is rejected with INVALID_ARGUMENT.
     - Counts, times and open calls are exported to Prometheus by service, method and reason.
     - After `drain`, new calls are rejected with NOT_SERVING, and watches and long polls end with
       it.
@@ -55,6 +61,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._by_method = lru_cache(maxsize=None)(self._metrics_of)
         self._metrics = RpcMetrics(registry)
+        self.faults = LogLimiter(clock.monotonic_ms, _FAULT_INTERVAL_MS)
 
     async def intercept_service(
         self,
@@ -82,7 +89,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         _, service, method = name.split("/")
         if service.startswith("baton."):
             return self._wrap(handler, service, method)
-        return handler if self._admission is None else self._admission.third_party(name, handler)
+        if self._admission is not None:
+            handler = self._admission.third_party(name, handler)
+        return with_decoding(handler)
 
     def _rejecting(self, name: str, error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler for any kind of call that sends `error` without reading the request."""
@@ -98,7 +107,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     def _wrap(
         self, handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        codec = (handler.request_deserializer, handler.response_serializer)
+        codec = (decoder_of(handler), handler.response_serializer)
         edge, path = _Edge(self, service.rpartition(".")[2], method), f"/{service}/{method}"
         call: Any = handler.unary_unary or handler.unary_stream
         assert call is not None, "services have no client streams"
@@ -166,7 +175,7 @@ class _Edge:
             with self._owner.counted(self._service, self._method) as outcome:
                 try:
                     self._owner.admit(self._method, context)
-                    answer = await call(request, context)
+                    answer = await call(decoded(request), context)
                     outcome.reason = "OK"
                     return answer
                 except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it stops here
@@ -179,7 +188,7 @@ class _Edge:
             with self._owner.counted(self._service, self._method) as outcome:
                 try:
                     self._owner.admit(self._method, context)
-                    async for item in call(request, context):
+                    async for item in call(decoded(request), context):
                         yield item
                     outcome.reason = "OK"
                 except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it stops here
@@ -195,8 +204,13 @@ class _Edge:
                 raise error
             _this_task().uncancel()
             error = _stopping()
+        if is_shortage(error):
+            error = no_descriptors()
         if not isinstance(error, BatonError):
-            log.error("unexpected error method=%s", self._method, exc_info=error)
+            if count := self._owner.faults.count((self._method, type(error))):
+                log.error(
+                    "unexpected error method=%s count=%d", self._method, count, exc_info=error
+                )
             error = Internal("internal error; see the server's log")
         outcome.reason = error.reason
         await abort(context, error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from batonmq_server.runtime.descriptors import DescriptorShares, open_descriptors
+
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -62,3 +64,23 @@ def certificate_expiry(registry: CollectorRegistry) -> Gauge:
         ("certificate",),
         registry=registry,
     )
+
+
+def export_descriptors(registry: CollectorRegistry, shares: DescriptorShares) -> None:
+    """Export the open file descriptors, and the bounds of connections."""
+    Gauge(
+        "baton_descriptors_open",
+        "Open file descriptors of the process: files and connections.",
+        registry=registry,
+    ).set_function(open_descriptors)
+    limits = Gauge(
+        "baton_connections_max",
+        "Maximum number of connections: `clients` to the port of the service, `address` those of "
+        "one address, `health` and `metrics` to these ports.",
+        ("kind",),
+        registry=registry,
+    )
+    limits.labels("clients").set(shares.clients)
+    limits.labels("address").set(shares.per_address)
+    limits.labels("health").set(shares.health)
+    limits.labels("metrics").set(shares.metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,28 +16,38 @@ from typing import NoReturn, TypeVar
 import grpc.aio
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from batonmq._common.aio import unless
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import connector
 from batonmq._process import logs
-from batonmq._process.config import ConfigError, load
+from batonmq._process.config import ConfigError, ConfigProblem, load
 from batonmq._process.settings_help import settings_help
 from batonmq.errors import NoQuorum
 from batonmq_server.runtime.app import App
+from batonmq_server.runtime.connection_limiter import ConnectionLimiter
+from batonmq_server.runtime.descriptors import (
+    DescriptorShares,
+    open_descriptors,
+    raise_limit,
+    share_descriptors,
+)
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.event_publisher import event_publisher
 from batonmq_server.runtime.event_stream_server import add_event_stream
 from batonmq_server.runtime.health import Health, serve_health
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.server_options import SERVER_OPTIONS
+from batonmq_server.runtime.metrics import export_descriptors
+from batonmq_server.runtime.metrics_server import MetricsServer
+from batonmq_server.runtime.server_options import SERVER_OPTIONS, with_connections_max
 from batonmq_server.runtime.service_runtime import Runtime, StopRequested
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import check_files, export_expiry, listen
 
 log = logging.getLogger(__name__)
 
+PRIVATE_UMASK = 0o077
+"""What a service stores is for its own user only: files have mode 0600, folders 0700."""
 METRICS_SERVICE = "baton.metrics.v1.MetricsService"
 
 
@@ -80,6 +91,7 @@ def run(
         sys.exit(0)
     if sys.argv[1:]:
         _exit_with_usage_error(usage)
+    os.umask(PRIVATE_UMASK)
     logs.configure(settings.log_level, settings.log_format, service=service, node=settings.node_id)
     try:
         asyncio.run(_main(service, settings, build, clock(settings)))
@@ -115,6 +127,7 @@ def _exit_with_usage_error(message: str) -> NoReturn:
 
 
 async def _main(service: str, settings: S, build: Build[S], clock: Clock) -> None:
+    shares = _share_descriptors(settings)
     etcd = EtcdSession(settings.etcd, settings.cluster, clock, security=settings.etcd_security)
     runtime = Runtime(service, settings, etcd, connect=connector(settings.security))
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -122,14 +135,24 @@ async def _main(service: str, settings: S, build: Build[S], clock: Clock) -> Non
     try:
         async with (
             etcd,
-            serve_health(settings.host, settings.health_port) as status,
+            serve_health(settings.host, settings.health_port, shares.health) as status,
             _following_etcd(runtime),
             build(settings, runtime) as app,
         ):
-            await _serve(runtime, app, status)
+            await _serve(runtime, app, status, shares)
     except* StopRequested:
         log.info("stopped while waiting for etcd; nothing was served")
     log.info("stopped")
+
+
+def _share_descriptors(settings: ServiceSettings) -> DescriptorShares:
+    limit = raise_limit()
+    try:
+        return share_descriptors(
+            limit, settings.connections_max, settings.connections_per_address_max
+        )
+    except ValueError as error:
+        raise ConfigError(ConfigProblem("connections_max", str(error))) from error
 
 
 @asynccontextmanager
@@ -144,29 +167,25 @@ async def _following_etcd(runtime: Runtime) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def _serve(runtime: Runtime, app: App, status: Health) -> None:
+async def _serve(runtime: Runtime, app: App, status: Health, shares: DescriptorShares) -> None:
     settings = runtime.settings
     runtime.guard.add_rules(app.rules)
     export_expiry(settings, runtime.registry)
     edge = EdgeInterceptor(runtime.clock, runtime.registry, app.long_polls, runtime.guard)
-    server = grpc.aio.server(interceptors=[edge], options=SERVER_OPTIONS)
-    status.add(server)
-    for add in app.servicers.values():
-        add(server)
-    add_event_stream(runtime.hub, server)
     names = [*app.servicers, METRICS_SERVICE]
-    reflection.enable_server_reflection(
-        [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
-    )
+    server = _server(runtime, app, status, edge, shares.clients)
     port = listen(server, settings)
-    http, _ = start_http_server(settings.metrics_port, settings.host, runtime.registry)
+    export_descriptors(runtime.registry, shares)
+    limiter = ConnectionLimiter(port, shares.per_address, runtime.registry, open_descriptors)
+    http = MetricsServer(settings.host, settings.metrics_port, runtime.registry, shares.metrics)
+    http.start()
     address = settings.advertise_address or f"{settings.host}:{port}"
     runtime.node_entry.set_addresses(address, f"{address.rpartition(':')[0]}:{http.server_port}")
     await server.start()
     await status.set_started()
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(loop()) for loop in app.loops]
+            running = [tasks.create_task(loop()) for loop in (limiter.run, *app.loops)]
             if settings.metrics_stream:
                 running.append(tasks.create_task(event_publisher(runtime).run()))
             await unless(runtime.stop_requested, _register(runtime, app))
@@ -186,8 +205,22 @@ async def _serve(runtime: Runtime, app: App, status: Health) -> None:
                 task.cancel()
     finally:
         await server.stop(None)
-        http.shutdown()
-        http.server_close()
+        http.stop()
+
+
+def _server(
+    runtime: Runtime, app: App, status: Health, edge: EdgeInterceptor, connections_max: int
+) -> grpc.aio.Server:
+    """Return the server of the process, with all its services."""
+    options = with_connections_max(SERVER_OPTIONS, connections_max)
+    server = grpc.aio.server(interceptors=[edge], options=options)
+    status.add(server)
+    for add in app.servicers.values():
+        add(server)
+    add_event_stream(runtime.hub, server)
+    names = [*app.servicers, METRICS_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(names, server)
+    return server
 
 
 async def _close(runtime: Runtime, app: App, server: grpc.aio.Server) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from batonmq._connection.channels import OPTIONS
 
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+ServerOptions = tuple[tuple[str, int], ...]
+
+SERVER_OPTIONS: ServerOptions = (
     *OPTIONS,
     # A port that another process serves on is an error, not something to share.
     ("grpc.so_reuseport", 0),
-    # Close a connection with a longer handshake.
-    ("grpc.server_handshake_timeout_ms", 20_000),
+    # Close a connection with a longer handshake: TLS, and the first frames of HTTP/2.
+    ("grpc.server_handshake_timeout_ms", 5_000),
     # Close a connection without calls: gRPC pings only those with calls. Clients connect again.
     ("grpc.max_connection_idle_ms", 60_000),
 )
-HEALTH_OPTIONS: tuple[tuple[str, int], ...] = tuple(
+HEALTH_OPTIONS: ServerOptions = tuple(
     {
         **dict(SERVER_OPTIONS),
         "grpc.max_receive_message_length": 1_024,
@@ -25,3 +27,8 @@ HEALTH_OPTIONS: tuple[tuple[str, int], ...] = tuple(
     }.items()
 )
 """Options of the port that answers health checks only, without authentication."""
+
+
+def with_connections_max(options: ServerOptions, connections_max: int) -> ServerOptions:
+    """Return `options` with a bound of the open connections; others are closed when accepted."""
+    return (*options, ("grpc.max_allowed_incoming_connections", connections_max))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,12 @@ class ServiceSettings(Settings):
     """Port for health checks only, without TLS, open from the start of the process; 0: none."""
     metrics_port: int = Field(0, ge=0, le=65_535)
     """Port of the Prometheus endpoint; 0 picks a free port."""
+    connections_max: int = Field(0, ge=0)
+    """Maximum number of client connections; others are closed before their handshake. 0: as many as
+    the limit of open files leaves."""
+    connections_per_address_max: int = Field(0, ge=0)
+    """Maximum number of client connections of one address (of IPv6: of one network of 64 bits); its
+    newest ones are closed. 0: half of all connections."""
     tls_cert_file: str = ""
     """PEM file with the certificate of the process, followed by its intermediate certificates;
     shown to clients and other services. Empty: no TLS."""
@@ -66,8 +72,6 @@ class ServiceSettings(Settings):
     metrics_stream: bool = True
     """Whether the process publishes its events to the topic BATON_SYS_METRICS; at a nameserver,
     also whether it creates that topic and BATON_SYS_ALERTS."""
-    metrics_encoding: Literal["protobuf", "arrow"] = "protobuf"
-    """Encoding of these events: Spark reads `arrow` faster; it needs the package pyarrow."""
     shutdown_grace_ms: int = Field(10_000, ge=0)
     """Time that calls in progress have to end after SIGTERM, in milliseconds."""
 

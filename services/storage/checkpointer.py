@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from batonmq.errors import BatonError
+from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.commitlog import NO_SPACE
 from batonmq_server.storage.flusher import Flusher, InThread
 from batonmq_server.storage.node import StorageNode
@@ -24,12 +26,20 @@ class Checkpointer:
 
     Args:
         in_thread: Runs the blocking write outside the event loop.
+        on_shortage: Called if the process has no free descriptor for a checkpoint.
 
     Attributes:
         one_at_a_time: Lock held while a checkpoint is taken.
     """
 
-    def __init__(self, node: StorageNode, flusher: Flusher, in_thread: InThread) -> None:
+    def __init__(
+        self,
+        node: StorageNode,
+        flusher: Flusher,
+        in_thread: InThread,
+        on_shortage: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_shortage = on_shortage
         self._log, self._steps = node.store.log, node.checkpointing
         self._flusher, self._in_thread = flusher, in_thread
         self.one_at_a_time = asyncio.Lock()
@@ -56,7 +66,9 @@ class Checkpointer:
                 taken = now()
 
     async def take(self) -> bool:
-        """Take a checkpoint. Return False if there was no space for it or the log is not safe.
+        """Take a checkpoint. Return False if it must be taken later.
+
+        So it is if there is no space for it or no free descriptor, or if the log is not safe.
 
         Raises:
             OSError: the disk has failed; which index entries are on disk is unknown.
@@ -71,9 +83,11 @@ class Checkpointer:
                 await self._flusher.wait_until_safe(position)
                 await self._in_thread(self._steps.write, capture)
             except OSError as error:
-                if error.errno not in NO_SPACE:
+                if is_shortage(error):
+                    self._on_shortage()
+                elif error.errno not in NO_SPACE:
                     raise
-                log.warning("no space for a checkpoint position=%d error=%s", position, error)
+                log.warning("no checkpoint now position=%d error=%s", position, error)
                 return False
             except BatonError as error:  # the log can't be written, or the wait was abandoned
                 log.warning("checkpoint skipped position=%d error=%s", position, error)

@@ -17,7 +17,7 @@ from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.delivery_router import DeliveryRouter
-from batonmq_server.storage.flusher import Flusher, InThread
+from batonmq_server.storage.flusher import Flusher, InThread, waiting_for_descriptors
 from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
 from batonmq_server.storage.long_polls import LongPolls
 from batonmq_server.storage.metric_stream import FSYNC, StorageMetricStream
@@ -109,7 +109,7 @@ def build_components(
         polls_max=settings.long_polls_max,
         interval_ms=settings.touch_interval_ms,
     )
-    metrics.parked_pulls.set_function(lambda: len(pulls))
+    metrics.waiting_pulls.set_function(lambda: len(pulls))
     flusher = Flusher(
         node,
         pulls.wake,
@@ -119,9 +119,11 @@ def build_components(
     )
     retention = Retention(settings.retention_policy(), settings.segment_bytes)
     stream.usage = lambda: retention.usage
-    checkpointer = Checkpointer(node, flusher, in_thread)
+    shortage = metrics.descriptor_shortages.inc
+    checkpointer = Checkpointer(node, flusher, in_thread, shortage)
     damage = DamageTracker(metrics.damaged_batches.inc)
-    scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=in_thread)
+    patient = waiting_for_descriptors(in_thread, shortage)
+    scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=patient)
     store = node.store
     cleaner = LogCleaner(
         store,
@@ -142,7 +144,7 @@ def build_components(
         metrics,
         clock=runtime.clock,
         interval_ms=settings.disk_interval_ms,
-        in_thread=in_thread,
+        in_thread=patient,
     )
     appender = Appender(
         broker=settings.broker_name,
@@ -175,6 +177,7 @@ def build_components(
             metrics=metrics,
             stream=stream,
             clock=runtime.clock,
+            identity_of=runtime.guard.caller_identity,
         )
     )
 
@@ -193,7 +196,9 @@ def build_components(
         damage=damage,
         servicer=servicer,
         queries=QueryServicer(settings.broker_name, store, topics, damage, role, require),
-        scheduling=ScheduleServicer(appender, topics, due.wake, require),
+        scheduling=ScheduleServicer(
+            appender, topics, due.wake, require, runtime.guard.caller_identity
+        ),
         loops=(
             flusher.run,
             pulls.run,

@@ -13,12 +13,14 @@ from contextlib import suppress
 from typing import Any
 
 from batonmq.errors import NotServing
+from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.commitlog import UnsyncedFiles
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.node import StorageNode
 
 log = logging.getLogger(__name__)
 
+SHORTAGE_PAUSE_S = 1.0
 InThread = Callable[[Callable[[Any], None], Any], Awaitable[None]]
 
 
@@ -36,6 +38,29 @@ async def in_thread(call: Callable[[Any], None], argument: Any) -> None:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([job])
         raise
+
+
+def waiting_for_descriptors(in_thread: InThread, on_shortage: Callable[[], None]) -> InThread:
+    """Return `in_thread` for calls that may be repeated if the process has no free descriptor.
+
+    Such a call is repeated every second until it gets one.
+
+    Args:
+        on_shortage: Called each time a call fails for lack of a descriptor.
+    """
+
+    async def run(call: Callable[[Any], None], argument: Any) -> None:
+        while True:
+            try:
+                return await in_thread(call, argument)
+            except OSError as error:
+                if not is_shortage(error):
+                    raise
+                on_shortage()
+                log.warning("work waits for a free file descriptor error=%s", error)
+            await asyncio.sleep(SHORTAGE_PAUSE_S)
+
+    return run
 
 
 class Flusher:

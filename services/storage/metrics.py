@@ -46,8 +46,8 @@ class StorageMetrics:
             buckets=_FSYNC_BUCKETS,
             registry=registry,
         )
-        self.parked_pulls = Gauge(
-            "baton_storage_parked_pulls",
+        self.waiting_pulls = Gauge(
+            "baton_storage_waiting_pulls",
             "Long polls: pulls that wait for messages.",
             registry=registry,
         )
@@ -65,6 +65,12 @@ class StorageMetrics:
             "baton_storage_unrecorded_deliveries",
             "Pulls without a recorded delivery (rejected by offsets, or no answer), by reason.",
             ("reason",),
+            registry=registry,
+        )
+        self.descriptor_shortages = Counter(
+            "baton_storage_descriptor_shortages",
+            "Checkpoints, removals and scrubs that were put off because the process had no free "
+            "file descriptor.",
             registry=registry,
         )
         self.removed_segments = Counter(
@@ -122,7 +128,7 @@ class StorageMetrics:
         )
         self.in_sync_replicas = Gauge(
             "baton_storage_in_sync_replicas",
-            "Members of the in-sync set, including the leader; 0 on followers.",
+            "Members of the in-sync set that keep up, including the leader; 0 on followers.",
             registry=registry,
         )
         self.replica_lag_bytes = Gauge(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc.aio
@@ -21,7 +21,7 @@ from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.delay_queue import DelayKey
-from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt, owner_of
 from batonmq_server.storage.core.schedule import (
     FIRST,
     ScheduledBatch,
@@ -62,9 +62,10 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         topics: TopicCache,
         changed: Callable[[], None],
         require: PermissionCheck | None = None,
+        identity_of: Callable[[Context], str] = lambda _: "",
     ) -> None:
         self._appender, self._topics, self._changed = appender, topics, changed
-        self._require = require
+        self._require, self._identity_of = require, identity_of
         self._store = appender.store
         self._withdrawing: dict[DelayKey, int] = {}
 
@@ -73,7 +74,8 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         validation.check_batches([item.batch for item in request.items])
         self._appender.flusher.check()
         now_unix_ms = self._appender.clock.unix_ms()
-        items = [_checked(item, now_unix_ms) for item in request.items]
+        owner = owner_of(self._identity_of(context))
+        items = [_checked(item, owner, now_unix_ms) for item in request.items]
         names = {item.checked.header.topic for item in items if isinstance(item, _Item)}
         topics = await self._topics.find_all(names)
         outcomes = self._schedule(items, self._topics.with_changes(topics))
@@ -220,9 +222,9 @@ def decode_id(schedule_id: str, broker: str) -> DelayKey:
     return number >> _POSITION_BITS, number & (1 << _POSITION_BITS) - 1
 
 
-def checked(batch: bytes) -> CheckedBatch:
+def checked(batch: bytes, owner: int = 0) -> CheckedBatch:
     """Return a batch of the system topic as checked: this node has encoded it."""
-    return CheckedBatch(read_header(batch), batch)
+    return CheckedBatch(replace(read_header(batch), owner=owner), batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +248,15 @@ class _ScheduleRun:
 
     def add(self, index: int, item: _Item, queue: QueueKey) -> None:
         scheduled = ScheduledBatch(item.deliver_unix_ms, queue[0], FIRST, item.checked.batch)
-        batch = checked(encode_scheduled(scheduled))
+        batch = checked(encode_scheduled(scheduled), item.checked.header.owner)
         self.admitted.append((index, item.deliver_unix_ms, batch))
         if item.checked.header.producer_id:
             self.producers.add(item.checked.header.producer_id)
 
 
-def _checked(item: pb.ScheduleItem, now_unix_ms: int) -> _Item | BatonError:
+def _checked(item: pb.ScheduleItem, owner: int, now_unix_ms: int) -> _Item | BatonError:
     try:
-        return _Item(check_deliver_time(item.deliver_unix_ms, now_unix_ms), check(item.batch))
+        deliver_unix_ms = check_deliver_time(item.deliver_unix_ms, now_unix_ms)
+        return _Item(deliver_unix_ms, check(item.batch, owner))
     except BatonError as error:
         return error

@@ -20,7 +20,7 @@ from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
-from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt, owner_of
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.core.store import (
     CheckedBatch,
@@ -60,6 +60,7 @@ class StorageServicerParts:
         syncs_at_once: Whether a request without a durability waits for the sync. A node of a
             replica set always waits.
         scrubbed: Returns the position that the current round of the scrub has reached.
+        identity_of: Returns the identity of a caller; empty without access control.
     """
 
     broker: str
@@ -79,6 +80,7 @@ class StorageServicerParts:
     metrics: StorageMetrics
     stream: StorageMetricStream
     clock: Clock
+    identity_of: Callable[[Context], str]
 
 
 class StorageServicer(pb_grpc.StorageServiceServicer):
@@ -92,7 +94,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         role, begin_s = self._parts.role, self._parts.stream.now_s()
         batches = validation.parse_batches(request, replicated=role.replicated)
         self._parts.flusher.check()
-        checked = [_checked(batch) for batch in batches]
+        owner = owner_of(self._parts.identity_of(context))
+        checked = [_checked(batch, owner) for batch in batches]
         good = [one for one in checked if isinstance(one, CheckedBatch)]
         topics = await self._parts.topics.find_all({one.header.topic for one in good})
         members_min = 2 if request.durability == pb.DURABILITY_REPLICATED else 1
@@ -312,8 +315,8 @@ def _in_sight(seconds: float) -> int:
     return int(seconds) if seconds < SECONDS_MAX else 0
 
 
-def _checked(batch: bytes) -> CheckedBatch | BatonError:
+def _checked(batch: bytes, owner: int) -> CheckedBatch | BatonError:
     try:
-        return check(batch)
+        return check(batch, owner)
     except BatonError as error:
         return error

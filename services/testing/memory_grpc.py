@@ -164,10 +164,15 @@ class _Aborted(grpc.aio.AbortError):
 class _Context:
     """The part of `grpc.aio.ServicerContext` that servicers use."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float | None) -> None:
-        self._loop = loop
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, timeout_s: float | None, source: str
+    ) -> None:
+        self._loop, self._source = loop, source
         self.trailing: Metadata = ()
         self.end_s = None if timeout_s is None else loop.time() + timeout_s
+
+    def peer(self) -> str:
+        return self._source
 
     def time_remaining(self) -> float | None:
         return None if self.end_s is None else max(0.0, self.end_s - self._loop.time())
@@ -248,7 +253,7 @@ class MemoryServer:
         request: Any = None
         try:
             handler = await self._handler(call.path)
-            context = _Context(self._network.loop, call.timeout_s)
+            context = _Context(self._network.loop, call.timeout_s, call.source)
             request = handler.request_deserializer(call.raw)
             async with asyncio.timeout_at(context.end_s):
                 if not call.streams:

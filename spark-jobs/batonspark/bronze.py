@@ -16,12 +16,12 @@ import pyarrow.compute as pc
 from google.protobuf.message import DecodeError
 from pyspark.sql import DataFrame
 
-from batonmq._columns.metric_arrow import signed
-from batonmq._columns.metric_wire import shallow_batch
-from batonmq._core.metric_columns import producer_id
 from batonmq._core.queues import QueueRef
 from batonspark.decode import LOST_COUNT, METRICS, QueueSlice, lost_metrics
+from batonspark.encoded_events import shallow_batch
 from batonspark.event_columns import without_repeats
+from batonspark.event_rows import signed
+from batonspark.metric_columns import producer_id
 from batonspark.metric_rows import MetricMessages, metric_rows
 from batonspark.schemas import MESSAGES as MESSAGES_DDL
 

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batonmq._columns.batch_columns import RecordColumns, check_batch, record_columns
-from batonmq._columns.metric_arrow import EVENTS, TYPES, one_batch
-from batonmq._core.metric_columns import BATCH_COLUMNS, DROPPED_INDEX
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, decode_properties
 from batonmq.errors import OldTopic
+from batonspark.event_rows import EVENTS, TYPES, one_batch
+from batonspark.metric_columns import BATCH_COLUMNS, DROPPED_INDEX
 from batonspark.metric_rows import MetricMessages, metric_rows
 
 Int64Array = npt.NDArray[np.int64]

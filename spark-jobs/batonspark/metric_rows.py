@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from google.protobuf.message import DecodeError
 
-from batonmq._columns.metric_arrow import EVENTS, TYPES, decode_events, signed, timestamps
-from batonmq._columns.metric_wire import encoded_rows, shallow_batch
-from batonmq._core.metric_columns import DROPPED, DROPPED_INDEX, UNREADABLE, producer_id
 from batonmq._core.queues import QueueRef
+from batonspark.encoded_events import encoded_rows, shallow_batch
+from batonspark.event_rows import EVENTS, TYPES, signed, timestamps
+from batonspark.metric_columns import DROPPED, DROPPED_INDEX, UNREADABLE, producer_id
 
 TIME_MAX_US = 253_370_764_800_000_000
 """Times before 1970, or in 9999 and later, become null: few readers support them."""
@@ -53,17 +53,16 @@ class _Rows:
     index: Int64Array
 
 
-def metric_rows(found: MetricMessages, schema: pa.Schema) -> pa.RecordBatch:
+def metric_rows(messages: MetricMessages, schema: pa.Schema) -> pa.RecordBatch:
     """Return all events of the messages, and rows for dropped events and unreadable messages.
 
     Rows of one message need not be adjacent.
     """
-    batches = [_parsed(body) for body in found.bodies]
+    batches = [_parsed(body) for body in messages.bodies]
     parts = [
         *_of_events(batches),
-        *_of_arrow(batches, found),
         *_dropped(batches),
-        *_unreadable(batches, found),
+        *_unreadable(batches, messages),
     ]
     count = sum(part.events.num_rows for part in parts)
     if not count:
@@ -71,8 +70,8 @@ def metric_rows(found: MetricMessages, schema: pa.Schema) -> pa.RecordBatch:
     message = pa.array(np.concatenate([part.message for part in parts]))
     index = pa.array(np.concatenate([part.index for part in parts]).astype(np.int32))
     heads = [
-        _head(batch, found.queue, offset)
-        for batch, offset in zip(batches, found.offsets.tolist(), strict=True)
+        _head(batch, messages.queue, offset)
+        for batch, offset in zip(batches, messages.offsets.tolist(), strict=True)
     ]
     events = pa.Table.from_batches([part.events for part in parts], EVENTS).combine_chunks()
     columns = {
@@ -81,10 +80,10 @@ def metric_rows(found: MetricMessages, schema: pa.Schema) -> pa.RecordBatch:
         "seq": pa.array([head.seq for head in heads], pa.int64()).take(message),
         "event_index": index,
         "vocabulary": pa.array([head.vocabulary for head in heads], pa.int32()).take(message),
-        "sys_broker": pa.repeat(pa.scalar(found.queue.broker), count),
-        "sys_queue_id": pa.repeat(pa.scalar(found.queue.queue_id, pa.int32()), count),
-        "sys_offset": pa.array(found.offsets).take(message),
-        "store_time": timestamps(found.store_unix_ms).take(message),
+        "sys_broker": pa.repeat(pa.scalar(messages.queue.broker), count),
+        "sys_queue_id": pa.repeat(pa.scalar(messages.queue.queue_id, pa.int32()), count),
+        "sys_offset": pa.array(messages.offsets).take(message),
+        "store_time": timestamps(messages.store_unix_ms).take(message),
     }
     for name, column in zip(EVENTS.names, events.columns, strict=True):
         columns[name] = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
@@ -123,47 +122,25 @@ def _of_events(batches: Batches) -> list[_Rows]:
     counts = np.fromiter(map(len, lists), np.int64, len(lists))
     if not counts.any():
         return []
-    found = encoded_rows(list(chain.from_iterable(lists)))
+    decoded = encoded_rows(list(chain.from_iterable(lists)))
     index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     message = np.repeat(np.arange(len(counts)), counts)
-    return [_Rows(found.rows, message[found.places], index[found.places])]
-
-
-def _of_arrow(batches: Batches, found: MetricMessages) -> list[_Rows]:
-    rows: list[_Rows] = []
-    for number, batch in enumerate(batches):
-        if batch is None or not batch.arrow:
-            continue
-        begin = 0
-        try:
-            parts = decode_events(batch.arrow)
-        except (pa.ArrowException, OSError, KeyError):
-            rows += _not_read([number], found)
-            continue
-        for part in parts:
-            count = part.num_rows
-            index = np.arange(begin, begin + count)
-            rows.append(_Rows(part, np.full(count, number), index))
-            begin += count
-    return rows
+    return [_Rows(decoded.rows, message[decoded.places], index[decoded.places])]
 
 
 def _dropped(batches: Batches) -> list[_Rows]:
-    found = {
+    counts = {
         number: signed(batch.dropped_count)
         for number, batch in enumerate(batches)
         if batch is not None and batch.dropped_count
     }
-    return _special([{"kind": DROPPED, "count": count} for count in found.values()], list(found))
+    return _special([{"kind": DROPPED, "count": count} for count in counts.values()], list(counts))
 
 
-def _unreadable(batches: Batches, found: MetricMessages) -> list[_Rows]:
-    return _not_read([number for number, batch in enumerate(batches) if batch is None], found)
-
-
-def _not_read(numbers: Sequence[int], found: MetricMessages) -> list[_Rows]:
+def _unreadable(batches: Batches, messages: MetricMessages) -> list[_Rows]:
+    numbers = [number for number, batch in enumerate(batches) if batch is None]
     return _special(
-        [{"kind": UNREADABLE, "payload": found.bodies[number]} for number in numbers], numbers
+        [{"kind": UNREADABLE, "payload": messages.bodies[number]} for number in numbers], numbers
     )
 
 

@@ -35,7 +35,7 @@ METRICS = """
 `producer_id` is the source with its incarnation. (producer_id, seq, event_index) identifies an
 event, even if its batch was stored twice; (sys_broker, sys_queue_id, sys_offset, event_index) is
 its position. `kind` is the name of the field of the event's oneof, or `field_N` for an unknown
-kind, whose bytes are in `payload`. batonmq/_core/metric_columns.py has the columns of each kind; a
+kind, whose bytes are in `payload`. `batonspark.metric_columns` has the columns of each kind; a
 value without a column is in `attrs`.
 
 Three kinds are not events; their `event_index` is -1. `dropped`: `count` is the number of events

@@ -88,6 +88,15 @@ def test_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
     assert "Usage:" in result.stderr
 
 
+def test_bytes_that_are_not_utf8_are_a_wrong_command_line() -> None:
+    by_argument = CliRunner().invoke(baton, ["topic", "describe", "\udcff"])
+    assert (by_argument.exit_code, by_argument.stdout) == (2, "")
+    assert "argument 3 is not valid UTF-8: '\\xff'" in by_argument.stderr
+    by_variable = CliRunner().invoke(baton, ["topic", "list"], env={"BATON_TOKEN": "a\udcff"})
+    assert (by_variable.exit_code, by_variable.stdout) == (2, "")
+    assert "variable BATON_TOKEN is not valid UTF-8\n" in by_variable.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

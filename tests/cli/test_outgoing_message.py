@@ -74,6 +74,7 @@ def test_output_of_consume_can_be_sent_again() -> None:
         (b'{"body": "", "properties": {"a": 1}}', "properties.a: "),
         (b'{"body": "", "delay": "soon"}', "'soon' is not a duration"),
         (b'{"body": "", "delay": "1s", "delay_level": 1}', "only one"),
+        (b'{"body": "\\udcff"}', "surrogates not allowed"),
         (b'{"body": "", "deliver_at": "tomorrow"}', "'tomorrow' is not a time"),
     ],
 )

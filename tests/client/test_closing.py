@@ -173,7 +173,7 @@ async def test_metrics_count_events_and_show_gauges_of_a_running_consumer(
             await waiting.wait()
             # A message that was sent back may arrive in between, and is handled meanwhile.
             held = {
-                "in_hand_messages": 1,
+                "handling_messages": 1,
                 "buffered_messages": 1,
                 "buffered_bytes": len("waits too"),
             }
@@ -194,7 +194,7 @@ async def test_metrics_count_events_and_show_gauges_of_a_running_consumer(
         assert sample(registry, "handler_seconds_count", topic) == 7
         granted = {"group": at.group, "kind": "granted"}
         assert sample(registry, "queue_changes_total", granted) == 2
-        assert sample(registry, "in_hand_messages", client) is None, "the gauge is removed"
+        assert sample(registry, "handling_messages", client) is None, "the gauge is removed"
 
 
 async def test_producer_metrics_count_batches_by_outcome_and_in_flight(

@@ -7,12 +7,16 @@ hidden.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -23,6 +27,7 @@ import batonmq.idempotence
 
 PACKAGES = [batonmq, batonmq.admin, batonmq.idempotence]
 PUBLIC_MODULES = {"batonmq.admin", "batonmq.cli", "batonmq.errors", "batonmq.idempotence"}
+API_PAGES = Path(__file__).parents[2] / "docs" / "reference" / "api"
 NOT_FOR_CLIENTS = (
     "google_crc32c",
     "grpc_health",
@@ -79,6 +84,50 @@ def imports_for_type_checkers(module: ModuleType) -> dict[str, str]:
     }
 
 
+def classes_in(hint: object) -> Iterator[type]:
+    """Classes of the library that a type hint names."""
+    for part in (hint, get_origin(hint)):
+        if isinstance(part, type) and part.__module__.startswith("batonmq"):
+            yield part
+    for argument in get_args(hint):
+        yield from classes_in(argument)
+
+
+def classes_of_signature(member: object) -> Iterator[type]:
+    """Classes of the library in the parameters and in the result of a function or property."""
+    if isinstance(member, property):
+        member = member.fget
+    elif isinstance(member, staticmethod | classmethod):
+        member = member.__func__
+    if inspect.isfunction(member):
+        for hint in get_type_hints(member).values():
+            yield from classes_in(hint)
+
+
+def classes_beside(cls: type) -> Iterator[type]:
+    """Classes of the library in the fields and in the public methods of a class."""
+    if dataclasses.is_dataclass(cls):
+        for field in dataclasses.fields(cls):
+            yield from classes_in(get_type_hints(cls)[field.name])
+    for name in dir(cls):
+        if not name.startswith("_"):
+            yield from classes_of_signature(inspect.getattr_static(cls, name))
+
+
+def reachable_classes(values: list[object]) -> set[type]:
+    """Classes of the library that a program gets by, or passes to, these values."""
+    found: set[type] = set()
+    waiting = [value for value in values if isinstance(value, type)]
+    for value in values:
+        waiting += classes_of_signature(value)
+    while waiting:
+        cls = waiting.pop()
+        if cls not in found:
+            found.add(cls)
+            waiting += classes_beside(cls)
+    return found
+
+
 @pytest.mark.parametrize("module", PACKAGES, ids=lambda module: module.__name__)
 def test_public_names_are_the_same_for_programs_and_for_type_checkers(module: ModuleType) -> None:
     homes = dict(module._HOMES)
@@ -99,6 +148,40 @@ def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
         for name, value in values.items()
         if (inspect.isclass(value) or callable(value)) and not inspect.getdoc(value)
     ] == []
+
+
+def test_every_class_that_administration_returns_is_public() -> None:
+    values = [getattr(batonmq.admin, name) for name in batonmq.admin.__all__]
+    public = {
+        getattr(module, name) for module in (batonmq.admin, batonmq) for name in module.__all__
+    }
+    assert (
+        sorted(
+            f"{cls.__module__}.{cls.__name__}"
+            for cls in reachable_classes(values)
+            if cls not in public and cls.__module__ != "batonmq.errors"
+        )
+        == []
+    )
+
+
+def test_every_module_of_administration_has_a_public_name() -> None:
+    modules = {
+        f"batonmq.admin.{found.name}" for found in pkgutil.iter_modules(batonmq.admin.__path__)
+    }
+    public = {name for name in modules if not name.startswith("batonmq.admin._")}
+    assert public <= set(batonmq.admin._HOMES.values())
+
+
+def test_api_pages_have_every_public_module() -> None:
+    text = "".join(page.read_text() for page in API_PAGES.glob("*.md"))
+    described = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    assert {"batonmq", *PUBLIC_MODULES} - {"batonmq.cli"} <= described
+
+
+def test_api_page_of_administration_sorts_every_public_name() -> None:
+    page = (API_PAGES / "admin.md").read_text()
+    assert sorted(re.findall(r"\]\[batonmq\.admin\.(\w+)\]", page)) == sorted(batonmq.admin.__all__)
 
 
 def test_every_error_has_a_docstring() -> None:

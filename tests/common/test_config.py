@@ -51,6 +51,11 @@ def test_unknown_variable_is_an_error(tmp_path: Path) -> None:
         lamp(tmp_path, node_id="a", wats="40")
 
 
+def test_value_that_is_not_utf8_is_a_problem_of_its_variable(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="BATON_LAMP_HOST is not valid UTF-8"):
+        lamp(tmp_path, node_id="a", host="\udcff")
+
+
 def test_unknown_setting_in_the_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lamp\.toml: unknown setting wats"):
         lamp(tmp_path, 'node_id = "a"\nwats = 40')

@@ -89,17 +89,17 @@ REPORT = {
     "faults": [
         {
             "pod": "storage-a-0", "fault": "kill", "ready_after_s": 2.5, "flows_after_s": 4.0,
-            "sent_stood_s": 3.1, "handled_stood_s": 3.2,
+            "sent_stalled_s": 3.1, "handled_stalled_s": 3.2,
         }
     ],
     "traffic": {
         "sent": 1000, "unsure": 0, "consumed": 999, "lost": 1, "duplicated": 0, "unflagged": 0,
         "misordered": 0, "foreign": 0, "ok": False,
     },
-    "renewal": {"pods": 7, "shown_after_s": 1.3, "sent_stood_s": 1.1, "handled_stood_s": 1.2},
+    "renewal": {"pods": 7, "shown_after_s": 1.3, "sent_stalled_s": 1.1, "handled_stalled_s": 1.2},
     "rejected_callers": [
-        {"who": "has none", "command": "a | b", "told": "REASON: why", "refused": True},
-        {"who": "is bold", "command": "c", "told": "", "refused": False},
+        {"caller": "without token", "command": "a | b", "error": "REASON: why", "rejected": True},
+        {"caller": "accepted", "command": "c", "error": "", "rejected": False},
     ],
     "insecure": {
         "start_s": 5.0,
@@ -164,9 +164,9 @@ def test_page_reports_lost_messages() -> None:
 
 def test_page_reports_admitted_callers_and_the_certificate_renewal_time() -> None:
     text = page(REPORT)
-    assert "| has none | `a \\| b` | REASON: why |" in text
-    assert "| is bold | `c` | **LET IN** |" in text
-    assert "After 1.3 s all 7 pods presented their new one" in text
+    assert "| without token | `a \\| b` | REASON: why |" in text
+    assert "| accepted | `c` | **ACCEPTED** |" in text
+    assert "After 1.3 s all 7 pods presented their new certificate" in text
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
@@ -174,6 +174,6 @@ def test_longest_stall_counts_from_the_start_of_the_fault() -> None:
     handled = [10, 20, 20, 20, 30, 40]
     seconds = [TrafficCount(float(at), 100, count) for at, count in enumerate(handled)]
     traffic = TrafficReport(process=None, seconds=seconds)  # type: ignore[arg-type]
-    assert traffic.stood_s("handled", 1.0) == 3.0
-    assert traffic.stood_s("handled", 4.0) == 1.0
-    assert traffic.stood_s("sent", 2.0) == 3.0
+    assert traffic.stalled_s("handled", 1.0) == 3.0
+    assert traffic.stalled_s("handled", 4.0) == 1.0
+    assert traffic.stalled_s("sent", 2.0) == 3.0

@@ -341,6 +341,9 @@ def test_decoded_properties_equal_the_encoded_ones(properties: dict[str, str]) -
         (Message(b"", tag="t" * 128), "Send a tag of 127 bytes at most."),
         (Message(b"", keys=("two words",)), "Use non-empty keys without white space."),
         (Message(b"", properties={"a\x01": ""}), "Use names that are not empty"),
+        (Message(b"", tag="\udcff"), "Decode the bytes"),
+        (Message(b"", keys=("a", "\udcff")), "Decode the bytes"),
+        (Message(b"", properties={"a": "\udcff"}), "Decode the bytes"),
     ],
 )
 def test_invalid_message_is_rejected_with_a_remedy(message: Message, remedy: str) -> None:

@@ -41,13 +41,18 @@ def test_resource_matches_its_schema(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "place", "value", "problem"),
     [
-        ("Certificate-storage", ("dnsNmaes",), ["x"], "spec.dnsNmaes: ['x'] is not known there"),
+        (
+            "Certificate-storage",
+            ("dnsNmaes",),
+            ["x"],
+            "spec.dnsNmaes: ['x'] is unknown or has the wrong type",
+        ),
         ("Certificate-storage", ("privateKey", "algorithm"), "ROT13", "spec.privateKey.algorithm"),
         (
             "Certificate-storage",
             ("privateKey", "size"),
             "256",
-            "spec.privateKey.size: '256' is not",
+            "spec.privateKey.size: '256' is unknown or has the wrong type",
         ),
         ("Certificate-storage", ("issuerRef",), {}, "spec.issuerRef.name: Field required"),
         (
@@ -78,4 +83,4 @@ def test_invalid_resource_is_found(
 
 def test_unknown_kind_is_found() -> None:
     one = {"apiVersion": "cert-manager.io/v1", "kind": "Certficate", "metadata": {"name": "x"}}
-    assert list(custom_problems(one)) == ["a kind that is not known"]
+    assert list(custom_problems(one)) == ["the kind is unknown"]

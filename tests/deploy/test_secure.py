@@ -221,7 +221,7 @@ def test_missing_authority_key_is_reported_when_a_certificate_is_requested(
     assert make_ca(tmp_path).returncode == 0
     done = make_ca(tmp_path, "billing")
     assert done.returncode == 1
-    assert f"{tmp_path}/ca.key, the key of the authority, is not here" in done.stderr
+    assert f"{tmp_path}/ca.key, the key of the authority, is missing" in done.stderr
 
 
 @openssl

@@ -11,10 +11,10 @@ import re
 import pytest
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
-from batonmq._core.metric_columns import KINDS
 from batonmq._telemetry.event_hub import EVENT_BYTES_MAX, EVENTS_MAX, VOCABULARY
 from batonmq_server.nameserver.group_events import MOVES_MAX
 from batonmq_server.storage.core.delivered_range import ISLANDS_MAX
+from batonspark.metric_columns import KINDS
 from tools.docs import event_kinds as vocabulary
 from tools.docs.event_kinds import PAGE, PROTO, ROOT
 

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from baton.common.v1 import error_pb2 as error_pb
+from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._common.clock import Clock
 from batonmq._connection.security import Security
 from batonmq._consumer.consumer import Consumer
@@ -32,6 +34,7 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import PermissionDenied, Unauthenticated
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
+from tests.storage.batches import batch
 from tests.support.cluster import SEGMENT_BYTES, fork_server
 from tests.support.conditions import until
 
@@ -104,6 +107,10 @@ async def test_granted_permissions_suffice_for_retries_and_allow_nothing_else(
                     await producer.send(TOPIC, body)
                 await until(lambda: {(b"one", 1), (b"again", 2)} <= set(seen), timeout_s=60)
                 running.cancel()
+        await grant_stranger(control)
+        outcomes = await take_sequence_of_another(cluster, victim=writes, stranger=reads)
+        assert [outcome.receipt.duplicate for outcome in outcomes] == [False] * 4
+        assert len({outcome.receipt.first_offset for outcome in outcomes}) == 4
         async with Admin(cluster.nameserver, security=reads) as other:
             seen_topics = {topic.name for topic in await other.list_topics()}
             assert seen_topics == {TOPIC, f"%RETRY%{GROUP}"}
@@ -226,6 +233,43 @@ async def revoked_after_ms(cluster: LocalCluster, control: AccessControl) -> int
         begin_ms = clock.monotonic_ms()
         await until(lambda: is_unauthenticated(producer))
         return clock.monotonic_ms() - begin_ms
+
+
+async def grant_stranger(control: AccessControl) -> None:
+    """Let the group's identity write to the topic, too."""
+    await control.grant("billing", RoleGrant(Role.PRODUCE, f"topic:{TOPIC}"))
+
+
+async def take_sequence_of_another(
+    cluster: LocalCluster, *, victim: Security, stranger: Security
+) -> list[storage_pb.AppendOutcome]:
+    """Send a batch, then its next sequence and a high epoch as a stranger, then that sequence.
+
+    Returns:
+        The outcomes in this order.
+    """
+    outcomes: list[storage_pb.AppendOutcome] = []
+
+    async def append(security: Security, body: bytes, epoch: int, sequence: int) -> None:
+        raw = batch(body, topic=TOPIC, producer=(4_711, epoch), sequence=sequence)
+        request = storage_pb.AppendRequest(batches=[raw])
+
+        async def stored() -> bool:
+            async with Admin(cluster.nameserver, security=security) as admin:
+                stub = await admin.directory.storage("broker-0")
+                (outcome,) = (await stub.Append(request, timeout=30)).outcomes
+            if outcome.error.reason == error_pb.REASON_PERMISSION_DENIED:
+                return False  # the grant is not known yet
+            outcomes.append(outcome)
+            return True
+
+        await until(stored)
+
+    await append(victim, b"first", 1, 0)
+    await append(stranger, b"forged", 1, 1)
+    await append(stranger, b"forged", 1_000_000, 0)
+    await append(victim, b"second", 1, 1)
+    return outcomes
 
 
 async def more_rejected(cluster: LocalCluster, earlier: float) -> bool:

@@ -117,8 +117,8 @@ def test_recovery_is_reported_by_service_and_kind() -> None:
     recovery = report["recovery"]
     assert isinstance(recovery, dict)
     assert recovery["storage"]["kill"]["count"] == 2
-    assert recovery["storage"]["kill"]["whole_after_ms"] == {"p50": 50, "max": None}
-    assert recovery["storage"]["kill"]["sends_went_on_after_ms"] == {"p50": 0, "max": 0}
+    assert recovery["storage"]["kill"]["in_sync_after_ms"] == {"p50": 50, "max": None}
+    assert recovery["storage"]["kill"]["sends_resumed_after_ms"] == {"p50": 0, "max": 0}
 
 
 def test_page_contains_the_report_and_picture_and_is_listed(tmp_path: Path) -> None:

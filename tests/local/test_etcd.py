@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from batonmq_server.local.child_process import NotReady, describe_exit
-from batonmq_server.local.etcd import EtcdProcess, is_healthy
+from batonmq_server.local.etcd import EtcdProcess, is_healthy, version_problem
 from tests.support.conditions import lives, until
 
 pytestmark = pytest.mark.e2e
@@ -42,6 +42,27 @@ async def test_data_and_port_of_etcd_survive_a_kill(tmp_path: Path) -> None:
     async with EtcdProcess(tmp_path) as etcd:
         assert etcd.endpoint == first
         assert _call(first, "range", key="k")["count"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("printed", "problem"),
+    [
+        ("etcd Version: 3.5.0", "etcd 3.5.0 can lose"),
+        ("etcd Version: 3.5.5", "etcd 3.5.5 can lose"),
+        ("etcd Version: 3.4.23", ""),
+        ("etcd Version: 3.5.6", ""),
+        ("etcd Version: 3.6.16", ""),
+        ("nonsense", ""),
+    ],
+)
+def test_version_that_can_lose_writes_is_a_problem(
+    printed: str, problem: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "etcd"
+    program.write_text(f"#!/bin/sh\necho '{printed}'\n")
+    program.chmod(0o755)
+    assert version_problem(program).startswith(problem)
+    assert bool(version_problem(program)) == bool(problem)
 
 
 async def test_shared_etcd_is_healthy(etcd_endpoint: str) -> None:

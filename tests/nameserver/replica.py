@@ -48,6 +48,7 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_gates import GATES_PREFIX
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
 from batonmq_server.runtime.leader_channels import LeaderChannels
+from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.service_runtime import Runtime
 from tests.offsets.service_calls import single_set_directory
 from tests.support.grpc_server import serving_at
@@ -161,6 +162,7 @@ class Direct:
             progress_deleter=progress,
             placement=PlacementCalls(etcd, swap, self.catalog, places, store),
             events=events,
+            refusal_lines=LogLimiter(etcd.clock.monotonic_ms, 0),
         )
         self._tasks = tasks
         self._following: list[asyncio.Task[None]] = []

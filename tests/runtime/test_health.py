@@ -51,7 +51,10 @@ class Node:
 @asynccontextmanager
 async def probed(folder: Path) -> AsyncIterator[tuple[Health, grpc.aio.Channel]]:
     port = keep_ports(folder / "ports.json", ["health"])["health"]
-    async with serve_health("127.0.0.1", port) as status, connect(f"127.0.0.1:{port}") as channel:
+    async with (
+        serve_health("127.0.0.1", port, 100) as status,
+        connect(f"127.0.0.1:{port}") as channel,
+    ):
         yield status, channel
 
 
@@ -105,7 +108,7 @@ async def test_node_is_ready_while_it_is_listed_and_caught_up(
 
 
 async def test_health_without_a_port_of_its_own_is_served_by_other_servers() -> None:
-    async with serve_health("127.0.0.1", 0) as status:
+    async with serve_health("127.0.0.1", 0, 100) as status:
         server = grpc.aio.server()
         status.add(server)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -10,6 +10,7 @@
     broker-a-0 1 2  two or three of them, a replica set
     c1 c2 ...       consumers of one group
     producer
+    stranger        writes under the ids of the producer
 
 A process can be killed, frozen and restarted at any event. A killed process executes nothing more;
 its disk and its messages in the network remain.
@@ -18,23 +19,29 @@ its disk and its messages in the network remain.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_adapters import Handler
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import OwnershipEvent
+from batonmq._core.records import Header, read_header
 from batonmq._core.subscription import TagFilter
 from batonmq.errors import BatonError
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.epoch import OffsetsEpoch
+from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.session import KeyValue
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing import processes
@@ -48,7 +55,7 @@ from tests.simulation.options import RunOptions
 from tests.simulation.storage_replica_checks import SET_KEY as STORE_SET_KEY
 from tests.simulation.trace import Trace
 
-GROUP, TOPIC, BROKER = "readers", "orders", "broker-a"
+GROUP, TOPIC, BROKER, PRODUCER = "readers", "orders", "broker-a", "producer"
 OFFSETS = "offsets"
 """The only node of a cluster with one offsets set."""
 FAR = "offsets-far"
@@ -65,11 +72,16 @@ _SLOW = 0.02
 
 
 class SimulatedCluster(processes.MemoryEnvironment):
-    """The environment that all processes of a run share, and its checker."""
+    """The environment that all processes of a run share, and its checker.
+
+    Attributes:
+        sent: The last batch of the producer by queue.
+    """
 
     def __init__(self, seed: str, *, kept_max: int | None = 4_000) -> None:
         super().__init__(seed)
         self.trace = Trace(self.now_ms, kept_max=kept_max)
+        self.sent: dict[int, Header] = {}
         self.checker = Checker(GROUP, TOPIC, LEASE_MS, self.trace, self.now_ms, self.leader)
         self.etcd.on_put.append(self.checker.etcd.written)
         self.etcd.on_put.append(self._put)
@@ -107,6 +119,9 @@ class SimulatedCluster(processes.MemoryEnvironment):
 
     def called(self, call: MemoryCall, request: Any) -> None:
         self.trace.called(call, request)
+        if call.source == PRODUCER and isinstance(request, storage_pb.AppendRequest):
+            for header in map(read_header, request.batches):
+                self.sent[header.queue_id] = header
         self.checker.answers.called(call.source, request)
 
     def answered(self, call: MemoryCall, request: Any, answer: Any) -> None:
@@ -223,6 +238,19 @@ class ConsumerProcess(SimulatedProcess):
                 checks.deadline_passed(self.name, event.queue)
 
 
+def _with_identities(spec: ServiceSpec) -> ServiceSpec:
+    """Return a service that tells its callers apart, as with access control: by their names."""
+
+    @asynccontextmanager
+    async def build(settings: Any, runtime: Runtime) -> AsyncIterator[App]:
+        identity_of: Any = lambda context: context.peer()  # noqa: E731
+        runtime.guard.caller_identity = identity_of  # type: ignore[method-assign]
+        async with spec.build(settings, runtime) as app:
+            yield app
+
+    return replace(spec, build=build)
+
+
 def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> list[ServiceSpec]:
     """Return the services of the cluster in the order of their start."""
     common: dict[str, Any] = {"cluster": "sim", "node_lease_ms": 6_000, "metrics_stream": False}
@@ -248,7 +276,8 @@ def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> 
         settings = StorageSettings(
             node_id=node_id, segment_bytes=16_384, touch_interval_ms=3_000, **common, **more
         )
-        return storage(cluster, settings)
+        spec = storage(cluster, settings)
+        return _with_identities(spec) if options.identities else spec
 
     log_replicated: dict[str, Any] = {
         "broker": BROKER,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from batonmq_server.testing.memory_network import Faults
-from tests.simulation import broken_clients, broken_lockmgr, broken_offsets
+from tests.simulation import broken_clients, broken_lockmgr, broken_offsets, broken_producers
 from tests.simulation import broken_group_moves as broken_moves
 from tests.simulation import broken_offsets_replicas as broken_replicas
 from tests.simulation import broken_services as broken_serving
@@ -97,6 +97,10 @@ BEHIND = RunOptions(
     splits=20, joins=8, leaves=8, pause_ms_max=4_000, faults=Faults(delay_ms_max=150),
 )  # fmt: skip
 STORES = RunOptions(steps=40, stores=3, leader_faults=6, splits=4, service_kills=4)
+TWO_STEPS = RunOptions(
+    steps=40, replicated=True, min_in_sync=2, two_steps=6, leader_faults=2
+)  # fmt: skip
+STORES_TWO_STEPS = RunOptions(steps=40, stores=3, min_in_sync=2, two_steps=6, leader_faults=2)
 STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
     faults=Faults(delay_ms_max=300),
@@ -109,6 +113,7 @@ TO_AND_FRO = RunOptions(
     steps=60, moves=60, consumers=2, queues=2,
     faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
 )  # fmt: skip
+FORGED = RunOptions(steps=60, forgeries=8, faults=Faults(loss=0.02, duplicate=0.1))
 
 MUTANTS = (
     Mutant("skip the fence", broken_lockmgr.skip_fence, CALM, ("V1", "V2")),
@@ -193,6 +198,27 @@ MUTANTS = (
         "shrink before etcd knows",
         broken_replicas.shrink_before_etcd_knows,
         SPLIT,
+        ("section 12",),
+    ),
+    Mutant(
+        "shrink below the minimum",
+        broken_replicas.shrink_below_the_minimum,
+        TWO_STEPS,
+        ("section 12",),
+    ),
+    Mutant(
+        "shrink while cut off",
+        broken_replicas.shrink_while_cut_off,
+        replace(TWO_STEPS, min_in_sync=1),
+        ("section 12",),
+    ),
+    Mutant(
+        "stay although cut off", broken_replicas.stay_although_cut_off, TWO_STEPS, ("section 12",)
+    ),
+    Mutant(
+        "storage stays although cut off",
+        broken_replicas.stay_although_cut_off,
+        STORES_TWO_STEPS,
         ("section 12",),
     ),
     Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=53),
@@ -284,6 +310,18 @@ MUTANTS = (
         broken_moves.adopt_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
+    ),
+    Mutant(
+        "receipt for other content",
+        broken_producers.receipt_for_other_content,
+        FORGED,
+        ("P1",),
+    ),
+    Mutant(
+        "producer ids without owner",
+        broken_producers.ids_without_owner,
+        replace(FORGED, identities=True),
+        ("P2", "P1"),
     ),
     Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
 )

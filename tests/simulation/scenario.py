@@ -19,6 +19,7 @@ from tests.simulation.service_faults import ServiceFaults
 from tests.simulation.simulated_members import SimulatedMembers
 from tests.simulation.simulated_operator import SimulatedOperator
 from tests.simulation.simulated_producer import SimulatedProducer
+from tests.simulation.simulated_stranger import SimulatedStranger
 from tests.simulation.trace import Trace
 
 SETTLE_S = 240
@@ -99,10 +100,13 @@ class SimulationRun:
     def __init__(self, cluster: SimulatedCluster, options: RunOptions) -> None:
         self.cluster, self.options = cluster, options
         self.context = RunContext(cluster, options)
+        cluster.checker.replicas.min_in_sync = options.min_in_sync
+        cluster.checker.stores.min_in_sync = min(options.min_in_sync, options.stores)
         self._members = SimulatedMembers(self.context)
         self._service_faults = ServiceFaults(self.context, self._members)
         self._producer = SimulatedProducer(self.context)
         self._operator = SimulatedOperator(self.context)
+        self._stranger = SimulatedStranger(self.context)
         self._later: list[asyncio.Task[None]] = []
 
     async def play(self) -> None:
@@ -148,6 +152,7 @@ class SimulationRun:
             self._service_faults.cut: options.cuts,
             self._service_faults.deafen: options.deaf,
             self._service_faults.fail_leader: options.leader_faults,
+            self._service_faults.fail_in_two_steps: options.two_steps,
             self._service_faults.split: options.splits,
             self._service_faults.lose_disk: options.lost_disks,
             self._service_faults.rot: options.rots,
@@ -159,6 +164,7 @@ class SimulationRun:
             self._operator.pause: options.group_pauses,
             self._operator.ask: options.questions,
             self._operator.move: options.moves,
+            self._stranger.write: options.forgeries,
         }
 
     async def _settle(self, tasks: asyncio.TaskGroup) -> None:

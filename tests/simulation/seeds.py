@@ -31,12 +31,14 @@ MOVES_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
 
 def options_of(seed: int) -> RunOptions:
     """Return the options of the run of a seed."""
-    return RunOptions.drawn(Random(f"{seed}/options"), SETTINGS.steps)
+    drawn = RunOptions.drawn(Random(f"{seed}/options"), SETTINGS.steps)
+    return drawn.with_stranger(Random(f"{seed}/stranger"))
 
 
 def storage_options_of(seed: int) -> RunOptions:
     """Return the options of a run in which the broker is a replica set."""
-    return RunOptions.of_storage(Random(f"{seed}/storage"), SETTINGS.steps)
+    drawn = RunOptions.of_storage(Random(f"{seed}/storage"), SETTINGS.steps)
+    return drawn.with_stranger(Random(f"{seed}/stranger"))
 
 
 def moves_options_of(seed: int) -> RunOptions:

@@ -13,12 +13,14 @@ from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, DuplicateSequence, ProducerFenced
 from batonmq_server.testing.processes import SimulatedProcess
-from tests.simulation.cluster import NAMESERVERS, TOPIC
+from tests.simulation.cluster import NAMESERVERS, PRODUCER, TOPIC
 from tests.simulation.run_context import RunContext
 
 TAGS = ("a", "b", "c")
+_OF_ANOTHER = (DuplicateSequence, ProducerFenced)
+"""Errors of a producer if another one uses its id; with identities none can."""
 
 
 class SimulatedProducer:
@@ -31,7 +33,7 @@ class SimulatedProducer:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._process = SimulatedProcess(context.cluster, "producer", 0)
+        self._process = SimulatedProcess(context.cluster, PRODUCER, 0)
         self._producer: Producer | None = None
         self._bursts = 0
         self._sending: list[asyncio.Task[None]] = []
@@ -85,4 +87,7 @@ class SimulatedProducer:
                 self.acked[body] = True
             except BatonError as error:
                 self._context.cluster.trace.note("producer", f"{body} may be lost", error)
+                if self._context.options.identities and isinstance(error, _OF_ANOTHER):
+                    expected = self._context.cluster.checker.expected
+                    expected.fail("P2", f"{body} is refused for a batch of another: {error}")
             del self.unsettled[body]

@@ -1,7 +1,7 @@
 """Goal: every event of the metrics streams becomes one row, even events of an unknown kind.
 
-Method: an event of every kind of the contract, with every field set, as protobuf and as Arrow; and
-batches with holes. No Spark.
+Method: an event of every kind of the contract, with every field set; and batches with holes. No
+Spark.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
-from batonmq._columns.metric_arrow import EVENTS, EventRows, encode_events, event_rows
-from batonmq._columns.metric_wire import FEW, encoded_rows
-from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS
 from batonmq._core.queues import QueueRef
 from batonspark.decode import METRICS
+from batonspark.encoded_events import FEW, encoded_rows
+from batonspark.event_rows import EVENTS, EventRows, event_rows
+from batonspark.metric_columns import EVENT_COLUMNS, KINDS
 from batonspark.metric_rows import MetricMessages, metric_rows
 
 QUEUE = QueueRef("BATON_SYS_METRICS", "broker-0", 1)
@@ -105,13 +104,12 @@ def test_no_field_of_an_event_is_lost(kind: str) -> None:
     assert fields == used | derived.get(kind, set())
 
 
-def test_arrow_and_protobuf_give_the_same_rows() -> None:
+def test_rows_of_a_batch_are_its_events_in_order() -> None:
     events = [event(kind, 1_700_000_000_000 + n) for n, kind in enumerate(KNOWN)]
-    head = {"source": "storage/a", "seq": 4, "incarnation_id": 255, "vocabulary": 1}
-    plain = MetricBatch(**head, events=events).SerializeToString()  # type: ignore[arg-type]
-    arrow = MetricBatch(**head, arrow=encode_events(events)).SerializeToString()  # type: ignore[arg-type]
-    assert rows_of(plain) == rows_of(arrow)
-    assert [row["kind"] for row in rows_of(plain)] == KNOWN
+    batch = MetricBatch(source="storage/a", seq=4, incarnation_id=255, vocabulary=1, events=events)
+    rows = rows_of(batch.SerializeToString())
+    assert [row["kind"] for row in rows] == KNOWN
+    assert [int(row["time"].timestamp() * 1000) for row in rows] == [e.unix_ms for e in events]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", KNOWN)
@@ -207,22 +205,6 @@ def test_enumerations_are_decoded_to_names() -> None:
 def test_schemas_agree() -> None:
     assert list(EVENT_COLUMNS) == EVENTS.names
     assert METRICS.names[5:-4] == EVENTS.names
-
-
-def test_unreadable_arrow_payload_is_a_row_with_its_bytes() -> None:
-    """A reader that failed would fail at the same message for ever."""
-    packed = encode_events([event("appended") for _ in range(50)])
-    other = pa.RecordBatch.from_pydict({"queue_id": pa.array([{"a": 1}])})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, other.schema) as writer:
-        writer.write_batch(other)
-    damaged = [b"nothing", packed[:100], packed[:-500], sink.getvalue().to_pybytes()]
-    bodies = [MetricBatch(source="s", arrow=each).SerializeToString() for each in damaged]
-    good = MetricBatch(source="s", seq=2, events=[event("appended")]).SerializeToString()
-    *bad, fine = rows_of(*bodies, good)
-    assert [(row["kind"], row["payload"]) for row in bad] == [("unreadable", b) for b in bodies]
-    assert {(row["event_index"], row["source"]) for row in bad} == {(-1, "s")}
-    assert fine["kind"] == "appended"
 
 
 @pytest.mark.parametrize("count", [1, FEW + 1])

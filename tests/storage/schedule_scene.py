@@ -85,6 +85,7 @@ class Scene:
         self, node: StorageNode, disk: MemoryDisk, clock: SetClock, in_thread: Any
     ) -> None:
         self.node, self.disk, self.clock = node, disk, clock
+        self.identity = ""
         self.registry = CollectorRegistry()
         self.topics = TopicsTwin()
         metrics = StorageMetrics(self.registry)
@@ -105,7 +106,9 @@ class Scene:
             clock=clock,
         )
         self.due = ScheduledDeliverer(self.appender, self.topics, age_ms_max=policy.age_ms_max)
-        self.servicer = ScheduleServicer(self.appender, self.topics, self.due.wake)
+        self.servicer = ScheduleServicer(
+            self.appender, self.topics, self.due.wake, identity_of=lambda _: self.identity
+        )
 
     @property
     def store(self) -> MessageStore:

@@ -15,20 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batonmq._core.records import Message
-from batonmq.errors import DataLoss
+from batonmq.errors import DataLoss, DuplicateSequence
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
-from batonmq_server.storage.core.producers import ProducerState, StoreReceipt
-from batonmq_server.storage.core.store import MessageStore
+from batonmq_server.storage.core.producers import ProducerState, StoreReceipt, owner_of
+from batonmq_server.storage.core.store import MessageStore, check
 from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
     TOPIC,
     TOPIC_ID,
+    TOPICS,
     Opened,
     append,
     batch,
@@ -113,6 +114,44 @@ def test_retry_of_a_batch_below_the_checkpoint_gets_its_receipt() -> None:
     (receipt,) = stored(opened.store, raw)
     take(opened)
     assert append(reopened(opened.disk).store, raw) == [replace(receipt, duplicate=True)]
+
+
+def test_owners_and_contents_of_producers_are_the_same_after_recovery() -> None:
+    """With a checkpoint, with a part of the log behind it, and from the log alone."""
+    opened = fresh()
+    owners = [0, owner_of("shop"), owner_of("stranger")]
+
+    def send(sequence: int) -> None:
+        for owner in owners:
+            producer_id = 5 if owner else 6
+            raw = batch(b"%d" % owner, producer=(producer_id, 1), sequence=sequence)
+            (receipt,) = opened.store.append([check(raw, owner)], TOPICS, NOW)
+            assert isinstance(receipt, StoreReceipt)
+        sync(opened.store)
+
+    send(0)
+    take(opened)
+    send(1)
+    expected = sorted(opened.store.producers.snapshot().states(), key=lambda one: one.owner)
+    assert [one.owner for one in expected] == sorted(owners)
+    again = reopened(opened.disk)
+    assert again.report.batches == 3
+    opened.disk.remove("checkpoint")
+    rebuilt = reopened(opened.disk)
+    assert rebuilt.report.rebuilt
+    for store in (again.store, rebuilt.store):
+        found = store.producers.snapshot().states()
+        assert sorted(found, key=lambda one: one.owner) == expected
+        other = check(batch(b"other", producer=(5, 1), sequence=1), owners[1])
+        (refused,) = store.append([other], TOPICS, NOW)
+        assert isinstance(refused, DuplicateSequence)
+
+
+def test_owner_that_a_producer_writes_into_its_batch_is_ignored() -> None:
+    raw = bytearray(batch(b"a", producer=(5, 1)))
+    raw[40:44] = owner_of("shop").to_bytes(4, "big")
+    assert check(bytes(raw), owner_of("stranger")).header.owner == owner_of("stranger")
+    assert check(bytes(raw)).header.owner == 0
 
 
 def test_store_times_never_decrease_after_a_restart() -> None:
@@ -329,10 +368,12 @@ states = st.builds(
     st.integers(0, 2**63 - 1),
     st.dictionaries(
         st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 65_535)),
-        st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 65_535), receipts),
+        st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 65_535), receipts,
+                           st.integers(0, 2**32 - 1)),
                  min_size=1, max_size=5).map(tuple),
         max_size=4,
     ),
+    st.integers(0, 2**32 - 1),
 )  # fmt: skip
 queues = st.builds(
     QueueState,

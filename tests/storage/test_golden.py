@@ -7,17 +7,21 @@ also opened.
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 from crc32c import crc32c
 
 from batonmq._core.records import key_hash, tag_hash
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.keyindex import search_hash
+from batonmq_server.storage.core.producers import ProducerTable
 from batonmq_server.storage.core.query import MessageQueries, TimeWindow
 from batonmq_server.storage.core.recovery import decode_synced
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage import golden
 from tests.storage.batches import TOPIC_ID, Opened, bodies, open_store
+
+OLD_CHECKPOINT = Path(__file__).parent / "golden_old" / "checkpoint_1"
 
 
 def opened() -> Opened:
@@ -91,9 +95,27 @@ def test_floors_and_the_synced_position_byte_by_byte() -> None:
     assert content[8:] == crc32c(content[:8]).to_bytes(4, "big")
 
 
-def test_checkpoint_is_of_version_1() -> None:
+def test_checkpoint_is_of_version_2() -> None:
     content = golden.written()["checkpoint"]
-    assert content[:6] == b"BTNC\x00\x01"
+    assert content[:6] == b"BTNC\x00\x02"
     found = checkpoint.decode(content)
     assert found is not None
     assert found.position == opened().store.log.next_position
+
+
+def test_checkpoint_of_version_1_is_read() -> None:
+    content = OLD_CHECKPOINT.read_bytes()
+    assert content[:6] == b"BTNC\x00\x01"
+    old = checkpoint.decode(content)
+    new = checkpoint.decode(golden.written()["checkpoint"])
+    assert old is not None
+    assert new is not None
+    assert (old.position, old.queues, old.waiting) == (new.position, new.queues, new.waiting)
+    assert [one.owner for one in old.producers] == [0, 0]
+    stored = [
+        batch for one in old.producers for batches in one.queues.values() for batch in batches
+    ]
+    assert {checksum for *_, checksum in stored} == {0}
+    table = ProducerTable()
+    table.load(old.producers)
+    assert len(table) == 2

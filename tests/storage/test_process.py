@@ -66,10 +66,14 @@ class ProcessSite:
 
     def start_python(self, *arguments: str, **env: str) -> ChildProcess:
         """Start Python with these arguments and variables; a module is run in a forked process."""
+        return self.start_command(sys.executable, *arguments, **env)
+
+    def start_command(self, *command: str, **env: str) -> ChildProcess:
+        """Start a program with the variables of the site and these."""
         name = f"storage-{len(self.processes)}"
         program = Program(
             name=name,
-            command=[sys.executable, *arguments],
+            command=command,
             env=self.env | env,
             drop=("BATON_",),
             log_path=self.folder / f"{name}.log",

@@ -22,15 +22,29 @@ from batonmq_server.storage.core.producers import (
 from tests.storage.batches import batch
 
 QUEUE = (7, 0)
+VICTIM, STRANGER = 11, 12
+"""Owners: numbers of two identities."""
 
 
-def header(sequence: int, count: int = 10, *, producer_id: int = 5, epoch: int = 1) -> Header:
+def header(
+    sequence: int,
+    count: int = 10,
+    *,
+    producer_id: int = 5,
+    epoch: int = 1,
+    owner: int = 0,
+    checksum: int = 77,
+    topic: str = "TopicTest",
+) -> Header:
     return replace(
         read_header(batch(b"x")),
         producer_id=producer_id,
         producer_epoch=epoch,
         sequence=sequence,
         count=count,
+        owner=owner,
+        checksum=checksum,
+        topic=topic,
     )
 
 
@@ -200,3 +214,81 @@ def test_state_below_a_position_comes_only_from_batches_before_it() -> None:
     record(fresh, header(10, producer_id=5), receipt(3))
     record(fresh, header(0, producer_id=7), receipt(4))
     assert fresh.snapshot() == table.snapshot()
+
+
+def test_other_bytes_under_a_stored_sequence_are_an_error_and_get_no_receipt() -> None:
+    table = ProducerTable()
+    record(table, header(0, checksum=1), receipt(1))
+    with pytest.raises(DuplicateSequence, match="other content") as refused:
+        table.check(header(0, checksum=2), QUEUE)
+    assert refused.value.facts == {"sequence": "0", "content": "other"}
+    assert table.check(header(0, checksum=1), QUEUE) == replace(receipt(1), duplicate=True)
+
+
+def test_batch_of_another_identity_does_not_take_the_sequence_of_a_producer() -> None:
+    table = ProducerTable()
+    record(table, header(0, owner=VICTIM), receipt(1))
+    record(table, header(10, owner=STRANGER), receipt(2))
+    record(table, header(10, owner=VICTIM), receipt(3))
+
+
+def test_epoch_of_another_identity_fences_no_producer() -> None:
+    table = ProducerTable()
+    record(table, header(0, owner=VICTIM), receipt(1))
+    record(table, header(0, owner=STRANGER, epoch=4_000_000_000), receipt(2))
+    record(table, header(10, owner=VICTIM), receipt(3))
+
+
+def test_epoch_in_one_topic_fences_no_producer_in_another_topic() -> None:
+    table = ProducerTable()
+    record(table, header(0), receipt(1))
+    table.record(header(0, epoch=4_000_000_000), (8, 0), receipt(2))
+    record(table, header(10), receipt(3))
+
+
+def test_many_producers_of_one_topic_evict_none_of_another_topic() -> None:
+    table = ProducerTable(producers_max=20)
+    for producer_id in range(1, 6):
+        record(table, header(0, producer_id=producer_id), receipt(producer_id))
+    for producer_id in range(1, 1_000):
+        table.record(header(0, producer_id=producer_id), (8, 0), receipt())
+    assert len(table) == 20
+    for producer_id in range(1, 6):
+        assert table.check(header(0, producer_id=producer_id), QUEUE) is not None
+
+
+def test_many_producers_of_one_identity_in_many_topics_evict_none_of_another() -> None:
+    table = ProducerTable(producers_max=20)
+    for producer_id in range(1, 6):
+        record(table, header(0, producer_id=producer_id, owner=VICTIM), receipt(producer_id))
+    for number in range(1, 1_000):
+        flood = header(0, producer_id=number, owner=STRANGER)
+        table.record(flood, (number % 100, 0), receipt())
+    for producer_id in range(1, 6):
+        known = table.check(header(0, producer_id=producer_id, owner=VICTIM), QUEUE)
+        assert known is not None
+
+
+def test_members_of_a_group_share_the_ids_of_messages_that_are_sent_back() -> None:
+    """Two members send one message back: the copies differ in client and reason."""
+    table = ProducerTable()
+    first, second = (
+        header(0, 1, epoch=ONE_BATCH_EPOCH, owner=one, checksum=one, topic="%RETRY%billing")
+        for one in (11, 12)
+    )
+    record(table, first, receipt(1))
+    assert table.check(second, QUEUE) == replace(receipt(1), duplicate=True)
+
+
+def test_one_batch_of_another_identity_is_not_a_repetition_in_an_ordinary_topic() -> None:
+    table = ProducerTable()
+    record(table, header(0, epoch=ONE_BATCH_EPOCH, owner=STRANGER), receipt(1))
+    record(table, header(0, epoch=ONE_BATCH_EPOCH, owner=VICTIM), receipt(2))
+
+
+def test_producer_from_before_access_control_keeps_its_sequence() -> None:
+    table = ProducerTable()
+    record(table, header(0), receipt(1))
+    assert table.check(header(0, owner=VICTIM), QUEUE) == replace(receipt(1), duplicate=True)
+    record(table, header(10, owner=VICTIM), receipt(2))
+    assert table.check(header(10, owner=VICTIM), QUEUE) == replace(receipt(2), duplicate=True)

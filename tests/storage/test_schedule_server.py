@@ -106,6 +106,21 @@ async def test_retry_gets_the_first_receipt_even_after_delivery_and_restart() ->
         assert here.bodies() == [b"a", b"b"]
 
 
+async def test_scheduled_batch_of_another_identity_takes_no_sequence_and_fences_none() -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"a", producer=(5, 1)), NOW + 10)
+        here.identity = "stranger"
+        for epoch, sequence in ((1, 1), (9_999, 0)):
+            raw = batch(b"forged", producer=(5, epoch), sequence=sequence)
+            await here.schedule(raw, NOW + 10)
+        disk = here.disk.killed()
+    async with scene(disk, here.clock) as here:
+        receipt = await here.schedule(batch(b"b", producer=(5, 1), sequence=1), NOW + 10)
+        assert not receipt.duplicate
+        with pytest.raises(DuplicateSequence, match="other content"):
+            await here.schedule(batch(b"c", producer=(5, 1), sequence=1), NOW + 10)
+
+
 async def test_producer_errors_are_those_of_append() -> None:
     async with scene() as here:
         for sequence in range(6):

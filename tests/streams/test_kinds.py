@@ -321,34 +321,6 @@ def test_a_client_that_does_not_allow_it_tells_nothing() -> None:
     assert run_virtual(scene()) == {"storage", "offsets", "lockmgr", "nameserver"}
 
 
-def test_arrow_batches_have_the_same_events() -> None:
-    metric_arrow = pytest.importorskip("batonmq._columns.metric_arrow")
-
-    async def scene() -> list[pb.MetricBatch]:
-        arrow: dict[str, object] = {"metrics_encoding": "arrow"}
-        async with streaming(storage=arrow) as broker:
-            await broker.create_topic("t", queues=1)
-            async with broker.producer() as producer:
-                for _ in range(10):
-                    await producer.send("t", b"")
-            await asyncio.sleep(TOLD_S)
-            return await batches(broker)
-
-    found = [batch for batch in run_virtual(scene()) if batch.source.startswith("storage/")]
-    assert found and not any(batch.events for batch in found)
-    rows = [
-        row
-        for batch in found
-        for part in metric_arrow.decode_events(batch.arrow)
-        for row in part.to_pylist()
-    ]
-    appended = [row for row in rows if row["kind"] == "appended"]
-    assert sum(row["count"] for row in appended) == 10
-    assert {(row["topic"], row["broker"], row["queue_id"]) for row in appended} == {
-        ("t", "broker-0", 0)
-    }
-
-
 def test_topics_of_the_system_are_made_on_every_broker_and_are_nobodys_to_delete() -> None:
     async def scene() -> tuple[dict[str, int], BatonError]:
         settings: dict[str, dict[str, object]] = {

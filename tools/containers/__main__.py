@@ -74,8 +74,8 @@ async def _inject(
         "lasted_s": round(over_s - began_s, 1),
         "ready_after_s": round(ready_s - over_s, 1),
         "flows_after_s": round(loop.time() - over_s, 1),
-        "sent_stood_s": traffic.stood_s("sent", began_s),
-        "handled_stood_s": traffic.stood_s("handled", began_s),
+        "sent_stalled_s": traffic.stalled_s("sent", began_s),
+        "handled_stalled_s": traffic.stalled_s("handled", began_s),
     }
     print(json.dumps(result), flush=True)
     return result
@@ -144,7 +144,7 @@ async def _renew(
     """Replace every certificate and key; return the time until all pods use the new ones.
 
     Raises:
-        TimeoutError: A pod does not.
+        TimeoutError: A pod still uses its old certificate.
     """
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(secrets.make)
@@ -163,8 +163,8 @@ async def _renew(
     return {
         "pods": len(cluster.members),
         "shown_after_s": round(shown_s - began_s, 1),
-        "sent_stood_s": traffic.stood_s("sent", began_s),
-        "handled_stood_s": traffic.stood_s("handled", began_s),
+        "sent_stalled_s": traffic.stalled_s("sent", began_s),
+        "handled_stalled_s": traffic.stalled_s("handled", began_s),
     }
 
 

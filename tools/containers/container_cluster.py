@@ -86,7 +86,7 @@ class ContainerCluster:
         """Wait until a probe succeeds; return at once for a pod without this probe.
 
         Raises:
-            TimeoutError: it does not.
+            TimeoutError: The probe does not succeed.
         """
         if kind not in pod.probes:
             return
@@ -118,7 +118,7 @@ class ContainerCluster:
         """Run a job to its end.
 
         Raises:
-            DockerFailed: it did not go well.
+            DockerFailed: The exit status of the job is not 0.
         """
         process = await self.net.attached(self.jobs[job])
         out, _ = await process.communicate()

@@ -15,15 +15,15 @@ with certificates from `deploy/k8s/scripts/make-ca.sh`, and access control is on
 Kubernetes itself (scheduling, network policies, rolling updates) is not part of this test.
 
 """
-_STRIKES = """
+_FAULTS = """
 ## Faults
 
 A producer sends 200 messages a second, and three members handle them. Meanwhile one pod after the
 other is killed and restarted a second later, paused for 40 s, and disconnected from the network for
-40 s. It may have another address afterwards. *Ready* and *flows* are times from the end of the
-fault until the readiness probe succeeds, and until all waiting messages are handled. *Stood* is the
-longest time without a confirmed, or without a handled, message, from the begin of the fault; it is
-measured once a second.
+40 s. Its address may change when it is reconnected. *Ready* and *caught up* are times from the end
+of the fault: until the readiness probe succeeds, and until all waiting messages are handled.
+*Stalled* is the longest time without an acknowledged, or without a handled, message since the start
+of the fault; it is measured once a second.
 
 """
 
@@ -35,8 +35,8 @@ Meanwhile every certificate and every key of the services, of etcd, of the demo 
 is replaced, as Kubernetes replaces the files of a Secret. No process is restarted.
 
 """
-_STRANGERS = """
-## Refused clients
+_REJECTED = """
+## Rejected callers
 
 While messages flow:
 
@@ -57,16 +57,18 @@ def page(report: Mapping[str, Any]) -> str:
     text += f"{report['containers']} containers; all ready after {report['start_s']} s.\n"
     text += f"\n```\n$ baton cluster status\n{_shown(report['status'])}\n"
     text += f"$ baton access list\n{_shown(report['grants'])}\n```\n\n## The demo\n\n"
-    text += _demo(demo) + _STRIKES
-    head = ("pod", "fault", "ready, s", "flows, s", "sending stood, s", "handling stood, s")
-    keys = ("pod", "fault", "ready_after_s", "flows_after_s", "sent_stood_s", "handled_stood_s")
+    text += _demo(demo) + _FAULTS
+    head = ("pod", "fault", "ready, s", "caught up, s", "sending stalled, s", "handling stalled, s")
+    keys = ("pod", "fault", "ready_after_s", "flows_after_s", "sent_stalled_s", "handled_stalled_s")
     text += _table(head, [[str(one[key]) for key in keys] for one in report["faults"]])
-    text += _RENEWAL + _renewal(report["renewal"]) + _STRANGERS
-    told = [
-        [one["who"], f"`{one['command']}`", one["told"] if one["refused"] else "**LET IN**"]
+    text += _RENEWAL + _renewal(report["renewal"]) + _REJECTED
+    rejected = [
+        [one["caller"], f"`{one['command']}`", one["error"] if one["rejected"] else "**ACCEPTED**"]
         for one in report["rejected_callers"]
     ]
-    text += _table(("client", "tries", "error"), [[_cell(text) for text in row] for row in told])
+    text += _table(
+        ("caller", "command", "error"), [[_cell(text) for text in row] for row in rejected]
+    )
     text += "\n## Result for the messages\n\n"
     counts = (
         "sent",
@@ -80,9 +82,9 @@ def page(report: Mapping[str, Any]) -> str:
     )
     text += _table(counts, [[f"{traffic[key]:,}" for key in counts]])
     text += (
-        "\n`sent` were confirmed; `unsure` were not confirmed and may be stored. `duplicated` "
-        "counts\n"
-        "handlings beyond the first, `unflagged` those of them not marked as redelivered.\n"
+        "\n`sent` messages were acknowledged; `unsure` ones were not, and may be stored. "
+        "`duplicated` counts\n"
+        "repeated handlings; `unflagged` counts those that were not flagged as redelivered.\n"
         f"Verdict: **{_verdict(traffic['ok'])}**.\n"
     )
     return text + _INSECURE + _demo(insecure["demo"])
@@ -95,10 +97,10 @@ def _demo(demo: Mapping[str, Any]) -> str:
 
 def _renewal(found: Mapping[str, Any]) -> str:
     return (
-        f"After {found['shown_after_s']} s all {found['pods']} pods presented their new one to "
-        "new\n"
-        f"connections. Sending stood for at most {found['sent_stood_s']} s, handling for "
-        f"{found['handled_stood_s']} s.\n"
+        f"After {found['shown_after_s']} s all {found['pods']} pods presented their new "
+        "certificate to new\n"
+        f"connections. Sending stalled for at most {found['sent_stalled_s']} s, handling for "
+        f"{found['handled_stalled_s']} s.\n"
     )
 
 

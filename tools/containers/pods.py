@@ -52,8 +52,8 @@ def render(folder: Path) -> list[Resource]:
     """Return the resources of a kustomization.
 
     Raises:
-        FileNotFoundError: there is no kubectl.
-        subprocess.CalledProcessError: it refuses; `stderr` says why.
+        FileNotFoundError: There is no kubectl.
+        subprocess.CalledProcessError: kubectl failed; `stderr` has the reason.
     """
     done = subprocess.run(
         ["kubectl", "kustomize", str(folder)], check=True, capture_output=True, text=True
@@ -150,7 +150,7 @@ def _expanded(text: str, env: Mapping[str, str]) -> str:
 
 
 def _names(stateful: Resource, index: int, services: Iterable[Resource]) -> Iterator[str]:
-    """Of the governing service the pod's own, of the others that select it the service's."""
+    """Yield the pod's name in its governing service, and the names of its other services."""
     labels = stateful["spec"]["template"]["metadata"]["labels"]
     namespace = stateful["metadata"]["namespace"]
     for service in services:

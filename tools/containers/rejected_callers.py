@@ -26,37 +26,37 @@ class RejectedCaller:
         error: Part of the expected error.
     """
 
-    who: str
+    caller: str
     command: str
     error: str
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 REJECTED_CALLERS = (
-    RejectedCaller("speaks no TLS", "baton topic list", "it uses TLS", {"BATON_TLS": "0"}),
+    RejectedCaller("without TLS", "baton topic list", "it uses TLS", {"BATON_TLS": "0"}),
     RejectedCaller(
-        "has no certificate", "baton topic list", "it requires a client certificate",
+        "without a certificate", "baton topic list", "it requires a client certificate",
         {"BATON_CERT_FILE": "", "BATON_KEY_FILE": ""},
     ),
     RejectedCaller(
-        "has one of another authority", "baton topic list", "does not trust the authority",
-        credentials_of(FOREIGN_SECRET),
+        "with a certificate of another authority", "baton topic list",
+        "does not trust the authority", credentials_of(FOREIGN_SECRET),
     ),
     RejectedCaller(
-        "is the demo, with a token that nobody made", "baton topic list", "UNAUTHENTICATED",
+        "the demo, with an unknown token", "baton topic list", "UNAUTHENTICATED",
         {**credentials_of("tls-demo"), "BATON_TOKEN": "made-up"},
     ),
     RejectedCaller(
-        "has a certificate and no grant", "echo foreign | baton produce traffic",
+        "with a certificate, without a grant", "echo foreign | baton produce traffic",
         "PERMISSION_DENIED", credentials_of("tls-nobody"),
     ),
     RejectedCaller(
-        "is the demo, which is no admin of its group",
+        "the demo, not an admin of its group",
         "baton group reset-offsets drivers --to-earliest --reason x --execute", "PERMISSION_DENIED",
         credentials_of("tls-demo"),
     ),
     RejectedCaller(
-        "is the demo, which is no admin of the cluster", "baton access list",
+        "the demo, not an admin of the cluster", "baton access list",
         "PERMISSION_DENIED", credentials_of("tls-demo"),
     ),
 )  # fmt: skip
@@ -67,20 +67,22 @@ async def refuse(cluster: ContainerCluster) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for one in REJECTED_CALLERS:
         result = await cluster.ask("sh", "-c", one.command, env=one.env)
-        told = next(iter(result.error.splitlines()), "").removeprefix("error: ")
-        refused = result.status == 1 and one.error in told
-        found.append({"who": one.who, "command": one.command, "told": told, "refused": refused})
+        error = next(iter(result.error.splitlines()), "").removeprefix("error: ")
+        rejected = result.status == 1 and one.error in error
+        found.append(
+            {"caller": one.caller, "command": one.command, "error": error, "rejected": rejected}
+        )
     result = await cluster.shake_hands(
         "etcd-0.etcd:2379", f"{SECRETS_FOLDER}/tls-demo", trusting=f"{SECRETS_FOLDER}/etcd-client"
     )
-    refused = result.status != 0
-    told = result.error.splitlines()[-1] if refused else result.out
+    rejected = result.status != 0
+    error = result.error.splitlines()[-1] if rejected else result.out
     found.append(
         {
-            "who": "is the demo, and goes to etcd",
+            "caller": "the demo, calling etcd",
             "command": "TLS to etcd-0.etcd:2379",
-            "told": told,
-            "refused": refused,
+            "error": error,
+            "rejected": rejected,
         }
     )
     return found

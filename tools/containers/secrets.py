@@ -47,7 +47,7 @@ class Secrets:
             self._show(one)
 
     def file(self, secret: str, name: str) -> Path:
-        """A file of a Secret, as it is now."""
+        """Return the path of a file of a Secret."""
         return self.mounted / secret / name
 
     def _show(self, made: Path) -> None:
@@ -57,7 +57,7 @@ class Secrets:
         for path in made.iterdir():
             copy = version / path.name
             shutil.copyfile(path, copy)
-            copy.chmod(0o444)  # nobody but us and the containers gets as far as here
+            copy.chmod(0o444)  # users of containers differ; the folder above is private
             link = shown / path.name
             if not link.is_symlink():
                 link.symlink_to(Path("..data") / path.name)

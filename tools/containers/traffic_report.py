@@ -44,10 +44,10 @@ class TrafficReport:
         return self.seconds[-1] if self.seconds else TrafficCount(0, 0, 0)
 
     async def flows(self, sent_more: int, timeout_s: float) -> None:
-        """Until so many more were sent, and everything sent is handled but for a second's worth.
+        """Wait until `sent_more` more are sent, and at most `sent_more` are not handled.
 
         Raises:
-            TimeoutError: it does not come to that.
+            TimeoutError: The traffic has ended, or does not reach this in time.
         """
         goal = self.last.sent + sent_more
         async with asyncio.timeout(timeout_s):
@@ -58,8 +58,12 @@ class TrafficReport:
                     )
                 await asyncio.sleep(0.2)
 
-    def stood_s(self, what: str, since_s: float) -> float:
-        """Longest time since then in which `sent` or `handled` did not grow, to a second."""
+    def stalled_s(self, what: str, since_s: float) -> float:
+        """Return the longest time since `since_s` without growth of `what`, to a second.
+
+        Args:
+            what: `sent` or `handled`.
+        """
         worst, moved_s, before = 0.0, since_s, -1
         for second in self.seconds:
             now = getattr(second, what)

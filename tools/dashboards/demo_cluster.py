@@ -1,14 +1,13 @@
-"""A cluster while the demo runs on it, for what is looked at from outside.
+"""A cluster that runs the demo, for pictures and tests of the dashboards.
 
-The demo is that of `batonmq_server.demo`, with fewer flights: its groups, its processes that join
-and leave. It shows no metrics of clients, nothing it sends fails, and nothing is for later. So a
-program beside it has a topic and a group of its own, shows what its clients count, and one message
-in a hundred becomes a dead letter, one in fifty comes later. Without it these panels were empty:
+The demo is that of `batonmq_server.demo`, with fewer flights. It exports no metrics of clients, has
+no failed messages and schedules none. So a second program sends to a topic of its own and exports
+the metrics of its clients; one message in a hundred becomes a dead letter, and one in fifty is
+scheduled. Without it these panels would be empty:
 
-    Topic    How long sends take, told by producers
-    Group    Messages handled, How long handlers take, Messages in the client, Queues that came and
-             went, all told by consumers
-    Storage  Messages for later: how late they come
+    Topic    Send latency
+    Group    Messages handled, Handler time, Messages in the client, Queues acquired and lost
+    Storage  Lateness of scheduled messages
 """
 
 from __future__ import annotations
@@ -50,20 +49,20 @@ _OPTIONS = ClusterOptions(
         "nameserver": {"inspect_interval_ms": 1_000},
     },
 )
-"""There are copies, and certificates."""
+"""With replicas and certificates."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoCluster:
-    """The cluster, and everything that shows metrics, as Prometheus is told of it."""
+    """The cluster and the targets of Prometheus."""
 
     cluster: LocalCluster
     targets: list[Mapping[str, Any]]
     addresses: dict[str, list[str]]
-    """host:port of the pages of metrics, by who has them: services and `clients`."""
+    """host:port of the pages of metrics, by service; those of clients under `clients`."""
 
     async def demo(self, flights: list[Flight], folder: Path, pace: int) -> DemoResult:
-        """Play it once; see `batonmq_server.demo.demo_run.run_demo`."""
+        """Run the demo once; see `batonmq_server.demo.demo_run.run_demo`."""
         return await run_demo(
             self.cluster.nameserver,
             flights,
@@ -76,9 +75,9 @@ class DemoCluster:
 
 @asynccontextmanager
 async def demo_cluster(folder: Path) -> AsyncIterator[DemoCluster]:
-    """The cluster serves, and the program beside the demo works, until the block ends.
+    """Run the cluster and the second program until the block ends.
 
-    Use it in the body of a test: it belongs to the task that enters it.
+    Use it in the body of a test, not in a fixture: one task must enter and leave it.
     """
     registry = CollectorRegistry()
     page, _ = start_http_server(0, "127.0.0.1", registry)
@@ -88,17 +87,17 @@ async def demo_cluster(folder: Path) -> AsyncIterator[DemoCluster]:
             asyncio.TaskGroup() as tasks,
         ):
             shown = f"127.0.0.1:{page.server_port}"
-            told = [
+            targets = [
                 *scrape_targets(cluster),
                 {"targets": [shown], "labels": {"cluster": CLUSTER, "node_type": "clients"}},
             ]
             addresses: dict[str, list[str]] = {}
-            for target in told:
+            for target in targets:
                 addresses.setdefault(target["labels"]["node_type"], []).extend(target["targets"])
             beside = tasks.create_task(
                 _beside(cluster.nameserver, cluster.security, ClientMetrics(registry))
             )
-            yield DemoCluster(cluster, told, addresses)
+            yield DemoCluster(cluster, targets, addresses)
             beside.cancel()
     finally:
         page.shutdown()
@@ -106,7 +105,7 @@ async def demo_cluster(folder: Path) -> AsyncIterator[DemoCluster]:
 
 
 async def _beside(nameserver: str, security: Security | None, metrics: ClientMetrics) -> None:
-    """The program beside the demo."""
+    """Run the second program."""
     async with Admin(nameserver, security=security) as admin:
         await admin.create_topic(TOPIC, 4)
     settings = ConsumerSettings(consume_from="first", retries_max=0, security=security)

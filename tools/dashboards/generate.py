@@ -1,6 +1,6 @@
 """Grafana's dashboards as JSON, in deploy/grafana/.
 
-python -m tools.dashboards.generate     writes them anew
+python -m tools.dashboards.generate     writes them again
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _VALUES = {
 
 
 def files() -> dict[str, str]:
-    """Every dashboard as JSON, by the name of its file."""
+    """Return every dashboard as JSON, by the name of its file."""
     return {f"{each.uid}.json": _json(each) for each in DASHBOARDS}
 
 
-def _json(told: Dashboard) -> str:
-    built = dashboards.Dashboard(told.title).uid(told.uid).tags(["batonmq"]).refresh("10s")
+def _json(board: Dashboard) -> str:
+    built = dashboards.Dashboard(board.title).uid(board.uid).tags(["batonmq"]).refresh("10s")
     built = built.time("now-30m", "now").tooltip(DashboardCursorSync.CROSSHAIR)
     built = built.with_variable(
         dashboards.DatasourceVariable("datasource").label("Data source").type("prometheus")
     )
-    for variable in _variables(told):
+    for variable in _variables(board):
         built = built.with_variable(variable)
-    for heading, panels in told.rows.items():
+    for heading, panels in board.rows.items():
         built = built.with_row(dashboards.Row(heading))
         for panel in panels:
             built = built.with_panel(_panel(panel))
@@ -56,40 +56,40 @@ def _json(told: Dashboard) -> str:
     return json.dumps(_numbered(json.loads(text)), indent=2, sort_keys=True) + "\n"
 
 
-def _variables(told: Dashboard) -> Iterator[dashboards.QueryVariable]:
-    for name in told.variables:
+def _variables(board: Dashboard) -> Iterator[dashboards.QueryVariable]:
+    for name in board.variables:
         variable = dashboards.QueryVariable(name).label(name.capitalize()).query(_VALUES[name])
         variable = variable.datasource(_SOURCE).refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         everything = VariableOption(selected=True, text="All", value="$__all")
         yield variable.multi(True).include_all(True).all_value(".*").current(everything)
 
 
-def _panel(told: Panel) -> stat.Panel | timeseries.Panel:
+def _panel(spec: Panel) -> stat.Panel | timeseries.Panel:
     panel = (
         stat.Panel()
-        if told.single
+        if spec.single
         else timeseries.Panel().fill_opacity(8).show_points(VisibilityMode.NEVER)
     )
-    said = f"{told.meaning}\n\n" if told.meaning else ""
-    panel = panel.title(told.title).description(f"{said}At a terminal: `{told.command}`")
-    panel = panel.datasource(_SOURCE).unit(told.unit).min(0)
-    panel = panel.span(_PANEL_WIDTH).height(_PANEL_HEIGHT // 2 if told.single else _PANEL_HEIGHT)
-    for number, (legend, query) in enumerate(told.queries.items()):
+    meaning = f"{spec.meaning}\n\n" if spec.meaning else ""
+    panel = panel.title(spec.title).description(f"{meaning}At a terminal: `{spec.command}`")
+    panel = panel.datasource(_SOURCE).unit(spec.unit).min(0)
+    panel = panel.span(_PANEL_WIDTH).height(_PANEL_HEIGHT // 2 if spec.single else _PANEL_HEIGHT)
+    for number, (legend, query) in enumerate(spec.queries.items()):
         target = prometheus.Dataquery().expr(query).legend_format(legend)
         panel = panel.with_target(target.ref_id(chr(ord("A") + number)).datasource(_SOURCE))
     return panel
 
 
-def _numbered(told: dict[str, object]) -> dict[str, object]:
-    """Every panel with an id, as Grafana wants it, and without what is not set."""
-    panels = told["panels"]
+def _numbered(built: dict[str, object]) -> dict[str, object]:
+    """Give every panel the id that Grafana requires; remove unset fields."""
+    panels = built["panels"]
     assert isinstance(panels, list)
     for number, panel in enumerate(panels, 1):
         panel["id"] = number
         panel.pop("repeatDirection", None)
         if panel.get("options") is None:
             panel.pop("options", None)
-    return told
+    return built
 
 
 if __name__ == "__main__":

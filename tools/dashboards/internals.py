@@ -1,4 +1,4 @@
-"""The dashboards of what goes on inside: hand-overs, storage and its copies, Spark."""
+"""The dashboards of internals: hand-overs, storage and replication, Spark."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LOCKS = Dashboard(
     {
         "Hand-overs": (
             Panel(
-                "How long a hand-over takes, by phase",
+                "Hand-over time, by phase",
                 "baton top",
                 percentiles("baton_lockmgr_handover_seconds", "phase"),
                 "s",
-                "Fence at offsets, write to etcd, and all of it.",
+                "Phases: the fence at offsets, the write to etcd, the whole hand-over.",
             ),
             Panel(
                 "Queues granted, by kind",
@@ -40,43 +40,43 @@ LOCKS = Dashboard(
                 "cps",
             ),
             Panel(
-                "Messages that come again, by cause",
+                "Redelivered messages, by cause",
                 "baton message trace ID",
                 {
                     "{{cause}}": "sum by (cause) "
                     f"(increase(baton_offsets_duplicates_total{{{IN_CLUSTER}}}[1h]))"
                 },
-                meaning="In an hour. CLOSED_OR_DRAINED, a hand-over in good order, stays at 0.",
+                meaning="In an hour. CLOSED_OR_DRAINED, a graceful hand-over, stays at 0.",
             ),
         ),
-        "Against their will": (
+        "Forced changes": (
             Panel(
-                "Calls under tokens that are not in force",
+                "Calls with an invalid token",
                 "baton lock show GROUP TOPIC BROKER QUEUE",
                 {"{{op}} {{why}}": or_zero(rate("baton_offsets_fenced_total", "op, why"))},
                 "cps",
             ),
             Panel(
-                "Queues taken",
+                "Queues taken from their owner",
                 "baton lock list",
                 {
-                    "lease ran out": rate("baton_lockmgr_steals_total", "cluster"),
+                    "lease expired": rate("baton_lockmgr_steals_total", "cluster"),
                     "by an operator": rate("baton_lockmgr_forced_total", "cluster"),
                     "for a new subscription": rate("baton_lockmgr_cleared_total", "cluster"),
                 },
                 "cps",
             ),
             Panel(
-                "Members that went without a word",
+                "Members removed without a Leave",
                 "baton group members GROUP",
                 {
-                    "connection broke": rate("baton_nameserver_broken_sessions_total", "cluster"),
-                    "all": rate("baton_nameserver_expiries_total", "cluster"),
+                    "session broken": rate("baton_nameserver_broken_sessions_total", "cluster"),
+                    "lease expired": rate("baton_nameserver_expiries_total", "cluster"),
                 },
                 "cps",
             ),
             Panel(
-                "Heartbeats refused, by reason",
+                "Rejected heartbeats, by reason",
                 "baton group describe GROUP",
                 {"{{reason}}": or_zero(rate("baton_nameserver_rejections_total", "reason"))},
                 "cps",
@@ -119,7 +119,7 @@ STORAGE = Dashboard(
     {
         "Log": (
             Panel(
-                "How long a sync of the log takes",
+                "Sync time of the log",
                 BROKERS,
                 percentiles("baton_storage_fsync_seconds", "node_id"),
                 "s",
@@ -131,18 +131,18 @@ STORAGE = Dashboard(
                 "cps",
             ),
             Panel(
-                "Batches refused, by reason",
+                "Rejected batches, by reason",
                 BROKERS,
                 {"{{reason}}": or_zero(rate("baton_storage_refused_batches_total", "reason"))},
                 "cps",
             ),
             Panel(
-                "Pulls that wait for a message",
+                "Waiting long polls",
                 BROKERS,
-                {"{{node_id}}": f"baton_storage_parked_pulls{{{IN_CLUSTER}}}"},
+                {"{{node_id}}": f"baton_storage_waiting_pulls{{{IN_CLUSTER}}}"},
             ),
             Panel(
-                "Messages for later: how late they come",
+                "Lateness of scheduled messages",
                 BROKERS,
                 {
                     "p99": "histogram_quantile(0.99, sum by (le) "
@@ -151,7 +151,7 @@ STORAGE = Dashboard(
                 "s",
             ),
             Panel(
-                "Damage found",
+                "Damaged batches found",
                 "baton fsck DIR",
                 {"{{node_id}}": f"baton_storage_damaged_batches_total{{{IN_CLUSTER}}}"},
             ),
@@ -164,11 +164,11 @@ STORAGE = Dashboard(
                 "percentunit",
             ),
             Panel(
-                "Time until it is full",
+                "Time until the disk is full",
                 BROKERS,
                 {"{{node_id}}": f"baton_storage_disk_seconds_until_full{{{IN_CLUSTER}}}"},
                 "s",
-                "Infinite if that is not in sight.",
+                "Infinite while the use of the disk does not grow.",
             ),
             Panel(
                 "Segments that retention removed, in an hour",
@@ -179,9 +179,9 @@ STORAGE = Dashboard(
                 },
             ),
         ),
-        "Copies": (
+        "Replicas": (
             Panel(
-                "Members in sync, of those there should be",
+                "Share of replicas in sync",
                 REPLICATION,
                 {
                     "storage {{node_id}}": f"(baton_storage_in_sync_replicas{{{IN_CLUSTER}}} > 0) "
@@ -192,30 +192,30 @@ STORAGE = Dashboard(
                 "percentunit",
             ),
             Panel(
-                "How far a follower is behind",
+                "Follower lag of storage, in bytes",
                 REPLICATION,
                 {"{{replica}}": f"baton_storage_replica_lag_bytes{{{IN_CLUSTER}}}"},
                 "bytes",
             ),
             Panel(
-                "For how long a follower has been behind",
+                "Follower lag of storage, in time",
                 REPLICATION,
                 {"{{replica}}": f"baton_storage_replica_lag_seconds{{{IN_CLUSTER}}}"},
                 "s",
             ),
             Panel(
-                "How many changes a follower of offsets lacks",
+                "Follower lag of offsets, in changes",
                 REPLICATION,
                 {"{{replica}}": f"baton_offsets_replica_lag_changes{{{IN_CLUSTER}}}"},
             ),
             Panel(
-                "Who leads",
+                "Leaders of storage",
                 REPLICATION,
                 {"storage {{node_id}}": f"baton_storage_leader{{{IN_CLUSTER}}}"},
-                meaning="Of sets with several nodes.",
+                meaning="Only replica sets with several nodes.",
             ),
             Panel(
-                "Followers that can't follow",
+                "Followers with an error",
                 REPLICATION,
                 {
                     "storage": f"sum(baton_storage_replica_stuck{{{IN_CLUSTER}}})",
@@ -225,7 +225,7 @@ STORAGE = Dashboard(
         ),
         "Progress": (
             Panel(
-                "How long a durable write of offsets takes",
+                "Time of a durable write of offsets",
                 "baton group describe GROUP",
                 percentiles("baton_offsets_durable_write_seconds", "node_id"),
                 "s",
@@ -237,7 +237,7 @@ STORAGE = Dashboard(
                 "cps",
             ),
             Panel(
-                "Deliveries that could not be recorded, by reason",
+                "Unrecorded deliveries, by reason",
                 WHY,
                 {
                     "{{reason}}": or_zero(
@@ -247,7 +247,7 @@ STORAGE = Dashboard(
                 "cps",
             ),
             Panel(
-                "Acks out of order: part of the window that is used",
+                "Ack window in use",
                 WHY,
                 {"{{node_id}}": f"baton_offsets_ack_window_used_ratio{{{IN_CLUSTER}}}"},
                 "percentunit",
@@ -268,39 +268,39 @@ SPARK = Dashboard(
     "baton-spark",
     "BatonMQ: Spark",
     {
-        "Do they run?": (
+        "State": (
             Panel(
-                "Queries that run",
+                "Running queries",
                 _READ,
                 {"{{query}}": f"max by (query) (baton_spark_running{{{IN_CLUSTER}}})"},
                 single=True,
             ),
             Panel(
-                "Since the last micro-batch",
+                "Time since the last micro-batch",
                 _READ,
                 {"{{query}}": f"time() - baton_spark_progress_time_seconds{{{IN_CLUSTER}}}"},
                 "s",
             ),
             Panel(
-                "Alerts that fire, by rule",
+                "Firing alerts, by rule",
                 "baton consume BATON_SYS_ALERTS --group GROUP",
                 {"{{rule}}": or_zero(f"sum by (rule) (baton_alert{{{IN_CLUSTER}}})")},
             ),
         ),
-        "Do they keep up?": (
+        "Throughput": (
             _of_query(
                 "backlog",
-                title="What is there and not read yet",
-                meaning="Messages of a topic, commits of a table.",
+                title="Backlog",
+                meaning="Unread messages of a topic, or unread commits of a table.",
             ),
-            _of_query("batch_duration_seconds", "s", "How long a micro-batch takes"),
-            _of_query("input_rows_per_second", "cps", "Rows that come"),
-            _of_query("processed_rows_per_second", "cps", "Rows that are worked on"),
+            _of_query("batch_duration_seconds", "s", "Duration of a micro-batch"),
+            _of_query("input_rows_per_second", "cps", "Input rows"),
+            _of_query("processed_rows_per_second", "cps", "Processed rows"),
         ),
-        "What they remember": (
-            _of_query("state_rows", title="Rows that are remembered"),
-            _of_query("state_bytes", "bytes", "Memory for them"),
-            _of_query("late_rows", title="Rows that came too late"),
+        "State store": (
+            _of_query("state_rows", title="Rows in the state"),
+            _of_query("state_bytes", "bytes", "Memory of the state"),
+            _of_query("late_rows", title="Rows dropped as too late"),
         ),
     },
     ("cluster",),

@@ -1,4 +1,4 @@
-"""The dashboards of what users see: the cluster, its topics, its groups."""
+"""The dashboards for users: the cluster, its topics, its groups."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ CLUSTER = Dashboard(
     "baton-cluster",
     "BatonMQ: Cluster",
     {
-        "Is it well?": (
+        "Overview": (
             Panel(
-                "Processes that answer",
+                "Processes up",
                 STATUS,
                 {"{{node_type}}": f'sum by (node_type) (up{{{IN_CLUSTER}, node_type!=""}})'},
                 single=True,
             ),
             Panel(
-                "Sets without a leader",
+                "Replica sets without a leader",
                 REPLICATION,
                 {
                     "sets": "sum(max by (cluster, kind, replica_set) "
@@ -49,7 +49,7 @@ CLUSTER = Dashboard(
                 single=True,
             ),
             Panel(
-                "Groups with queues that are stuck",
+                "Groups with stuck queues",
                 WHY,
                 {"groups": or_zero(f"count(count by (group) (baton_queue_stuck{{{IN_CLUSTER}}}))")},
                 single=True,
@@ -88,7 +88,7 @@ CLUSTER = Dashboard(
                 "Bps",
             ),
             Panel(
-                "How long producers wait for a receipt",
+                "Append latency",
                 "baton bench produce",
                 percentiles(
                     "baton_rpc_seconds",
@@ -97,7 +97,7 @@ CLUSTER = Dashboard(
                 "s",
             ),
             Panel(
-                "Calls that were refused or failed, by reason",
+                "Rejected and failed calls, by reason",
                 STATUS,
                 {
                     "{{reason}}": or_zero(
@@ -105,7 +105,7 @@ CLUSTER = Dashboard(
                     )
                 },
                 "cps",
-                "Some are part of the work, such as HELD: a queue that somebody else has.",
+                "Some are normal, such as HELD: another member owns the queue.",
             ),
         ),
         "Consumers": (
@@ -117,7 +117,7 @@ CLUSTER = Dashboard(
                 "Age of the oldest message that is not handled, read from the log.",
             ),
             Panel(
-                "Queues that are stuck, by reason",
+                "Stuck queues, by reason",
                 WHY,
                 {"{{reason}}": or_zero(f"sum by (reason) (baton_queue_stuck{{{IN_CLUSTER}}})")},
             ),
@@ -127,14 +127,14 @@ CLUSTER = Dashboard(
                 {"{{group}}": f"max by (group) (baton_group_members{{{IN_CLUSTER}}})"},
             ),
             Panel(
-                "Messages that come again, by cause",
+                "Redelivered messages, by cause",
                 "baton top",
                 {"{{cause}}": rate("baton_offsets_duplicates_total", "cause")},
                 "cps",
-                "CLOSED_OR_DRAINED, a hand-over in good order, stays at 0.",
+                "CLOSED_OR_DRAINED, a graceful hand-over, stays at 0.",
             ),
         ),
-        "What runs out": (
+        "Limits": (
             Panel(
                 "Disk in use",
                 BROKERS,
@@ -142,21 +142,21 @@ CLUSTER = Dashboard(
                 "percentunit",
             ),
             Panel(
-                "Acks out of order: part of the window that is used",
+                "Ack window in use",
                 WHY,
                 {"used": f"max(baton_offsets_ack_window_used_ratio{{{IN_CLUSTER}}})"},
                 "percentunit",
-                "At 100 % the queue that has most gets no more deliveries.",
+                "Of the fullest queue. At 100 % its deliveries pause.",
             ),
             Panel(
-                "Until certificates end",
+                "Time until certificates expire",
                 "baton debug bundle",
                 {
                     "{{certificate}}": "min by (certificate) "
                     f"(baton_tls_certificate_expiry_timestamp_seconds{{{IN_CLUSTER}}}) - time()"
                 },
                 "s",
-                "Of each kind the one that ends first. Nothing where there is no TLS.",
+                "Of each kind, the certificate that expires first. Empty without TLS.",
             ),
         ),
     },
@@ -181,7 +181,7 @@ TOPIC = Dashboard(
                 "Bps",
             ),
             Panel(
-                "Bytes of a message, on average",
+                "Average message size",
                 "baton topic stats TOPIC",
                 {
                     "{{topic}}": f"{rate('rocketmq_throughput_in_total', 'topic', OF_TOPIC)} / "
@@ -190,14 +190,14 @@ TOPIC = Dashboard(
                 "bytes",
             ),
             Panel(
-                "How long sends take, told by producers",
+                "Send latency, reported by producers",
                 "baton bench produce",
                 percentiles("baton_producer_send_seconds", "topic", OF_TOPIC),
                 "s",
-                "From programs that show the metrics of their clients.",
+                "From programs that export the metrics of their clients.",
             ),
             Panel(
-                "Sends that failed, told by producers",
+                "Failed sends, reported by producers",
                 "baton topic describe TOPIC",
                 {
                     "{{reason}}": or_zero(
@@ -229,7 +229,7 @@ TOPIC = Dashboard(
                 "Bps",
             ),
             Panel(
-                "Messages that wait, by group",
+                "Lag in messages, by group",
                 "baton group lag GROUP",
                 {"{{group}} {{topic}}": f"baton_group_lag_messages{{{BOTH}}}"},
             ),
@@ -258,7 +258,7 @@ GROUP = Dashboard(
     "baton-group",
     "BatonMQ: Group",
     {
-        "Where it stands": (
+        "State": (
             Panel(
                 "Members",
                 "baton group members GROUP",
@@ -272,7 +272,7 @@ GROUP = Dashboard(
                 "s",
             ),
             Panel(
-                "Messages that wait",
+                "Messages ready and in flight",
                 "baton group lag GROUP",
                 {
                     "{{consumer_group}} {{topic}}: ready": READY,
@@ -280,12 +280,12 @@ GROUP = Dashboard(
                 },
             ),
             Panel(
-                "Queues that are stuck, by reason",
+                "Stuck queues, by reason",
                 WHY,
                 {"{{reason}}": or_zero(f"sum by (reason) (baton_queue_stuck{{{BOTH}}})")},
             ),
         ),
-        "What it does": (
+        "Activity": (
             Panel(
                 "Messages delivered",
                 "baton top",
@@ -297,7 +297,7 @@ GROUP = Dashboard(
                 "cps",
             ),
             Panel(
-                "Messages handled, told by consumers",
+                "Messages handled, reported by consumers",
                 "baton top",
                 {
                     "{{group}} {{topic}}": rate(
@@ -305,16 +305,16 @@ GROUP = Dashboard(
                     )
                 },
                 "cps",
-                "From programs that show the metrics of their clients.",
+                "From programs that export the metrics of their clients.",
             ),
             Panel(
-                "How long handlers take, told by consumers",
+                "Handler time, reported by consumers",
                 "baton top",
                 percentiles("baton_consumer_handler_seconds", "group", BOTH),
                 "s",
             ),
             Panel(
-                "Messages not taken, by reason, told by consumers",
+                "Failed messages, by reason, reported by consumers",
                 "baton message trace ID",
                 {
                     "{{reason}}": or_zero(
@@ -327,14 +327,14 @@ GROUP = Dashboard(
                 "Messages in the client",
                 "baton group describe GROUP",
                 {
-                    "{{group}}: in hand": _of_clients("in_hand"),
+                    "{{group}}: in handlers": _of_clients("handling"),
                     "{{group}}: buffered": _of_clients("buffered"),
                 },
             ),
         ),
-        "What went wrong": (
+        "Problems": (
             Panel(
-                "Dead letters in an hour",
+                "Dead letters, in an hour",
                 "baton dlq show GROUP",
                 {
                     "{{consumer_group}}": or_zero(
@@ -344,16 +344,16 @@ GROUP = Dashboard(
                 },
             ),
             Panel(
-                "Progress that went back in an hour",
+                "Queues whose progress went back, in an hour",
                 "baton group resets GROUP",
                 {
                     "{{group}} {{cause}}": "sum by (group, cause) "
                     f"(increase(baton_group_offset_rewinds_total{{{BOTH}}}[1h]))"
                 },
-                meaning="Queues; unasked stays at 0.",
+                meaning="The cause unasked, without an operator, stays at 0.",
             ),
             Panel(
-                "Messages lost to retention in an hour",
+                "Messages lost to retention, in an hour",
                 "baton group lag GROUP",
                 {
                     "{{group}} {{topic}}": or_zero(
@@ -362,7 +362,7 @@ GROUP = Dashboard(
                 },
             ),
             Panel(
-                "Queues that came and went, told by consumers",
+                "Queues acquired and lost, reported by consumers",
                 "baton lock list --group GROUP",
                 {"{{kind}}": rate("baton_consumer_queue_changes_total", "kind", OF_GROUP)},
                 "cps",

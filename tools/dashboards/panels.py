@@ -1,4 +1,4 @@
-"""What the dashboards show: each panel with its queries, and the command that tells the same."""
+"""Panels and dashboards: queries, and the command that prints the same at a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 RATE = "$__rate_interval"
-"""Grafana puts a span there in which there are some scrapes."""
+"""Grafana replaces it with a span that has several scrapes."""
 IN_CLUSTER = 'cluster=~"$cluster"'
 OF_TOPIC = f'{IN_CLUSTER}, topic=~"$topic"'
 OF_GROUP = f'{IN_CLUSTER}, group=~"$group"'
@@ -19,9 +19,10 @@ class Panel:
     """One panel.
 
     Attributes:
-        command: Shows the same at a terminal.
-        queries: By legend, in which `{{label}}` stands for a label.
-        unit: As Grafana calls it.
+        command: Command that prints the same at a terminal.
+        queries: Queries by legend; `{{label}}` in a legend is the value of a label.
+        unit: Unit by its name in Grafana.
+        meaning: Description, where the title does not suffice.
         single: Whether the last value is shown as a number.
     """
 
@@ -49,12 +50,12 @@ class Dashboard:
 
 
 def rate(series: str, by: str, where: str = IN_CLUSTER) -> str:
-    """How fast a counter grows, in a second."""
+    """Return the query for the growth of a counter per second."""
     return f"sum by ({by}) (rate({series}{{{where}}}[{RATE}]))"
 
 
 def percentiles(series: str, by: str = "", where: str = IN_CLUSTER) -> dict[str, str]:
-    """Median and 99th percentile of a histogram, by legend."""
+    """Return the queries for median and 99th percentile of a histogram, by legend."""
     labels = ", ".join(("le", by) if by else ("le",))
     legend = f"{{{{{by}}}}} " if by else ""
     rates = f"sum by ({labels}) (rate({series}_bucket{{{where}}}[{RATE}]))"
@@ -62,12 +63,12 @@ def percentiles(series: str, by: str = "", where: str = IN_CLUSTER) -> dict[str,
 
 
 def or_zero(query: str) -> str:
-    """Where no series is good news."""
+    """Return the query with a 0 if it has no series, which then means that nothing is wrong."""
     return f"{query} or on() vector(0)"
 
 
 def in_an_hour(series: str, by: str, where: str = IN_CLUSTER) -> str:
-    """Increase of a counter."""
+    """Return the query for the increase of a counter within an hour."""
     return f"sum by ({by}) (increase({series}{{{where}}}[1h]))"
 
 

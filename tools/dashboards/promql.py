@@ -1,4 +1,4 @@
-"""Reads rules and queries: the series and labels they ask for, and those that there are."""
+"""Reads rules and queries: the series and labels they use, and those that exist."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SUFFIXES = ("_bucket", "_sum", "_count")
 
 
 def rules(path: Path) -> list[dict[str, Any]]:
-    """The rules of a file, if it has any."""
+    """Return the rules of a file."""
     groups = yaml.safe_load(path.read_text()).get("groups", ())
     return [rule for group in groups for rule in group["rules"]]
 
 
 def filled_in(query: str) -> str:
-    """A query of a dashboard as Grafana asks it: everything is chosen."""
+    """Return a query of a dashboard as Grafana sends it with all variables set to "All"."""
     for variable, value in (
         ("$__rate_interval", "1m"),
         ("$cluster", "baton"),
@@ -37,7 +37,7 @@ def filled_in(query: str) -> str:
 
 
 def selectors(expression: str) -> list[promql.VectorSelector]:
-    """Every series that the expression asks for."""
+    """Return every selector of series in the expression."""
     found: list[promql.VectorSelector] = []
 
     def visit(node: promql.Expr) -> bool:
@@ -50,13 +50,13 @@ def selectors(expression: str) -> list[promql.VectorSelector]:
 
 
 def matchers(selector: promql.VectorSelector) -> Iterator[tuple[str, list[str]]]:
-    """Label names of a selector, with the values it asks for."""
+    """Yield the label names of a selector with the values it matches."""
     for matcher in selector.matchers.matchers:
         yield matcher.name, matcher.value.split("|")
 
 
 def result_labels(node: promql.Expr) -> set[str]:
-    """Labels of what an expression yields."""
+    """Return the labels of the result of an expression."""
     while isinstance(node, promql.ParenExpr | promql.MatrixSelector):
         node = node.expr if isinstance(node, promql.ParenExpr) else node.vector_selector
     match node:
@@ -97,9 +97,9 @@ KUBE_STATE = {
     "kube_deployment_spec_replicas": {"namespace", "deployment"},
     "kube_deployment_status_replicas_ready": {"namespace", "deployment"},
 }
-"""What kube-state-metrics shows, by its documentation: all of it is stable."""
+"""Series of kube-state-metrics; its documentation calls all of them stable."""
 METRICS: dict[str, set[str]] = {"up": TARGET, **KUBE_STATE, **dict(_registered())}
-"""Label names by series: what services register, and what rules record from that."""
+"""Label names by series: those that services register and those that rules record."""
 for _path in sorted(FOLDER.glob("*.yaml")):
     for _rule in rules(_path):
         if "record" in _rule:

@@ -36,14 +36,14 @@ from tools.docs.pages import ROOT
 FOLDER = ROOT / "docs" / "images"
 SPAN_S, STEP_S = 120, 5
 FLIGHTS, PACE = 60_000, 330
-"""The demo then takes some two minutes."""
+"""With these the demo takes about two minutes."""
 _COLUMNS = 3
 _UNITS = {"short": "", "cps": "/s", "Bps": "bytes/s", "percentunit": "of 1"}
 Series = tuple[str, list[float], list[float]]
 
 
 def main() -> None:
-    """Play the demo, and draw what it looked like."""
+    """Run the demo and draw its dashboards."""
     mpl.use("Agg")
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_render(Path(folder)))
@@ -86,23 +86,23 @@ def _draw_panel(axis: Axes, panel: Panel, found: list[Series]) -> None:
 
 
 def _series(panel: Panel, address: str) -> Iterator[Series]:
-    """Each with its legend, times before now and values."""
+    """Yield the legend, the times relative to now, and the values of each series."""
     end_s = Clock().unix_ms() / 1000
     for legend, query in panel.queries.items():
-        asked = {
+        parameters = {
             "query": filled_in(query).replace("[1m]", "[30s]"),
             "start": f"{end_s - SPAN_S:.3f}",
             "end": f"{end_s:.3f}",
             "step": str(STEP_S),
         }
-        url = f"http://{address}/api/v1/query_range?{urllib.parse.urlencode(asked)}"
+        url = f"http://{address}/api/v1/query_range?{urllib.parse.urlencode(parameters)}"
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(url, timeout=30) as answer:
             found: list[dict[str, Any]] = json.loads(answer.read())["data"]["result"]
         for one in found:
-            told = _filled(legend, one["metric"])
+            label = _filled(legend, one["metric"])
             times = [float(time) - end_s for time, _ in one["values"]]
-            yield told, times, [float(value) for _, value in one["values"]]
+            yield label, times, [float(value) for _, value in one["values"]]
 
 
 def _filled(legend: str, labels: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
-"""The list of kinds and fields in docs/reference/metrics-streams.md, which the contract decides.
+"""The list of event kinds in docs/reference/metrics-streams.md, generated from the proto.
 
-python -m tools.docs.event_kinds     writes it anew
+python -m tools.docs.event_kinds     writes it again
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELD = re.compile(r"(?:repeated )?(?:[\w.]+ )?(\w+) = \d+;")
 
 
 def kinds() -> dict[str, Descriptor]:
-    """Message of each kind, by the name of its field."""
+    """Return the message of each kind, by the name of its field."""
     found: dict[str, Descriptor] = {}
     for field in pb.MetricEvent.DESCRIPTOR.oneofs_by_name["kind"].fields:
         assert field.message_type is not None
@@ -36,7 +36,7 @@ def kinds() -> dict[str, Descriptor]:
 
 
 def comments(proto: str) -> dict[str, str]:
-    """Comment of each message, `Latency`, and of each field and value, `Latency.us`."""
+    """Return the comments of messages (`Latency`) and of fields and values (`Latency.us`)."""
     found: dict[str, str] = {}
     path: list[str] = []
     said: list[str] = []
@@ -60,13 +60,13 @@ def comments(proto: str) -> dict[str, str]:
 
 
 def written() -> str:
-    """The list as Markdown."""
+    """Return the list as Markdown."""
     said = comments(PROTO.read_text())
     return "\n".join(_lines(kinds(), said)) + "\n"
 
 
 def rewritten(page: str) -> str:
-    """`page` with the list in place of its own."""
+    """Return `page` with the generated list."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + written() + END + after

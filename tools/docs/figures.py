@@ -1,8 +1,8 @@
-"""Measures the figures that README and docs quote, on this machine, and prints them.
+"""Measures the figures that README and docs quote, and prints them.
 
     python -m tools.docs.figures [codec] [compression] [disk] [send] [groups] [faults] [owners]
 
-Not a test: nothing here has a bound. Without a name all are measured, in about five minutes.
+Not a test: no figure has a bound. Without a name all are measured, in about five minutes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FROM_FIRST = ConsumerSettings(consume_from="first")
 
 
 async def codec() -> None:
-    """Time per message to encode, check and decode a batch of 1,000 messages of 100 bytes."""
+    """Measure the time per message to encode, check and decode a batch of 1,000 messages."""
     messages = [Message(BODY, "AA", (f"key-{number}",)) for number in range(1_000)]
 
     def encode() -> bytes:
@@ -80,7 +80,7 @@ async def codec() -> None:
 
 
 async def compression() -> None:
-    """What compression saves and costs, for 1,000 orders as JSON, against a batch without it."""
+    """Measure size and time of compressed batches of JSON orders against uncompressed ones."""
     random = Random(1)
     messages = [Message(_order(random, number)) for number in range(1_000)]
     plain = _packed(Compression.NONE, messages)
@@ -129,7 +129,7 @@ def _packed(compression: Compression, messages: Sequence[Message]) -> bytes:
 
 
 async def disk() -> None:
-    """Time of one synced write of offsets, by the number of queues in it."""
+    """Measure the time of one synced write of offsets, by the number of queues in it."""
 
     def entry(number: int) -> Entry:
         progress = Progress(
@@ -153,7 +153,7 @@ async def disk() -> None:
 
 
 async def send(cluster: LocalCluster) -> None:
-    """Rates and times of sending, and what a restart of storage reads."""
+    """Measure rates and times of sends, and how much a restarted storage node reads."""
     async with Admin(cluster.nameserver) as admin:
         for queues in (1, 8):
             await admin.create_topic(f"{TOPIC}-{queues}", queues)
@@ -181,7 +181,7 @@ async def send(cluster: LocalCluster) -> None:
 
 
 async def groups(cluster: LocalCluster) -> None:
-    """Joining a group, and how soon a dead process is no longer listed."""
+    """Measure joins of a group, and the time until a killed process is no longer listed."""
     async with Admin(cluster.nameserver) as admin, connect(cluster.nameserver) as channel:
         await admin.create_topic(TOPIC, 8)
         stub = pb_grpc.NameserverServiceStub(channel)
@@ -227,7 +227,7 @@ async def groups(cluster: LocalCluster) -> None:
 async def _pushes(
     stub: pb_grpc.NameserverServiceAsyncStub, join: Callable[[int], Awaitable[object]]
 ) -> None:
-    """Time from a heartbeat to the push of the change to another member."""
+    """Measure the time from a heartbeat to the push of the change to another member."""
     await join(0)
     spent_ms = []
     watch = stub.WatchGroup(pb.WatchGroupRequest(group="pushed"))
@@ -247,7 +247,7 @@ async def _done(call: Awaitable[object]) -> None:
 
 
 async def faults(cluster: LocalCluster) -> None:
-    """How long a steady producer and a steady consumer stand still when a process goes away."""
+    """Measure the longest gaps of a producer and a consumer when a process is killed or paused."""
     async with Admin(cluster.nameserver) as admin:
         await admin.create_topic(TOPIC, 4)
     flow = Flow(cluster.nameserver)
@@ -279,7 +279,7 @@ async def faults(cluster: LocalCluster) -> None:
 
 
 class Flow:
-    """Numbered messages, one every few milliseconds, and when they were sent and handled."""
+    """Numbered messages, one every few milliseconds, and the times of their sends and handlings."""
 
     def __init__(self, nameserver: str) -> None:
         self._nameserver = nameserver
@@ -305,26 +305,26 @@ class Flow:
             self._handled_at.append(perf_counter())
 
     def tell(self, what: str, since: float) -> None:
-        """Print the longest pauses since then."""
-        tell(f"{what}: producer stands still", longest_s(self._sent_at, since), "s")
-        tell(f"{what}: consumer stands still", longest_s(self._handled_at, since), "s")
+        """Print the longest gaps since `since`."""
+        tell(f"{what}: producer, longest gap", longest_s(self._sent_at, since), "s")
+        tell(f"{what}: consumer, longest gap", longest_s(self._handled_at, since), "s")
 
 
 async def owners(cluster: LocalCluster) -> None:
-    """How long a queue is without an owner: hand-overs, a killed leader, a killed consumer."""
+    """Measure for how long a queue has no owner: hand-overs, a killed leader, a killed consumer."""
     async with Admin(cluster.nameserver) as admin:
         await admin.create_topic(TOPIC, 8)
-    let_go: dict[object, int] = {}
+    released: dict[object, int] = {}
     took: list[int] = []
     granted_at: list[float] = []
 
     def seen(event: OwnershipEvent) -> None:
         if event.kind == "draining":
-            let_go[event.queue] = event.monotonic_ms
+            released[event.queue] = event.monotonic_ms
         elif event.kind == "granted":
             granted_at.append(perf_counter())
-            if event.queue in let_go:
-                took.append(event.monotonic_ms - let_go.pop(event.queue))
+            if event.queue in released:
+                took.append(event.monotonic_ms - released.pop(event.queue))
 
     async def member(name: str, seconds: float) -> None:
         async with (
@@ -369,7 +369,7 @@ async def _kill_a_consumer(
     victim = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
-        *("--group", "heirs", "--from", "first", "--follow"),
+        *("--group", "successors", "--from", "first", "--follow"),
         stdout=asyncio.subprocess.DEVNULL,
     )
     await asyncio.sleep(4)
@@ -379,7 +379,7 @@ async def _kill_a_consumer(
     begin = perf_counter()
     repeated = 0
     async with Consumer(
-        nameserver, "heirs", {TOPIC: "*"}, FROM_FIRST, on_ownership=seen
+        nameserver, "successors", {TOPIC: "*"}, FROM_FIRST, on_ownership=seen
     ) as consumer:
         async for message in consumer:
             repeated += message.redelivered
@@ -401,19 +401,19 @@ def tell(what: str, value: float, unit: str) -> None:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes."""
+    """Return the duration of `work` in seconds."""
     begin = perf_counter()
     work()
     return perf_counter() - begin
 
 
 def best_s(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of twenty runs."""
+    """Return the duration of the fastest of twenty runs, in seconds."""
     return min(timed(work) for _ in range(20))
 
 
 def longest_s(times: Sequence[float], since: float) -> float:
-    """The longest time without an event after `since`."""
+    """Return the longest time without an event after `since`."""
     after = [since, *(at for at in times if at > since)]
     return max((b - a for a, b in itertools.pairwise(after)), default=0.0)
 
@@ -429,7 +429,7 @@ IN_CLUSTER = {"send": send, "groups": groups, "faults": faults, "owners": owners
 
 
 async def main(names: Sequence[str]) -> None:
-    """Measure what is named, or all."""
+    """Measure the named figures, or all."""
     for name in names or (*ALONE, *IN_CLUSTER):
         if name in ALONE:
             await ALONE[name]()

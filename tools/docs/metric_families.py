@@ -1,7 +1,7 @@
-"""The metrics that each process registers, as the code has them.
+"""The metrics that each process registers, read from the code.
 
-They are made as the processes make them: a metric with labels shows nothing before its first use,
-so what is registered is asked, not what is shown.
+The program creates the metrics as the processes do and records what they register. It reads no
+page of metrics, because a metric with labels has no samples before its first use.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from batonmq_server.nameserver.metrics import (
 )
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.connection_limiter import ConnectionLimiter
+from batonmq_server.runtime.descriptors import open_descriptors, share_descriptors
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.metrics import export_descriptors
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import export_expiry
 from batonmq_server.storage.metrics import StorageMetrics
@@ -44,7 +47,7 @@ class Family:
     """One metric.
 
     Attributes:
-        name: As queries name it: that of a counter ends in `_total`.
+        name: The name in queries; that of a counter ends in `_total`.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Family:
 
 
 class _Recording(CollectorRegistry):
-    """Remembers what was registered."""
+    """A registry that records what is registered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +102,8 @@ def _common(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
     settings = load(ServiceSettings, "BATON_DOCS", {"BATON_DOCS_NODE_ID": "docs"})
     export_expiry(settings, registry)
+    export_descriptors(registry, share_descriptors(1_024))
+    ConnectionLimiter(0, 1, registry, open_descriptors)
     return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
 
 

@@ -1,4 +1,4 @@
-"""Reads the Markdown pages of the repository: what they link, name and show."""
+"""Reads the Markdown pages of the repository: their links, headings and code."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Page:
 
     @property
     def name(self) -> str:
-        """The path, for messages."""
+        """The path, as messages name the page."""
         return self.path.as_posix()
 
     def links(self) -> Iterator[str]:
-        """Targets of links, outside of code."""
+        """Yield the targets of links outside of code."""
         yield from _LINK.findall(_INLINE.sub("", _FENCE.sub("", self.text)))
 
     def blocks(self, language: str) -> list[str]:
-        """Code blocks of a language; "" for those without one."""
+        """Return the code blocks of a language; "" selects those without a language."""
         return [body for kind, body in _FENCE.findall(self.text) if kind == language]
 
     def code(self) -> Iterator[str]:
-        """What stands as code: inline pieces, and the lines of blocks."""
+        """All code: inline pieces, and the lines of blocks."""
         yield from _INLINE.findall(_FENCE.sub("", self.text))
         for _, body in _FENCE.findall(self.text):
             yield from body.splitlines()
@@ -46,7 +46,7 @@ class Page:
         yield from _INLINE.findall(_FENCE.sub("", self.text))
 
     def anchors(self) -> set[str]:
-        """What a link to a heading of the page may say after the `#`."""
+        """Anchors of the headings: what follows the `#` in a link."""
         return {_slug(heading) for heading in _HEADING.findall(_FENCE.sub("", self.text))}
 
 

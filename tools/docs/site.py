@@ -1,7 +1,7 @@
 """The documentation as a site, with search and the API reference.
 
-`make docs`, or `python -m tools.docs.site [FOLDER]`. A broken link, a page that no menu names, or a
-warning ends the program with status 1.
+`make docs`, or `python -m tools.docs.site [FOLDER]`. The exit status is 1 after a warning, for
+example about a broken link or a page without a menu entry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ API = ROOT / "docs" / "reference" / "api"
 
 
 def documented_modules() -> dict[str, Path]:
-    """The page of the API reference by module."""
+    """Return the page of the API reference of each module."""
     return {
         module: page
         for page in sorted(API.glob("*.md"))
@@ -29,7 +29,7 @@ def documented_modules() -> dict[str, Path]:
 
 
 def public_names(module: str) -> list[str]:
-    """Names of `module.__all__`; of the classes that it defines if it has none."""
+    """Return the names of `module.__all__`; without it, those of the classes it defines."""
     found = importlib.import_module(module)
     own = [
         name
@@ -40,7 +40,7 @@ def public_names(module: str) -> list[str]:
 
 
 def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> int:
-    """Write the site into `folder`; the exit status."""
+    """Write the site into `folder`; return the exit status."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     env = dict(os.environ) | {"NO_MKDOCS_2_WARNING": "1"}  # noqa: TID251  handed on as a whole
     done = subprocess.run(

@@ -37,7 +37,7 @@ _BLOCK = re.compile(r"(<!-- begin ([a-z -]+) -->\n).*?(<!-- end \2 -->)", re.DOT
 
 
 def settings() -> dict[str, str]:
-    """Every list of settings by its name, as Markdown."""
+    """Return every table of settings by its name, as Markdown."""
     found = {"settings common": _settings(ServiceSettings, "<SERVICE>", _common_fields())}
     for service, kind in SETTINGS.items():
         own = [name for name in kind.model_fields if name in kind.__annotations__]
@@ -68,12 +68,12 @@ PAGES: Mapping[Path, Callable[[], dict[str, str]]] = {
 
 
 def rewritten(page: str, found: Mapping[str, str]) -> str:
-    """`page` with the lists of `found` in place of its own."""
+    """Return `page` with the tables of `found`."""
     return _BLOCK.sub(lambda block: block[1] + found.get(block[2], "") + block[3], page)
 
 
 def names_of(page: str) -> list[str]:
-    """Names of the lists on the page, in order."""
+    """Return the names of the tables on the page, in order."""
     return [block[2] for block in _BLOCK.finditer(page)]
 
 

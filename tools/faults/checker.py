@@ -1,4 +1,4 @@
-"""Checks that a broker that keeps its promises could have produced the merged history of a run.
+"""Checks whether a correct broker could have produced the merged history of a run.
 
 The model is small: a queue is a list of messages that only grows; a group handles it in order; a
 message is handled by a second member only if its owner was killed or paused before it was
@@ -26,11 +26,11 @@ from tools.faults.history import (
 )
 
 CAUGHT_US = 250_000
-"""A member that is paused between the check of its deadline and the start of the handler starts it
-this soon after the pause, under its old token: at most one message of a queue."""
+"""A member that is paused between the check of its lease and the start of a handler starts that
+handler at most this long after the pause, under its old token: at most one message per queue."""
 
 STUCK_MS = 25_000
-"""The diagnosis looks every 15 s and may report for 5 s more that a queue has moved."""
+"""The diagnosis checks every 15 s, and may report for another 5 s that a queue has moved."""
 NO_REASON = ("", "IDLE", "MOVING", "FILTERED")
 """Diagnoses that report no problem."""
 
@@ -146,7 +146,9 @@ def _check_real_time(history: History) -> Iterator[HistoryProblem]:
                 highest = max(highest, ended[index].offset)
                 index += 1
             if send.offset < highest:
-                text = f"{send.number} is at {queue}@{send.offset}, sent after receipt of {highest}"
+                text = (
+                    f"{send.number} is at {queue}@{send.offset}, sent after {highest} had a receipt"
+                )
                 yield HistoryProblem("real time", text)
 
 
@@ -178,7 +180,7 @@ def _check_owners(history: History) -> Iterator[HistoryProblem]:
         if own.kind == "granted":
             if holders.setdefault((own.queue, own.token), own.member) != own.member:
                 yield HistoryProblem(
-                    "owners", f"token {own.token} of {own.queue} was granted to two"
+                    "owners", f"token {own.token} of {own.queue} was granted to two members"
                 )
             grants[own.queue].append(own)
     for queue, granted in grants.items():
@@ -278,7 +280,7 @@ def _check_committed(history: History, firsts: FirstCalls) -> Iterator[HistoryPr
     for sample in history.samples:
         for queue, offset in sample.committed.items():
             if offset < highest.get(queue, 0):
-                yield HistoryProblem("rewound", f"{queue} went from {highest[queue]} to {offset}")
+                yield HistoryProblem("went back", f"{queue} went from {highest[queue]} to {offset}")
             if (gap := done.gap(queue, offset, sample.end_us)) is not None:
                 text = f"{queue} was committed up to {offset}, and {gap} was not handled by then"
                 yield HistoryProblem("passed over", text)
@@ -286,7 +288,7 @@ def _check_committed(history: History, firsts: FirstCalls) -> Iterator[HistoryPr
     committed = _Committed(history.samples)
     for one in firsts.by_place.values():
         if committed.below(one.queue, one.start_us) > one.offset:
-            text = f"{one.queue}@{one.offset} was first handled when it was committed already"
+            text = f"{one.queue}@{one.offset} was first handled after it was committed"
             yield HistoryProblem("passed over", text)
 
 
@@ -294,7 +296,7 @@ def _check_stuck_queues(history: History) -> Iterator[HistoryProblem]:
     """A queue with a backlog moves, or the diagnosis has a reason. T40."""
     for watch in history.stuck_reports:
         if watch.unmoved_ms >= STUCK_MS and watch.reason in NO_REASON:
-            text = f"{watch.queue} stood at {watch.committed} for {watch.unmoved_ms} ms"
+            text = f"{watch.queue} stalled at {watch.committed} for {watch.unmoved_ms} ms"
             yield HistoryProblem("stuck", f"{text}: {watch.reason or 'no diagnosis'}")
 
 

@@ -38,8 +38,8 @@ class FaultInjector:
 
     Attributes:
         network: None if the network cannot be cut.
-        upsets: Folder of the fault files of the processes.
-        told: Details of the injected faults, for the report.
+        process_faults: Folder of the fault files of the processes.
+        notes: Details of the injected faults, for the report.
         problems: Faults that could not be injected or undone.
     """
 

@@ -83,7 +83,7 @@ class MemberOutage(NamedTuple):
     """A member was killed at `begin_us`, or paused or cut off until `end_us`.
 
     Attributes:
-        stood_still: False if the member was running, but cut off for longer than its lease.
+        paused: False if the member was running, but cut off for longer than its lease.
     """
 
     member: str
@@ -172,7 +172,7 @@ class FirstCalls:
 
     Attributes:
         by_place: First calls by queue and offset.
-        again: Pairs of consecutive calls for one message.
+        repeats: Pairs of consecutive calls for one message.
     """
 
     by_place: dict[tuple[Queue, int], HandlerCall] = field(default_factory=dict)

@@ -14,9 +14,10 @@ _INTRODUCTION = "Results of `make faults`; see [testing.md](../testing.md#faults
 _RECOVERY = """
 ## Recovery times
 
-Seconds, median and maximum, by service and fault. *sends* and *handling*: from the start of the
-fault until no queue went without a stored, or a handled, message for more than one second. *in
-sync*: from the end of the fault until all processes served and all replicas were in sync.
+Seconds, median and maximum, by service and fault. *sends* and *handling* count from the start of
+the fault to the end of the last gap of more than one second in which a queue had no message stored,
+or handled. *in sync* counts from the end of the fault until all processes serve and all replicas
+are in sync.
 
 """
 
@@ -37,7 +38,7 @@ def write_page(reports: Sequence[Path], folder: Path) -> Path:
         shutil.copy(path, folder / path.name)
         shutil.copy(path.with_suffix(".png"), folder / f"{path.stem}.png")
     rows = [_row(path) for path in sorted(folder.glob("*.json"))]
-    head = ("run", "result", "minutes", "faults", "sent: ok, fail, indeterminate", "worst lag")
+    head = ("run", "result", "minutes", "faults", "sent: ok, fail, indeterminate", "maximum lag")
     readme = folder / "README.md"
     readme.write_text("# Fault runs\n\n" + _INTRODUCTION + _table(head, rows))
     return readme
@@ -69,8 +70,10 @@ def _page(report: Mapping[str, Any]) -> str:
         "handled": f"{report['handled']:,}",
         "handled again after an outage of the owner": f"{report['handled_again']:,}",
         "read from the log at the end": f"{report['log_messages']:,}",
-        "waiting at most, and at the end": f"{report['unseen_max']:,}, {report['unseen_at_end']:,}",
-        "worst lag from receipt to handled": _seconds(report["lag_ms_max"]),
+        "not handled yet: maximum, at the end": (
+            f"{report['unseen_max']:,}, {report['unseen_at_end']:,}"
+        ),
+        "maximum time from receipt to handled": _seconds(report["lag_ms_max"]),
     }
     parts.append(_table(("", ""), facts.items()))
     for rule, found in report["reasons"].items():

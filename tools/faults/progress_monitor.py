@@ -1,4 +1,4 @@
-"""Samples the committed offsets of the group and asks why stalled queues do not move."""
+"""Samples the committed offsets of the group and requests the diagnosis of stalled queues."""
 
 from __future__ import annotations
 

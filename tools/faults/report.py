@@ -15,7 +15,7 @@ from tools.faults.history import FirstCalls, History, Queue, Send, SendOutcome
 TEXTS_MAX = 10
 STEP_MS = 100
 STALL_MS = 1_000
-RECOVERIES = ("sends_went_on_after_ms", "handlings_went_on_after_ms", "whole_after_ms")
+RECOVERIES = ("sends_resumed_after_ms", "handlings_resumed_after_ms", "in_sync_after_ms")
 """The first two count from the start of the fault, the last one from its end until all processes
 serve and are in sync."""
 Key = TypeVar("Key")
@@ -106,7 +106,7 @@ def describe(history: History, reasons: Sequence[HistoryProblem], name: str) -> 
         "failures": dict(Counter(send.reason for send in history.sends if send.reason)),
         "handled": len(done),
         "handled_again": len(firsts.repeats),
-        "members_fallen": len(history.outages),
+        "member_outages": len(history.outages),
         "committed_samples": len(history.samples),
         "unseen_max": max((count for _, count in unseen(history)), default=0),
         "unseen_at_end": unseen(history)[-1][1],
@@ -174,9 +174,9 @@ def _faults(history: History) -> list[dict[str, object]]:
                 "end_ms": _since(history, fault.end_us),
                 "healed_ms": _since(history, fault.healed_us),
                 "sends_stalled_ms": sends.longest_ms,
-                "sends_went_on_after_ms": sends.over_after_ms,
+                "sends_resumed_after_ms": sends.over_after_ms,
                 "handlings_stalled_ms": handler_calls.longest_ms,
-                "handlings_went_on_after_ms": handler_calls.over_after_ms,
+                "handlings_resumed_after_ms": handler_calls.over_after_ms,
             }
         )
     return described

@@ -1,9 +1,9 @@
-"""The kustomizations of deploy/k8s: which there are, what they render to, what is wrong with that.
+"""Renders and validates the kustomizations of deploy/k8s.
 
 `python -m tools.manifests.check` (the verb `make k8s`) renders every overlay, and the base with
-every combination of components that can stand together, validates each against the schemas of
-Kubernetes, strictly, and custom resources against those of their operators. Without kubectl it says
-so, and with `--required` that is a failure.
+every valid combination of components. It validates the resources strictly against the schemas of
+Kubernetes, and custom resources against those of their operators. Without kubectl it prints a
+message and ends with status 0, or with status 1 if `--required` is given.
 """
 
 from __future__ import annotations
@@ -36,27 +36,26 @@ OVERLAYS = (
 SECURITY = (("insecure",), ("tls",), ("tls", "tls-cert-manager", "access"))
 ETCD = (("etcd",), ("etcd-tls",))
 OWN_ETCD = ("etcd", "etcd-own-tls", "etcd-tls")
-"""It has its pods to itself: none of the options, or all, is enough."""
+"""No option changes its pods, so it is combined with none of the options and with all."""
 OPTIONS = ("ha", "outside", "small", "demo", "monitoring", "spark")
 
 
 def combinations() -> Iterator[tuple[str, ...]]:
-    """Components that go together: one way of security, one etcd, and any of the others."""
+    """Yield the valid combinations: one kind of security, one etcd, and any of the options."""
     for security in SECURITY:
         for count in range(len(OPTIONS) + 1):
             for options in itertools.combinations(OPTIONS, count):
                 grants = ("demo-access",) if {"demo", "access"} <= {*options, *security} else ()
                 own = (OWN_ETCD,) if options in ((), OPTIONS) else ()
-                # What is small, or comes from outside, is so whether brokers have replicas or not.
                 for etcd in (*ETCD, *own):
                     yield (*options, *grants, *etcd, *security)
 
 
 def render(folder: Path) -> list[Resource]:
-    """What a kustomization makes.
+    """Return the resources of a kustomization.
 
     Raises:
-        ValueError: kubectl refuses, or warns.
+        ValueError: kubectl fails, or warns.
     """
     done = subprocess.run(
         ["kubectl", "kustomize", str(folder)], check=False, capture_output=True, text=True
@@ -67,10 +66,10 @@ def render(folder: Path) -> list[Resource]:
 
 
 def render_combination(components: Sequence[str]) -> list[Resource]:
-    """The base with components.
+    """Return the resources of the base with these components.
 
     Raises:
-        ValueError: kubectl refuses, or warns.
+        ValueError: kubectl fails, or warns.
     """
     with tempfile.TemporaryDirectory(dir=K8S / "overlays", prefix=".combined-") as folder:
         kustomization = {
@@ -85,13 +84,13 @@ def render_combination(components: Sequence[str]) -> list[Resource]:
 
 
 class ManifestChecker:
-    """Knows what is wrong with resources; looks at each once, in however many renderings it is."""
+    """Validates resources; a resource that is in several renderings is validated once."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[str]] = {}
 
     def problems(self, resources: Iterable[Resource]) -> list[str]:
-        """What is wrong with them, by their schemas."""
+        """Return the violations of the schemas and of our rules for pods."""
         found = []
         for one in resources:
             key = json.dumps(one, sort_keys=True)
@@ -116,31 +115,34 @@ def _problems(one: Resource) -> list[str]:
 
 
 def _pod_problems(one: Resource) -> Iterator[str]:
-    """What a schema does not ask of pods: the base's transformers do not reach a component's."""
+    """Yield violations of rules for pods that no schema has.
+
+    The transformers of the base do not change the pods of components.
+    """
     template = one.get("spec", {}).get("template")
     if not template:
         return
     if template["metadata"].get("labels", {}).get("app.kubernetes.io/part-of") != "batonmq":
-        yield "pods without the label that network policies and scrapes look for"
+        yield "pods without the label that network policies and scrapes select"
     for container in template["spec"]["containers"]:
         if ":" not in container["image"].rpartition("/")[2]:
-            yield f"an image without a version: {container['image']}"
+            yield f"image without a version: {container['image']}"
 
 
 def main() -> int:
-    """Render and validate everything; the exit status."""
+    """Render and validate everything; return the exit status."""
     if shutil.which("kubectl") is None:
-        print("k8s skipped: there is no kubectl to render the manifests", file=sys.stderr)
+        print("k8s skipped: kubectl was not found", file=sys.stderr)
         return 1 if "--required" in sys.argv else 0
-    judge, wrong = ManifestChecker(), []
+    checker, wrong = ManifestChecker(), []
     for overlay in OVERLAYS:
         resources = render(K8S / overlay)
-        wrong += [f"{overlay}: {why}" for why in judge.problems(resources)]
+        wrong += [f"{overlay}: {why}" for why in checker.problems(resources)]
         print(f"{overlay}: {len(resources)} resources")
     every = list(combinations())
     with ThreadPoolExecutor() as pool:
         for components, resources in zip(every, pool.map(render_combination, every), strict=True):
-            wrong += [f"{'+'.join(components)}: {why}" for why in judge.problems(resources)]
+            wrong += [f"{'+'.join(components)}: {why}" for why in checker.problems(resources)]
     print(f"{len(every)} combinations of components rendered and validated, strictly")
     for why in wrong:
         print(why, file=sys.stderr)

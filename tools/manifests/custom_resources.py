@@ -1,8 +1,8 @@
-"""Custom resources, by the schemas of those who define them.
+"""Validates custom resources against the schemas of their operators.
 
-The packages `cloudcoil.models.*` have those of cert-manager 1.17 and of the operator of Prometheus
-0.80 as models, made from their CRDs. A model leaves out what it does not know and takes a text for
-a number, so what it makes of a resource has to be the resource.
+The packages `cloudcoil.models.*` have models that were generated from the CRDs of cert-manager 1.17
+and of the Prometheus operator 0.80. A model drops unknown fields and accepts a text for a number.
+So a resource is valid only if the model serializes it to the same resource.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ DEFINED = {"cert-manager.io/v1": cert_manager, "monitoring.coreos.com/v1": prome
 
 
 def custom_problems(one: Resource) -> Iterator[str]:
-    """What is wrong with a resource whose `apiVersion` is in `DEFINED`."""
+    """Yield the problems of a resource whose `apiVersion` is in `DEFINED`."""
     model = getattr(DEFINED[one["apiVersion"]], one["kind"], None)
     if model is None:
-        yield "a kind that is not known"
+        yield "the kind is unknown"
         return
     try:
         understood = model.model_validate(one)
@@ -37,7 +37,7 @@ def custom_problems(one: Resource) -> Iterator[str]:
 
 
 def _differing(given: Any, understood: Any, place: str = "") -> Iterator[str]:
-    """Places where `given` is not `understood`."""
+    """Yield the places where `given` differs from `understood`."""
     if isinstance(given, dict) and isinstance(understood, dict):
         for name, value in given.items():
             yield from _differing(value, understood.get(name), f"{place}.{name}".lstrip("."))
@@ -45,4 +45,4 @@ def _differing(given: Any, understood: Any, place: str = "") -> Iterator[str]:
         for number, (value, known) in enumerate(zip(given, understood, strict=True)):
             yield from _differing(value, known, f"{place}.{number}")
     elif given != understood:
-        yield f"{place}: {given!r} is not known there"
+        yield f"{place}: {given!r} is unknown or has the wrong type"

@@ -15,7 +15,7 @@ _HEAD = "# Written by `python -m tools.manifests.prometheus_rules` from deploy/p
 
 
 def rendered() -> str:
-    """The resource: every group of rules that deploy/prometheus has."""
+    """Return the resource with every group of rules in deploy/prometheus."""
     groups = []
     for path in sorted((REPO / "deploy" / "prometheus").glob("*.yaml")):
         groups += (yaml.safe_load(path.read_text()) or {}).get("groups", [])

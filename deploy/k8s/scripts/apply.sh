@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# apply.sh CONTEXT OVERLAY: apply an overlay of deploy/k8s, and wait until every pod is ready. A cluster without
-# TLS does not become one with it, nor the other way round. Of those with TLS the certificates are made first, in
-# build/tls: those of the services, and of the identities `operator` and `demo`.
+# apply.sh CONTEXT OVERLAY: apply an overlay of deploy/k8s, and wait until every pod is ready. For an overlay with TLS,
+# make the certificates of the services and of the identities `operator` and `demo` first, in build/tls. An existing
+# cluster can't be changed to TLS, or back.
 set -euo pipefail
 if [[ $# -lt 2 || $1 == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
 cd "$(dirname "$0")/../../.."
 kube() { kubectl --context "$context" --namespace baton "$@"; }
 context=$1 overlay=$2 tls=build/tls
-export NAMESPACE=baton # as the overlays have it
+export NAMESPACE=baton # the namespace of the overlays
 
 scheme=http
 if [[ $overlay == *-secure ]]; then scheme=https; fi
 runs=$(kube get statefulset etcd --ignore-not-found \
   --output 'jsonpath={.spec.template.spec.containers[0].env[?(@.name=="SCHEME")].value}')
 if [ "${runs:-$scheme}" != "$scheme" ]; then
-  echo "etcd's members know one another at $runs:// addresses, for good; $overlay is another cluster:" \
-    "make ${overlay%%-*}-down first" >&2
+  echo "etcd has $runs:// peer addresses, which can't be changed, and $overlay needs $scheme://; delete the cluster" \
+    "first: make ${overlay%%-*}-down" >&2
   exit 1
 fi
 if [[ $overlay == *-secure ]]; then

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# make-ca.sh FOLDER [CLIENT...]: certificates for clusters without cert-manager, a folder for each Secret, such as
-# FOLDER/tls-storage: of the services, of clients by the identity they are to have, and, by an authority of its own,
-# of etcd. Whoever has a certificate of that one reads and writes everything. Needs openssl 3.
-# What is there is kept while it is good for another 30 days, so run again it adds clients and renews what has to be;
-# RENEW=1 issues everything anew, but for the authorities. NAMESPACE says where the services are, DAYS for how long
-# certificates are good. apply-secrets.sh makes the Secrets.
+# make-ca.sh FOLDER [CLIENT...]: make certificates for clusters without cert-manager, in one folder for each Secret,
+# such as FOLDER/tls-storage: for the services, for each CLIENT (an identity), and for etcd. etcd has an authority of
+# its own: a client with a certificate of it can read and write everything. Needs openssl 3.
+# Certificates that are valid for another 30 days are kept, so a second run adds clients and renews expiring
+# certificates; RENEW=1 renews all certificates except those of the authorities. NAMESPACE is the namespace of the
+# services (default: baton), DAYS the validity (default: 365). apply-secrets.sh makes the Secrets.
 set -euo pipefail
 if [[ $# -lt 1 || $1 == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
 folder=${1%/}
@@ -22,24 +22,24 @@ fail() {
 umask 077
 mkdir -p "$folder"
 mine=$(find "$folder" -path "$folder/tls-*/tls.crt" | sed 's|.*/tls-\(.*\)/tls.crt$|\1|')
-clients=$(printf '%s\n' "$mine" | grep -vxE "${services// /|}" || true) # clients with a certificate get a new one, too
+clients=$(printf '%s\n' "$mine" | grep -vxE "${services// /|}" || true) # clients of earlier runs are renewed, too
 for client in $clients "$@"; do
   [[ $client =~ ^$label(\.$label)*$ && ${#client} -le 64 ]] ||
-    fail "$client: identities here are of a-z, 0-9, - and ., as names of Secrets are, and of 64 characters at most"
-  [[ " $services " != *" $client "* ]] || fail "$client: tls-$client is that of the service"
+    fail "$client: an identity has up to 64 characters of a-z, 0-9, - and ., as the name of a Secret"
+  [[ " $services " != *" $client "* ]] || fail "$client: a client can't have the name of a service"
 done
 
 new=$(mktemp -d "$folder/.new.XXXXXX") # holds incomplete files until all are written
 trap 'rm -rf "$new"' EXIT
-an_hour_ago=$(($(date +%s) - 3600)) # clocks differ
+an_hour_ago=$(($(date +%s) - 3600)) # clocks of machines differ
 begin=$(date -u -d "@$an_hour_ago" +%Y%m%d%H%M%SZ 2>/dev/null || date -u -r "$an_hour_ago" +%Y%m%d%H%M%SZ)
 
-told() { # command: what it says matters if it fails
-  "$@" 2>"$new/said" || fail "$(cat "$new/said")"
+quietly() { # command: print its errors only if it fails
+  "$@" 2>"$new/errors" || fail "$(cat "$new/errors")"
 }
 
 request() { # name key request
-  told openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$1" -keyout "$2" -out "$3"
+  quietly openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$1" -keyout "$2" -out "$3"
 }
 
 sign() { # days request certificate extensions options...
@@ -49,7 +49,7 @@ sign() { # days request certificate extensions options...
     "commonName=supplied" "[extensions]" "subjectKeyIdentifier=hash" "$4" >"$new/config"
   shift 4
   : >"$new/index"
-  told openssl ca -batch -notext -config "$new/config" -startdate "$begin" -days "$days" -in "$request" \
+  quietly openssl ca -batch -notext -config "$new/config" -startdate "$begin" -days "$days" -in "$request" \
     -out "$cert" "$@"
 }
 
@@ -59,18 +59,18 @@ authority() { # name
   sign 3650 "$new/request" "$new/$1.crt" \
     "$(printf '%s\n' basicConstraints=critical,CA:TRUE keyUsage=critical,keyCertSign,cRLSign)" \
     -selfsign -keyfile "$new/$1.key"
-  mv "$new/$1.key" "$new/$1.crt" "$folder" # in this order
+  mv "$new/$1.key" "$new/$1.crt" "$folder" # the key first: the certificate marks both as complete
 }
 
-good() { # authority secret: whether that is for another 30 days
+valid() { # authority secret: whether the certificate is valid for another 30 days
   cmp -s "$folder/$1.crt" "$folder/$2/ca.crt" &&
     openssl x509 -checkend 2592000 -noout -in "$folder/$2/tls.crt" >/dev/null 2>&1 &&
     openssl verify -CAfile "$folder/$1.crt" "$folder/$2/tls.crt" >/dev/null 2>&1
 }
 
 issue() { # authority secret name alternatives
-  [ "${RENEW:-0}" != 1 ] && good "$1" "$2" && return
-  [ -e "$folder/$1.key" ] || fail "$2 is to be issued, and $folder/$1.key, the key of the authority, is not here"
+  [ "${RENEW:-0}" != 1 ] && valid "$1" "$2" && return
+  [ -e "$folder/$1.key" ] || fail "can't issue $2: $folder/$1.key, the key of the authority, is missing"
   mkdir "$new/$2"
   request "$3" "$new/$2/tls.key" "$new/request"
   sign "$days" "$new/request" "$new/$2/tls.crt" "$(printf '%s\n' authorityKeyIdentifier=keyid \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# test.sh CONTEXT OVERLAY: the demo in the cluster; then every pod is deleted in turn while messages flow. Fails if
-# one is lost, or comes twice.
+# test.sh CONTEXT OVERLAY: run the demo in the cluster, then delete every pod in turn under traffic. Fails if a message
+# is lost, or repeated without the redelivered flag.
 set -euo pipefail
 if [[ $# -lt 2 || $1 == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
 cd "$(dirname "$0")/../../.."
@@ -9,11 +9,11 @@ kube() { kubectl --context "$context" --namespace baton "$@"; }
 jobs=deploy/k8s/jobs
 if [[ $overlay == *-secure ]]; then jobs=deploy/k8s/jobs-secure; fi
 
-start() { # One of the jobs, and what all of them need.
+start() { # job: start it, with the account that all jobs need
   kubectl kustomize "$jobs" | kube apply -f - --selector "batonmq/job in ($1,account)"
 }
 
-finished() { # Wait so many seconds for a job; its log, and whether it went well.
+finished() { # job seconds: wait for its end and print its log; fail if it failed
   local state=
   for _ in $(seq 0 5 "$2"); do
     state=$(kube get "job/$1" --output 'jsonpath={.status.conditions[*].type}')
@@ -28,25 +28,25 @@ finished() { # Wait so many seconds for a job; its log, and whether it went well
   fi
 }
 
-told() { # What the traffic says once a second, between whatever else is in its log.
+counts() { # option...: print the counts that the traffic logs every second, without its other lines
   kube logs job/traffic "$@" | { grep '^{"sent": [0-9]*, "handled": [0-9]*}$' || true; } | tr -dc '0-9 \n'
 }
 
-flows() { # Until so many more messages are handled.
+flows() { # count: wait until this many more messages are handled
   local before='' now
   for _ in $(seq 180); do
-    now=$(told | awk 'END { print $2 }')
+    now=$(counts | awk 'END { print $2 }')
     before=${before:-$now}
     if [ -n "$now" ] && ((now >= before + $1)); then return; fi
     sleep 1
   done
   kube describe pod --selector batonmq/job=traffic >&2
-  echo "nothing is handled any more" >&2
+  echo "timed out: fewer than $1 messages were handled in 180 s" >&2
   return 1
 }
 
-stood() { # The longest time since then in which nothing was handled, in seconds.
-  told --since-time "$1" |
+stalled() { # time: print the longest time since then in which no message was handled, in seconds
+  counts --since-time "$1" |
     awk '{ run = $2 == last ? run + 1 : 0; last = $2; if (run > worst) worst = run } END { print worst + 0 }'
 }
 
@@ -64,7 +64,7 @@ start demo
 finished demo 900
 
 start traffic
-kube wait job/traffic --for 'jsonpath={.status.ready}=1' --timeout 120s # the pod itself is made a little later
+kube wait job/traffic --for 'jsonpath={.status.ready}=1' --timeout 120s # the pod is created after the job
 flows 1000
 for pod in $(kube get pods --selector 'app.kubernetes.io/part-of=batonmq,!batonmq/client' --output name); do
   since=$(date -u +%FT%TZ) began=$SECONDS
@@ -73,7 +73,7 @@ for pod in $(kube get pods --selector 'app.kubernetes.io/part-of=batonmq,!batonm
   kube wait "$pod" --for condition=Ready --timeout 300s >/dev/null
   ready=$((SECONDS - began))
   flows 1000
-  echo "$pod: ready again after $ready s, nothing handled for $(stood "$since") s"
+  echo "$pod: ready again after $ready s, nothing handled for $(stalled "$since") s"
 done
 kube exec job/traffic -- sh -c 'kill 1'
 finished traffic 300

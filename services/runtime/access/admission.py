@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from batonmq._common.rpc import abort
 from batonmq.errors import BatonError
 from batonmq_server.runtime.access.guard import Caller, Guard, Metadata
 from batonmq_server.runtime.access.permissions import (
@@ -83,16 +82,19 @@ class Admission:
         return admitted
 
     def third_party(self, path: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
-        """Return the handler of a third-party service, such as health checks, with admission."""
+        """Return the handler of a third-party service, such as health checks, with admission.
+
+        It raises BatonError.
+        """
         codec = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_unary is not None:
-            call = _aborting(self.unary(path, handler.unary_unary))
+            call = self.unary(path, handler.unary_unary)
             return grpc.unary_unary_rpc_method_handler(call, *codec)
         if handler.unary_stream is not None:
-            stream = _aborting_stream(self.stream(path, handler.unary_stream))
+            stream = self.stream(path, handler.unary_stream)
             return grpc.unary_stream_rpc_method_handler(stream, *codec)
         assert handler.stream_stream is not None, f"{path} is neither unary nor a stream"
-        stream = _aborting_stream(self.stream(path, handler.stream_stream))
+        stream = self.stream(path, handler.stream_stream)
         return grpc.stream_stream_rpc_method_handler(stream, *codec)
 
     def _admit(
@@ -181,31 +183,6 @@ class Admission:
         except BatonError as error:
             self._guard.count_rejection(_service(path), error)
             raise
-
-
-def _aborting(call: Any) -> Any:
-    """Return `call` with its errors sent as gRPC statuses."""
-
-    async def wrapped(request: Any, context: Context) -> Any:
-        try:
-            return await call(request, context)
-        except BatonError as error:
-            await abort(context, error)
-
-    return wrapped
-
-
-def _aborting_stream(call: Any) -> Any:
-    """Return a streaming `call` with its errors sent as gRPC statuses."""
-
-    async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            async for item in call(request, context):
-                yield item
-        except BatonError as error:
-            await abort(context, error)
-
-    return wrapped
 
 
 def _sign(request: Any, caller: Caller) -> None:

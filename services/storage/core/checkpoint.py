@@ -7,7 +7,7 @@ it. The file is replaced as a whole. A damaged file counts as missing: the index
     checkpoint, big-endian:
     at  size  field
      0     4  magic "BTNC"
-     4     2  version, 1
+     4     2  version, 2
      6     2  reserved, 0
      8     8  position
     16     8  store time of the last batch, Unix milliseconds
@@ -25,13 +25,16 @@ it. The file is replaced as a whole. A damaged file counts as missing: the index
     80        t names: 1 length, then ASCII
               q queues: 4 index of the topic's name, 8 topic id, 4 queue id, 8 first offset,
                 8 next offset, 8 position of the first batch or of one before it (-1: none)
-              p producers, least recently used first: 8 id, 4 epoch, 8 last used,
-                4 its number of pairs
+              p producers of a topic and owner, least recently used first within these: 8 id,
+                4 epoch, 8 last used, 4 its number of pairs, 4 owner
               r pairs: 8 topic id, 4 queue id, 1 its number of batches
               b batches, oldest first: 4 sequence, 4 count, 8 first offset, 8 position,
-                8 next position, 8 store time
+                8 next position, 8 store time, 4 checksum of the producer
               w scheduled batches: 8 delivery time, 8 schedule id, 8 position
      end   4  CRC-32C of everything before
+
+Version 1 has neither owners nor checksums of the producer, and one row for all topics of a
+producer. It is read, not written.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
 from batonmq_server.storage.core.producers import ProducerState, StoredBatch, StoreReceipt
 
 PATH = "checkpoint"
-MAGIC, VERSION = 0x42544E43, 1
+MAGIC, VERSION, OLD_VERSION = 0x42544E43, 2, 1
 HEAD = struct.Struct(">IHHqqqqqIIIIIIII")
 CRC = struct.Struct(">I")
 QUEUE_ROW = np.dtype(
@@ -63,11 +66,12 @@ QUEUE_ROW = np.dtype(
         ("first_position", ">i8"),
     ]
 )
-PRODUCER_ROW = np.dtype(
+OLD_PRODUCER_ROW = np.dtype(
     [("producer_id", ">i8"), ("epoch", ">u4"), ("used_unix_ms", ">i8"), ("pair_count", ">u4")]
 )
+PRODUCER_ROW = np.dtype([*OLD_PRODUCER_ROW.descr, ("owner", ">u4")])
 PAIR_ROW = np.dtype([("topic_id", ">i8"), ("queue_id", ">u4"), ("batch_count", "u1")])
-BATCH_ROW = np.dtype(
+OLD_BATCH_ROW = np.dtype(
     [
         ("sequence", ">u4"),
         ("count", ">u4"),
@@ -77,7 +81,12 @@ BATCH_ROW = np.dtype(
         ("store_unix_ms", ">i8"),
     ]
 )
+BATCH_ROW = np.dtype([*OLD_BATCH_ROW.descr, ("checksum", ">u4")])
 _ROWS = (QUEUE_ROW, PRODUCER_ROW, PAIR_ROW, BATCH_ROW)
+_ROWS_BY_VERSION = {
+    VERSION: _ROWS,
+    OLD_VERSION: (QUEUE_ROW, OLD_PRODUCER_ROW, PAIR_ROW, OLD_BATCH_ROW),
+}
 
 
 class QueueState(NamedTuple):
@@ -117,15 +126,15 @@ def encode(checkpoint: Checkpoint) -> bytes:
     pairs = [pair for producer in producers for pair in producer.queues.items()]
     columns: tuple[list[tuple[int, ...]], ...] = (
         [(names[queue.topic], *queue[1:]) for queue in checkpoint.queues],
-        [(*producer[:3], len(producer.queues)) for producer in producers],
+        [(*producer[:3], len(producer.queues), producer.owner) for producer in producers],
         [(*key, len(batches)) for key, batches in pairs],
         [
             (
                 sequence, count, receipt.first_offset, receipt.position, receipt.next_position,
-                receipt.store_unix_ms,
+                receipt.store_unix_ms, checksum,
             )
             for _, batches in pairs
-            for sequence, count, receipt in batches
+            for sequence, count, receipt, checksum in batches
         ],
     )  # fmt: skip
     run, at = checkpoint.open_run, checkpoint.open_run.extent
@@ -151,7 +160,7 @@ def decode(raw: bytes) -> Checkpoint | None:
     if not content:
         return None
     (
-        _, _, _, position, store_unix_ms, run_position, first_unix_ms, last_unix_ms, run_count,
+        _, version, _, position, store_unix_ms, run_position, first_unix_ms, last_unix_ms, run_count,
         run_crc, *counts,
     ) = HEAD.unpack_from(content)  # fmt: skip
     at, names = HEAD.size, []
@@ -160,7 +169,7 @@ def decode(raw: bytes) -> Checkpoint | None:
         names.append(content[at + 1 : at + 1 + length].decode("ascii"))
         at += 1 + length
     columns: list[Any] = []
-    for count, dtype in zip(counts[1:-1], _ROWS, strict=True):
+    for count, dtype in zip(counts[1:-1], _ROWS_BY_VERSION[version], strict=True):
         columns.append(np.frombuffer(content, dtype, count, at).tolist())
         at += count * dtype.itemsize
     extent = RunExtent(run_position, position, first_unix_ms, last_unix_ms)
@@ -192,23 +201,30 @@ def _good(raw: bytes) -> bytes:
     content = raw[: -CRC.size]
     if len(content) < HEAD.size or raw[-CRC.size :] != CRC.pack(crc32c(content)):
         return b""
-    return content if HEAD.unpack_from(content)[:2] == (MAGIC, VERSION) else b""
+    magic, version, *_ = HEAD.unpack_from(content)
+    return content if magic == MAGIC and version in _ROWS_BY_VERSION else b""
 
 
 def _producers(
-    producers: list[tuple[int, int, int, int]],
+    producers: list[tuple[int, ...]],
     pairs: list[tuple[int, int, int]],
-    batches: list[tuple[int, int, int, int, int, int]],
+    batches: list[tuple[int, ...]],
 ) -> list[ProducerState]:
+    """Return the producers of rows of version 1 or 2."""
     stored: Iterator[StoredBatch] = (
-        (sequence, count, StoreReceipt(first_offset, position, next_position, store_unix_ms))
-        for sequence, count, first_offset, position, next_position, store_unix_ms in batches
+        (row[0], row[1], StoreReceipt(row[2], row[3], row[4], row[5]), _last(row, 6))
+        for row in batches
     )
     queues = (
         ((topic_id, queue_id), tuple(islice(stored, batch_count)))
         for topic_id, queue_id, batch_count in pairs
     )
     return [
-        ProducerState(producer_id, epoch, used_unix_ms, dict(islice(queues, pair_count)))
-        for producer_id, epoch, used_unix_ms, pair_count in producers
+        ProducerState(row[0], row[1], row[2], dict(islice(queues, row[3])), _last(row, 4))
+        for row in producers
     ]
+
+
+def _last(row: tuple[int, ...], at: int) -> int:
+    """Return the column `at`, the last one of version 2; 0 in version 1."""
+    return row[at] if len(row) > at else 0

@@ -13,6 +13,7 @@ import errno
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.checkpoint import PATH, Checkpoint, QueueState, encode
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, UnsavedEntries, topic_of
 from batonmq_server.storage.core.delay_queue import DelaySnapshot
@@ -101,7 +102,8 @@ class CheckpointWriter:
 
         Raises:
             OSError: the checkpoint is not written; the previous one is still valid. Unless the
-                disk is only full, it is unknown which index entries are on disk.
+                disk is only full, or a file could not be opened for lack of a descriptor, it is
+                unknown which index entries are on disk.
         """
         disk, keys = self._disk, capture.keys
         paths = []
@@ -117,6 +119,8 @@ class CheckpointWriter:
         try:
             disk.sync(paths)
         except OSError as error:
+            if is_shortage(error):
+                raise  # no sync has failed: the next checkpoint writes and syncs everything again
             raise OSError(errno.EIO, f"indexes not synced: {error}") from error
         disk.replace(PATH, encode(_checkpoint(capture)))
         for path in filter(None, (*capture.obsolete_paths, keys.obsolete)):

@@ -16,10 +16,12 @@ import errno
 import re
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from batonmq.errors import DataLoss, DataLossDetail, DiskFull, LimitExceeded
+from batonmq_server.runtime.descriptor_shortage import is_shortage, no_descriptors
 from batonmq_server.storage.core.files import UNREADABLE, Disk, File, FileCache
 
 FOLDER = "log"
@@ -73,6 +75,21 @@ class _Segment:
 def segment_path(first_position: int) -> str:
     """Return the path of the segment that begins at `first_position`."""
     return f"{FOLDER}/{first_position:020d}"
+
+
+@contextmanager
+def _opening() -> Iterator[None]:
+    """Open segments in the body, before anything is written.
+
+    Raises:
+        Overloaded: the process has no free descriptor.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_shortage(error):
+            raise
+        raise no_descriptors() from error
 
 
 class CommitLog:
@@ -137,11 +154,15 @@ class CommitLog:
 
         Raises:
             DiskFull: there is no space; nothing was written.
+            Overloaded: a segment can't be opened for lack of a descriptor; nothing was written.
             OSError: the disk has failed; it is unknown what was written.
         """
-        while self._end() <= batches[-1].position:
-            self._create()
         position = self.next_position
+        with _opening():
+            while self._end() <= batches[-1].position:
+                self._create()
+            for segment in self._between(position, batches[-1].next_position):
+                self._writable(segment)
         try:
             self._write_all(batches)
         except OSError as error:
@@ -171,9 +192,12 @@ class CommitLog:
         Raises:
             DiskFull: there is no space; nothing was written.
             DataLoss: the segment does not follow the segments of this log; nothing was written.
+            Overloaded: a segment can't be opened for lack of a descriptor; nothing was written.
             OSError: the disk has failed; it is unknown what was written.
         """
-        found = self._matching_segment(*segment)
+        with _opening():
+            found = self._matching_segment(*segment)
+            self._writable(found)
         position = self.next_position
         try:
             self._writable(found).write(position - found.first_position, [data])

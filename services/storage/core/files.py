@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
+from batonmq_server.runtime.descriptor_shortage import is_shortage
+
 UNREADABLE = (errno.EIO, errno.ENOENT)
 """Errors of a read that mean that the disk no longer has the bytes."""
 
@@ -126,16 +128,31 @@ class FileCache:
         self._open: OrderedDict[str, File] = OrderedDict()
 
     def get(self, path: str, *, create: bool = False) -> File:
-        """Return the file at `path`. Use it at once: a later call may close it."""
+        """Return the file at `path`. Use it at once: a later call may close it.
+
+        Raises:
+            OSError: it can't be opened.
+        """
         file = self._open.get(path)
         if file is None:
-            file = self._disk.open(path, create=create)
+            file = self._open_file(path, create=create)
             self._open[path] = file
             if len(self._open) > self._files_max:
                 self._open.popitem(last=False)[1].close()
         else:
             self._open.move_to_end(path)
         return file
+
+    def _open_file(self, path: str, *, create: bool) -> File:
+        """Open a file; without a free descriptor, close half of the other files first."""
+        try:
+            return self._disk.open(path, create=create)
+        except OSError as error:
+            if not (is_shortage(error) and self._open):
+                raise
+        for _ in range((len(self._open) + 1) // 2):
+            self._open.popitem(last=False)[1].close()
+        return self._disk.open(path, create=create)
 
     def forget(self, path: str) -> None:
         """Close the files at `path` or below it, because they are about to be removed."""

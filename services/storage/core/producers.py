@@ -4,11 +4,18 @@ A batch contains the id and epoch of its producer, and the sequence of its first
 unsigned 32-bit number that counts messages per producer and queue, and wraps. The state is in
 memory and derived from the log: recovery restores it from the checkpoint and the log after it.
 
+An id belongs to one topic and one owner. The owner is a digest of the identity that sent the batch;
+it is part of the batch's stamp in the log, and 0 without access control. The same id in another
+topic or of another owner is another producer. So no identity can use up the sequences of another
+one, or fence it. Only ids of messages that a group sends back or sets aside are shared by its
+members: they identify the message. Other bytes under a stored sequence are an error.
+
 An unknown producer, or one with a new epoch, may start at any sequence, because its earlier state
 may have expired. A producer expires after 7 days without a batch. If there are more than 100,000
-producers, the least recently used ones are removed. Producers that send only one batch are kept in
-a table of their own: there may be many, and they must not push out the others. An id in one table
-is another producer than the same id in the other.
+producers, the owner with the most loses one, in its topic with the most, the least recently used
+there: the producers of one owner or topic do not push out those of another. Producers that send
+only one batch are kept in a table of their own: there may be many, and they must not push out the
+others. An id in one table is another producer than the same id in the other.
 """
 
 from __future__ import annotations
@@ -16,10 +23,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from hashlib import sha256
+from typing import Generic, NamedTuple, TypeVar
 
 from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.records import Header
+from batonmq._core.retries import group_of
 from batonmq.errors import DuplicateSequence, ProducerFenced, SequenceGap
 
 BATCHES_KEPT = 5
@@ -30,6 +39,9 @@ SEQUENCES = 1 << 32
 
 QueueKey = tuple[int, int]
 """Topic id and queue id."""
+Share = tuple[int, int]
+"""Owner and topic id: producers of different shares have nothing in common."""
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +60,26 @@ class StoreReceipt:
     duplicate: bool = False
 
 
-StoredBatch = tuple[int, int, StoreReceipt]
-"""Sequence, count and receipt of a stored batch."""
+StoredBatch = tuple[int, int, StoreReceipt, int]
+"""Sequence, count, receipt and producer's checksum of a stored batch; checksum 0: not known."""
+
+
+def owner_of(identity: str) -> int:
+    """Return the owner number of an identity: 32 bits of its SHA-256, not 0; 0 for none."""
+    return int.from_bytes(sha256(identity.encode()).digest()[:4]) or 1 if identity else 0
 
 
 class ProducerState(NamedTuple):
-    """The state of a producer in a checkpoint, with its last batches by queue."""
+    """The state of a producer in a checkpoint, with its last batches by queue.
+
+    A checkpoint of version 1 has no owner, and queues of several topics in one row.
+    """
 
     producer_id: int
     epoch: int
     used_unix_ms: int
     queues: dict[QueueKey, tuple[StoredBatch, ...]]
+    owner: int = 0
 
 
 class ProducerColumns(NamedTuple):
@@ -68,6 +89,7 @@ class ProducerColumns(NamedTuple):
     epochs: list[int]
     used_unix_ms: list[int]
     queues: list[dict[QueueKey, tuple[StoredBatch, ...]]]
+    owners: list[int]
 
     def states(self) -> list[ProducerState]:
         """Return the producers as rows."""
@@ -106,10 +128,10 @@ class ProducerTable:
         """Return the receipt of an earlier attempt of this batch; None if the batch is new.
 
         Raises:
-            ProducerFenced: a newer epoch of the producer has written to a queue of this broker.
+            ProducerFenced: a newer epoch of the producer has written to a queue of the topic.
             SequenceGap: messages before this batch are missing.
             DuplicateSequence: the sequence was stored, but its receipt is no longer known, or it
-                was stored with another batch.
+                was stored with other content.
         """
         return self._of(header.producer_epoch).check(header, queue)
 
@@ -123,9 +145,9 @@ class ProducerTable:
             table.expire(now_unix_ms)
 
     def snapshot(self) -> ProducerColumns:
-        """Return all producers, the least recently used first, one table after the other.
+        """Return all producers by owner and topic, the least recently used first within these.
 
-        The snapshot is immutable.
+        One table comes after the other. The snapshot is immutable.
         """
         lasting, once = self._lasting.snapshot(), self._once.snapshot()
         return ProducerColumns(
@@ -133,37 +155,66 @@ class ProducerTable:
             lasting.epochs + once.epochs,
             lasting.used_unix_ms + once.used_unix_ms,
             lasting.queues + once.queues,
+            lasting.owners + once.owners,
         )
 
     def below(self, position: int, queues_max: int) -> list[ProducerState]:
         """Return the state from batches below `position` only, in the order of `snapshot`.
 
         Args:
-            queues_max: Maximum number of pairs of producer and queue; the least recently used
-                producers are left out.
+            queues_max: Maximum number of pairs of producer and queue in each of the two tables;
+                the others are left out by the rule of the module.
         """
-        found: list[ProducerState] = []
-        count = 0
-        for one in reversed(self.snapshot().states()):
+        table = ProducerTable(queues_max, queues_max)
+        for one in self.snapshot().states():
             queues = {
                 queue: old
                 for queue, batches in one.queues.items()
                 if (old := tuple(b for b in batches if b[2].position < position))
             }
-            count += len(queues)
-            if count > queues_max:
-                break
             if queues:
-                found.append(one._replace(queues=queues))
-        return found[::-1]
+                table.load([one._replace(queues=queues)])
+        return table.snapshot().states()
 
     def load(self, producers: Iterable[ProducerState]) -> None:
         """Load what `snapshot` or `below` has returned, into empty tables."""
         for one in producers:
-            self._of(one.epoch).load(one)
+            table = self._of(one.epoch)
+            for topic_id in dict.fromkeys(queue[0] for queue in one.queues):
+                queues = {key: value for key, value in one.queues.items() if key[0] == topic_id}
+                table.load((one.owner, topic_id), one._replace(queues=queues))
 
     def _of(self, epoch: int) -> _ProducerSubtable:
         return self._once if epoch == ONE_BATCH_EPOCH else self._lasting
+
+
+class _Sizes(Generic[Key]):
+    """Sizes by key; finds the key with the largest one in constant time."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[Key, int] = {}
+        self._keys: dict[int, dict[Key, None]] = {}
+        self._largest = 0
+
+    def add(self, key: Key, count: int) -> None:
+        """Add `count`, which may be negative, to the size of `key`."""
+        size = self._sizes.pop(key, 0)
+        if size:
+            same = self._keys[size]
+            del same[key]
+            if not same:
+                del self._keys[size]
+        size += count
+        if size:
+            self._sizes[key] = size
+            self._keys.setdefault(size, {})[key] = None
+            self._largest = max(self._largest, size)
+
+    def largest(self) -> Key:
+        """Return the key with the largest size; of equal ones that which has it for longest."""
+        while self._largest not in self._keys:  # each step undoes an addition
+            self._largest -= 1
+        return next(iter(self._keys[self._largest]))
 
 
 class _ProducerSubtable:
@@ -171,14 +222,18 @@ class _ProducerSubtable:
 
     def __init__(self, producers_max: int, queues_max: int) -> None:
         self._producers_max, self._queues_max = producers_max, queues_max
-        self._producers: OrderedDict[int, _Producer] = OrderedDict()
-        self._queues_count = self._snapshots = 0
+        self._shares: dict[Share, OrderedDict[int, _Producer]] = {}
+        self._owners = _Sizes[int]()
+        self._topics: dict[int, _Sizes[int]] = {}
+        self._count = self._queues_count = self._snapshots = 0
 
     def __len__(self) -> int:
-        return len(self._producers)
+        return self._count
 
     def check(self, header: Header, queue: QueueKey) -> StoreReceipt | None:
-        producer = self._producers.get(header.producer_id) if header.producer_id > 0 else None
+        if header.producer_id <= 0:
+            return None
+        producer = self._find(header, queue)
         if producer is None:
             return None
         if header.producer_epoch < producer.epoch:
@@ -199,8 +254,9 @@ class _ProducerSubtable:
                 f"got {header.sequence}",
                 facts={"expected": expected, "actual": header.sequence},
             )
-        for sequence, count, receipt in batches:
-            if (sequence, count) == (header.sequence, header.count):
+        for sequence, count, receipt, checksum in batches:
+            if sequence == header.sequence:
+                _check_content(header, count, checksum)
                 return replace(receipt, duplicate=True)
         raise DuplicateSequence(
             f"sequence {header.sequence} of producer {header.producer_id} was stored already; "
@@ -211,49 +267,108 @@ class _ProducerSubtable:
     def record(self, header: Header, queue: QueueKey, receipt: StoreReceipt) -> None:
         if header.producer_id <= 0:
             return
-        producer = self._producers.get(header.producer_id)
+        share, producer_id = _share(header, queue), header.producer_id
+        producers = self._shares.get(share)
+        producer = producers.get(producer_id) if producers is not None else None
         if producer is None or producer.epoch < header.producer_epoch:
-            self._forget(header.producer_id)
+            self._forget(share, producer_id)
             producer = _Producer(header.producer_epoch, receipt.store_unix_ms, self._snapshots)
-            self._producers[header.producer_id] = producer
+            self._add(share, producer_id, producer)
         producer.used_unix_ms = receipt.store_unix_ms
-        self._producers.move_to_end(header.producer_id)
+        self._shares[share].move_to_end(producer_id)
         if producer.snapshots < self._snapshots:
             producer.queues, producer.snapshots = producer.queues.copy(), self._snapshots
         batches = producer.queues.get(queue, ())
-        self._queues_count += not batches
         producer.queues[queue] = (
-            *batches[1 - BATCHES_KEPT :], (header.sequence, header.count, receipt),
-        )  # fmt: skip
-        while len(self._producers) > 1 and (
-            len(self._producers) > self._producers_max or self._queues_count > self._queues_max
-        ):
-            self._forget(next(iter(self._producers)))
+            *batches[1 - BATCHES_KEPT :],
+            (header.sequence, header.count, receipt, header.checksum),
+        )
+        if not batches:
+            self._resize(share, 1)
+            self._evict()
 
     def expire(self, now_unix_ms: int) -> None:
-        while self._producers:
-            producer_id, producer = next(iter(self._producers.items()))
-            if producer.used_unix_ms > now_unix_ms - IDLE_MS_MAX:
-                break
-            self._forget(producer_id)
+        for share in list(self._shares):
+            while producers := self._shares.get(share):
+                producer_id, producer = next(iter(producers.items()))
+                if producer.used_unix_ms > now_unix_ms - IDLE_MS_MAX:
+                    break
+                self._forget(share, producer_id)
 
     def snapshot(self) -> ProducerColumns:
         self._snapshots += 1
-        producers = list(self._producers.values())
+        producers = [one for share in self._shares.values() for one in share.values()]
         return ProducerColumns(
-            list(self._producers),
+            [producer_id for share in self._shares.values() for producer_id in share],
             [one.epoch for one in producers],
             [one.used_unix_ms for one in producers],
             [one.queues for one in producers],
+            [owner for (owner, _), share in self._shares.items() for _ in share],
         )
 
-    def load(self, one: ProducerState) -> None:
-        self._producers[one.producer_id] = _Producer(
-            one.epoch, one.used_unix_ms, self._snapshots, one.queues.copy()
-        )
-        self._queues_count += len(one.queues)
+    def load(self, share: Share, one: ProducerState) -> None:
+        producer = _Producer(one.epoch, one.used_unix_ms, self._snapshots, one.queues.copy())
+        self._add(share, one.producer_id, producer)
+        self._resize(share, len(one.queues))
+        self._evict()
 
-    def _forget(self, producer_id: int) -> None:
-        producer = self._producers.pop(producer_id, None)
-        if producer is not None:
-            self._queues_count -= len(producer.queues)
+    def _find(self, header: Header, queue: QueueKey) -> _Producer | None:
+        """Return the producer of a batch; one from before access control has no owner."""
+        owner, topic_id = _share(header, queue)
+        for share in ((owner, topic_id), (0, topic_id)):
+            producers = self._shares.get(share)
+            if producers is not None and header.producer_id in producers:
+                return producers[header.producer_id]
+        return None
+
+    def _add(self, share: Share, producer_id: int, producer: _Producer) -> None:
+        self._shares.setdefault(share, OrderedDict())[producer_id] = producer
+        self._count += 1
+
+    def _forget(self, share: Share, producer_id: int) -> None:
+        producers = self._shares.get(share)
+        producer = producers.pop(producer_id, None) if producers is not None else None
+        if producer is None:
+            return
+        self._count -= 1
+        self._resize(share, -len(producer.queues))
+        if not producers:
+            del self._shares[share]
+
+    def _resize(self, share: Share, count: int) -> None:
+        """Count `count` more pairs of producer and queue in a share."""
+        owner, topic_id = share
+        self._queues_count += count
+        self._owners.add(owner, count)
+        self._topics.setdefault(owner, _Sizes()).add(topic_id, count)
+
+    def _evict(self) -> None:
+        """Remove producers of the largest shares until both bounds are kept."""
+        while self._count > 1 and (
+            self._count > self._producers_max or self._queues_count > self._queues_max
+        ):
+            owner = self._owners.largest()
+            share = owner, self._topics[owner].largest()
+            self._forget(share, next(iter(self._shares[share])))
+
+
+def _share(header: Header, queue: QueueKey) -> Share:
+    """Return the share of a producer; members of a group share ids of its own topics."""
+    shared = header.producer_epoch == ONE_BATCH_EPOCH and group_of(header.topic)
+    return 0 if shared else header.owner, queue[0]
+
+
+def _check_content(header: Header, count: int, checksum: int) -> None:
+    """Raise DuplicateSequence unless a batch is the stored one with its sequence.
+
+    Copies of a message under its own id may differ, for example in the member that sends it back.
+    """
+    same_bytes = header.producer_epoch == ONE_BATCH_EPOCH or checksum in (0, header.checksum)
+    if header.count != count or not same_bytes:
+        raise DuplicateSequence(
+            f"sequence {header.sequence} of producer {header.producer_id} was stored with other "
+            "content",
+            remedy="These messages are not stored: send them with another producer. Another "
+            "program may use the same producer id.",
+            facts={"sequence": header.sequence, "content": "other"},
+        )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crc32c import crc32c
 
@@ -156,12 +156,12 @@ class Schedule:
         """Apply a batch of the log for which `concerns` is True.
 
         Args:
-            header: Header of the batch; it need not be stamped.
+            header: Header of the batch; it need not be stamped, but names the owner.
         """
         if (key := delivered_key(header)) is not None:
             self.waiting.remove(key)
         elif header.queue_id == SCHEDULED:
-            self._schedule(decode_scheduled(header, bytes(batch)), receipt)
+            self._schedule(decode_scheduled(header, bytes(batch)), header.owner, receipt)
         else:
             for record in decode_records(bytes(batch), header, range(header.count)):
                 deliver_unix_ms, schedule_id = WITHDRAWAL.unpack(record.body)
@@ -175,11 +175,11 @@ class Schedule:
         """
         return self._producers.check(header, sequence_key(queue))
 
-    def _schedule(self, found: ScheduledBatch, receipt: StoreReceipt) -> None:
+    def _schedule(self, found: ScheduledBatch, owner: int, receipt: StoreReceipt) -> None:
         key = found.key(receipt.position)
         self.waiting.add(DelayedBatch(*key, receipt.position))
         if found.schedule_id == FIRST:
-            header = read_header(found.batch)
+            header = replace(read_header(found.batch), owner=owner)
             queue = found.topic_id, header.queue_id
             self._producers.record(header, sequence_key(queue), receipt)
 

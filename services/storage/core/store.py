@@ -35,6 +35,7 @@ from batonmq.errors import (
     OffsetAheadOfLog,
     OffsetOutOfRange,
     OffsetOutOfRangeDetail,
+    Overloaded,
     QueueNotFound,
 )
 from batonmq_server.storage.core.commitlog import CommitLog, StampedBatch
@@ -136,13 +137,18 @@ class VisibleRange:
     next_offset: int
 
 
-def check(batch: bytes) -> CheckedBatch:
+def check(batch: bytes, owner: int = 0) -> CheckedBatch:
     """Check a batch that a producer has sent.
+
+    Args:
+        owner: Owner of the batch, see `owner_of`. What the batch itself says is ignored.
 
     Raises:
         BadBatch, BadChecksum, LimitExceeded, InvalidName: the batch is rejected.
     """
     header = check_batch(batch, stamped=False)
+    if header.owner != owner:
+        header = replace(header, owner=owner)
     check_topic(header.topic)
     if header.producer_id < 0:
         raise BadBatch(
@@ -424,7 +430,7 @@ class MessageStore:
             self.log.append(
                 [self._stamped(*each) for each in zip(admitted, positions, strict=True)]
             )
-        except DiskFull as error:
+        except (DiskFull, Overloaded) as error:
             return {one.index: error for one in admitted}
         outcomes: dict[int, StoreReceipt | BatonError] = {}
         for one, position in zip(admitted, positions, strict=True):
@@ -447,6 +453,7 @@ class MessageStore:
             store_unix_ms=self.store_unix_ms,
             topic_id=one.key[0],
             epoch=self.epoch,
+            owner=one.checked.header.owner,
         )
         return StampedBatch(position, head, memoryview(batch)[BODY_FROM:])
 

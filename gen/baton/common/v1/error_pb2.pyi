@@ -156,7 +156,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_PRODUCER_FENCED: _Reason.ValueType  # 43
     """A newer producer with this id has written. Facts: `epoch`, `current`."""
     REASON_DUPLICATE_SEQUENCE: _Reason.ValueType  # 44
-    """The batch was stored so long ago that its receipt is no longer known. Facts: `sequence`."""
+    """The sequence was stored so long ago that its receipt is no longer known; or with other content:
+    then this batch is not stored. Facts: `sequence`; `content` is `other` in the second case.
+    """
     REASON_DATA_LOSS: _Reason.ValueType  # 45
     """Stored bytes do not match their checksum. Facts: `position`."""
     REASON_MESSAGE_NOT_FOUND: _Reason.ValueType  # 46
@@ -322,7 +324,9 @@ REASON_SEQUENCE_GAP: Reason.ValueType  # 42
 REASON_PRODUCER_FENCED: Reason.ValueType  # 43
 """A newer producer with this id has written. Facts: `epoch`, `current`."""
 REASON_DUPLICATE_SEQUENCE: Reason.ValueType  # 44
-"""The batch was stored so long ago that its receipt is no longer known. Facts: `sequence`."""
+"""The sequence was stored so long ago that its receipt is no longer known; or with other content:
+then this batch is not stored. Facts: `sequence`; `content` is `other` in the second case.
+"""
 REASON_DATA_LOSS: Reason.ValueType  # 45
 """Stored bytes do not match their checksum. Facts: `position`."""
 REASON_MESSAGE_NOT_FOUND: Reason.ValueType  # 46

@@ -79,7 +79,6 @@ class MetricBatch(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     DROPPED_COUNT_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
-    ARROW_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Service name and node id, `storage/broker-a`; of a client `client/` and its client id."""
     seq: _builtins.int
@@ -91,10 +90,6 @@ class MetricBatch(_message.Message):
     vocabulary: _builtins.int
     """Version of the vocabulary: 1. It increases when a kind or a field gets another meaning; new
     kinds and fields do not change it, and readers preserve unknown ones.
-    """
-    arrow: _builtins.bytes
-    """In place of `events`: the same as one Arrow IPC stream with the columns that
-    docs/reference/metrics-streams.md lists.
     """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricEvent]:
@@ -109,11 +104,10 @@ class MetricBatch(_message.Message):
         events: _abc.Iterable[Global___MetricEvent] | None = ...,
         dropped_count: _builtins.int = ...,
         vocabulary: _builtins.int = ...,
-        arrow: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrow", b"arrow", "dropped_count", b"dropped_count", "events", b"events", "incarnation_id", b"incarnation_id", "seq", b"seq", "source", b"source", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_count", b"dropped_count", "events", b"events", "incarnation_id", b"incarnation_id", "seq", b"seq", "source", b"source", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -219,7 +213,7 @@ class MetricEvent(_message.Message):
 
     @_builtins.property
     def member_expired(self) -> Global___MemberExpired:
-        """A member was silent for too long."""
+        """A member was removed because its lease expired or its session broke."""
 
     @_builtins.property
     def rebalanced(self) -> Global___Rebalanced:
@@ -326,8 +320,8 @@ Global___Appended: _TypeAlias = Appended  # noqa: Y015
 @_typing.final
 class DeliveredRange(_message.Message):
     """A range of offsets was delivered to one owner: pulls within about a second that follow each other.
-    Of a range that is told in several events the sums that can't be divided, bytes and redelivered
-    messages, are in the first.
+    If a range takes several events, the first one has the sums that can't be divided: bytes and
+    redelivered messages.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -448,7 +442,7 @@ class LockGranted(_message.Message):
     wait_ms: _builtins.int
     """Time from the first refused Acquire of the new owner to the grant, in milliseconds."""
     stolen: _builtins.bool
-    """True if the lease of the owner before ran out."""
+    """True if the lease of the previous owner expired."""
     def __init__(
         self,
         *,
@@ -511,7 +505,7 @@ class HandedOver(_message.Message):
     class _MannerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[HandedOver._Manner.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         MANNER_UNSPECIFIED: HandedOver._Manner.ValueType  # 0
-        """Not told."""
+        """Not set."""
         MANNER_GRACEFUL: HandedOver._Manner.ValueType  # 1
         """The previous owner released it, or was inactive without messages in flight: every message that
         was delivered to it is acked.
@@ -531,7 +525,7 @@ class HandedOver(_message.Message):
         """Cause of a hand-over."""
 
     MANNER_UNSPECIFIED: HandedOver.Manner.ValueType  # 0
-    """Not told."""
+    """Not set."""
     MANNER_GRACEFUL: HandedOver.Manner.ValueType  # 1
     """The previous owner released it, or was inactive without messages in flight: every message that
     was delivered to it is acked.
@@ -567,7 +561,7 @@ class HandedOver(_message.Message):
     manner: Global___HandedOver.Manner.ValueType
     """Cause."""
     contend_ms: _builtins.int
-    """Time from the first denied Acquire of the new owner until the previous owner was told to drain."""
+    """Time from the first denied Acquire of the new owner until the previous owner was asked to drain."""
     drain_ms: _builtins.int
     """Then the time until it released the queue, or its lease expired."""
     fence_ms: _builtins.int
@@ -661,7 +655,7 @@ Global___MemberSeen: _TypeAlias = MemberSeen  # noqa: Y015
 
 @_typing.final
 class MemberExpired(_message.Message):
-    """A member was silent for too long and was removed."""
+    """A member was removed because its lease expired or its session broke."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -671,7 +665,7 @@ class MemberExpired(_message.Message):
     client_id: _builtins.str
     """Member."""
     silent_ms: _builtins.int
-    """Minimum time for which it was silent."""
+    """Minimum time since its last heartbeat, or since its session broke."""
     generation: _builtins.int
     """Generation of the group without it."""
     def __init__(
@@ -770,7 +764,7 @@ class Latency(_message.Message):
     class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Latency._Operation.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         OPERATION_UNSPECIFIED: Latency._Operation.ValueType  # 0
-        """Not told."""
+        """Not set."""
         OPERATION_APPEND: Latency._Operation.ValueType  # 1
         """From the arrival of an append until its answer."""
         OPERATION_FSYNC: Latency._Operation.ValueType  # 2
@@ -794,7 +788,7 @@ class Latency(_message.Message):
         """Measured operation."""
 
     OPERATION_UNSPECIFIED: Latency.Operation.ValueType  # 0
-    """Not told."""
+    """Not set."""
     OPERATION_APPEND: Latency.Operation.ValueType  # 1
     """From the arrival of an append until its answer."""
     OPERATION_FSYNC: Latency.Operation.ValueType  # 2
@@ -873,14 +867,14 @@ Global___LogBuckets: _TypeAlias = LogBuckets  # noqa: Y015
 
 @_typing.final
 class Retried(_message.Message):
-    """Messages were put aside for another try, within about a second."""
+    """Messages that will be retried, within about a second."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
-    """Consumer that could not handle them."""
+    """Consumer that failed to handle them."""
     message_count: _builtins.int
     """Messages."""
     def __init__(
@@ -899,14 +893,14 @@ Global___Retried: _TypeAlias = Retried  # noqa: Y015
 
 @_typing.final
 class DeadLettered(_message.Message):
-    """Messages went to the dead letters, within about a second."""
+    """Messages that became dead letters, within about a second."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
-    """Consumer that could not handle them."""
+    """Consumer that failed to handle them."""
     message_count: _builtins.int
     """Messages."""
     def __init__(
@@ -925,7 +919,7 @@ Global___DeadLettered: _TypeAlias = DeadLettered  # noqa: Y015
 
 @_typing.final
 class QueueLag(_message.Message):
-    """How far a group is behind in a queue, at each look of the nameserver that is on duty, while the group
+    """Lag of a group in a queue, at each inspection by the inspecting nameserver, while the group
     has members or a lag.
     """
 

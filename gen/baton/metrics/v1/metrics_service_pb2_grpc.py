@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class MetricsServiceStub:
-    """Every service tells live what it does. Events are for watching, not for correctness: a slow
-    watcher loses events and is told how many.
+    """Streams the events of a service live. Events are for monitoring, not for correctness: a slow
+    watcher loses events, and gets their number.
     """
 
     def __init__(self, channel):
@@ -44,8 +44,8 @@ class MetricsServiceStub:
 
 
 class MetricsServiceServicer:
-    """Every service tells live what it does. Events are for watching, not for correctness: a slow
-    watcher loses events and is told how many.
+    """Streams the events of a service live. Events are for monitoring, not for correctness: a slow
+    watcher loses events, and gets their number.
     """
 
     def Watch(self, request, context):
@@ -75,8 +75,8 @@ def add_MetricsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MetricsService:
-    """Every service tells live what it does. Events are for watching, not for correctness: a slow
-    watcher loses events and is told how many.
+    """Streams the events of a service live. Events are for monitoring, not for correctness: a slow
+    watcher loses events, and gets their number.
     """
 
     @staticmethod

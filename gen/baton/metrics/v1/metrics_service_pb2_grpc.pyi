@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class MetricsServiceStub:
-    """Every service tells live what it does. Events are for watching, not for correctness: a slow
-    watcher loses events and is told how many.
+    """Streams the events of a service live. Events are for monitoring, not for correctness: a slow
+    watcher loses events, and gets their number.
     """
 
     @_typing.overload
@@ -44,8 +44,8 @@ class MetricsServiceStub:
 
 @_typing.type_check_only
 class MetricsServiceAsyncStub(MetricsServiceStub):
-    """Every service tells live what it does. Events are for watching, not for correctness: a slow
-    watcher loses events and is told how many.
+    """Streams the events of a service live. Events are for monitoring, not for correctness: a slow
+    watcher loses events, and gets their number.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -57,8 +57,8 @@ class MetricsServiceAsyncStub(MetricsServiceStub):
     """
 
 class MetricsServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Every service tells live what it does. Events are for watching, not for correctness: a slow
-    watcher loses events and is told how many.
+    """Streams the events of a service live. Events are for monitoring, not for correctness: a slow
+    watcher loses events, and gets their number.
     """
 
     @_abc_1.abstractmethod

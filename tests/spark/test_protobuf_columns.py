@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.metrics.v1.metrics_service_pb2 import LogBuckets, MetricEvent
-from batonmq._columns.protobuf_columns import MalformedProtobuf, Messages, packed, zigzag
+from batonspark.protobuf_columns import MalformedProtobuf, Messages, packed, zigzag
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1) | st.sampled_from(
     [0, 1, 127, 128, (1 << 56) - 1, 1 << 56, (1 << 63) - 1, -1, -(1 << 63)]

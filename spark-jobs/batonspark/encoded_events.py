@@ -1,7 +1,7 @@
-"""Conversion of encoded events of the metrics streams to Arrow columns, thousands at once.
+"""Rows of encoded metric events, thousands at once.
 
-Kinds with few events in a batch, or with columns that are computed, are decoded one by one; the
-rows are the same.
+Numpy decodes the events of a kind together. Kinds with few events, or with a computed column, are
+decoded one by one by `batonspark.event_rows`; the rows are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch, MetricEvent
-from batonmq._columns.metric_arrow import (
+from batonspark.event_rows import (
     EVENTS,
     TYPES,
     EventRows,
@@ -32,7 +32,8 @@ from batonmq._columns.metric_arrow import (
     queue_columns,
     timestamps,
 )
-from batonmq._columns.protobuf_columns import (
+from batonspark.metric_columns import EVENT_COLUMNS, KINDS, UNREADABLE, Getter, Total
+from batonspark.protobuf_columns import (
     Field,
     Int64Array,
     MalformedProtobuf,
@@ -40,10 +41,9 @@ from batonmq._columns.protobuf_columns import (
     packed,
     zigzag,
 )
-from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS, UNREADABLE, Getter, Total
 
 FEW = 100
-"""Up to so many events of a kind are decoded one by one, which is faster."""
+"""At most this many events of a kind are decoded one by one, which is faster."""
 _TIME, _QUEUE, _FIRST_KIND = 1, 2, 10
 _SIGNED = (FieldDescriptor.TYPE_SINT32, FieldDescriptor.TYPE_SINT64)
 _WHOLE = (
@@ -86,7 +86,7 @@ def _rows(encoded: Sequence[bytes]) -> EventRows:
     events = Messages.of(encoded)
     fields = events.fields()
     times, queues = fields.get(_TIME), fields.get(_QUEUE)
-    left = np.ones(len(encoded), np.bool_)
+    undecoded = np.ones(len(encoded), np.bool_)
     parts: list[EventRows] = []
     by_number = MetricEvent.DESCRIPTOR.fields_by_number
     for number, field in fields.items():
@@ -94,16 +94,16 @@ def _rows(encoded: Sequence[bytes]) -> EventRows:
         if number < _FIRST_KIND or len(places) <= FEW or number not in by_number:
             continue
         plan = _plan(by_number[number].name)
-        if plan is None or times is None or not bool(left[places].all()):
+        if plan is None or times is None or not bool(undecoded[places].all()):
             continue
-        left[places] = False
+        undecoded[places] = False
         columns = _queue_columns(events.data, queues, places)
         columns |= plan.columns(events.within(field).some(places))
         columns["kind"] = pa.repeat(pa.scalar(by_number[number].name), len(places))
         columns["time"] = timestamps(times.values[places])
         parts.append(EventRows(filled(columns, len(places)), places))
-    if left.any():
-        parts.append(_one_by_one(encoded, np.flatnonzero(left)))
+    if undecoded.any():
+        parts.append(_one_by_one(encoded, np.flatnonzero(undecoded)))
     return _joined(parts)
 
 
@@ -122,8 +122,8 @@ def _one_by_one(encoded: Sequence[bytes], places: Int64Array) -> EventRows:
             read.append(place)
         except DecodeError:
             bad.append(place)
-    found = event_rows(events)
-    parts = [EventRows(found.rows, np.array(read, np.int64)[found.places])] if events else []
+    decoded = event_rows(events)
+    parts = [EventRows(decoded.rows, np.array(read, np.int64)[decoded.places])] if events else []
     if bad:
         rows = [{"kind": UNREADABLE, "payload": encoded[place]} for place in bad]
         parts.append(EventRows(pa.RecordBatch.from_pylist(rows, EVENTS), np.array(bad)))
@@ -218,13 +218,13 @@ class _Scanned:
                 texts.append(pa.repeat(pa.scalar("true"), self._count))
             else:
                 texts.append(pa.array(values).cast(pa.string()))
-        there = np.stack(given, axis=1)
-        if not there.any():
+        is_given = np.stack(given, axis=1)
+        if not is_given.any():
             return pa.nulls(self._count, TYPES["texts"])
-        rows, names = np.nonzero(there)
+        rows, names = np.nonzero(is_given)
         values = pa.concat_arrays(texts).take(pa.array(names * self._count + rows))
         keys = pa.array(list(sources)).take(pa.array(names))
-        counts = there.sum(axis=1)
+        counts = is_given.sum(axis=1)
         offsets = np.append(0, np.cumsum(counts)).astype(np.int32)
         nulls = pa.array(offsets, mask=np.append(counts == 0, False))
         return pa.MapArray.from_arrays(nulls, keys, values, type=TYPES["texts"])

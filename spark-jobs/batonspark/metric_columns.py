@@ -43,7 +43,7 @@ BATCH_COLUMNS: Mapping[str, ColumnType] = {
     "event_index": "int",
     "vocabulary": "int",
 }
-"""Columns with values of the batch. The Arrow encoding of a batch leaves them out."""
+"""Columns with values of the batch."""
 
 EVENT_COLUMNS: Mapping[str, ColumnType] = {
     "kind": "string",
