@@ -141,19 +141,20 @@ class ServiceFaults:
         return self._strand(stores, one)
 
     async def _strand(self, stores: Sequence[str], one: str) -> None:
-        for name in stores:
-            self._context.cluster.network.cut |= {(name, "etcd"), ("etcd", name)}
-        self._context.note(f"storage is cut off from etcd, {one} for longer", "strandings")
-        await asyncio.sleep(self._context.random.uniform(3, 9))
+        cut = self._context.cluster.network.cut
+        links = {pair for name in stores for pair in ((name, "etcd"), ("etcd", name))}
+        alone = {(one, "etcd"), ("etcd", one), *((one, name) for name in stores if name != one)}
         if self._settled:
             return
-        for name in stores:
-            if name != one:
-                self._context.cluster.network.cut -= {(name, "etcd"), ("etcd", name)}
-        pairs = {(one, "etcd"), ("etcd", one), *((one, name) for name in stores if name != one)}
-        self._context.cluster.network.cut |= pairs
+        cut |= links
+        self._context.note(f"storage is cut off from etcd, {one} for longer", "strandings")
+        await asyncio.sleep(self._context.random.uniform(3, 9))
+        cut -= links
+        if self._settled:
+            return
+        cut |= alone
         await asyncio.sleep(self._context.random.uniform(15, 40))
-        self._context.cluster.network.cut -= pairs
+        cut -= alone
         self._stranded = False
 
     def lose_disk(self) -> Later:

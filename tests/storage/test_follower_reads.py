@@ -146,8 +146,10 @@ async def test_follower_serves_long_polls_while_etcd_has_no_leader(
     leader, follower = await three(scene)
     await leader.append(batch(b"a"))
     await shows(follower, 1)
-    leader.gate.shut |= scene.nodes.keys()
-    await scene.wait_in_sync(leader.name)  # so that no other node is elected
+    leader.gate.shut.add(follower.name)
+    (other,) = scene.nodes.keys() - {leader.name, follower.name}
+    await scene.wait_in_sync(leader.name, other)  # so that the follower is not elected
+    await scene.nodes[other].crash()
     await leader.crash()
 
     async def keeps() -> bool:
