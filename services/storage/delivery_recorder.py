@@ -123,7 +123,10 @@ class DeliveryRecorder:
             chunk = owners[begin : begin + TOUCHES_MAX]
             request = pb.TouchRequest(
                 offsets_epoch=self._epoch,
-                items=[pb.TouchItem(queue=one.queue(), token=one.token) for one in chunk],
+                items=[
+                    pb.TouchItem(queue=one.queue(), token=one.token, caller=one.caller)
+                    for one in chunk
+                ],
                 node_id=self._node_id,
             )
             try:
@@ -192,6 +195,7 @@ def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
         next_offset=delivery.next_offset,
         subscription_generation=delivery.subscription_generation,
         progress=delivery.progress,
+        caller=delivery.owner.caller,
     )
 
 

@@ -17,10 +17,11 @@ from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
+from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
-from batonmq_server.storage.core.producers import QueueKey, StoreReceipt, owner_of
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.core.store import (
     CheckedBatch,

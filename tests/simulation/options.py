@@ -20,7 +20,8 @@ Fault model. The cluster must keep its promises while
 - streams break;
 - an operator moves the group back and forth, undoes that, forces the release of queues, pauses
   the group for a while; a new version with another subscription is rolled out;
-- a stranger writes under the ids of the producer;
+- a stranger writes under the ids of the producer, and makes calls for members with their
+  incarnations and tokens;
 - the group is moved between two sets of offsets, whose nodes are killed, frozen and cut off.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
@@ -96,7 +97,8 @@ class RunOptions:
         moves: Weight of an operator's move of the group to the other of two sets of offsets, of one
             node each. 0: there is one set.
         forgeries: Weight of a batch that a stranger sends under an id of the producer.
-        identities: Whether storage knows the identities of its callers.
+        thefts: Weight of a call that a stranger makes for a member; only with `identities`.
+        identities: Whether services know the identities of their callers.
     """
 
     steps: int = 30
@@ -141,6 +143,7 @@ class RunOptions:
     strandings: int = 0
     moves: int = 0
     forgeries: int = 0
+    thefts: int = 0
     identities: bool = False
 
     @staticmethod
@@ -227,9 +230,11 @@ class RunOptions:
         )
 
     def with_stranger(self, random: Random) -> RunOptions:
-        """Return these options, perhaps with a stranger, which storage may know by its identity."""
-        forgeries = random.choice([0, 0, 2, 4])
-        return replace(self, forgeries=forgeries, identities=random.random() < 0.5)
+        """Return these options, perhaps with a stranger, known by its identity or not."""
+        forgeries, thefts = random.choice([0, 0, 2, 4]), random.choice([0, 2, 4])
+        if random.random() < 0.5:
+            return replace(self, forgeries=forgeries)
+        return replace(self, forgeries=forgeries, thefts=thefts, identities=True)
 
     @staticmethod
     def graceful(random: Random, steps: int) -> RunOptions:

@@ -165,6 +165,7 @@ class SimulationRun:
             self._operator.ask: options.questions,
             self._operator.move: options.moves,
             self._stranger.write: options.forgeries,
+            self._stranger.steal: options.thefts,
         }
 
     async def _settle(self, tasks: asyncio.TaskGroup) -> None:

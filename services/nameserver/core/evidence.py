@@ -83,6 +83,21 @@ class GroupEvidence:
     excluded: tuple[ExcludedClient, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class HandlerEvidence:
+    """A handler call of the owner that a queue waits for.
+
+    Attributes:
+        queue: Queue of the message, which may be another one.
+        abandoned: Whether the result is discarded, and the function runs on in its thread.
+    """
+
+    queue: QueueRef
+    offset: int
+    running_ms: int
+    abandoned: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockEvidence:
     """The queue's entry at the lock manager.
@@ -92,6 +107,7 @@ class LockEvidence:
         lease_left_ms: Time until the lease expires; -1 if not queried.
         step: Step of the pending hand-over; empty if none is pending.
         denial: Why the last request for the queue was denied; empty if unknown.
+        running: The handler call that the queue waits for; None if there is none, or if unknown.
     """
 
     owner: str = ""
@@ -103,6 +119,7 @@ class LockEvidence:
     step: str = ""
     attempt: str = ""
     denial: str = ""
+    running: HandlerEvidence | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,6 +234,24 @@ class Progress:
 
     # ---- protocol 3, under the current token
 
+    def check_caller(self, token: int, caller: int) -> None:
+        """Return unless T was issued to an incarnation of another identity (protocol 3).
+
+        A token from before access control has no identity and may be used by every caller.
+
+        Args:
+            caller: Owner number of the caller's identity; not 0.
+
+        Raises:
+            NotHolder: the caller has another identity than the holder.
+        """
+        if token != self.token or self.holder is None or self.holder.owner in (0, caller):
+            return
+        raise NotHolder(
+            f"token {token} was issued to another identity",
+            remedy="Acquire the queue: a token is valid only for the identity that acquired it.",
+        )
+
     def record_delivered(
         self, token: int, delivery: DeliveryRange, limits: QueueLimits, now: Instant
     ) -> DeliveryResult:

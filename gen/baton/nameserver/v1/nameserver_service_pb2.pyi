@@ -312,14 +312,17 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     """The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
     STUCK_REASON_HEAD_OF_LINE: _StuckReason.ValueType  # 11
     """The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
-    `offset`, `message_id`, `age_ms`.
+    `offset`, `message_id`, `age_ms`; and of the handler call that the queue waits for, if it is
+    known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
     """
     STUCK_REASON_ACK_CAP: _StuckReason.ValueType  # 12
     """Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
     as HEAD_OF_LINE, and `ranges`.
     """
     STUCK_REASON_NOT_PULLING: _StuckReason.ValueType  # 13
-    """The owner does not pull. Evidence: `owner`, `idle_ms`."""
+    """The owner does not pull. Evidence: `owner`, `idle_ms`; and of the handler call that the queue
+    waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+    """
     STUCK_REASON_FILTERED: _StuckReason.ValueType  # 14
     """Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
     STUCK_REASON_PAUSED: _StuckReason.ValueType  # 15
@@ -374,14 +377,17 @@ STUCK_REASON_PHANTOM_TOKEN: StuckReason.ValueType  # 10
 """The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
 STUCK_REASON_HEAD_OF_LINE: StuckReason.ValueType  # 11
 """The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
-`offset`, `message_id`, `age_ms`.
+`offset`, `message_id`, `age_ms`; and of the handler call that the queue waits for, if it is
+known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
 """
 STUCK_REASON_ACK_CAP: StuckReason.ValueType  # 12
 """Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
 as HEAD_OF_LINE, and `ranges`.
 """
 STUCK_REASON_NOT_PULLING: StuckReason.ValueType  # 13
-"""The owner does not pull. Evidence: `owner`, `idle_ms`."""
+"""The owner does not pull. Evidence: `owner`, `idle_ms`; and of the handler call that the queue
+waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+"""
 STUCK_REASON_FILTERED: StuckReason.ValueType  # 14
 """Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
 STUCK_REASON_PAUSED: StuckReason.ValueType  # 15
