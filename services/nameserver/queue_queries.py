@@ -309,4 +309,5 @@ def _progress(found: offsets_pb.Progress) -> ProgressEvidence:
         capped=found.ack_capped,
         idle_ms=found.idle_ms,
         reset_epoch=found.reset_epoch,
+        waiting_at=found.waiting_at,
     )

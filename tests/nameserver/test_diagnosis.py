@@ -111,6 +111,11 @@ ROWS: dict[StuckReason, QueueEvidence] = {
     ),
     StuckReason.HEAD_OF_LINE: STUCK,
     StuckReason.FILTERED: replace(STUCK, progress=NOTHING_IN_HAND, filtered=FilterScan(100)),
+    StuckReason.OUTDATED_NODE: replace(
+        STUCK,
+        progress=replace(NOTHING_IN_HAND, waiting_at="broker-a-0"),
+        leader="broker-a-1",
+    ),
     StuckReason.NOT_PULLING: replace(STUCK, progress=NOTHING_IN_HAND),
 }
 
@@ -328,6 +333,20 @@ def test_idle_owner_is_reported_although_the_filter_drops_all_messages() -> None
         diagnose(replace(ROWS[StuckReason.FILTERED], progress=idle)).reason
         is StuckReason.NOT_PULLING
     )
+
+
+def test_owner_that_waits_at_the_leader_or_no_longer_waits_is_not_at_an_outdated_node() -> None:
+    outdated = ROWS[StuckReason.OUTDATED_NODE]
+    assert outdated.progress is not None
+    gone = replace(outdated, progress=replace(outdated.progress, idle_ms=SILENT_MS))
+    for other in (replace(outdated, leader="broker-a-0"), replace(outdated, leader=""), gone):
+        assert diagnose(other).reason is StuckReason.NOT_PULLING
+
+
+def test_outdated_node_is_named_and_not_the_member() -> None:
+    finding = diagnose(ROWS[StuckReason.OUTDATED_NODE])
+    assert "at storage node broker-a-0, which has none for it" in finding.message
+    assert "broker-a-0 is cut off" in finding.remedy
 
 
 def test_message_says_that_the_subscription_of_a_member_is_staged() -> None:

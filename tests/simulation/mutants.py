@@ -111,6 +111,9 @@ STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
     faults=Faults(delay_ms_max=300),
 )  # fmt: skip
+STORES_CUT_OFF = RunOptions(
+    steps=120, stores=3, strandings=8, joins=1, leaves=1, pause_ms_max=60_000
+)  # fmt: skip
 MOVES = RunOptions(steps=50, moves=12, faults=Faults(slow=0.05, duplicate=0.3, delay_ms_max=80))
 TO_AND_FRO = RunOptions(
     steps=60, moves=60, consumers=2, queues=2,
@@ -285,6 +288,12 @@ MUTANTS = (
         broken_stores.answer_without_lease,
         STORES_SPLIT,
         ("section 8",),
+    ),
+    Mutant(
+        "wait at a cut-off node",
+        broken_stores.wait_at_a_cut_off_node,
+        STORES_CUT_OFF,
+        ("readers",),
     ),
     Mutant(
         "adopt a group without seal",

@@ -45,6 +45,7 @@ class StuckReason(StrEnum):
     LOCKMGR_UNREACHABLE = "LOCKMGR_UNREACHABLE"
     NOT_ACQUIRED = "NOT_ACQUIRED"
     DATA_LOSS = "DATA_LOSS"
+    OUTDATED_NODE = "OUTDATED_NODE"
 
     @property
     def stuck(self) -> bool:
@@ -406,6 +407,22 @@ def _filtered(e: QueueEvidence) -> Finding | None:
     )
 
 
+def _outdated_node(e: QueueEvidence) -> Finding | None:
+    node = e.progress.waiting_at if e.progress else ""
+    if not node or not e.leader or node == e.leader or e.lag_count <= 0:
+        return None
+    if e.progress is None or e.progress.idle_ms >= SILENT_MS:
+        return None  # It no longer waits there.
+    return Finding(
+        StuckReason.OUTDATED_NODE,
+        f"{e.owner} waits for messages of {e.name} at storage node {node}, which has none for it; "
+        f"the leader is {e.leader}; {_messages(e.lag_count)} waiting",
+        f"Wait 5 s: a client looks the leader up. If it lasts, {node} is cut off from etcd and "
+        f"{e.leader}: see its log, restore its network or stop it.",
+        {"owner": e.owner, "node": node, "leader": e.leader},
+    )
+
+
 def _not_pulling(e: QueueEvidence) -> Finding:
     idle_ms = e.progress.idle_ms if e.progress else -1
     since = f" for {span(idle_ms)}" if idle_ms >= 0 else ""
@@ -515,6 +532,7 @@ _RULES: tuple[Callable[[QueueEvidence], Finding | None], ...] = (
     _ack_cap,
     _head_of_line,
     _filtered,
+    _outdated_node,
     _not_pulling,
 )
 """In the order in which causes have to be fixed."""

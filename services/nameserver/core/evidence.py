@@ -129,6 +129,7 @@ class ProgressEvidence:
     Attributes:
         idle_ms: Time since the last call with the token.
         reset_epoch: Rises with every reset, undo and clone.
+        waiting_at: Storage node at which the owner's long poll waits; empty if unknown.
     """
 
     token: int
@@ -140,6 +141,7 @@ class ProgressEvidence:
     capped: bool = False
     idle_ms: int = 0
     reset_epoch: int = 0
+    waiting_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ class QueueEvidence:
         head: The oldest message that is not handled; None if no message waits, or if not read.
         unmoved_ms: Time since the present committed offset was first seen; -1 if unknown.
         moved: Whether another committed offset was seen before.
+        leader: Node id of the broker's leader; empty if unknown.
     """
 
     group: GroupEvidence
@@ -209,6 +212,7 @@ class QueueEvidence:
     filtered: FilterScan | None = None
     unmoved_ms: int = -1
     moved: bool = False
+    leader: str = ""
 
     @property
     def queue(self) -> QueueRef:

@@ -341,6 +341,10 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     """The assigned member has not acquired the queue. Evidence: `assigned`."""
     STUCK_REASON_DATA_LOSS: _StuckReason.ValueType  # 22
     """A stored batch is damaged. Evidence: `position`, `error`."""
+    STUCK_REASON_OUTDATED_NODE: _StuckReason.ValueType  # 23
+    """The owner waits for messages at a storage node that is not the leader of the broker. Evidence:
+    `owner`, `node`, `leader`.
+    """
 
 class StuckReason(_StuckReason, metaclass=_StuckReasonEnumTypeWrapper):
     """Why a queue is stuck (protocol section 16)."""
@@ -402,6 +406,10 @@ STUCK_REASON_NOT_ACQUIRED: StuckReason.ValueType  # 21
 """The assigned member has not acquired the queue. Evidence: `assigned`."""
 STUCK_REASON_DATA_LOSS: StuckReason.ValueType  # 22
 """A stored batch is damaged. Evidence: `position`, `error`."""
+STUCK_REASON_OUTDATED_NODE: StuckReason.ValueType  # 23
+"""The owner waits for messages at a storage node that is not the leader of the broker. Evidence:
+`owner`, `node`, `leader`.
+"""
 Global___StuckReason: _TypeAlias = StuckReason  # noqa: Y015
 
 @_typing.final
