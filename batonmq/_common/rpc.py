@@ -203,9 +203,8 @@ def status_of(error: BatonError) -> status_pb2.Status:
         delay = Duration()
         delay.FromMilliseconds(error.retry_after_ms)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(
-        code=code_pb2.Code.Value(error.kind), message=_shorten(error.message)
-    )
+    message = _shorten(error.message, MESSAGE_BYTES_MAX)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.kind), message=message)
     for detail in details:
         status.details.add().Pack(detail)
     return status
