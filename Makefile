@@ -14,7 +14,7 @@ SETUP := $(VENV)/.installed
 LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
-.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults check bench demo examples docs up clean \
+.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz check bench demo examples docs up clean \
   etcd observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -113,6 +113,9 @@ spark-demo: $(SETUP) ## run the demo with the Spark jobs and check their results
 
 faults: $(SETUP) ## inject faults for BATON_FAULT_MINUTES, drawn from BATON_FAULT_SEED; report in build/faults
 	python -m tools.faults
+
+fuzz: $(SETUP)  ## 20,000 arbitrary calls to each service; every failure has a reason, sends go on
+	python -m tools.fuzz
 
 coverage: $(SETUP) ## lines and branches covered by the quick tests, per folder
 	coverage erase

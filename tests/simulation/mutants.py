@@ -111,6 +111,9 @@ STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
     faults=Faults(delay_ms_max=300),
 )  # fmt: skip
+STORES_CUT_OFF = RunOptions(
+    steps=120, stores=3, strandings=8, joins=1, leaves=1, pause_ms_max=60_000
+)  # fmt: skip
 MOVES = RunOptions(steps=50, moves=12, faults=Faults(slow=0.05, duplicate=0.3, delay_ms_max=80))
 TO_AND_FRO = RunOptions(
     steps=60, moves=60, consumers=2, queues=2,
@@ -164,6 +167,9 @@ MUTANTS = (
     Mutant("reset without epoch", broken_offsets.reset_no_epoch, RESETS, ("V4",)),
     Mutant(
         "reset without resume check", broken_offsets.reset_no_resume_check, RESETS, ("V4", "V5")
+    ),
+    Mutant(
+        "handlers outlive a reset", broken_clients.handlers_outlive_a_reset, RESETS, ("section 13",)
     ),
     Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=3),
     Mutant(
@@ -282,6 +288,12 @@ MUTANTS = (
         broken_stores.answer_without_lease,
         STORES_SPLIT,
         ("section 8",),
+    ),
+    Mutant(
+        "wait at a cut-off node",
+        broken_stores.wait_at_a_cut_off_node,
+        STORES_CUT_OFF,
+        ("readers",),
     ),
     Mutant(
         "adopt a group without seal",
