@@ -167,7 +167,11 @@ MUTANTS = (
     Mutant("ids of their own", broken_clients.ids_of_their_own, FAILING, ("V4", "T5")),
     Mutant("reset without epoch", broken_offsets.reset_no_epoch, RESETS, ("V4",)),
     Mutant(
-        "reset without resume check", broken_offsets.reset_no_resume_check, RESETS, ("V4", "V5")
+        "reset without resume check",
+        broken_offsets.reset_no_resume_check,
+        RESETS,
+        ("V4", "V5"),
+        first=2,
     ),
     Mutant(
         "handlers outlive a reset", broken_clients.handlers_outlive_a_reset, RESETS, ("section 13",)
@@ -178,7 +182,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first=2,
+        first=11,
     ),
     Mutant(
         "delivery of any generation",
@@ -320,7 +324,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=49,
+        first=29,
     ),
     Mutant(
         "adopt a lower move",
