@@ -105,16 +105,16 @@ class Admin:
         await self.directory.close()
 
     async def create_topic(self, name: str, queue_count: int = 0) -> CreatedTopic:
-        """Create a topic, or return the existing one if it has the same settings.
+        """Create a topic, or return the existing one if it has the same number of queues.
 
         Args:
             name: 1 to 127 characters of A-Z a-z 0-9 _ % -.
-            queue_count: Number of queues on all brokers; 0 for the server's default, 8.
+            queue_count: Number of queues on all brokers together; 0 for 8.
 
         Raises:
             TopicExists: The topic exists with another number of queues.
-            InvalidName: The name is not valid.
-            LimitExceeded: There are too many queues.
+            InvalidName: The name is not valid, or reserved for the system.
+            LimitExceeded: `queue_count` is too large.
             NoBroker: No broker is registered.
         """
         request = pb.CreateTopicRequest(topic=name, queue_count=queue_count)

@@ -37,7 +37,7 @@ class GroupMove:
 
 
 async def locate_group(admin: Admin, group: str) -> OffsetsPlacement:
-    """Return the placement of a group; a new group is placed by this call.
+    """Return the placement of a group; this call places a group that has none.
 
     Raises:
         OffsetsUnreachable: The group has no placement yet, and no offsets node is registered.
