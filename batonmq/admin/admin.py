@@ -194,16 +194,16 @@ class Admin:
 
     async def cluster(self) -> ClusterNodes:
         """Return the live processes of the cluster."""
-        asked = ""
+        address = ""
 
         def describe(limit_s: float) -> Awaitable[pb.DescribeClusterResponse]:
-            nonlocal asked
-            asked = self.directory.nameserver_address
+            nonlocal address
+            address = self.directory.nameserver_address
             request = pb.DescribeClusterRequest()
             return self.directory.nameserver().DescribeCluster(request, timeout=limit_s)
 
         answer = await self.ask(describe)
-        nodes = tuple(map(node_from_pb, with_reachable_addresses(answer.nodes, asked)))
+        nodes = tuple(map(node_from_pb, with_reachable_addresses(answer.nodes, address)))
         return ClusterNodes(answer.cluster, answer.generation, nodes)
 
     async def list_groups(self) -> tuple[Group, ...]:
@@ -236,9 +236,9 @@ class Admin:
         (group, refused), topics = await self._described(name), await self.list_topics()
         problems: list[str] = []
         async with asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(_or_problem("offsets", self.progress(name), (), problems))
+            reading = tasks.create_task(_or_problem("offsets", self.progress(name), (), problems))
             locks = tasks.create_task(_or_problem("lockmgr", self.list_locks(name), (), problems))
-        progress = asked.result()
+        progress = reading.result()
         wanted = {subscription.topic for subscription in group.subscriptions}
         queues = {queue for topic in topics if topic.name in wanted for queue in topic.queues}
         queues.update(queue_from_pb(found.queue.queue) for found in progress)
@@ -408,12 +408,12 @@ class Admin:
             by_broker[queue.broker].append(queue)
         problems: list[str] = []
         async with asyncio.TaskGroup() as tasks:
-            asked = [
+            calls = [
                 tasks.create_task(_or_problem(broker, self._extents_at(broker, here), {}, problems))
                 for broker, here in by_broker.items()
             ]
-        found = {queue: extent for task in asked for queue, extent in task.result().items()}
-        return found, tuple(problems)
+        offsets = {queue: extent for task in calls for queue, extent in task.result().items()}
+        return offsets, tuple(problems)
 
     async def _described(self, name: str) -> tuple[Group, tuple[RefusedClient, ...]]:
         request = pb.DescribeGroupRequest(group=name)
