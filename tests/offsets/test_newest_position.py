@@ -54,7 +54,7 @@ def value(folder: Path) -> bytes:
         return unseal(KEY, dict(disk.read())[KEY])
 
 
-def newest_page(content: bytes) -> int:
+def newest_page(content: bytes | bytearray) -> int:
     """Return the place of the meta page that LMDB uses."""
     txnids = [struct.unpack_from("<Q", content, at + TXNID_AT)[0] for at in (0, PAGE_BYTES)]
     return PAGE_BYTES * txnids.index(max(txnids))
