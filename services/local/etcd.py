@@ -153,9 +153,10 @@ class EtcdProcess:
         members: Peer addresses of all members by name, if there are several.
         host: Where it runs.
         security: Its certificate; clients need a certificate of the same authority.
+        quota_bytes: Size of its file at which it accepts no more writes; 0 for etcd's default.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only, each with a default
         self,
         data_dir: Path,
         *,
@@ -164,6 +165,7 @@ class EtcdProcess:
         members: Mapping[str, str] | None = None,
         host: ProcessHost = LOOPBACK,
         security: Security | None = None,
+        quota_bytes: int = 0,
     ) -> None:
         data_dir = data_dir.absolute()
         ports = _ports(data_dir)
@@ -187,8 +189,9 @@ class EtcdProcess:
                     f"--initial-cluster={','.join(f'{n}={url}' for n, url in known.items())}",
                     *_tls(security),
                     *(_SINGLE_MEMBER if len(known) == 1 else _SEVERAL_MEMBERS),
+                    f"--quota-backend-bytes={quota_bytes}",
                     "--auto-compaction-mode=periodic",
-                    "--auto-compaction-retention=1h",
+                    "--auto-compaction-retention=1m",
                     "--logger=zap",
                     "--log-level=warn",
                 ],
