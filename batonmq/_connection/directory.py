@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from random import Random
-from typing import NamedTuple, Self, TypeVar
+from random import Random, SystemRandom
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 import grpc.aio
 
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
-from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
-from baton.storage.v1 import query_service_pb2_grpc as query_grpc
-from baton.storage.v1 import replication_service_pb2_grpc as storage_replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.backoff import Backoff
@@ -36,6 +31,12 @@ from batonmq.errors import (
     Unreachable,
 )
 
+if TYPE_CHECKING:  # for administration only: these methods import them when they are called
+    from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
+    from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
+    from baton.storage.v1 import query_service_pb2_grpc as query_grpc
+    from baton.storage.v1 import replication_service_pb2_grpc as storage_replication_grpc
+
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 5.0
@@ -46,7 +47,7 @@ T = TypeVar("T")
 
 
 def _fresh_random() -> Random:
-    return Random(secrets.randbits(64))
+    return Random(SystemRandom().getrandbits(64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,8 @@ class Directory:
 
     def access(self) -> access_grpc.AccessServiceAsyncStub:
         """Return a stub for authorization at the current nameserver."""
+        from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc  # noqa: PLC0415
+
         return access_grpc.AccessServiceStub(self._channel(self.nameserver_address))
 
     def next_nameserver(self) -> None:
@@ -227,6 +230,8 @@ class Directory:
         Raises:
             Unreachable: No node of the broker is registered, or no nameserver responds.
         """
+        from baton.storage.v1 import query_service_pb2_grpc as query_grpc  # noqa: PLC0415
+
         addresses = [node.address for node in self._of_broker(broker) if node.node_id == node_id]
         try:
             address = (
@@ -306,6 +311,10 @@ class Directory:
         Raises:
             Unreachable: The broker is not registered, or no nameserver responds.
         """
+        from baton.storage.v1 import (  # noqa: PLC0415
+            replication_service_pb2_grpc as storage_replication_grpc,
+        )
+
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return storage_replication_grpc.ReplicationServiceStub(self._channel(address))
 
@@ -319,6 +328,10 @@ class Directory:
         Raises:
             Unreachable: No leader is registered, or no nameserver responds.
         """
+        from baton.offsets.v1 import (  # noqa: PLC0415
+            replication_service_pb2_grpc as replication_grpc,
+        )
+
         address = await self._address(pb.SERVICE_KIND_OFFSETS, offsets_set)
         return replication_grpc.ReplicationServiceStub(self._channel(address))
 

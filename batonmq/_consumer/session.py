@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from baton.common.v1 import queue_pb2
 from batonmq._common.clock import Clock
@@ -21,7 +21,9 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range
 from batonmq._core.start_offset import TIMESTAMP_AGE_MS
 from batonmq._telemetry.client_metrics import ConsumerMetrics
-from batonmq._telemetry.event_counters import ConsumerEventCounter
+
+if TYPE_CHECKING:
+    from batonmq._telemetry.event_counters import ConsumerEventCounter
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Replica:
     Attributes:
         leader: Whether it is the leader, which reported this.
         epoch: Epoch of the leader.
-        in_sync: Whether it has every acknowledged write, and so may be elected.
+        in_sync: Whether it has every acknowledged write, and keeps up.
         position: End of what it has durably: a version at offsets, bytes of the log at storage.
         lag: Distance to the leader, in the same unit.
         lag_ms: Time since it last had everything; None if unknown.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -100,6 +101,7 @@ def up(
 
     Without --secure every user of this machine can read and write everything.
     """
+    os.umask(0o077)  # all files of the cluster are for this user only
     options = ClusterOptions(
         etcd=etcd,
         cluster=cluster,

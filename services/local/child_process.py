@@ -82,7 +82,16 @@ def start_program(program: Program, log: BinaryIO) -> StartedProcess:
         env=program.environment(),
         cwd=program.folder,
         start_new_session=True,
+        umask=0o077,
     )
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a file to append to it, with access for this user only; a link is not followed."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return os.fdopen(descriptor, "ab")
 
 
 class ChildProcess:
@@ -120,10 +129,10 @@ class ChildProcess:
         """Start the program, which must not be running."""
         assert self.pid is None, f"{self.name} is running already"
         log_path = self.program.log_path
-        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if log_path.exists() and log_path.stat().st_size > _LOG_BYTES_MAX:
             log_path.replace(log_path.with_suffix(".log.1"))
-        with log_path.open("ab") as log:
+        with open_private(log_path) as log:
             self._log_position = log.tell()
             self._process = self._start(self.program, log)
         self.should_run = True

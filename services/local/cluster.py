@@ -164,6 +164,8 @@ class LocalCluster:
         """
         async with AsyncExitStack() as exits:
             exits.enter_context(lock_data_dir(self.data_dir))
+            if self.options.secure:  # also if it was created without TLS
+                self.data_dir.chmod(0o700)
             if self._forks:
                 exits.enter_context(self._fork_server)
             offsets = self.options.names_of("offsets")

@@ -12,9 +12,9 @@ import fcntl
 import json
 import os
 import socket
-import tempfile
+import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import SystemRandom
 
@@ -65,9 +65,10 @@ def keep_ports(
             (port for port in candidates if port and port not in chosen.values() and is_free(port)),
             0,
         ) or _any_port(taken)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(chosen, indent=2) + "\n")
+    with os.fdopen(_open_own(draft, os.O_WRONLY | os.O_TRUNC), "w") as file:
+        file.write(json.dumps(chosen, indent=2) + "\n")
     draft.replace(path)
     return chosen
 
@@ -100,16 +101,44 @@ def _any_port(taken: set[int]) -> int:
 
 def _claim(port: int) -> bool:
     """Claim the port; return False if another cluster has claimed it recently."""
-    folder = Path(tempfile.gettempdir(), f"baton-ports-{os.getuid()}")
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    folder = claims_folder()
+    with os.fdopen(_open_own(folder / "lock", os.O_WRONLY), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.utime(lock.fileno())
         now, claim = os.fstat(lock.fileno()).st_mtime, folder / str(port)
-        if claim.exists() and now - claim.stat().st_mtime < _CLAIM_S:
-            return False
-        claim.touch()
+        with suppress(FileNotFoundError):
+            if now - claim.lstat().st_mtime < _CLAIM_S:
+                return False
+        with os.fdopen(_open_own(claim, os.O_WRONLY), "w") as file:
+            os.utime(file.fileno())
     return True
+
+
+def claims_folder(base: Path | None = None) -> Path:
+    """Return the folder of the claims, which only this user can write to; create it if needed.
+
+    Args:
+        base: Its parent; the user's cache folder by default.
+
+    Raises:
+        NoFreePort: another user could write to it.
+    """
+    folder = (base or Path.home() / ".cache" / "batonmq") / "ports"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise NoFreePort(f"{folder} is not a folder of this user; remove it")
+    folder.chmod(0o700)
+    return folder
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """Open a file of this user, and create it if needed; a link is not followed.
+
+    Raises:
+        OSError: it is a link.
+    """
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _ephemeral_first() -> int:
@@ -126,8 +155,8 @@ def lock_data_dir(data_dir: Path) -> Iterator[None]:
     Raises:
         ClusterDirInUse: another process has the lock.
     """
-    data_dir.mkdir(parents=True, exist_ok=True)
-    with (data_dir / "lock").open("a+") as file:
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(_open_own(data_dir / "lock", os.O_RDWR | os.O_APPEND), "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.names import check_topic, check_user_topic
+from batonmq._core.retries import group_of
 from batonmq.errors import LimitExceeded, TopicExists, TopicNotFound
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.config import NameserverSettings
@@ -26,6 +27,10 @@ from batonmq_server.runtime.paging import key_of_token, page_of
 
 log = logging.getLogger(__name__)
 
+GROUP_TOPIC_QUEUES_SPARE = 8
+"""A new retry or dead-letter topic may have one queue for each broker, and this many more: a
+consumer may know a broker that this nameserver does not know yet. An administrator can add more."""
+
 
 class TopicCalls:
     """Carries out the calls about topics; each method is the call of that name in the proto."""
@@ -43,8 +48,11 @@ class TopicCalls:
     async def create(self, request: pb.CreateTopicRequest) -> pb.CreateTopicResponse:
         """See the proto."""
         name = check_user_topic(request.topic)
-        _check_queue_count(request.queue_count)
         self._catalog.check_ready()
+        queues_max = QUEUES_MAX
+        if group_of(name):  # a permission to consume allows a consumer to create it
+            queues_max = len(self._catalog.rooms) + GROUP_TOPIC_QUEUES_SPARE
+        _check_queue_count(request.queue_count, queues_max)
         done = await self._create(name, request.queue_count or QUEUES_DEFAULT, "READ_WRITE")
         return pb.CreateTopicResponse(topic=topic_to_pb(done.topic), created=done.created)
 
@@ -178,10 +186,10 @@ class TopicCalls:
         return found[0]
 
 
-def _check_queue_count(queue_count: int) -> None:
-    if queue_count > QUEUES_MAX:
+def _check_queue_count(queue_count: int, queues_max: int = QUEUES_MAX) -> None:
+    if queue_count > queues_max:
         raise LimitExceeded(
-            f"queue_count is {queue_count}; the limit is {QUEUES_MAX}",
-            remedy=f"Use 1 to {QUEUES_MAX} queues.",
-            facts={"field": "queue_count", "limit": QUEUES_MAX, "actual": queue_count},
+            f"queue_count is {queue_count}; the limit is {queues_max}",
+            remedy=f"Use 1 to {queues_max} queues.",
+            facts={"field": "queue_count", "limit": queues_max, "actual": queue_count},
         )

@@ -179,8 +179,9 @@ class Follower:
 
     async def _replace_all(self, entries: list[tuple[bytes, bytes]]) -> None:
         changes = change_log_of(dict(entries), kept_bytes_max=self._kept_bytes_max)
-        if changes.position.epoch < self.changes.position.epoch:
-            raise OldEpoch(f"a copy of the older epoch {changes.position.epoch} is rejected")
+        if changes.position < self.changes.position:
+            # Of an older epoch, or of a leader whose own epoch is not on its disk yet.
+            raise OldEpoch(f"a copy at the older position {changes.position} is rejected")
         log.warning(
             "replaces everything by the leader's copy position=%s was=%s",
             changes.position,

@@ -56,7 +56,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         entries, at = await self._state()
         for begin in range(0, max(len(entries), 1), ENTRIES_PER_PART):
             part = entries[begin : begin + ENTRIES_PER_PART]
-            self._replica.check()
+            self._replica.leadership.reach_follower(request.node_id)
             yield pb.ReadAllResponse(
                 position=at,
                 entries=[pb.Entry(key=key, value=value) for key, value in part],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -45,6 +46,8 @@ from batonmq_server.runtime.tls import check_files, export_expiry, listen
 
 log = logging.getLogger(__name__)
 
+PRIVATE_UMASK = 0o077
+"""What a service stores is for its own user only: files have mode 0600, folders 0700."""
 METRICS_SERVICE = "baton.metrics.v1.MetricsService"
 
 
@@ -88,6 +91,7 @@ def run(
         sys.exit(0)
     if sys.argv[1:]:
         _exit_with_usage_error(usage)
+    os.umask(PRIVATE_UMASK)
     logs.configure(settings.log_level, settings.log_format, service=service, node=settings.node_id)
     try:
         asyncio.run(_main(service, settings, build, clock(settings)))

@@ -69,7 +69,7 @@ class StorageMetrics:
         )
         self.descriptor_shortages = Counter(
             "baton_storage_descriptor_shortages",
-            "Checkpoints, removals and scrubs that were put off because the process had no free "
+            "Checkpoints, removals and scrubs that were postponed because the process had no free "
             "file descriptor.",
             registry=registry,
         )
@@ -128,7 +128,7 @@ class StorageMetrics:
         )
         self.in_sync_replicas = Gauge(
             "baton_storage_in_sync_replicas",
-            "Members of the in-sync set, including the leader; 0 on followers.",
+            "Members of the in-sync set that keep up, including the leader; 0 on followers.",
             registry=registry,
         )
         self.replica_lag_bytes = Gauge(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import grpc.aio
 from baton.storage.v1 import query_service_pb2 as pb
 from baton.storage.v1 import query_service_pb2_grpc as pb_grpc
 from batonmq._core.names import check_broker, check_topic
-from batonmq._core.records import KEYS_BYTES_MAX, read_header
+from batonmq._core.records import KEYS_BYTES_MAX
 from batonmq.errors import (
     DataLoss,
     InvalidArgument,
@@ -145,12 +146,8 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
                 f"the request is for broker {spec.broker}, this is broker {self._broker}",
                 facts={"asked": spec.broker, "actual": self._broker},
             )
-        try:
-            found = self._queries.message(spec.position, spec.index)
-        except DataLoss as error:
-            self._damage.report_error(error)
-            raise
-        header = read_header(found.batch)
+        with self._reporting_damage():
+            header = self._queries.header(spec.position, spec.index)
         if self._require is not None:
             self._require(context, consume(header.topic))
         try:
@@ -161,7 +158,17 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             raise MessageNotFound(
                 f"topic {header.topic} of message {request.message_id} was deleted"
             )
+        with self._reporting_damage():
+            found = self._queries.message(header, spec.index)
         return pb.GetMessageResponse(message=_message(found))
+
+    @contextmanager
+    def _reporting_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except DataLoss as error:
+            self._damage.report_error(error)
+            raise
 
     async def _queue(
         self, request: pb.SearchOffsetRequest | pb.ReadRequest, *, readable: bool

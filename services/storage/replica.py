@@ -90,7 +90,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         if self.is_follower or self._leadership is None:
             has_leader = self._follower is not None and self._follower.is_connected()
             return self._settings.node_id if lags_far or not has_leader else ""
-        followers = self._leadership.in_sync_set.tracker.in_sync - {self._settings.node_id}
+        followers = self._leadership.in_sync_set.current - {self._settings.node_id}
         return min(followers, default="") if lags_far else ""
 
     def rejection(self, members_min: int = 1) -> BatonError | None:
@@ -103,7 +103,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
             in_sync_set.check_size()
         except NotEnoughReplicas as error:
             return error
-        count = len(in_sync_set.tracker.in_sync)
+        count = len(in_sync_set.current)
         if count < members_min:
             return NotEnoughReplicas(
                 f"{count} replicas are in sync; this durability needs {members_min}",
@@ -183,7 +183,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             self._metrics.leader.set(not self.is_follower)
-            self._metrics.in_sync_replicas.set(len(tracker.in_sync))
+            self._metrics.in_sync_replicas.set(len(leadership.in_sync_set.current))
             now_ms = self._runtime.clock.monotonic_ms()
             for name in tracker.followers:
                 self._metrics.replica_lag_bytes.labels(name).set(tracker.lag(name))

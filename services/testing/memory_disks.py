@@ -86,6 +86,11 @@ class MemoryDisk(Disk):
         self.room = room
         self._failure: OSError | None = None
 
+    @property
+    def fails(self) -> bool:
+        """Whether writes fail."""
+        return self._failure is not None
+
     def fail(self, failure: OSError | None) -> None:
         """Make writes and syncs raise `failure`; None repairs the disk.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import stat
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,21 @@ HOSTS = ("localhost", "127.0.0.1")
 ROUND, ROUNDS = 1_500, 3
 
 
+def open_to_others(folder: Path) -> None:
+    folder.chmod(0o755)
+
+
+def readable_by_others(folder: Path) -> list[str]:
+    """Return the files and folders that another user of the machine could open."""
+    return [
+        f"{path.relative_to(folder)} {stat.S_IMODE(path.lstat().st_mode):o}"
+        for path in (folder, *folder.rglob("*"))
+        if path.lstat().st_mode & 0o077
+    ]
+
+
 async def test_replacing_every_certificate_loses_and_duplicates_nothing(tmp_path: Path) -> None:
+    open_to_others(tmp_path)
     reports: list[str] = []
     async with local_cluster(tmp_path, secure=True, report=reports.append) as cluster:
         security = cluster.security
@@ -60,6 +75,7 @@ async def test_replacing_every_certificate_loses_and_duplicates_nothing(tmp_path
                     timeout_s=60,
                 )
                 stop.set()
+        assert readable_by_others(tmp_path) == []
     traffic.check()
     assert reports == []
     log = (tmp_path / "logs" / "storage.log").read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.local.ports import HOST, ClusterDirInUse, is_free, keep_ports, lock_data_dir
+from batonmq_server.local.ports import (
+    HOST,
+    ClusterDirInUse,
+    NoFreePort,
+    claims_folder,
+    is_free,
+    keep_ports,
+    lock_data_dir,
+)
 
 NAMES = ["a", "b", "c"]
 
@@ -101,3 +110,31 @@ with lock_data_dir(pathlib.Path({str(tmp_path)!r})):
         holder.kill()
     with lock_data_dir(tmp_path):
         pass
+
+
+def test_claims_are_in_a_folder_that_only_this_user_can_use(tmp_path: Path) -> None:
+    folder = claims_folder(tmp_path)
+    folder.chmod(0o777)
+    assert claims_folder(tmp_path) == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(NoFreePort, match="is not a folder of this user"):
+        claims_folder(tmp_path)
+    assert claims_folder().is_relative_to(Path.home())
+
+
+@pytest.mark.parametrize("name", ["lock", "ports.tmp"])
+def test_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path, name: str) -> None:
+    """Such a link emptied the file that it led to."""
+    victim, data_dir = tmp_path / "victim", tmp_path / "d"
+    victim.write_text("precious")
+    data_dir.mkdir()
+    (data_dir / name).symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        if name == "lock":
+            with lock_data_dir(data_dir):
+                pass
+        else:
+            keep_ports(data_dir / "ports.json", NAMES)
+    assert victim.read_text() == "precious"

@@ -19,6 +19,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import Retry, TopicNotFound
 from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.topic_calls import GROUP_TOPIC_QUEUES_SPARE
 from batonmq_server.offsets.core.values import FenceAttempt, FenceCondition, Instant
 from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
@@ -70,6 +71,16 @@ async def test_topic_with_other_queue_count_is_refused(nameserver: Replica) -> N
     error = await refusal(nameserver.create("orders", 4))
     assert (error.reason, error.facts) == ("TOPIC_EXISTS", {"topic": "orders"})
     assert [s.queue_count for s in (await nameserver.route("orders")).topic.spread] == [3]
+
+
+@pytest.mark.parametrize("topic", ["%RETRY%readers", "%DLQ%readers"])
+async def test_topic_of_a_group_gets_no_more_queues_than_its_consumers_need(
+    nameserver: Replica, topic: str
+) -> None:
+    error = await refusal(nameserver.create(topic, 1_024))
+    limit = 1 + GROUP_TOPIC_QUEUES_SPARE  # there is one broker
+    assert (error.reason, error.facts["limit"]) == ("LIMIT_EXCEEDED", str(limit))
+    assert (await nameserver.create(topic, limit)).created
 
 
 async def test_topic_has_eight_queues_by_default(nameserver: Replica) -> None:

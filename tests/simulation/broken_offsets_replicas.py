@@ -119,6 +119,29 @@ def shrink_before_etcd_knows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InSyncSet, "_change", change)
 
 
+def shrink_below_the_minimum(patch: pytest.MonkeyPatch) -> None:
+    """Every late follower leaves the in-sync set, however few members remain."""
+    patch.setattr(InSyncSet, "_leaving", lambda _, late, __: late)
+
+
+def shrink_while_cut_off(patch: pytest.MonkeyPatch) -> None:
+    """A leader that a majority can't reach removes these nodes, which alone could succeed it."""
+
+    def leaving(self: InSyncSet, late: frozenset[str], members: frozenset[str]) -> frozenset[str]:
+        return late if len(members - late) >= self.policy.min_in_sync else frozenset()
+
+    patch.setattr(InSyncSet, "_leaving", leaving)
+
+
+def stay_although_cut_off(patch: pytest.MonkeyPatch) -> None:
+    """A leader that a majority can't reach leads on as long as it reaches etcd."""
+
+    async def is_cut_off(*_: object) -> bool:
+        return False
+
+    patch.setattr(ReplicaNode, "_is_cut_off", is_cut_off)
+
+
 def let_in_too_early(patch: pytest.MonkeyPatch) -> None:
     """A new leader regards nothing as confirmed, so every follower may join the in-sync set."""
 

@@ -103,6 +103,10 @@ BEHIND = RunOptions(
     splits=20, joins=8, leaves=8, pause_ms_max=4_000, faults=Faults(delay_ms_max=150),
 )  # fmt: skip
 STORES = RunOptions(steps=40, stores=3, leader_faults=6, splits=4, service_kills=4)
+TWO_STEPS = RunOptions(
+    steps=40, replicated=True, min_in_sync=2, two_steps=6, leader_faults=2
+)  # fmt: skip
+STORES_TWO_STEPS = RunOptions(steps=40, stores=3, min_in_sync=2, two_steps=6, leader_faults=2)
 STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
     faults=Faults(delay_ms_max=300),
@@ -198,6 +202,27 @@ MUTANTS = (
         "shrink before etcd knows",
         broken_replicas.shrink_before_etcd_knows,
         SPLIT,
+        ("section 12",),
+    ),
+    Mutant(
+        "shrink below the minimum",
+        broken_replicas.shrink_below_the_minimum,
+        TWO_STEPS,
+        ("section 12",),
+    ),
+    Mutant(
+        "shrink while cut off",
+        broken_replicas.shrink_while_cut_off,
+        replace(TWO_STEPS, min_in_sync=1),
+        ("section 12",),
+    ),
+    Mutant(
+        "stay although cut off", broken_replicas.stay_although_cut_off, TWO_STEPS, ("section 12",)
+    ),
+    Mutant(
+        "storage stays although cut off",
+        broken_replicas.stay_although_cut_off,
+        STORES_TWO_STEPS,
         ("section 12",),
     ),
     Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=53),

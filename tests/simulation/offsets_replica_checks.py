@@ -66,7 +66,12 @@ class OffsetsReplicaChecks:
 
     Args:
         leader: Reads the leader from etcd; empty without one.
+
+    Attributes:
+        min_in_sync: The in-sync set never shrinks below this size.
     """
+
+    min_in_sync = 1
 
     def __init__(self, expected: ExpectedState, leader: Callable[[], str]) -> None:
         self._expected, self._leader = expected, leader
@@ -76,6 +81,7 @@ class OffsetsReplicaChecks:
         self._standing = replicas_pb2.ReplicaSet()
         self._confirmed = NO_POSITION
         self._epochs: dict[int, int] = {}
+        self._servers: dict[int, str] = {}
 
     # ---- copies
 
@@ -112,7 +118,21 @@ class OffsetsReplicaChecks:
         """Return whether another node could be elected if the disk of `node` were lost."""
         return any(self._electable(other) for other in self._standing.in_sync if other != node)
 
+    def all_electable(self, names: Sequence[str]) -> bool:
+        """Return whether each of these nodes can be elected."""
+        return set(names) <= {*self._standing.in_sync} and all(map(self._electable, names))
+
     # ---- leaderships
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the set in etcd."""
+        return self._standing.epoch
+
+    def served_since(self, epoch: int, former: str) -> bool:
+        """Return whether a node other than `former` has served in an epoch after `epoch`."""
+        served = self._standing.served_epoch
+        return self._servers.get(served, former) != former and served > epoch
 
     def opened(self, offsets: OffsetsEpoch) -> bool:
         """Check that a new leadership has all confirmed changes.
@@ -155,6 +175,10 @@ class OffsetsReplicaChecks:
             self._fail(f"{text} after epoch {before.epoch}, served {before.served_epoch}")
         if now.epoch == before.epoch and now.leader != before.leader:
             self._fail(f"{text}, and it was of {before.leader}")
+        if len(now.in_sync) < min(self.min_in_sync, len(before.in_sync)):
+            self._fail(f"{text}, which are too few: {self.min_in_sync} are required")
+        if now.served_epoch > before.served_epoch:
+            self._servers[now.served_epoch] = now.leader
         if now.leader not in now.in_sync:
             self._fail(f"{text}, and the leader is not")
         self._check_electable(text)
@@ -169,6 +193,10 @@ class OffsetsReplicaChecks:
         if leader != call.target:
             text = f"{call.target} answers {call.method}, and the leader is {leader or 'nobody'}"
             self._expected.fail("section 8", text)
+
+    def fail(self, text: str) -> None:
+        """Report a violation that a fault of the scenario has found."""
+        self._fail(text)
 
     def _check_electable(self, after: str) -> None:
         for node in self._standing.in_sync:

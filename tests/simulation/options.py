@@ -11,7 +11,8 @@ Fault model. The cluster must keep its promises while
   in its sockets;
 - wall clocks jump by hours;
 - of the nodes of a replica set, of offsets or of storage, the acting leader is killed, frozen or
-  cut off, from its followers, from etcd, or both; followers are, too, in one direction or both;
+  cut off, from its followers, from etcd, or both, and may die then; followers are, too, in one
+  direction or both;
   a node loses its disk, or a bit of its log is flipped, though never of the only one that has
   everything; a disk of storage fails for a while, and forgets what it was just to sync;
 - consumers join, leave, are killed and come back under the same or another name, and handlers
@@ -82,6 +83,8 @@ class RunOptions:
         min_in_sync: Minimum size of the in-sync set.
         kept_bytes_max: Bytes of changes that a leader keeps for returning followers.
         leader_faults: Weight of the acting leader of offsets that is killed, frozen or cut off.
+        two_steps: Weight of a leader of three nodes that the others don't reach, and that may die
+            then; another node must serve.
         splits: Weight of a node of offsets that does not reach the others, or etcd, for a while.
         lost_disks: Weight of a node of offsets that is killed and comes back with an empty disk.
         stores: Nodes of the broker: one, or a replica set. Then `min_in_sync` counts for it too,
@@ -129,6 +132,7 @@ class RunOptions:
     min_in_sync: int = 1
     kept_bytes_max: int = 64 * 1024 * 1024
     leader_faults: int = 0
+    two_steps: int = 0
     splits: int = 0
     lost_disks: int = 0
     stores: int = 1
@@ -195,6 +199,7 @@ class RunOptions:
             leader_faults=some(4),
             splits=some(4),
             lost_disks=some(2),
+            two_steps=some(2),
         )
 
     @staticmethod
@@ -210,13 +215,16 @@ class RunOptions:
             lost_disks=random.choice([0, 1, 2]),
             rots=random.choice([0, 1, 2]),
             disk_failures=random.choice([0, 1, 2]),
+            two_steps=random.choice([0, 1, 2]),
         )
 
     @staticmethod
     def of_moves(random: Random, steps: int) -> RunOptions:
         """Draw options as `drawn`, with repeated moves of the group between two sets of offsets."""
         drawn = RunOptions.drawn(random, steps)
-        return replace(drawn, moves=12, replicated=False, leader_faults=0, splits=0, lost_disks=0)
+        return replace(
+            drawn, moves=12, replicated=False, leader_faults=0, two_steps=0, splits=0, lost_disks=0
+        )
 
     def with_stranger(self, random: Random) -> RunOptions:
         """Return these options, perhaps with a stranger, known by its identity or not."""

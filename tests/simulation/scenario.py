@@ -100,6 +100,8 @@ class SimulationRun:
     def __init__(self, cluster: SimulatedCluster, options: RunOptions) -> None:
         self.cluster, self.options = cluster, options
         self.context = RunContext(cluster, options)
+        cluster.checker.replicas.min_in_sync = options.min_in_sync
+        cluster.checker.stores.min_in_sync = min(options.min_in_sync, options.stores)
         self._members = SimulatedMembers(self.context)
         self._service_faults = ServiceFaults(self.context, self._members)
         self._producer = SimulatedProducer(self.context)
@@ -150,6 +152,7 @@ class SimulationRun:
             self._service_faults.cut: options.cuts,
             self._service_faults.deafen: options.deaf,
             self._service_faults.fail_leader: options.leader_faults,
+            self._service_faults.fail_in_two_steps: options.two_steps,
             self._service_faults.split: options.splits,
             self._service_faults.lose_disk: options.lost_disks,
             self._service_faults.rot: options.rots,

@@ -13,6 +13,7 @@ from tests.simulation.offsets_replica_checks import LEADER_KEY
 from tests.simulation.run_context import Later, RunContext
 from tests.simulation.simulated_members import SimulatedMembers
 from tests.simulation.storage_replica_checks import LEADER_KEY as STORE_LEADER_KEY
+from tests.simulation.two_step_failures import TwoStepFailure
 
 STOP_S = 30
 """A service that does not stop within this time is killed, as by a supervisor."""
@@ -26,6 +27,7 @@ class ServiceFaults:
         self._services = services(context.cluster, context.random, context.options)
         self._running: dict[str, SimulatedService] = {}
         self._lives: Counter[str] = Counter()
+        self._fails_in_two_steps = self._settled = False
 
     def start(self) -> None:
         """Start all services."""
@@ -34,6 +36,7 @@ class ServiceFaults:
 
     def settle(self) -> None:
         """Undo all faults."""
+        self._settled = True
         self._context.cluster.network.cut.clear()
         for process in self._running.values():
             self._mend_disk(process.name)
@@ -50,10 +53,13 @@ class ServiceFaults:
         return self._kill(self._context.random.choice(self._up()))
 
     def _kill(self, process: SimulatedService) -> Later:
+        self._kill_for_good(process)
+        return self._start_again(process)
+
+    def _kill_for_good(self, process: SimulatedService) -> None:
         process.kill(noticed=self._context.random.random() < 0.7)
         self._context.note(f"{process.name} is killed", "service kills")
         self._crash_disk(process)
-        return self._start_again(process)
 
     def pause(self) -> Later:
         """Freeze a service for a while."""
@@ -96,10 +102,7 @@ class ServiceFaults:
 
     def fail_leader(self) -> Later:
         """Kill, freeze or cut off the acting leader of offsets or storage."""
-        cluster = self._context.cluster
-        key = LEADER_KEY if self._replicas() is REPLICAS else STORE_LEADER_KEY
-        name = cluster.leader(key)
-        leader = next((one for one in self._up() if one.name == name), None)
+        leader = self._leader_of(self._replicas())
         if leader is None:
             return None
         fault = self._context.random.choice(["kill", "freeze", "cut"])
@@ -109,6 +112,18 @@ class ServiceFaults:
         if fault == "kill":
             return self._kill(leader)
         return self._split(leader.name, alone=self._context.random.random() < 0.5)
+
+    def fail_in_two_steps(self) -> Later:
+        """Cut the leader of three nodes from the others, not from etcd; it may die then."""
+        names = self._replicas()
+        leader = self._leader_of(names) if len(names) == 3 else None
+        if leader is None or self._fails_in_two_steps:
+            return None
+        checker = self._context.cluster.checker
+        checks = checker.replicas if names is REPLICAS else checker.stores
+        failure = TwoStepFailure(self._context, checks, self._running, names, self._kill_for_good)
+        self._fails_in_two_steps = True
+        return self._fail_in_two_steps(failure, leader)
 
     def split(self) -> Later:
         """Cut a node of a replica set from some others or from etcd, in one direction or both."""
@@ -182,6 +197,19 @@ class ServiceFaults:
         if options.replicated and len(stores) > 1:
             return self._context.random.choice([REPLICAS, stores])
         return REPLICAS if options.replicated else stores
+
+    def _leader_of(self, names: Sequence[str]) -> SimulatedService | None:
+        """Return the acting leader of a replica set, if it is up."""
+        name = self._context.cluster.leader(LEADER_KEY if names is REPLICAS else STORE_LEADER_KEY)
+        return next((one for one in self._up() if one.name == name), None)
+
+    async def _fail_in_two_steps(self, failure: TwoStepFailure, leader: SimulatedService) -> None:
+        if self._settled:
+            return
+        await failure.happen(leader)
+        self._fails_in_two_steps = False
+        if not leader.alive and self._running[leader.name] is leader:
+            self._start(leader.service)
 
     def _come_back_poorer(self, names: Sequence[str], lose: Callable[[str], None]) -> Later:
         """Kill a node and damage its data, after its last write to etcd, unless it has the only

@@ -147,6 +147,10 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         others = [one for one in self._standing.in_sync if one != node]
         return any(self._electable(one) and one not in self._rotten for one in others)
 
+    def all_electable(self, names: Sequence[str]) -> bool:
+        """See base; a damaged copy can't be elected."""
+        return super().all_electable(names) and not self._rotten.keys() & set(names)
+
     def alike(self) -> bool:
         """Return whether every node is in sync and all copies are undamaged and equally long."""
         if self._rotten or {*self._standing.in_sync} != self._nodes.keys() or not self.quiet():

@@ -17,6 +17,7 @@ from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
+from batonmq_server.storage.core.query import MessageMatch, MessageQueries
 from batonmq_server.storage.core.recovery import Recovery, RecoveryReport
 from batonmq_server.storage.core.store import LocalTopic, MessageStore, ReadSpec, check
 from batonmq_server.storage.core.tag_filter import HashFilter
@@ -122,3 +123,8 @@ def bodies(store: MessageStore, queue_id: int = 0) -> list[bytes]:
             found += [r.body for r in decode_records(raw, header, range(begin, end))]
         offset = reading.next_offset
     return found
+
+
+def message_at(queries: MessageQueries, position: int, index: int) -> MessageMatch:
+    """Return the message at `index` of the batch at `position`."""
+    return queries.message(queries.header(position, index), index)

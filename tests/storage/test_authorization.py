@@ -21,6 +21,7 @@ from batonmq_server.runtime.access.permissions import (
     Grant,
     Permission,
 )
+from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
 from batonmq_server.storage.core.store import check
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.query_server import QueryServicer
@@ -95,7 +96,9 @@ async def test_unknown_schedule_id_is_not_scheduled_for_every_caller() -> None:
             await scheduling(here).CancelScheduled(request, CONTEXT)
 
 
-async def test_reading_a_message_by_id_needs_permission_to_consume_its_topic() -> None:
+async def test_message_is_read_by_id_only_after_the_permission_to_consume_its_topic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with scene() as here:
         (receipt,) = here.appender.append(
             [check(batch(b"body"))], {TOPIC: here.topics.topics[TOPIC]}
@@ -110,9 +113,18 @@ async def test_reading_a_message_by_id_needs_permission_to_consume_its_topic() -
                 BROKER, here.store, here.topics, damage, require=PermissionCheck(*grants)
             )
 
-        with pytest.raises(PermissionDenied):
-            denied = servicer(Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
+        denied = servicer(Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
+        sizes: list[int] = []
+        read = here.store.log.read
+
+        def counting(position: int, bytes_max: int) -> bytes:
+            sizes.append(bytes_max)
+            return read(position, bytes_max)
+
+        with monkeypatch.context() as patch, pytest.raises(PermissionDenied):
+            patch.setattr(here.store.log, "read", counting)
             await denied.GetMessage(request, CONTEXT)
+        assert sizes == [HEAD_BYTES_MAX], "the header names the topic; no message is read"
         answer = await servicer(Grant(AccessRole.CONSUME, f"topic:{TOPIC}")).GetMessage(
             request, CONTEXT
         )

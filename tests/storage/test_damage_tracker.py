@@ -36,6 +36,7 @@ from tests.storage.batches import (
     Opened,
     append,
     batch,
+    message_at,
     open_store,
     read_spec,
     stored,
@@ -88,7 +89,7 @@ def test_flipped_bit_is_never_served_and_every_check_finds_it() -> None:
         assert again.store.read((TOPIC_ID, 1), read_spec(victim.first_offset + 2)) is not None
         queries = MessageQueries(again.store)
         try:
-            queries.message(victim.position, 0)
+            message_at(queries, victim.position, 0)
         except MessageNotFound:  # without the magic of a batch no batch is reported as lost
             unnoticed += 1
         except DataLoss:

@@ -28,6 +28,7 @@ from tests.storage.batches import (
     Opened,
     append,
     batch,
+    message_at,
     open_store,
     stored,
     sync,
@@ -127,10 +128,10 @@ def test_message_that_is_not_synced_is_not_found_by_time_key_or_id() -> None:
     assert queries.search_offset((TOPIC_ID, 0), NOW + 5) == 1
     assert len(find(queries, "a")) == 1
     with pytest.raises(MessageNotFound):
-        queries.message(receipt.position, 0)
+        message_at(queries, receipt.position, 0)
     sync(store)
     assert len(find(queries, "a")) == 2
-    assert queries.message(receipt.position, 0).index == 0
+    assert message_at(queries, receipt.position, 0).index == 0
 
 
 def find(
@@ -285,18 +286,18 @@ def test_message_is_found_by_its_position_only(
     for message in model:
         if message.position < kept_from:
             with pytest.raises(MessageNotFound):
-                queries.message(message.position, message.at)
+                message_at(queries, message.position, message.at)
             continue
-        found = queries.message(message.position, message.at)
+        found = message_at(queries, message.position, message.at)
         (record,) = decode_records(found.batch, read_header(found.batch), [found.index])
         assert (record.offset, record.keys) == (message.offset, message.keys)
     places = {message.position for message in model}
     end = opened.store.log.next_position
     for position in set(range(kept_from, min(end + 200, kept_from + 400))) - places:
         with pytest.raises(MessageNotFound):
-            queries.message(position, 0)
+            message_at(queries, position, 0)
     with pytest.raises(MessageNotFound):
-        queries.message(model[-1].position, model[-1].at + 1)
+        message_at(queries, model[-1].position, model[-1].at + 1)
 
 
 def test_bytes_in_a_body_that_look_like_a_batch_are_not_a_message() -> None:
@@ -310,7 +311,7 @@ def test_bytes_in_a_body_that_look_like_a_batch_are_not_a_message() -> None:
     content = opened.disk.files[f"log/{0:020d}"].content
     assert read_header(bytes(content[inner_at:])).position == inner_at
     with pytest.raises(MessageNotFound):
-        MessageQueries(opened.store).message(inner_at, 0)
+        message_at(MessageQueries(opened.store), inner_at, 0)
 
 
 def test_damaged_batches_are_not_served() -> None:
@@ -319,7 +320,7 @@ def test_damaged_batches_are_not_served() -> None:
     opened.disk.files[f"log/{0:020d}"].content[opened.store.log.next_position - 1] ^= 1
     queries = MessageQueries(opened.store)
     with pytest.raises(DataLoss):
-        queries.message(stored_.position, 0)
+        message_at(queries, stored_.position, 0)
     with pytest.raises(DataLoss):
         find(queries, "a")
     opened.disk.files[f"log/{0:020d}"].content[stored_.position + 34] ^= 1

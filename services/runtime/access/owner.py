@@ -15,12 +15,13 @@ def owner_of(identity: str) -> int:
     return int.from_bytes(sha256(identity.encode()).digest()[:4]) or 1 if identity else 0
 
 
-def sign(request: Any, identity: str) -> None:
+def sign(request: object, identity: str) -> None:
     """Write the owner number of the caller into the request, whatever the client has written."""
     if not isinstance(request, Message):
         return  # a stream of requests, as of reflection
-    fields = request.DESCRIPTOR.fields_by_name
+    message: Any = request
+    fields = message.DESCRIPTOR.fields_by_name
     if "caller" in fields:
-        request.caller = owner_of(identity)
-    if "incarnation" in fields and request.HasField("incarnation"):
-        request.incarnation.owner = owner_of(identity)
+        message.caller = owner_of(identity)
+    if "incarnation" in fields and message.HasField("incarnation"):
+        message.incarnation.owner = owner_of(identity)

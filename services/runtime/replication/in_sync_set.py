@@ -16,6 +16,9 @@ from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, Rep
 log = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_MS = 100
+FIRST_CONTACT_MS = 10_000
+"""Time after an election until which a follower is not counted as cut off, if it has not contacted
+the new leader: its call to the previous leader may have to time out first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,8 @@ class ReplicaPolicy:
     """Settings of a replica set's in-sync set.
 
     Attributes:
-        min_in_sync: Writes are rejected while fewer replicas are in sync, the leader included.
+        min_in_sync: Writes are rejected while fewer replicas keep up, the leader included. The
+            in-sync set never shrinks below this number.
         lag_ms_max: A follower that has lacked something for longer leaves the in-sync set.
         hold_ms: How long the leader holds a follower's request while there is nothing new.
     """
@@ -45,6 +49,7 @@ class InSyncSet:
         node_ids: Node ids of the replica set, by configuration.
         tracker: Positions of the replicas; callers that change it call `tracker_changed`.
         on_change: Called when the tracker has changed.
+        resigns_from_ms: From this time on the leader resigns if it is cut off; see `cut_off`.
     """
 
     def __init__(
@@ -59,8 +64,11 @@ class InSyncSet:
         self._store, self._record, self.node_ids = store, record, store.node_ids
         self.policy, self._clock, self._registered = policy, clock, registered
         # As a rule one replica of the set has just died; those that live will report soon.
-        level_ms = clock.monotonic_ms() - policy.lag_ms_max * 2 // 3
+        self._begin_ms = clock.monotonic_ms()
+        level_ms = self._begin_ms - policy.lag_ms_max * 2 // 3
         self.tracker = InSyncTracker(record.leader, record.in_sync, position, level_ms)
+        self._late: frozenset[str] = frozenset()
+        self.resigns_from_ms = 0
         self.on_change: list[Callable[[], None]] = []
         self._problems: dict[str, str] = {}
         self._safe = self._first = 0
@@ -78,13 +86,22 @@ class InSyncSet:
         """Last epoch in which a leader served; a replica without anything of it must not lead."""
         return self._record.served_epoch
 
+    @property
+    def current(self) -> frozenset[str]:
+        """Members of the in-sync set that keep up, the leader included.
+
+        The other members lag or are absent, and stay because the set would be too small without
+        them: they have everything confirmed, so they may be elected.
+        """
+        return self.tracker.in_sync - self._late
+
     def check_size(self) -> None:
         """Return if enough replicas are in sync for a write.
 
         Raises:
-            NotEnoughReplicas: fewer than `min_in_sync` are.
+            NotEnoughReplicas: fewer than `min_in_sync` keep up.
         """
-        count, limit = len(self.tracker.in_sync), self.policy.min_in_sync
+        count, limit = len(self.current), self.policy.min_in_sync
         if count < limit:
             raise NotEnoughReplicas(
                 f"{count} replicas are in sync, {limit} are required",
@@ -111,7 +128,27 @@ class InSyncSet:
     def successors(self) -> frozenset[str]:
         """Return the followers that could lead: in sync, registered, and reporting no problem."""
         able = {name for name, problem in self._problems.items() if not problem}
-        return (self.tracker.in_sync & self._registered() & able) - {self.tracker.leader}
+        return (self.current & self._registered() & able) - {self.tracker.leader}
+
+    def cut_off(self) -> dict[str, int]:
+        """Return how long, in ms, each cut-off follower was silent; empty if they are a minority.
+
+        A follower is cut off if it is registered, reports no problem, and no answer of the leader
+        has reached it for `lag_ms_max`. If a majority of the replica set is cut off, and one of
+        them can be elected, the leader had better resign.
+        """
+        now_ms = self._clock.monotonic_ms()
+        if now_ms < self.resigns_from_ms:
+            return {}
+        found = {}
+        for name in self._registered() - {self.tracker.leader}:
+            silence_ms, limit_ms = self.tracker.silence_ms(name, now_ms), self.policy.lag_ms_max
+            if silence_ms is None or name not in self._problems:
+                silence_ms, limit_ms = now_ms - self._begin_ms, FIRST_CONTACT_MS
+            if silence_ms > limit_ms and not self._problems.get(name):
+                found[name] = silence_ms
+        majority = len(self.node_ids) // 2 + 1
+        return found if len(found) >= majority and found.keys() & self.tracker.in_sync else {}
 
     def tracker_changed(self) -> None:
         """Wake everything that waits for the tracker."""
@@ -128,7 +165,7 @@ class InSyncSet:
         followers = [
             replicas_pb2.Replica(
                 node_id=name,
-                in_sync=name in tracker.in_sync,
+                in_sync=name in self.current,
                 position=tracker.position - tracker.lag(name),
                 lag=tracker.lag(name),
                 lag_ms=tracker.lag_ms(name, now_ms) if tracker.lag(name) else 0,
@@ -191,9 +228,10 @@ class InSyncSet:
         now_ms, lag_ms_max = self._clock.monotonic_ms(), self.policy.lag_ms_max
         registered = self._registered()
         absent = tracker.in_sync - registered - {tracker.leader}
-        leaving = tracker.late(now_ms, lag_ms_max) | absent
+        late = self._late = tracker.late(now_ms, lag_ms_max) | absent
         tracker.await_joiners(registered, now_ms, lag_ms_max)
         joining = tracker.ready_to_join()
+        leaving = self._leaving(late, tracker.in_sync | joining)
         wanted = (tracker.in_sync | joining) - leaving
         if wanted == tracker.in_sync and not tracker.joining and not self._uncertain:
             return
@@ -205,6 +243,18 @@ class InSyncSet:
             ",".join(sorted(tracker.in_sync)),
             ",".join(sorted(leaving)) or "-",
         )
+
+    def _leaving(self, late: frozenset[str], members: frozenset[str]) -> frozenset[str]:
+        """Return those late members that may leave: all of them, or none.
+
+        None leaves if fewer than `min_in_sync` would remain. Then nothing is confirmed, each member
+        has everything that was, and each can be elected. Source: Kafka's eligible leader replicas
+        (KIP-966), where a partition keeps as many electable replicas as a write needs. None leaves
+        either while the leader is cut off from the majority, because one of them is its successor.
+        """
+        if len(members - late) < self.policy.min_in_sync or self.cut_off():
+            return frozenset()
+        return late
 
     async def _change(self, in_sync: frozenset[str]) -> None:
         """Write the set to etcd; callers hold `_changing` from their decision on.

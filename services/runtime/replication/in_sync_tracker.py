@@ -23,6 +23,7 @@ class _Follower:
         level_ms: At this time it had everything that the leader had at that time.
         goal: Position of the leader when the follower last reached its goal.
         goal_ms: Time at which `goal` was set.
+        reached_ms: At this time it had received something from the leader, or lacked nothing.
         follows: It has reached a goal since it began or was reset.
     """
 
@@ -30,6 +31,7 @@ class _Follower:
     level_ms: int
     goal: int
     goal_ms: int
+    reached_ms: int
     follows: bool = False
 
 
@@ -59,7 +61,9 @@ class InSyncTracker:
         self.confirmed = position if in_sync == {leader} else 0
         self._first = position
         self._followers = {
-            name: _Follower(0, now_ms, position, now_ms) for name in in_sync if name != leader
+            name: _Follower(0, now_ms, position, now_ms, now_ms)
+            for name in in_sync
+            if name != leader
         }
 
     def advance_leader(self, position: int) -> None:
@@ -71,7 +75,9 @@ class InSyncTracker:
         """Record that a follower has this leader's history up to `position`, durably."""
         follower = self._followers.get(name)
         if follower is None:
-            follower = self._followers[name] = _Follower(0, now_ms, self.position, now_ms)
+            follower = self._followers[name] = _Follower(0, now_ms, self.position, now_ms, now_ms)
+        if position > follower.position or position >= self.position:
+            follower.reached_ms = now_ms  # a report alone is not enough: answers may be lost
         follower.position = position
         if position >= self.position:
             follower.level_ms = now_ms
@@ -87,6 +93,17 @@ class InSyncTracker:
         follower = self._followers.get(name)
         if follower is not None:
             follower.position, follower.follows = 0, False
+
+    def reach(self, name: str, now_ms: int) -> None:
+        """Record that a follower receives the leader's answers, though its position is the same."""
+        follower = self._followers.get(name)
+        if follower is not None:
+            follower.reached_ms = max(follower.reached_ms, now_ms)
+
+    def silence_ms(self, name: str, now_ms: int) -> int | None:
+        """Return the ms since an answer last reached a follower; None if it is unknown."""
+        follower = self._followers.get(name)
+        return now_ms - follower.reached_ms if follower is not None else None
 
     def lag(self, name: str) -> int:
         """Return how far a follower is behind the leader; an unknown follower lacks everything."""

@@ -40,3 +40,7 @@ class Leadership:
     def _follower_resets(self, name: str) -> None:
         """Record that a follower has to start anew: its earlier position is void."""
         self.in_sync_set.tracker.reset_follower(name)
+
+    def reach_follower(self, name: str) -> None:
+        """Record that a follower receives answers; called during long ones."""
+        self.in_sync_set.tracker.reach(name, self._clock.monotonic_ms())

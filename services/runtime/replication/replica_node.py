@@ -25,6 +25,12 @@ from batonmq_server.runtime.service_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+REACH_INTERVAL_S = 0.5
+"""Interval of the checks whether the leader is cut off; it resigns after three that say so."""
+RESIGN_INTERVAL_MS = 60_000
+"""A node resigns at most this often because it is cut off: if no node reaches another, one of them
+has to stay the leader."""
+
 L = TypeVar("L", bound=Leadership)
 
 
@@ -57,6 +63,7 @@ class ReplicaNode(ABC, Generic[L]):
         self._runtime, self._node_id, self._node_ids = runtime, runtime.settings.node_id, node_ids
         self.name, self._position = name, position
         self._lease_ms, self._abstains_until_ms = lease_ms, 0
+        self._resigned_epoch, self._resigns_from_ms = 0, 0
         self._stopping = False
         self._leadership: L | None = None
         self.registration = LeaderRegistration(runtime, position, room=room, replica_set=name)
@@ -141,8 +148,15 @@ class ReplicaNode(ABC, Generic[L]):
         """
         if self.election.term:
             log.error("resigns: %s", reason)
+        self._resigned_epoch = 0
         self._abstains_until_ms = self._runtime.clock.monotonic_ms() + 3 * self._lease_ms
         self.election.resign()
+
+    def _give_way(self, in_sync_set: InSyncSet, reason: str) -> None:
+        """Give up the leadership, and abstain until another node has led or for three leases."""
+        self.step_back(reason)
+        self._resigned_epoch = in_sync_set.epoch
+        self._resigns_from_ms = self._runtime.clock.monotonic_ms() + RESIGN_INTERVAL_MS
 
     async def is_in_sync(self) -> bool:
         """Return whether etcd lists this node in the in-sync set.
@@ -155,9 +169,11 @@ class ReplicaNode(ABC, Generic[L]):
     def _in_sync_set(self, term: int, position: int, policy: ReplicaPolicy) -> InSyncSet:
         """Return the in-sync set of the leadership that the election of `term` has begun."""
         store, clock = self.replica_set, self._runtime.clock
-        return InSyncSet(
+        in_sync_set = InSyncSet(
             store, store.elected_record(term), position, policy, clock, self._registered_ids
         )
+        in_sync_set.resigns_from_ms = self._resigns_from_ms
+        return in_sync_set
 
     def _lost_data(self, in_sync_set: InSyncSet) -> bool:
         """Return whether this node's copy lost the epoch with which it stood for election.
@@ -181,19 +197,57 @@ class ReplicaNode(ABC, Generic[L]):
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(in_sync_set.run())
+                tasks.create_task(self._watch_reach(in_sync_set))
                 yield tasks
         finally:
             self._leadership = None
             self.registration.set_epoch(0)
 
+    async def _watch_reach(self, in_sync_set: InSyncSet) -> None:
+        """Resign once a majority of the set can't reach this node, and is known to reach etcd."""
+        checks = 0
+        while True:
+            await asyncio.sleep(REACH_INTERVAL_S)
+            checks = checks + 1 if await self._is_cut_off(in_sync_set) else 0
+            if checks == 3:  # a node that was paused has renewed its entry, and reports soon
+                names = ", ".join(sorted(in_sync_set.cut_off()))
+                self._give_way(in_sync_set, f"{names} reach etcd, and can't reach this node")
+                return
+
+    async def _is_cut_off(self, in_sync_set: InSyncSet) -> bool:
+        """Return whether the nodes that are cut off have renewed their entries in etcd since then.
+
+        Otherwise they may be paused, or etcd has not yet noticed that they are dead.
+        """
+        cut_off = in_sync_set.cut_off()
+        # A node that is alive renews its entry after its last report, too.
+        slack_ms = in_sync_set.policy.lag_ms_max // 2
+        try:
+            for name, silence_ms in cut_off.items():
+                stored = self._runtime.nodes.values.get(f"{self._runtime.service}/{name}")
+                if stored is None:
+                    return False
+                left_s, granted_s = await self._runtime.etcd.time_to_live(stored.lease_id)
+                if left_s < 0 or (granted_s - left_s) * 1000 > silence_ms - slack_ms:
+                    return False
+        except NoQuorum:
+            return False
+        return bool(cut_off)
+
     def _not_leader(self) -> NotLeader:
         return NotLeader(f"{self._node_id} is not the leader", retry_after_ms=200)
 
     async def _stand(self) -> Candidacy | None:
-        abstains = self._runtime.clock.monotonic_ms() < self._abstains_until_ms
-        if self._stopping or abstains or not self._can_lead():
+        if self._stopping or not self._can_lead() or await self._abstains():
             return None
         return await self.replica_set.candidacy()
+
+    async def _abstains(self) -> bool:
+        if self._runtime.clock.monotonic_ms() >= self._abstains_until_ms:
+            return False
+        if not self._resigned_epoch:
+            return True
+        return (await self.replica_set.read()).epoch <= self._resigned_epoch
 
     def _registered_ids(self) -> frozenset[str]:
         if not self._runtime.nodes.revision:

@@ -78,12 +78,13 @@ class MessageQueries:
                 low = header.next_offset
         return low
 
-    def message(self, position: int, index: int) -> MessageMatch:
-        """Return the message at `index` of the batch at `position`.
+    def header(self, position: int, index: int) -> Header:
+        """Return the header of the batch at `position`, which has a message `index`.
+
+        Its messages are not read; pass it to `message` for that.
 
         Raises:
             MessageNotFound: there is no such message, or it is no longer kept.
-            DataLoss: its batch is damaged.
         """
         missing = MessageNotFound(
             f"no message {index} of a batch at position {position}",
@@ -103,6 +104,15 @@ class MessageQueries:
             raise missing
         if int(queue.read(offset, offset + 1).positions[0]) != position:
             raise missing  # the bytes at `position` only look like a batch
+        return header
+
+    def message(self, header: Header, index: int) -> MessageMatch:
+        """Return the message at `index` of the batch with a header that `header` returned.
+
+        Raises:
+            DataLoss: its batch is damaged.
+        """
+        position, key = header.position, (header.topic_id, header.queue_id)
         return MessageMatch(verified(self._log.read(position, header.length), position, key), index)
 
     def find(

@@ -127,7 +127,9 @@ class Replica(_message.Message):
     leader: _builtins.bool
     """True for the leader itself."""
     in_sync: _builtins.bool
-    """Whether the node is in the in-sync set, and so may be elected."""
+    """Whether the node is in the in-sync set and keeps up. A member that does not keep up may be
+    elected too while it stays in the set, because the set would be too small without it.
+    """
     position: _builtins.int
     """Position up to which the node has everything durably: a version at offsets, bytes at storage."""
     lag: _builtins.int

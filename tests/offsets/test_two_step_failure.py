@@ -1,0 +1,100 @@
+"""A leader that its followers can't reach, and that then dies.
+
+Goal: two of three nodes that hold everything acknowledged, and reach each other and etcd, serve
+again whatever happened to the third: no step of its failure takes them out of the election.
+Method: three real nodes in one process (tests/offsets/replica_cluster.py); the leader rejects all
+calls of its followers, and reaches etcd all the time.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from batonmq.errors import BatonError, NotEnoughReplicas
+from tests.offsets.replica_cluster import Replica, ReplicaSet, commit, committed, hold
+from tests.support.conditions import until
+
+pytestmark = pytest.mark.timeout(180)
+
+
+async def cut_off_leader(scene: ReplicaSet) -> Replica:
+    """Return the leader of three nodes, two of which are required, once none reaches it."""
+    scene.settings["min_in_sync"] = 2
+    await scene.start("a", "b", "c")
+    leader = await scene.leader()
+    await scene.in_sync("a", "b", "c")
+    await hold(leader, 0)
+    await commit(leader, 10)
+    leader.gate.shut |= {"a", "b", "c"}
+    return leader
+
+
+async def successor(scene: ReplicaSet, first: Replica) -> Replica:
+    """Return the node that leads instead of `first`, once it serves."""
+    found: list[Replica] = []
+
+    async def look() -> bool:
+        others = [node for node in scene.nodes.values() if node is not first]
+        found.extend([node for node in others if await node.serves()])
+        return bool(found)
+
+    await until(look)
+    return found[0]
+
+
+async def test_survivors_serve_after_a_cut_off_leader_has_died(scene: ReplicaSet) -> None:
+    first = await cut_off_leader(scene)
+
+    async def refused() -> bool:
+        try:
+            await commit(first, 11, timeout_s=0.5)
+        except NotEnoughReplicas:
+            return True
+        except BatonError:
+            return False
+        return False
+
+    await until(refused)
+    await first.crash()
+    second = await successor(scene, first)
+    assert await committed(second) in (10, 11)
+    await commit(second, 20)
+    assert len((await scene.stored_set()).in_sync) >= 2
+
+
+async def test_leader_that_its_followers_can_not_reach_resigns(scene: ReplicaSet) -> None:
+    first = await cut_off_leader(scene)
+    second = await successor(scene, first)
+    await commit(second, 20)
+    assert await committed(second) == 20
+    assert not await first.serves()
+    await scene.in_sync("a", "b", "c")
+    await scene.alike("a", "b", "c")
+
+
+async def test_leader_whose_followers_do_not_renew_their_entries_stays(scene: ReplicaSet) -> None:
+    first = await cut_off_leader(scene)
+    followers = [node for node in scene.nodes.values() if node is not first]
+    for node in followers:
+        node.session.cut = True  # as if the node were paused
+    record = await scene.stored_set()
+
+    async def unlisted() -> bool:
+        found, _ = await first.session.get_prefix("nodes/offsets/")
+        return len(found) == 1
+
+    await until(unlisted)
+    assert await first.serves(), "it answers reads"
+    assert await scene.stored_set() == record, "no node was elected, and none has left the set"
+    for node in followers:
+        node.session.cut = False
+    first.gate.shut.clear()
+
+    async def taken() -> bool:
+        try:
+            await commit(first, 20)
+        except NotEnoughReplicas:
+            return False
+        return True
+
+    await until(taken)
