@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from batonmq.errors import NoQuorum
+from batonmq_server.nameserver.metrics import EtcdMetrics
 from batonmq_server.runtime.etcd.session import NO_SPACE_REMEDY, EtcdSession, EtcdSpace
 
 log = logging.getLogger(__name__)
@@ -25,22 +26,7 @@ class EtcdMonitor:
     def __init__(self, etcd: EtcdSession, registry: CollectorRegistry, *, interval_ms: int) -> None:
         self._etcd, self._interval_ms = etcd, interval_ms
         self.space = EtcdSpace()
-        self._db_bytes = Gauge(
-            "baton_nameserver_etcd_db_bytes",
-            "Size of the file of an etcd member in bytes; its space quota counts this.",
-            registry=registry,
-        )
-        self._in_use_bytes = Gauge(
-            "baton_nameserver_etcd_db_in_use_bytes",
-            "Bytes of that file that are in use; defragmentation frees the others.",
-            registry=registry,
-        )
-        self._alarms = Gauge(
-            "baton_nameserver_etcd_alarm",
-            "1 while etcd has the alarm. With NOSPACE it accepts no writes.",
-            ("alarm",),
-            registry=registry,
-        )
+        self._metrics = EtcdMetrics(registry)
 
     async def run(self) -> None:
         """Read at intervals until cancelled; run it as one task."""
@@ -53,10 +39,10 @@ class EtcdMonitor:
 
     def _read(self, space: EtcdSpace) -> None:
         before, self.space = self.space, space
-        self._db_bytes.set(space.db_bytes)
-        self._in_use_bytes.set(space.in_use_bytes)
+        self._metrics.db_bytes.set(space.db_bytes)
+        self._metrics.in_use_bytes.set(space.in_use_bytes)
         for alarm in ALARMS:
-            self._alarms.labels(alarm).set(alarm in space.alarms)
+            self._metrics.alarm.labels(alarm).set(alarm in space.alarms)
         if raised := sorted({*space.alarms} - {*before.alarms}):
             remedy = NO_SPACE_REMEDY if "NOSPACE" in raised else "Replace the damaged member."
             log.error(

@@ -201,8 +201,8 @@ class GroupStore:
         """Carry out this request and those that wait; None if another writer was faster."""
         if mine.is_done:
             return True
-        wait_ms = self._pace.wait_ms(name, self._etcd.clock.monotonic_ms())
-        await asyncio.sleep(wait_ms / 1000)
+        if wait_ms := self._pace.wait_ms(name, self._etcd.clock.monotonic_ms()):
+            await asyncio.sleep(wait_ms / 1000)
         others = (one for one in self._waiting[name] if one is not mine and not one.is_done)
         batch = [mine, *islice(others, BATCH_MAX - 1)]
         error, done = None, False
