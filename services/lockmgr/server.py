@@ -70,8 +70,9 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         check_number("acquire_seq", request.acquire_seq)
         check_at_most("holds", len(request.holds), HOLDS_MAX)
         holds = lock_proto.holds_from_pb(request.holds)
+        running = lock_proto.running_from_pb(request.holds)
         leader = self._candidate.leader()
-        reports = leader.keep_alive(incarnation, request.acquire_seq, holds)
+        reports = leader.keep_alive(incarnation, request.acquire_seq, holds, running)
         leader.check_leads()
         response = lock_proto.reports_to_pb(reports, request.holds)
         response.lease_ms = leader.lease_ms

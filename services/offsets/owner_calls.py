@@ -48,7 +48,7 @@ class OwnerCalls(OffsetsCalls):
         touches, malformed = self._reader.shared_batch(request.items, self._reader.touch)
         now, outcomes = self._now(), []
         for key, token, caller in touches:
-            error = attempt(self._touch, key, token, caller, now)
+            error = attempt(self._touch, key, token, caller, now, request.node_id)
             failure = (
                 self._item_error("touch", key, token, error)
                 if isinstance(error, BatonError)
@@ -143,10 +143,10 @@ class OwnerCalls(OffsetsCalls):
             self._commits.mark_changed(key)
         return delivered
 
-    def _touch(self, key: GroupQueue, token: int, caller: int, now: Instant) -> None:
+    def _touch(self, key: GroupQueue, token: int, caller: int, now: Instant, node_id: str) -> None:
         self._resolver.check(key.group)
         self._table.check_caller(key, token, caller)
-        self._table.touch(key, token, now)
+        self._table.touch(key, token, now, node_id)
 
     def _commit(
         self,

@@ -216,7 +216,11 @@ class ConsumerProcess(SimulatedProcess):
         async def handler(message: ReceivedMessage) -> object:
             checks = self._checker.clients
             checks.started(self.name, self._asked, message)
-            result = await self._handle(self, message)
+            checks.running(self.name, message)
+            try:
+                result = await self._handle(self, message)
+            finally:
+                checks.ended_running(message)
             if result is None:
                 checks.finished(self.name, message)
             else:

@@ -93,6 +93,7 @@ class RunOptions:
         rots: Weight of a node of storage that is killed and comes back with a damaged log.
         disk_failures: Weight of a node of storage whose disk can't be written to for a while, if it
             has others.
+        strandings: Weight of an outage of etcd for all storage nodes, which lasts longer for one.
         moves: Weight of an operator's move of the group to the other of two sets of offsets, of one
             node each. 0: there is one set.
         forgeries: Weight of a batch that a stranger sends under an id of the producer.
@@ -139,6 +140,7 @@ class RunOptions:
     memory_window_bytes: int = 0
     rots: int = 0
     disk_failures: int = 0
+    strandings: int = 0
     moves: int = 0
     forgeries: int = 0
     thefts: int = 0
@@ -215,6 +217,7 @@ class RunOptions:
             lost_disks=random.choice([0, 1, 2]),
             rots=random.choice([0, 1, 2]),
             disk_failures=random.choice([0, 1, 2]),
+            strandings=random.choice([0, 1]),
             two_steps=random.choice([0, 1, 2]),
         )
 

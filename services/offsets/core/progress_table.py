@@ -220,14 +220,14 @@ class ProgressTable:
         """
         return self._progress_of(key, token).record_delivered(token, delivery, self.limits, now)
 
-    def touch(self, key: GroupQueue, token: int, now: Instant) -> None:
+    def touch(self, key: GroupQueue, token: int, now: Instant, waiting_at: str = "") -> None:
         """Record a waiting long poll as `Progress.touch` does.
 
         Raises:
             UnknownQueue: the queue never had progress.
             Fenced: see there, or the topic or group was deleted.
         """
-        self._progress_of(key, token).touch(token, now)
+        self._progress_of(key, token).touch(token, now, waiting_at)
 
     def commit(
         self,

@@ -821,8 +821,11 @@ class TouchRequest(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
+    node_id: _builtins.str
+    """Node id of the storage node at which they wait; empty if unknown."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___TouchItem]:
         """Queues of waiting long polls."""
@@ -832,10 +835,11 @@ class TouchRequest(_message.Message):
         *,
         offsets_epoch: _builtins.int = ...,
         items: _abc.Iterable[Global___TouchItem] | None = ...,
+        node_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "node_id", b"node_id", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1339,6 +1343,7 @@ class Progress(_message.Message):
     FORCED_REASON_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     ACKED_FIELD_NUMBER: _builtins.int
+    WAITING_AT_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Current token."""
     closed: _builtins.bool
@@ -1373,6 +1378,10 @@ class Progress(_message.Message):
     """Reason of that operator."""
     source: Global___ProgressSource.ValueType
     """Last kind of change of the progress."""
+    waiting_at: _builtins.str
+    """Node id of the storage node at which the holder's long poll waits; empty if none waits, or if
+    unknown.
+    """
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -1408,10 +1417,11 @@ class Progress(_message.Message):
         forced_reason: _builtins.str = ...,
         source: Global___ProgressSource.ValueType = ...,
         acked: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
+        waiting_at: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_capped", b"ack_capped", "acked", b"acked", "acked_count", b"acked_count", "acked_range_count", b"acked_range_count", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "lowest_unacked_offset", b"lowest_unacked_offset", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "token", b"token", "unacked_count", b"unacked_count", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_capped", b"ack_capped", "acked", b"acked", "acked_count", b"acked_count", "acked_range_count", b"acked_range_count", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "lowest_unacked_offset", b"lowest_unacked_offset", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "token", b"token", "unacked_count", b"unacked_count", "update_unix_ms", b"update_unix_ms", "waiting_at", b"waiting_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -348,7 +348,9 @@ class PullResponse(_message.Message):
     """True if `progress` of the request was committed, durably, as by a Commit. Followers never commit."""
     next_node_id: _builtins.str
     """Node id to pull from next; empty for the leader. It is a follower if the consumer lags so far
-    behind that the leader would have to read from its disk, or if there is no leader.
+    behind that the leader would have to read from its disk, or if there is no leader. A node names
+    itself only if it can prove that it is a current member of its set: the leader or etcd answers
+    it. Otherwise a pull that finds no message ends with NOT_LEADER.
     """
     offsets_set: _builtins.str
     """Replica set of offsets to which `offsets_epoch` belongs; empty if there is only one."""
