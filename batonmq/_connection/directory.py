@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 """Timeout of a call that is not a long poll."""
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
+_ROUTE_AGE_S = 1.0
+"""Readers of many queues that look a route up share an answer for this time."""
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 T = TypeVar("T")
 
@@ -119,6 +121,7 @@ class Directory:
         self._current_address = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._nodes: list[pb.Node] = []
+        self._refreshed_s, self._outdated = 0.0, True
         self._placements: dict[str, pb.Placement] = {}
         self._refreshing = asyncio.Lock()
 
@@ -212,6 +215,17 @@ class Directory:
         at = names.index(node_id) if node_id in names else -1
         return names[(at + 1) % len(names)]
 
+    async def has_leader(self, broker: str) -> bool:
+        """Return whether a leader of `broker` is registered, from an answer of at most 1 s ago.
+
+        Raises:
+            Unreachable: No nameserver responds.
+        """
+        age_s = asyncio.get_running_loop().time() - self._refreshed_s
+        if age_s > _ROUTE_AGE_S or self._outdated:
+            await self.refresh()
+        return self._find(pb.SERVICE_KIND_STORAGE, broker) is not None
+
     async def schedule(self, broker: str) -> schedule_grpc.ScheduleServiceAsyncStub:
         """Return a stub for scheduled messages at the storage leader of `broker`.
 
@@ -280,7 +294,7 @@ class Directory:
         placement = self._placements.get(group)
         if placement is not None:
             return placement.offsets_set
-        nodes = self._nodes or await self.refresh()
+        nodes = await self.refresh() if self._outdated else self._nodes
         names = {
             node.replica_set or node.node_id
             for node in nodes
@@ -362,12 +376,13 @@ class Directory:
                 )
             )
             self._nodes = with_reachable_addresses(answer.nodes, nameserver)
+            self._refreshed_s, self._outdated = asyncio.get_running_loop().time(), False
             return self._nodes
 
     def invalidate(self, error: BatonError) -> None:
-        """Forget the nodes if the error means that a service may have another address."""
+        """Look leaders up again if the error means that a service may have another address."""
         if isinstance(error, Unreachable | NoQuorum) or error.retry is Retry.REFRESH_ROUTE:
-            self._nodes = []
+            self._outdated = True
 
     async def pause(self, error: BatonError, failures: int) -> None:
         """Wait before a retry, for a time that depends on `error` and on the failures so far.
@@ -413,7 +428,7 @@ class Directory:
         return channel
 
     async def _address(self, service: pb.ServiceKind.ValueType, replica_set: str = "") -> str:
-        found = self._find(service, replica_set)
+        found = None if self._outdated else self._find(service, replica_set)
         if found is None:
             await self.refresh()
             found = self._find(service, replica_set)

@@ -75,12 +75,19 @@ class ConsumerSettings:
             get it too. `stop`: the consumer stops and `run` raises MessageFailed.
         handle_timeout_ms: How long a handler may take; None for no limit. A handler that takes
             longer has failed: it is cancelled and its result is ignored. A thread can't be
-            cancelled; it counts in `concurrency` until it ends. `Consumer.handle_timeout_ms`
+            cancelled; it counts in `concurrency` until it ends. The same holds for handlers that
+            run when an operator resets the group. `Consumer.handle_timeout_ms`
             changes the limit of a running consumer.
         retry_first_ms: Delay before a failed message that is not sent back is handled again; it
             doubles with each failure.
         retry_ms_max: The longest such delay.
-        start_timeout_ms: How long to wait for a nameserver when the consumer starts.
+        start_timeout_ms: How long to wait for a nameserver when the consumer starts, and for the
+            end of an earlier process with the same client id: usually 5 s after it was killed.
+        handle_signals: Whether the first SIGTERM or SIGINT stops the consumer: `run`, `run_batches`
+            and the iteration end, and leaving the block drains. A second signal ends the program
+            at once. From the start of `run`, `run_batches` or the iteration until the block is
+            left, and only in the main thread. A signal with a handler of the program or of a
+            framework is left alone; that handler calls `stop`.
         metrics_stream: Whether to publish what is handled, failed and sent back, and how long it
             takes, once a second, to the topic BATON_SYS_METRICS.
         security: TLS settings; None for plain connections.
@@ -115,6 +122,7 @@ class ConsumerSettings:
     retry_first_ms: int = 1_000
     retry_ms_max: int = 30_000
     start_timeout_ms: int = 30_000
+    handle_signals: bool = True
     metrics_stream: bool = False
     security: Security | None = None
 

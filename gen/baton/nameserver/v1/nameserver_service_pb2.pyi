@@ -312,14 +312,17 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     """The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
     STUCK_REASON_HEAD_OF_LINE: _StuckReason.ValueType  # 11
     """The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
-    `offset`, `message_id`, `age_ms`.
+    `offset`, `message_id`, `age_ms`; and of the handler call that the queue waits for, if it is
+    known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
     """
     STUCK_REASON_ACK_CAP: _StuckReason.ValueType  # 12
     """Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
     as HEAD_OF_LINE, and `ranges`.
     """
     STUCK_REASON_NOT_PULLING: _StuckReason.ValueType  # 13
-    """The owner does not pull. Evidence: `owner`, `idle_ms`."""
+    """The owner does not pull. Evidence: `owner`, `idle_ms`; and of the handler call that the queue
+    waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+    """
     STUCK_REASON_FILTERED: _StuckReason.ValueType  # 14
     """Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
     STUCK_REASON_PAUSED: _StuckReason.ValueType  # 15
@@ -338,6 +341,10 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     """The assigned member has not acquired the queue. Evidence: `assigned`."""
     STUCK_REASON_DATA_LOSS: _StuckReason.ValueType  # 22
     """A stored batch is damaged. Evidence: `position`, `error`."""
+    STUCK_REASON_OUTDATED_NODE: _StuckReason.ValueType  # 23
+    """The owner waits for messages at a storage node that is not the leader of the broker. Evidence:
+    `owner`, `node`, `leader`.
+    """
 
 class StuckReason(_StuckReason, metaclass=_StuckReasonEnumTypeWrapper):
     """Why a queue is stuck (protocol section 16)."""
@@ -370,14 +377,17 @@ STUCK_REASON_PHANTOM_TOKEN: StuckReason.ValueType  # 10
 """The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
 STUCK_REASON_HEAD_OF_LINE: StuckReason.ValueType  # 11
 """The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
-`offset`, `message_id`, `age_ms`.
+`offset`, `message_id`, `age_ms`; and of the handler call that the queue waits for, if it is
+known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
 """
 STUCK_REASON_ACK_CAP: StuckReason.ValueType  # 12
 """Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
 as HEAD_OF_LINE, and `ranges`.
 """
 STUCK_REASON_NOT_PULLING: StuckReason.ValueType  # 13
-"""The owner does not pull. Evidence: `owner`, `idle_ms`."""
+"""The owner does not pull. Evidence: `owner`, `idle_ms`; and of the handler call that the queue
+waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+"""
 STUCK_REASON_FILTERED: StuckReason.ValueType  # 14
 """Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
 STUCK_REASON_PAUSED: StuckReason.ValueType  # 15
@@ -396,6 +406,10 @@ STUCK_REASON_NOT_ACQUIRED: StuckReason.ValueType  # 21
 """The assigned member has not acquired the queue. Evidence: `assigned`."""
 STUCK_REASON_DATA_LOSS: StuckReason.ValueType  # 22
 """A stored batch is damaged. Evidence: `position`, `error`."""
+STUCK_REASON_OUTDATED_NODE: StuckReason.ValueType  # 23
+"""The owner waits for messages at a storage node that is not the leader of the broker. Evidence:
+`owner`, `node`, `leader`.
+"""
 Global___StuckReason: _TypeAlias = StuckReason  # noqa: Y015
 
 @_typing.final
@@ -1055,13 +1069,21 @@ class DescribeClusterResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
+    ETCD_ALARMS_FIELD_NUMBER: _builtins.int
+    ETCD_DB_BYTES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Rises with every change of the nodes."""
     cluster: _builtins.str
     """Cluster name."""
+    etcd_db_bytes: _builtins.int
+    """Size of the file of an etcd member, in bytes; 0 if it is not known."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
         """Nodes by service and node id, ascending."""
+
+    @_builtins.property
+    def etcd_alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Alarms of etcd, as this nameserver has read them last, such as NOSPACE: it accepts no writes."""
 
     def __init__(
         self,
@@ -1069,10 +1091,12 @@ class DescribeClusterResponse(_message.Message):
         nodes: _abc.Iterable[Global___Node] | None = ...,
         generation: _builtins.int = ...,
         cluster: _builtins.str = ...,
+        etcd_alarms: _abc.Iterable[_builtins.str] | None = ...,
+        etcd_db_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "generation", b"generation", "nodes", b"nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "etcd_alarms", b"etcd_alarms", "etcd_db_bytes", b"etcd_db_bytes", "generation", b"generation", "nodes", b"nodes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
