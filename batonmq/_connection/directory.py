@@ -16,6 +16,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from baton.nameserver.v1 import quota_service_pb2_grpc as quota_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
@@ -137,6 +138,10 @@ class Directory:
     def access(self) -> access_grpc.AccessServiceAsyncStub:
         """Return a stub for authorization at the current nameserver."""
         return access_grpc.AccessServiceStub(self._channel(self.nameserver_address))
+
+    def quotas(self) -> quota_grpc.QuotaServiceAsyncStub:
+        """Return a stub for quotas at the current nameserver."""
+        return quota_grpc.QuotaServiceStub(self._channel(self.nameserver_address))
 
     def next_nameserver(self) -> None:
         """Make the next nameserver the current one."""

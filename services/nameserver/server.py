@@ -31,7 +31,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         may: Returns whether the caller has a permission: lists have only what the caller may use.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts of a nameserver
         self,
         catalog: Catalog,
         topics: TopicCalls,
@@ -39,7 +39,10 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         diagnosis: DiagnosisCalls,
         unclean_election: UncleanElection,
         may: Callable[[Context, Permission], bool] = lambda _context, _need: True,
+        *,
+        identity_of: Callable[[Context], str] = lambda _: "",
     ) -> None:
+        self._identity_of = identity_of
         self._catalog, self._unclean_election = catalog, unclean_election
         self._topics, self._groups = topics, groups
         self._diagnosis, self._may = diagnosis, may
@@ -48,7 +51,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.CreateTopicRequest, context: Context
     ) -> pb.CreateTopicResponse:
         """See the proto."""
-        return await self._topics.create(request)
+        return await self._topics.create(request, self._identity_of(context))
 
     async def UpdateTopic(
         self, request: pb.UpdateTopicRequest, context: Context
@@ -78,7 +81,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.QueryRouteRequest, context: Context
     ) -> pb.QueryRouteResponse:
         """See the proto."""
-        return await self._topics.query_route(request)
+        return await self._topics.query_route(request, self._identity_of(context))
 
     async def WatchRoute(
         self, request: pb.WatchRouteRequest, context: Context
