@@ -10,31 +10,47 @@ unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(shell find protos/baton -name '*.proto')
 ETCD_PROTOS := $(shell find protos/batonmq_server -name '*.proto')
 SETUP := $(VENV)/.installed
+# What the demo and a local cluster need; all of it is part of the whole set-up.
+LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
-.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults check bench demo examples docs up clean \
+.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults check bench demo examples docs up clean \
   etcd observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
-setup: $(SETUP) ## virtual environment with the locked dependencies and this project
+setup: $(SETUP) ## virtual environment with all locked dependencies and this project
 
 PROJECTS := pyproject.toml services/pyproject.toml spark-jobs/pyproject.toml
-$(SETUP): requirements.lock $(PROJECTS)
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
+
+$(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed")'
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-	  -e . -e services -e spark-jobs
+	$(PYTHON) -m venv $(VENV)
+
+$(SETUP): requirements.lock $(PROJECTS) | $(VENV)/bin/python
+	$(PIP) --require-hashes -r requirements.lock
+	$(PIP) --no-build-isolation -e . -e services -e spark-jobs
 	touch $@
+
+$(VENV)/.local: local.lock pyproject.toml services/pyproject.toml | $(VENV)/bin/python
+	$(PIP) --require-hashes -r local.lock
+	$(PIP) --no-build-isolation -e . -e services
+	touch $@
+
+local: $(LOCAL) ## virtual environment of a local cluster and the demo only: small, in seconds
 
 LOCK = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command 'make lock' \
   --no-emit-package batonmq --no-emit-package batonmq-server
+# Dependencies of the data set's package; the demo reads its file only.
+UNUSED := pandas python-dateutil pytz tzdata six
 LOCK_IMAGE = $(LOCK) --constraint requirements.lock
 
 lock: $(SETUP)  ## lock the newest allowed versions in requirements.lock and deploy/images
 	$(LOCK) --extra prometheus --extra redis --extra sql --extra local --group dev $(PROJECTS) -o requirements.lock
+	$(LOCK_IMAGE) --extra local --group build $(foreach name,$(UNUSED),--no-emit-package $(name)) \
+	  pyproject.toml services/pyproject.toml -o local.lock
 	$(LOCK_IMAGE) services/pyproject.toml -o deploy/images/services.lock
 	$(LOCK_IMAGE) spark-jobs/pyproject.toml -o deploy/images/spark.lock
 	$(LOCK_IMAGE) --no-deps deploy/images/demo.in -o deploy/images/demo.lock
@@ -111,7 +127,7 @@ check: lint k8s test ## what CI runs
 bench: $(SETUP) ## benchmarks; results in bench/results.json and docs/explanation/performance.md
 	python -m bench
 
-demo: $(SETUP)  ## a real data set, moving queues, nothing lost, nothing twice
+demo: $(LOCAL)  ## a real data set, moving queues, nothing lost, nothing twice
 	baton demo
 
 examples: $(SETUP) ## run every program in examples/ on a local cluster
@@ -120,7 +136,7 @@ examples: $(SETUP) ## run every program in examples/ on a local cluster
 docs: $(SETUP)  ## build the documentation as a site with search and the API reference, in build/site
 	python -m tools.docs.site && echo build/site/index.html
 
-up: $(SETUP)    ## a cluster on loopback ports, until Ctrl-C
+up: $(LOCAL)    ## a cluster on loopback ports, until Ctrl-C
 	baton up --data-dir .data
 
 etcd:           ## a newer etcd than the package index has, built with Go; the other targets then use it

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from random import Random
-from typing import NamedTuple, Self, TypeVar
+from random import Random, SystemRandom
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 import grpc.aio
 
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
-from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.nameserver.v1 import quota_service_pb2_grpc as quota_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
-from baton.storage.v1 import query_service_pb2_grpc as query_grpc
-from baton.storage.v1 import replication_service_pb2_grpc as storage_replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.backoff import Backoff
@@ -37,17 +32,25 @@ from batonmq.errors import (
     Unreachable,
 )
 
+if TYPE_CHECKING:  # for administration only: these methods import them when they are called
+    from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
+    from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
+    from baton.storage.v1 import query_service_pb2_grpc as query_grpc
+    from baton.storage.v1 import replication_service_pb2_grpc as storage_replication_grpc
+
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 5.0
 """Timeout of a call that is not a long poll."""
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
+_ROUTE_AGE_S = 1.0
+"""Readers of many queues that look a route up share an answer for this time."""
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 T = TypeVar("T")
 
 
 def _fresh_random() -> Random:
-    return Random(secrets.randbits(64))
+    return Random(SystemRandom().getrandbits(64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,7 @@ class Directory:
         self._current_address = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._nodes: list[pb.Node] = []
+        self._refreshed_s, self._outdated = 0.0, True
         self._placements: dict[str, pb.Placement] = {}
         self._refreshing = asyncio.Lock()
 
@@ -137,6 +141,8 @@ class Directory:
 
     def access(self) -> access_grpc.AccessServiceAsyncStub:
         """Return a stub for authorization at the current nameserver."""
+        from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc  # noqa: PLC0415
+
         return access_grpc.AccessServiceStub(self._channel(self.nameserver_address))
 
     def quotas(self) -> quota_grpc.QuotaServiceAsyncStub:
@@ -212,6 +218,17 @@ class Directory:
         at = names.index(node_id) if node_id in names else -1
         return names[(at + 1) % len(names)]
 
+    async def has_leader(self, broker: str) -> bool:
+        """Return whether a leader of `broker` is registered, from an answer of at most 1 s ago.
+
+        Raises:
+            Unreachable: No nameserver responds.
+        """
+        age_s = asyncio.get_running_loop().time() - self._refreshed_s
+        if age_s > _ROUTE_AGE_S or self._outdated:
+            await self.refresh()
+        return self._find(pb.SERVICE_KIND_STORAGE, broker) is not None
+
     async def schedule(self, broker: str) -> schedule_grpc.ScheduleServiceAsyncStub:
         """Return a stub for scheduled messages at the storage leader of `broker`.
 
@@ -232,6 +249,8 @@ class Directory:
         Raises:
             Unreachable: No node of the broker is registered, or no nameserver responds.
         """
+        from baton.storage.v1 import query_service_pb2_grpc as query_grpc  # noqa: PLC0415
+
         addresses = [node.address for node in self._of_broker(broker) if node.node_id == node_id]
         try:
             address = (
@@ -278,7 +297,7 @@ class Directory:
         placement = self._placements.get(group)
         if placement is not None:
             return placement.offsets_set
-        nodes = self._nodes or await self.refresh()
+        nodes = await self.refresh() if self._outdated else self._nodes
         names = {
             node.replica_set or node.node_id
             for node in nodes
@@ -311,6 +330,10 @@ class Directory:
         Raises:
             Unreachable: The broker is not registered, or no nameserver responds.
         """
+        from baton.storage.v1 import (  # noqa: PLC0415
+            replication_service_pb2_grpc as storage_replication_grpc,
+        )
+
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return storage_replication_grpc.ReplicationServiceStub(self._channel(address))
 
@@ -324,6 +347,10 @@ class Directory:
         Raises:
             Unreachable: No leader is registered, or no nameserver responds.
         """
+        from baton.offsets.v1 import (  # noqa: PLC0415
+            replication_service_pb2_grpc as replication_grpc,
+        )
+
         address = await self._address(pb.SERVICE_KIND_OFFSETS, offsets_set)
         return replication_grpc.ReplicationServiceStub(self._channel(address))
 
@@ -352,12 +379,13 @@ class Directory:
                 )
             )
             self._nodes = with_reachable_addresses(answer.nodes, asked)
+            self._refreshed_s, self._outdated = asyncio.get_running_loop().time(), False
             return self._nodes
 
     def invalidate(self, error: BatonError) -> None:
-        """Forget the nodes if the error means that a service may have another address."""
+        """Look leaders up again if the error means that a service may have another address."""
         if isinstance(error, Unreachable | NoQuorum) or error.retry is Retry.REFRESH_ROUTE:
-            self._nodes = []
+            self._outdated = True
 
     async def pause(self, error: BatonError, failures: int) -> None:
         """Wait before a retry, for a time that depends on `error` and on the failures so far.
@@ -403,7 +431,7 @@ class Directory:
         return channel
 
     async def _address(self, service: pb.ServiceKind.ValueType, replica_set: str = "") -> str:
-        found = self._find(service, replica_set)
+        found = None if self._outdated else self._find(service, replica_set)
         if found is None:
             await self.refresh()
             found = self._find(service, replica_set)

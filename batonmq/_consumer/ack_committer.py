@@ -22,6 +22,8 @@ from batonmq.errors import BatonError
 log = logging.getLogger(__name__)
 
 COMMIT_ITEMS_MAX = 1_024
+LONG_CALL_COMMIT_MS = 500
+"""How often a consumer commits while a handler runs long."""
 COMMIT_GATHER_MS = 10
 """Acks that arrive within this time travel in the same commit."""
 
@@ -33,12 +35,23 @@ class AckCommitter:
         self._session, self._queues = session, queues
 
     async def run(self) -> None:
-        """Commit until cancelled: every `commit_interval_ms`, and when many acks wait."""
+        """Commit until cancelled: every `commit_interval_ms`, and when many acks wait.
+
+        While a handler runs long, commit every `LONG_CALL_COMMIT_MS`: the refusal of such a commit
+        tells the consumer of a reset (protocol section 13).
+        """
         session, failures = self._session, 0
+        clock, interval_ms = session.clock, session.settings.commit_interval_ms
+        due_ms = clock.monotonic_ms() + interval_ms
         while True:
-            if await wait_until(session.commit_soon, session.settings.commit_interval_ms):
+            left_ms = max(0, due_ms - clock.monotonic_ms())
+            wait_ms = min(left_ms, LONG_CALL_COMMIT_MS) if session.running else left_ms
+            if await wait_until(session.commit_soon, wait_ms):
                 await asyncio.sleep(COMMIT_GATHER_MS / 1000)
+            elif (now_ms := clock.monotonic_ms()) < due_ms and not self._handles_long(now_ms):
+                continue
             session.commit_soon.clear()
+            due_ms = clock.monotonic_ms() + interval_ms
             try:
                 await self.commit()
                 failures = 0
@@ -46,6 +59,9 @@ class AckCommitter:
                 log.debug("commit failed error=%s", error)
                 await session.directory.pause(error, failures)
                 failures += 1
+
+    def _handles_long(self, now_ms: int) -> bool:
+        return any(queue.handles_long(now_ms) for queue in self._queues.values())
 
     async def commit(self) -> None:
         """Commit everything that is handled by now; of a broadcasting member, to its file.

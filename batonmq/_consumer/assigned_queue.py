@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from baton.common.v1 import queue_pb2
@@ -31,6 +31,9 @@ from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, FenceCause, Fenced, ModeChanged
 
 log = logging.getLogger(__name__)
+
+LONG_CALL_MS = 2_000
+"""A handler that has run for so long may hang."""
 
 _REPORTS: dict[OwnershipEffect, Literal["granted", "draining", "released", "fenced"]] = {
     OwnershipEffect.REPORT_GRANTED: "granted",
@@ -59,6 +62,7 @@ class AssignedQueue:
         buffer: Messages that wait for a handler.
         flow: The flow limit that delays the next pull; None without one.
         paused: Whether the application has paused the queue.
+        on_work_dropped: Called when the results of running handlers do not count any more.
         wakeup: Notified when the state, the group's record, `paused` or room in the buffer changes.
         freed: Set when another request for the queue may succeed at once.
         revoked: The group's record does not assign the queue any more.
@@ -77,6 +81,7 @@ class AssignedQueue:
         self.buffer = MessageBuffer(session.budget)
         self.flow: FlowReason | None = None
         self.paused = ref in session.paused
+        self.on_work_dropped: Callable[[], None] = lambda: None
         self.wakeup, self.freed = Wakeup(), asyncio.Event()
         self.revoked = Condition(self.wakeup, lambda: not self._ownership.assigned)
         self.stopped = Condition(self.wakeup, lambda: self.state is not OwnershipState.OWNED)
@@ -211,13 +216,23 @@ class AssignedQueue:
     def acks_due(self, now_ms: int) -> Acks | None:
         """Return the acks to commit now; None if there is no reason for a commit.
 
-        Reasons are new acks, and a deadline that is near: a commit without news renews the lease,
-        and finds out about a reset in a group without ownership.
+        Reasons are new acks, and two in which a commit has no news: a deadline that is near, as it
+        renews the lease; and a handler that runs long, as the refusal tells of a reset.
         """
         progress = self.progress
         if progress is None or not self.held:
             return None
-        return progress.acks() if progress.dirty or self.lease.is_near(now_ms) else None
+        due = progress.dirty or self.lease.is_near(now_ms) or self.handles_long(now_ms)
+        return progress.acks() if due else None
+
+    def handles_long(self, now_ms: int) -> bool:
+        """Whether a handler of the queue has run for so long that it may hang.
+
+        Never for a broadcasting member, whose progress no operator resets.
+        """
+        session = self._session
+        call = session.running.of_queue(self.ref) if session.local is None else None
+        return call is not None and now_ms - call.begin_ms >= LONG_CALL_MS
 
     def committed(self, progress: QueueProgress, acks: Acks, sent_ms: int) -> None:
         """Note that offsets has accepted `acks`, which were those of `progress`."""
@@ -290,6 +305,7 @@ class AssignedQueue:
     def _forget_work(self) -> None:
         self.progress = None
         self.lineage += 1
+        self.on_work_dropped()
 
     def _report(self, kind: Literal["granted", "draining", "released", "fenced"]) -> None:
         session = self._session

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
@@ -43,9 +44,11 @@ from batonmq._core.retries import retry_topic
 from batonmq._core.subscription import parse_filter
 from batonmq._producer.producer import stream_of
 from batonmq._telemetry.client_metrics import ClientMetrics
-from batonmq._telemetry.client_stream import ClientStream
-from batonmq._telemetry.event_counters import ConsumerEventCounter
 from batonmq.errors import TopicNotFound
+
+if TYPE_CHECKING:
+    from batonmq._telemetry.client_stream import ClientStream
+    from batonmq._telemetry.event_counters import ConsumerEventCounter
 
 
 def _ignore(_: OwnershipEvent) -> None:
@@ -117,6 +120,8 @@ class Consumer:
         self._stream: ClientStream | None = None
         event_counter: ConsumerEventCounter | None = None
         if chosen.metrics_stream:
+            from batonmq._telemetry.event_counters import ConsumerEventCounter  # noqa: PLC0415
+
             self._stream = stream_of(self.client_id, nameserver, secured)
             event_counter = ConsumerEventCounter(
                 self._stream.hub, group, self.client_id, secured.clock
@@ -167,7 +172,7 @@ class Consumer:
         self._dispatcher: MessageDispatcher | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
-        self._rotation = QueueRotation()
+        self._rotation = QueueRotation(self._session)
         self._returned_s = 0.0
         self._stopped = asyncio.Event()
         self._all_released = asyncio.Event()

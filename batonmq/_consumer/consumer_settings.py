@@ -75,7 +75,8 @@ class ConsumerSettings:
             get it too. `stop`: the consumer stops and `run` raises MessageFailed.
         handle_timeout_ms: How long a handler may take; None for no limit. A handler that takes
             longer has failed: it is cancelled and its result is ignored. A thread can't be
-            cancelled; it counts in `concurrency` until it ends. `Consumer.handle_timeout_ms`
+            cancelled; it counts in `concurrency` until it ends. The same holds for handlers that
+            run when an operator resets the group. `Consumer.handle_timeout_ms`
             changes the limit of a running consumer.
         retry_first_ms: Delay before a failed message that is not sent back is handled again; it
             doubles with each failure.

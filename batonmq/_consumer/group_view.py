@@ -47,7 +47,7 @@ class GroupView:
         filters = {each.topic: parse_filter(each.expression) for each in subscriptions}
         return cls(
             generation=group.generation,
-            member=any(member.incarnation == me for member in group.members),
+            member=any(_is(member, me) for member in group.members),
             assigned=frozenset(
                 queue for queue in assigned_queues(group, me) if queue.topic in filters
             ),
@@ -69,9 +69,15 @@ class GroupView:
 
 def assigned_queues(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[QueueRef]:
     """Yield the queues that the group assigns to `me`, not to others with its client id."""
-    numbers = {number for number, member in enumerate(group.members, 1) if member.incarnation == me}
+    numbers = {number for number, member in enumerate(group.members, 1) if _is(member, me)}
     for topic in group.assignments:
         for broker in topic.brokers:
             for queue_id, owner in enumerate(broker.member_numbers):
                 if owner in numbers:
                     yield QueueRef(topic.topic, broker.broker, queue_id)
+
+
+def _is(member: pb.Member, me: queue_pb2.Incarnation) -> bool:
+    """Return whether a member is this incarnation; only services know its owner number."""
+    found = member.incarnation
+    return (found.client_id, found.incarnation_id) == (me.client_id, me.incarnation_id)

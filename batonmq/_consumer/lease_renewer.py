@@ -12,7 +12,7 @@ from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.lock_watch import LockWatch
-from batonmq._consumer.session import Session, queue_of
+from batonmq._consumer.session import Session, queue_of, queue_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError
 
@@ -63,15 +63,17 @@ class LeaseRenewer:
 
     async def _renew(self, tokens: Mapping[QueueRef, int], seen_seq: int) -> None:
         session = self._session
+        sent_ms = session.clock.monotonic_ms()
         request = lockmgr_pb.KeepAliveRequest(
             incarnation=session.incarnation,
             acquire_seq=seen_seq,
             holds=[
-                lockmgr_pb.Hold(queue=session.key(ref), token=token)
+                lockmgr_pb.Hold(
+                    queue=session.key(ref), token=token, running=self._running(ref, sent_ms)
+                )
                 for ref, token in tokens.items()
             ],
         )
-        sent_ms = session.clock.monotonic_ms()
         stub = await session.directory.lockmgr()
         answer = await answered(stub.KeepAlive(request, timeout=CALL_TIMEOUT_S))
         orphans = []
@@ -93,3 +95,14 @@ class LeaseRenewer:
         if orphans:
             log.info("releasing %d orphaned grants", len(orphans))
             await self._calls.release_orphans(orphans)
+
+    def _running(self, ref: QueueRef, now_ms: int) -> lockmgr_pb.RunningHandler | None:
+        call = self._session.running.delaying(ref)
+        if call is None:
+            return None
+        return lockmgr_pb.RunningHandler(
+            queue=queue_to_pb(call.queue),
+            offset=call.offset,
+            running_ms=now_ms - call.begin_ms,
+            abandoned=call.abandoned,
+        )

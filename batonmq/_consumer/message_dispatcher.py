@@ -2,6 +2,10 @@
 
 Each queue has one task for each handler call that may run at once. A slot, of which the consumer
 has `concurrency`, is held only while a handler runs.
+
+When results of running handlers do not count any more, as after a reset, the queue's tasks are
+cancelled and new ones begin: a handler that hangs delays no message behind the reset. A plain
+function runs on in its thread and keeps its slot; its result is discarded.
 """
 
 from __future__ import annotations
@@ -10,10 +14,8 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from batonmq._common.aio import unless
 from batonmq._common.threads import DaemonThreads
@@ -23,6 +25,7 @@ from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq._consumer.handler_results import MessageFailed
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
+from batonmq._consumer.running_calls import RunningCall
 from batonmq._consumer.session import Session
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import HandlingFailure, RetryInPlace, SendBack, SkipMessage, StopConsumer
@@ -60,17 +63,15 @@ class MessageDispatcher:
         if not inspect.iscoroutinefunction(adapter.handler):
             self._threads = DaemonThreads("handler")
         self._slots = asyncio.Semaphore(settings.concurrency)
+        session.running.slots = settings.concurrency
         self._by_queue: dict[QueueRef, list[asyncio.Task[None]]] = {}
         self._ended = False
         self.deadlines = HandlerDeadlines(settings.handle_timeout_ms)
 
     def begin(self, queue: AssignedQueue) -> None:
         """Handle the messages of a queue until `cancel`."""
-        settings = self._session.settings
-        self._by_queue[queue.ref] = [
-            self._tasks.create_task(self._run_queue(queue))
-            for _ in range(1 if settings.orderly else settings.queue_concurrency)
-        ]
+        queue.on_work_dropped = partial(self._begin_anew, queue)
+        self._create_tasks(queue)
 
     def cancel(self, ref: QueueRef) -> None:
         """Cancel the handlers of a queue that is released; their results do not count any more."""
@@ -87,12 +88,31 @@ class MessageDispatcher:
         if self._threads is not None:
             self._threads.close()
 
-    async def _run_queue(self, queue: AssignedQueue) -> None:
-        """Handle one queue's messages, call by call, until cancelled or ended."""
-        while True:
+    def _create_tasks(self, queue: AssignedQueue) -> None:
+        settings = self._session.settings
+        self._by_queue[queue.ref] = [
+            self._tasks.create_task(self._run_queue(queue, queue.lineage))
+            for _ in range(1 if settings.orderly else settings.queue_concurrency)
+        ]
+
+    def _begin_anew(self, queue: AssignedQueue) -> None:
+        """Cancel the handlers of a queue, whose results do not count any more.
+
+        If the queue stays assigned, new tasks handle its next messages.
+        """
+        if count := self._session.running.abandon(queue.ref):
+            log.warning("handlers cancelled, results dropped queue=%s count=%d", queue.ref, count)
+        self.cancel(queue.ref)
+        if queue.assigned and not self._ended:
+            self._create_tasks(queue)
+
+    async def _run_queue(self, queue: AssignedQueue, lineage: int) -> None:
+        """Handle one queue's messages of one lineage, call by call, until cancelled or ended."""
+        while queue.lineage == lineage:
             await queue.buffer.arrived.wait()
             await self._slots.acquire()
-            messages = [] if self._ended else queue.take(self._adapter.messages_max)
+            ended = self._ended or queue.lineage != lineage
+            messages = [] if ended else queue.take(self._adapter.messages_max)
             if messages:
                 failures = await self._attempt(messages)
                 if failures is None:
@@ -101,7 +121,7 @@ class MessageDispatcher:
                     await self._resolve(queue, messages, failures)
             else:
                 self._slots.release()
-                if self._ended:
+                if ended:
                     return
 
     async def _resolve(
@@ -235,11 +255,13 @@ class MessageDispatcher:
         self, call: HandlerCall, messages: Sequence[ReceivedMessage]
     ) -> Sequence[HandlingFailure | None] | None:
         first, extend = messages[0], call.extend
+        now_ms = self._session.clock.monotonic_ms()
+        running = self._session.running.begin(first.queue, first.offset, now_ms)
         for message in messages:
             message.extender = extend
         try:
             with call:
-                result = await self._call_handler(messages)
+                result = await self._call_handler(messages, running)
             if not call.expired:
                 return self._adapter.failures(result, messages)
         except (Exception, asyncio.CancelledError) as error:
@@ -258,6 +280,7 @@ class MessageDispatcher:
         finally:
             for message in messages:
                 message.extender = None
+        running.abandoned = True
         log.error(
             "handler timed out %r attempts=%d messages=%d", first, first.attempts, len(messages)
         )
@@ -265,20 +288,26 @@ class MessageDispatcher:
             messages
         )
 
-    async def _call_handler(self, messages: Sequence[ReceivedMessage]) -> object:
+    async def _call_handler(
+        self, messages: Sequence[ReceivedMessage], running: RunningCall
+    ) -> object:
         if self._threads is not None:
             future = self._threads.submit(partial(self._adapter.call, messages))
             loop = asyncio.get_running_loop()
-            future.add_done_callback(lambda ended: self._thread_ended(loop, ended))
+            future.add_done_callback(lambda _: self._thread_ended(loop, running))
             result = await asyncio.wrap_future(future)
             # A plain function, such as a lambda, may return a coroutine that is still to be run.
             return await result if inspect.isawaitable(result) else result
         try:
             return await self._adapter.call(messages)
         finally:
-            self._slots.release()
+            self._call_ended(running)
 
-    def _thread_ended(self, loop: asyncio.AbstractEventLoop, _: Future[Any]) -> None:
+    def _thread_ended(self, loop: asyncio.AbstractEventLoop, running: RunningCall) -> None:
         """Release the slot, only now; called in the thread."""
         with suppress(RuntimeError):  # the loop is closed, and no task waits for a slot
-            loop.call_soon_threadsafe(self._slots.release)
+            loop.call_soon_threadsafe(self._call_ended, running)
+
+    def _call_ended(self, running: RunningCall) -> None:
+        self._session.running.end(running)
+        self._slots.release()

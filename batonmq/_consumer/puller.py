@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, SupportsIndex, TypeVar
@@ -33,6 +34,7 @@ from batonmq._core.epochs import SeenEpochs
 from batonmq._core.flow_control import ByteBudget, FlowLimits
 from batonmq._core.names import check_group
 from batonmq._core.queues import QueueRef
+from batonmq._core.reader_choice import ReaderChoice
 from batonmq._core.start_offset import TIMESTAMP_AGE_MS, ConsumeFrom, start_offset
 from batonmq._core.subscription import Filter, TagFilter, parse_filter
 from batonmq.errors import (
@@ -132,7 +134,7 @@ class Puller:
         secured = (environment or ClientEnvironment()).secured(self._settings.security)
         self._group = check_group(group) if group else ""
         self._filters = {topic: parse_filter(text) for topic, text in (filters or {}).items()}
-        self._random = secured.random
+        self._random, self._clock = secured.random, secured.clock
         self._directory = Directory(nameserver, secured.random, secured.connect)
         start_unix_ms = self._settings.start_unix_ms
         self._start_at_unix_ms = start_unix_ms or secured.clock.unix_ms() - TIMESTAMP_AGE_MS
@@ -147,7 +149,7 @@ class Puller:
         self._queues: dict[QueueRef, PrefetchedQueue] = {}
         self._tasks_by_queue: dict[QueueRef, asyncio.Task[None]] = {}
         self._reset_epochs: dict[QueueRef, int] = {}
-        self._readers: dict[QueueRef, str] = {}
+        self._readers: defaultdict[QueueRef, ReaderChoice] = defaultdict(ReaderChoice)
         self._epochs = SeenEpochs()
         self._available = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -479,15 +481,18 @@ class Puller:
             bytes_max=min(bytes_max, self._settings.pull_bytes_max),
             messages_max=self._settings.pull_messages_max,
         )
-        stub = await self._directory.query(queue.broker)
-        answer = await self._answered(stub.Read(request, timeout=CALL_TIMEOUT_S))
+        reader = self._readers[queue]
+        with self._other_node_on_failure(queue):
+            stub = await self._directory.query(queue.broker, reader.node_id)
+            answer = await self._answered(stub.Read(request, timeout=CALL_TIMEOUT_S))
+            await self._note_reader(queue, answer.next_node_id, answer.next_offset > offset)
         kept = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
         return FetchedBatches(tuple(answer.batches), answer.next_offset, 0, kept)
 
     async def _pull(
         self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int
     ) -> FetchedBatches:
-        hold_ms = self._settings.pull_hold_ms
+        reader = self._readers[queue]
         request = pb.PullRequest(
             queue=self._key(queue),
             offset=offset,
@@ -495,21 +500,32 @@ class Puller:
             expression=wanted.canonical(),
             bytes_max=min(bytes_max, self._settings.pull_bytes_max),
             messages_max=self._settings.pull_messages_max,
-            hold_ms=hold_ms,
+            hold_ms=reader.hold_ms(self._settings.pull_hold_ms),
         )
-        reader = self._readers.get(queue, "")
-        stub = await self._directory.reader(queue.broker, reader)
-        limit_s = hold_ms / 1000 + CALL_TIMEOUT_S
-        try:
+        limit_s = request.hold_ms / 1000 + CALL_TIMEOUT_S
+        with self._other_node_on_failure(queue):
+            stub = await self._directory.reader(queue.broker, reader.node_id)
             answer = await self._answered(stub.Pull(request, timeout=limit_s))
-        except NODE_UNAVAILABLE:
-            self._readers[queue] = self._directory.next_reader(queue.broker, reader)
-            raise
-        self._readers[queue] = answer.next_node_id
+            await self._note_reader(queue, answer.next_node_id, answer.next_offset > offset)
         kept = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
         # The answer to a pull that found nothing has next_offset 0.
         next_offset = max(answer.next_offset, offset)
         return FetchedBatches(tuple(answer.batches), next_offset, answer.lost_count, kept)
+
+    async def _note_reader(self, queue: QueueRef, next_node_id: str, received: bool) -> None:
+        reader, now_ms = self._readers[queue], self._clock.monotonic_ms()
+        if reader.answered(next_node_id, now_ms, received=received):
+            reader.checked(has_leader=await self._directory.has_leader(queue.broker))
+
+    @contextmanager
+    def _other_node_on_failure(self, queue: QueueRef) -> Iterator[None]:
+        """If the node of a queue does not serve, use another one for the next call."""
+        reader = self._readers[queue]
+        try:
+            yield
+        except NODE_UNAVAILABLE:
+            reader.failed(self._directory.next_reader(queue.broker, reader.node_id))
+            raise
 
     def _assigned(self, queue: QueueRef) -> PrefetchedQueue:
         assigned = self._queues.get(queue)

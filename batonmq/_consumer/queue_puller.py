@@ -19,6 +19,7 @@ from batonmq._consumer.session import Session, ranges_from_pb, ranges_to_pb
 from batonmq._consumer.wakeup import Condition
 from batonmq._core.flow_control import FlowReason, blocking_limit
 from batonmq._core.queue_progress import Acks, QueueProgress
+from batonmq._core.reader_choice import ReaderChoice
 from batonmq._core.retries import retry_topic
 from batonmq._core.subscription import Filter, TagFilter
 from batonmq.errors import (
@@ -54,7 +55,7 @@ class QueuePuller:
     def __init__(self, session: Session, queue: AssignedQueue) -> None:
         self._session, self._queue = session, queue
         self._filter: Filter = TagFilter(None)
-        self._reader = ""
+        self._reader = ReaderChoice()
         self._topic_unreadable = False
         self.outdated = Condition(queue.wakeup, self._is_outdated)
 
@@ -79,7 +80,8 @@ class QueuePuller:
                 self._note_readable(error)
                 if isinstance(error, NODE_UNAVAILABLE):
                     broker = queue.ref.broker
-                    self._reader = session.directory.next_reader(broker, self._reader)
+                    next_node_id = session.directory.next_reader(broker, self._reader.node_id)
+                    self._reader.failed(next_node_id)
                 await session.directory.pause(error, failures)
                 failures = 0 if isinstance(error, Paused) else failures + 1
 
@@ -135,11 +137,15 @@ class QueuePuller:
         assert progress is not None
         acks = self._acks_to_send(progress)
         request = self._request(progress, acks, view)
-        stub = await session.directory.reader(queue.ref.broker, self._reader)
+        stub = await session.directory.reader(queue.ref.broker, self._reader.node_id)
         sent_ms = session.clock.monotonic_ms()
-        timeout_s = session.settings.pull_hold_ms / 1000 + CALL_TIMEOUT_S
+        timeout_s = request.hold_ms / 1000 + CALL_TIMEOUT_S
         answer = await answered(stub.Pull(request, timeout=timeout_s))
-        self._reader = answer.next_node_id
+        received = answer.next_offset > request.offset
+        now_ms = session.clock.monotonic_ms()
+        if self._reader.answered(answer.next_node_id, now_ms, received=received):
+            has_leader = await session.directory.has_leader(queue.ref.broker)
+            self._reader.checked(has_leader=has_leader)
         if queue.progress is not progress or answer.pull_id != request.pull_id:
             return
         if queue.with_ownership and not session.epochs.observe(
@@ -174,7 +180,7 @@ class QueuePuller:
             subscription_generation=view.subscription_generation,
             bytes_max=min(settings.pull_bytes_max, session.budget.share()),
             messages_max=min(settings.pull_messages_max, settings.span_max - progress.span),
-            hold_ms=settings.pull_hold_ms,
+            hold_ms=self._reader.hold_ms(settings.pull_hold_ms),
             offsets_epoch=session.epochs.of(session.epochs.newest_set),
             offsets_set=session.epochs.newest_set,
             progress=None if acks is None else _acks_to_pb(progress, acks),

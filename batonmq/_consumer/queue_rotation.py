@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.running_calls import RunningCall
+from batonmq._consumer.session import Session
 
 RUN_MESSAGES_MAX = 64
 """Messages of one queue that are returned in a row, before the next queue and other tasks run."""
@@ -12,10 +14,11 @@ RUN_MESSAGES_MAX = 64
 class QueueRotation:
     """The queues of one consumer in turn, and the message that was returned last."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._queues: list[AssignedQueue] = []
         self._left = 0
-        self._current: tuple[AssignedQueue, ReceivedMessage] | None = None
+        self._current: tuple[AssignedQueue, ReceivedMessage, RunningCall] | None = None
 
     def add(self, queue: AssignedQueue) -> None:
         """Include a queue."""
@@ -37,7 +40,9 @@ class QueueRotation:
                 queue = self._queues[0]
                 for message in queue.take():
                     self._left -= 1
-                    self._current = queue, message
+                    now_ms = self._session.clock.monotonic_ms()
+                    call = self._session.running.begin(queue.ref, message.offset, now_ms)
+                    self._current = queue, message, call
                     return message
             self._queues = self._queues[1:] + self._queues[:1]
             self._left = RUN_MESSAGES_MAX
@@ -47,14 +52,19 @@ class QueueRotation:
         """Acknowledge the message that was returned last, and return it; None if there is none."""
         if self._current is None:
             return None
-        queue, message = self._current
-        self._current = None
+        queue, message = self._end()
         queue.finish([message])
         return message
 
     def give_up(self) -> None:
         """Do not acknowledge the message that was returned last: it is delivered again."""
         if self._current is not None:
-            queue, message = self._current
-            self._current = None
+            queue, message = self._end()
             queue.give_up(message)
+
+    def _end(self) -> tuple[AssignedQueue, ReceivedMessage]:
+        assert self._current is not None
+        queue, message, call = self._current
+        self._current = None
+        self._session.running.end(call)
+        return queue, message

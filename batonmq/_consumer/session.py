@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from baton.common.v1 import queue_pb2
 from batonmq._common.clock import Clock
@@ -14,6 +14,7 @@ from batonmq._connection.directory import Directory, OffsetsLeader
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.group_view import GroupView
 from batonmq._consumer.local_offsets import LocalOffsets
+from batonmq._consumer.running_calls import RunningCalls
 from batonmq._consumer.wakeup import Wakeup
 from batonmq._core.epochs import SeenEpochs
 from batonmq._core.flow_control import ByteBudget, FlowLimits
@@ -21,7 +22,9 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range
 from batonmq._core.start_offset import TIMESTAMP_AGE_MS
 from batonmq._telemetry.client_metrics import ConsumerMetrics
-from batonmq._telemetry.event_counters import ConsumerEventCounter
+
+if TYPE_CHECKING:
+    from batonmq._telemetry.event_counters import ConsumerEventCounter
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Session:
         waiting_for_room: Wakeups of queues that wait for room in `budget`.
         drain_timeout_ms: As in the settings, until `Consumer.close` sets another one.
         paused: Queues that the application has paused, assigned or not.
+        running: The handler calls that have not returned.
         metrics: Prometheus metrics; None if the application gave no registry.
         event_counter: Counts for the metrics stream; None if it is off.
     """
@@ -85,6 +89,7 @@ class Session:
     waiting_for_room: dict[Wakeup, None] = field(default_factory=dict)
     drain_timeout_ms: int | None = field(init=False)
     paused: set[QueueRef] = field(default_factory=set)
+    running: RunningCalls = field(default_factory=RunningCalls)
     metrics: ConsumerMetrics | None = None
     event_counter: ConsumerEventCounter | None = None
 

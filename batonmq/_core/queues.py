@@ -36,7 +36,13 @@ class GroupQueue(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One run of one client process. An incarnation owns queues, a client id does not."""
+    """One run of one client process. An incarnation owns queues, a client id does not.
+
+    Attributes:
+        owner: Owner number of the identity that it runs as; 0 without access control. An
+            incarnation of another owner is another one.
+    """
 
     client_id: str
     incarnation_id: int
+    owner: int = 0

@@ -49,15 +49,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, chain, repeat
 from typing import NamedTuple, TypeVar
 
-from crc32c import crc32c
-
-from batonmq._core.compression import Compression, RecordCompressor, decompress
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq.errors import BadBatch, BadChecksum, LimitExceeded
 
 MAGIC = 0x42544E31
@@ -340,6 +338,7 @@ class BatchBuilder:
                 born_unix_ms, queue_id, count, len(self._extra_keys), len(name), compression,
             )
         )  # fmt: skip
+        crc32c = _crc32c()
         crc = crc32c(body, crc32c(head[BODY_FROM:]))
         struct.pack_into(">I", head, STAMP_TO, crc)
         return bytes(head) + body
@@ -458,7 +457,7 @@ def stamped_head(  # noqa: PLR0913  keyword-only from the position on
 ) -> bytes:
     """Return bytes [0, 56) of `batch` with storage's stamp; the other bytes do not change."""
     written = STAMP.pack(position, first_offset, store_unix_ms, owner, topic_id, epoch)
-    crc = crc32c(written).to_bytes(4, "big")
+    crc = _crc32c()(written).to_bytes(4, "big")
     return b"".join((batch[:12], crc, written, batch[STAMP_TO:BODY_FROM]))
 
 
@@ -554,6 +553,8 @@ def locate_records(batch: Raw, header: Header, size: int) -> tuple[Raw | bytes, 
         return batch, records_at
     check_limit("batch", records_at + size, BATCH_BYTES_MAX)
     compressed = memoryview(batch)[records_at : header.length]
+    from batonmq._core.codecs import decompress  # noqa: PLC0415  slow to import, and often unused
+
     return decompress(header.compression, compressed, size), 0
 
 
@@ -622,10 +623,24 @@ def check_limit(field_name: str, actual: int, limit: int) -> None:
         )
 
 
+def prepare() -> None:
+    """Import the packages for checksums and compression now, and not with the first batch."""
+
+    _crc32c()
+
+
+@cache
+def _crc32c() -> Callable[..., int]:
+    """Return the function of the package crc32c, whose import takes 20 ms."""
+    from crc32c import crc32c  # noqa: PLC0415
+
+    return crc32c
+
+
 def _check_crc(batch: bytes | memoryview, written_at: int, begin: int, end: int) -> None:
     """Compare the checksum at `written_at` with that of [begin, end), without a copy."""
     expected = int.from_bytes(batch[written_at : written_at + 4], "big")
-    actual = crc32c(memoryview(batch)[begin:end])
+    actual = _crc32c()(memoryview(batch)[begin:end])
     if expected != actual:
         raise BadChecksum(
             f"the checksum is {actual:#010x}, the batch says {expected:#010x}",

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from batonmq._core.records import check_tag, tag_hash
-from batonmq._core.sql import Test, count_comparisons
-from batonmq._core.sql_parser import parse_condition
 from batonmq.errors import BadExpression, LimitExceeded
+
+if TYPE_CHECKING:
+    from batonmq._core.sql import Test
 
 EXPRESSION_CHARACTERS_MAX = 2_048
 ALL: Final = "*"
@@ -103,6 +104,10 @@ class SqlFilter:
             LimitExceeded: The expression, or its canonical form, is longer than 2,048 characters.
             BadExpression: The condition can't be parsed, or has too many comparisons.
         """
+        # Most programs have no condition, and import faster without these modules.
+        from batonmq._core.sql import count_comparisons  # noqa: PLC0415
+        from batonmq._core.sql_parser import parse_condition  # noqa: PLC0415
+
         _check_length(expression)
         text = expression.lstrip()
         condition = parse_condition(text, len(SQL))

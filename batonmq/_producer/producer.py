@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from batonmq._common.aio import KeyedLocks, only_error, unless
 from batonmq._connection.directory import ClientEnvironment, Directory
@@ -21,9 +21,11 @@ from batonmq._producer.scheduled_sender import PendingSchedule, ScheduledSender,
 from batonmq._producer.send_buffer import ProducerClosed, SendBuffer
 from batonmq._producer.topic_queues import TopicQueues
 from batonmq._telemetry.client_metrics import ClientMetrics
-from batonmq._telemetry.client_stream import ClientStream
-from batonmq._telemetry.event_counters import ProducerEventCounter
 from batonmq.errors import BatonError, Unreachable
+
+if TYPE_CHECKING:
+    from batonmq._telemetry.client_stream import ClientStream
+    from batonmq._telemetry.event_counters import ProducerEventCounter
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class Producer:
         self._stream: ClientStream | None = None
         event_counter: ProducerEventCounter | None = None
         if self._settings.metrics_stream:
+            from batonmq._telemetry.event_counters import ProducerEventCounter  # noqa: PLC0415
+
             name = client_id or f"{socket.gethostname()}-{secured.random.getrandbits(64):016x}"
             self._stream = stream_of(name, nameserver, secured)
             event_counter = ProducerEventCounter(self._stream.hub, name)
@@ -423,6 +427,8 @@ class Producer:
 
 def stream_of(client_id: str, nameserver: str, environment: ClientEnvironment) -> ClientStream:
     """Return the metrics stream of a client, with its own producer."""
+    from batonmq._telemetry.client_stream import ClientStream  # noqa: PLC0415
+
     return ClientStream(
         client_id,
         environment,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._connection.directory import ClientEnvironment, Directory
@@ -18,8 +18,10 @@ from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import ANY_QUEUE, BatchOutcome, PendingReceipt, SendOptions
 from batonmq._producer.topic_queues import TopicQueues
 from batonmq._telemetry.client_metrics import ProducerMetrics
-from batonmq._telemetry.event_counters import ProducerEventCounter
 from batonmq.errors import BatonError, NotWritable, Retry, Unreachable
+
+if TYPE_CHECKING:
+    from batonmq._telemetry.event_counters import ProducerEventCounter
 
 
 class ProducerClosed(Unreachable):

@@ -63,7 +63,8 @@ class ClientMetrics:
         )
         self.failed = Counter(
             "baton_consumer_failed_messages",
-            "Messages with failed handling, by reason: asked, failed or timeout.",
+            "Messages with failed handling, by reason: asked (the handler returned RetryLater or "
+            "Suspend), failed or timeout.",
             (*by_topic, "reason"),
             registry=registry,
         )

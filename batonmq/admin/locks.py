@@ -156,6 +156,7 @@ class Locks:
                     client_id=client_id, incarnation_id=incarnation_id
                 ),
                 group=group,
+                by="operator",
             )
             answer = await self._release_all(request)
             released_count += answer.released_count

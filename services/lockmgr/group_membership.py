@@ -144,8 +144,8 @@ def _group(value: bytes) -> GroupMembers:
     return GroupMembers(
         generation=group.generation,
         members=frozenset(
-            Incarnation(member.incarnation.client_id, member.incarnation.incarnation_id)
-            for member in group.members
+            Incarnation(one.client_id, one.incarnation_id, one.owner)
+            for one in (member.incarnation for member in group.members)
         ),
         topics=frozenset(subscription.topic for subscription in group.subscriptions),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -21,7 +21,12 @@ from batonmq_server.lockmgr.core.decision import (
     RenewDecision,
     WaitDecision,
 )
-from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, PendingChange
+from batonmq_server.lockmgr.core.lock_entry import (
+    ChangeStep,
+    LockEntry,
+    PendingChange,
+    RunningHandler,
+)
 from batonmq_server.lockmgr.core.lock_table import HoldReport, HoldState, KeepAliveCall
 from batonmq_server.lockmgr.entry_changes import EntryChanges, term_ended, wait_for_outcome
 from batonmq_server.lockmgr.group_membership import GroupMembership
@@ -108,7 +113,11 @@ class Leader:
                 task.cancel()
 
     def keep_alive(
-        self, incarnation: Incarnation, acquire_seq: int, holds: Sequence[tuple[GroupQueue, int]]
+        self,
+        incarnation: Incarnation,
+        acquire_seq: int,
+        holds: Sequence[tuple[GroupQueue, int]],
+        running: Mapping[GroupQueue, RunningHandler],
     ) -> list[HoldReport]:
         """Renew the leases of the holds that match their entries; see `LockTable.keep_alive`."""
         groups = {key.group for key, _ in holds}
@@ -120,6 +129,7 @@ class Leader:
                 group for group in groups if not self._members.is_member(group, incarnation)
             ),
             draining_groups=frozenset(filter(self._members.is_draining, groups)),
+            running=running,
         )
         now_ms = self._term.now_ms()
         reports = self._table.keep_alive(call, now_ms)

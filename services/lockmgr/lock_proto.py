@@ -10,12 +10,13 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import stored_lock_pb2
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
-from batonmq._core.queues import GroupQueue, Incarnation
+from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
 from batonmq_server.lockmgr.core.lock_entry import (
     Denial,
     LockEntry,
     LockRecord,
     LockState,
+    RunningHandler,
     WantedNotice,
     WantedReason,
 )
@@ -23,6 +24,7 @@ from batonmq_server.lockmgr.core.lock_table import HoldReport, HoldState
 from batonmq_server.lockmgr.validation import (
     QUEUE_ID_MAX,
     check_at_most,
+    check_number,
     check_positive,
     check_unique,
 )
@@ -83,13 +85,15 @@ def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> Incarnation:
     """
     client_id = check_client_id(incarnation.client_id)
     check_positive("incarnation_id", incarnation.incarnation_id)
-    return Incarnation(client_id, incarnation.incarnation_id)
+    return Incarnation(client_id, incarnation.incarnation_id, incarnation.owner)
 
 
 def incarnation_to_pb(incarnation: Incarnation) -> queue_pb2.Incarnation:
     """Return the message of an incarnation."""
     return queue_pb2.Incarnation(
-        client_id=incarnation.client_id, incarnation_id=incarnation.incarnation_id
+        client_id=incarnation.client_id,
+        incarnation_id=incarnation.incarnation_id,
+        owner=incarnation.owner,
     )
 
 
@@ -113,11 +117,35 @@ def holds_from_pb(holds: Iterable[pb.Hold]) -> list[tuple[GroupQueue, int]]:
     return list(found.items())
 
 
+def running_from_pb(holds: Iterable[pb.Hold]) -> dict[GroupQueue, RunningHandler]:
+    """Return the handler calls that queues wait for.
+
+    Raises:
+        InvalidName, LimitExceeded: see `key_from_pb`.
+        InvalidArgument: an offset or a time is negative.
+    """
+    found: dict[GroupQueue, RunningHandler] = {}
+    for hold in holds:
+        if hold.HasField("running"):
+            call = hold.running
+            key = key_from_pb(queue_pb2.GroupQueue(group=hold.queue.group, queue=call.queue))
+            check_number("running.offset", call.offset)
+            check_number("running.running_ms", call.running_ms)
+            found[key_from_pb(hold.queue)] = RunningHandler(
+                token=hold.token,
+                queue=QueueRef(key.topic, key.broker, key.queue_id),
+                offset=call.offset,
+                running_ms=call.running_ms,
+                abandoned=call.abandoned,
+            )
+    return found
+
+
 def lock_from_pb(stored: stored_lock_pb2.StoredLock) -> LockRecord:
     """Return a lock as etcd has it."""
     owner = stored.owner if stored.HasField("owner") else None
     return LockRecord(
-        owner=Incarnation(owner.client_id, owner.incarnation_id) if owner else None,
+        owner=Incarnation(owner.client_id, owner.incarnation_id, owner.owner) if owner else None,
         token=stored.token,
         acquire_seq=stored.acquire_seq,
         attempt=stored.attempt,
@@ -191,4 +219,20 @@ def entry_to_pb(entry: LockEntry, now_ms: int) -> pb.LockEntry:
         generation=entry.lock.generation,
         acquire_seq=entry.lock.acquire_seq,
         subscription_generation=entry.lock.subscription_generation,
+        running=_running_to_pb(entry, now_ms),
+    )
+
+
+def _running_to_pb(entry: LockEntry, now_ms: int) -> pb.RunningHandler | None:
+    call = entry.running
+    if call is None or entry.lock.owner is None or call.token != entry.lock.token:
+        return None
+    queue = queue_pb2.QueueRef(
+        topic=call.queue.topic, broker=call.queue.broker, queue_id=call.queue.queue_id
+    )
+    return pb.RunningHandler(
+        queue=queue,
+        offset=call.offset,
+        running_ms=call.running_ms + now_ms - entry.running_at_ms,
+        abandoned=call.abandoned,
     )

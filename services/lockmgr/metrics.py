@@ -35,7 +35,7 @@ class LockmgrMetrics:
         )
         self._denials = Counter(
             "baton_lockmgr_denials",
-            "Requests for a queue that were refused, by reason.",
+            "Requests for a queue that were denied, by reason.",
             ("reason",),
             registry=registry,
         )

@@ -111,7 +111,7 @@ class QueueReleaser:
         return sum(filter(None, freed))
 
     async def release_all(
-        self, incarnation: Incarnation, group: str, *, drained: bool
+        self, incarnation: Incarnation, group: str, *, drained: bool, by_operator: bool = False
     ) -> tuple[int, list[GroupQueue]]:
         """Free the queues that the incarnation has closed at offsets.
 
@@ -119,6 +119,7 @@ class QueueReleaser:
             group: Only of this group; empty for all.
             drained: Also free queues without messages in flight; the fence of the next owner tests
                 that again.
+            by_operator: The caller is not the incarnation, but an operator.
 
         Returns:
             The number of freed entries, and the queues that it still owns.
@@ -127,6 +128,8 @@ class QueueReleaser:
             OffsetsUnreachable: it is not known which queues are closed.
             NoQuorum, NotLeader: see `release`.
         """
+        if by_operator:
+            incarnation = self._table.with_owner(incarnation)
         keys = [key for key in self._table.owned_by(incarnation) if group in ("", key.group)]
         observations = await self._changes.run_to_end(self._observer.observe_all(keys))
         holds = []

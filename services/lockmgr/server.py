@@ -70,8 +70,9 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         check_number("acquire_seq", request.acquire_seq)
         check_at_most("holds", len(request.holds), HOLDS_MAX)
         holds = lock_proto.holds_from_pb(request.holds)
+        running = lock_proto.running_from_pb(request.holds)
         leader = self._candidate.leader()
-        reports = leader.keep_alive(incarnation, request.acquire_seq, holds)
+        reports = leader.keep_alive(incarnation, request.acquire_seq, holds, running)
         leader.check_leads()
         response = lock_proto.reports_to_pb(reports, request.holds)
         response.lease_ms = leader.lease_ms
@@ -96,7 +97,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         group = check_group(request.group) if request.group else ""
         leader = self._candidate.leader()
         released_count, kept = await leader.releaser.release_all(
-            incarnation, group, drained=request.drained
+            incarnation, group, drained=request.drained, by_operator=bool(request.by)
         )
         leader.check_leads()
         return pb.ReleaseAllResponse(

@@ -69,6 +69,8 @@ class Catalog:
         self.watcher_count = 0
         self._groups: dict[str, _CatalogGroup] = {}
         self._addresses: dict[str, str] = {}
+        self.broker_leaders: dict[str, str] = {}
+        """Node id of the leader, by broker."""
         self._rooms: dict[str, str] = {}
         self._route_generation = 0
         self._waiting: dict[str, dict[asyncio.Event, None]] = defaultdict(dict)
@@ -206,6 +208,7 @@ class Catalog:
     def _nodes_changed(self, _: frozenset[str]) -> None:
         brokers = _broker_nodes(self.nodes()[0])
         self._rooms = {name: node.room for name, node in brokers.items()}
+        self.broker_leaders = {name: node.node_id for name, node in brokers.items()}
         addresses = {name: node.address for name, node in brokers.items()}
         if addresses == self._addresses:
             return

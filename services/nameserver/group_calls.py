@@ -80,9 +80,9 @@ class GroupCalls:
     async def leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
         """See the proto."""
         group = check_group(request.group)
-        client_id, incarnation_id = incarnation_from_pb(request.incarnation)
+        incarnation = incarnation_from_pb(request.incarnation)
         self.catalog.check_ready()
-        outcome = await self.store.leave(group, client_id, incarnation_id)
+        outcome = await self.store.leave(group, *incarnation)
         if outcome.left:
             await self.catalog.caught_up(groups=outcome.group_revision, live=outcome.live_revision)
         return pb.LeaveResponse(left=outcome.left)
@@ -189,9 +189,10 @@ class GroupCalls:
         member = group.member(heartbeat.client_id) if group is not None else None
         if group is None or live is None or member is None or group.draining or member.differs:
             return None
-        recorded = (member.incarnation_id, member.host, member.room, member.subscription_hash)
+        recorded = (member.owner, member.host, member.room, member.subscription_hash)
         requested = hash_of(heartbeat.terms.subscriptions)
-        if recorded != (heartbeat.incarnation_id, heartbeat.host, heartbeat.room, requested):
+        requested_as = (heartbeat.owner, heartbeat.host, heartbeat.room, requested)
+        if recorded != requested_as or not heartbeat.is_from(member):
             return None
         if not heartbeat.terms.settings_agree(group.terms):
             return None
@@ -230,4 +231,6 @@ class GroupCalls:
 
 
 def _session(heartbeat: Heartbeat) -> SessionKey:
-    return SessionKey(heartbeat.group, heartbeat.client_id, heartbeat.incarnation_id)
+    return SessionKey(
+        heartbeat.group, heartbeat.client_id, heartbeat.incarnation_id, heartbeat.owner
+    )

@@ -11,6 +11,7 @@ from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from baton.nameserver.v1.stored_refused_client_pb2 import StoredRefusedClient
 from batonmq._common.rpc import differences_to_pb, error_to_pb
 from batonmq._core.names import check_client_id, check_group, check_host, check_topic
+from batonmq._core.queues import Incarnation
 from batonmq._core.subscription import parse_filter
 from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
 from batonmq_server.nameserver.core.assignment import AssignmentStrategy
@@ -131,6 +132,7 @@ def group_from_stored(group: StoredGroup) -> Group:
                 m.room,
                 m.subscription_hash,
                 m.differs,
+                m.incarnation.owner,
             )
             for m in group.members
         ),
@@ -212,11 +214,12 @@ def heartbeat_from_pb(request: pb.HeartbeatRequest) -> Heartbeat:
     Raises:
         InvalidArgument, InvalidName, LimitExceeded, BadExpression: a field is invalid.
     """
-    client_id, incarnation_id = incarnation_from_pb(request.incarnation)
+    incarnation = incarnation_from_pb(request.incarnation)
     return Heartbeat(
         group=check_group(request.group),
-        client_id=client_id,
-        incarnation_id=incarnation_id,
+        client_id=incarnation.client_id,
+        incarnation_id=incarnation.incarnation_id,
+        owner=incarnation.owner,
         host=check_host(request.host),
         room=_text("room", request.room, ROOM_CHARACTERS_MAX),
         terms=Terms(
@@ -286,8 +289,8 @@ def verdict_to_pb(
     )
 
 
-def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> tuple[str, int]:
-    """Return the client id and the incarnation id.
+def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> Incarnation:
+    """Return the incarnation.
 
     Raises:
         InvalidName: the client id is malformed.
@@ -300,7 +303,7 @@ def incarnation_from_pb(incarnation: queue_pb2.Incarnation) -> tuple[str, int]:
             remedy="Draw a random number other than 0 at process start.",
             facts={"field": "incarnation_id"},
         )
-    return client_id, incarnation.incarnation_id
+    return Incarnation(client_id, incarnation.incarnation_id, incarnation.owner)
 
 
 def _checked_subscriptions(requested: Sequence[pb.Subscription]) -> Subscriptions:
@@ -336,7 +339,7 @@ def _checked_subscriptions(requested: Sequence[pb.Subscription]) -> Subscription
 def _member_to_pb(member: Member) -> pb.Member:
     return pb.Member(
         incarnation=queue_pb2.Incarnation(
-            client_id=member.client_id, incarnation_id=member.incarnation_id
+            client_id=member.client_id, incarnation_id=member.incarnation_id, owner=member.owner
         ),
         host=member.host,
         join_unix_ms=member.join_unix_ms,

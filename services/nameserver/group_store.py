@@ -119,9 +119,11 @@ class GroupStore:
                 )
         return outcome
 
-    async def leave(self, group: str, client_id: str, incarnation_id: int) -> GroupOutcome:
+    async def leave(
+        self, group: str, client_id: str, incarnation_id: int, owner: int = 0
+    ) -> GroupOutcome:
         """Remove the process from the group, if it is a member."""
-        request = GroupRequest(lambda record: record.leave(client_id, incarnation_id))
+        request = GroupRequest(lambda record: record.leave(client_id, incarnation_id, owner))
         return await self._carry_out(group, request)
 
     async def update(self, group: str, settings: GroupSettings) -> GroupOutcome:

@@ -204,6 +204,7 @@ class QueueInspector:
                 log_error=survey.logs[queue].error,
                 unmoved_ms=seen.seen_ms - seen.since_ms if seen else -1,
                 moved=seen.moved if seen else False,
+                leader=self._catalog.broker_leaders.get(queue.broker, ""),
             )
 
     def _update_history(

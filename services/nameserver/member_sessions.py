@@ -30,11 +30,12 @@ IDLE_MS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """Identifies a session: group, client id and incarnation of the member."""
+    """Identifies a session: group, client id, incarnation and owner number of the member."""
 
     group: str
     client_id: str
     incarnation_id: int
+    owner: int = 0
 
 
 class MemberSessions:
@@ -128,7 +129,7 @@ class MemberSessions:
         )
 
     async def _remove(self, key: SessionKey, broken_ms: int) -> None:
-        outcome = await self._store.leave(key.group, key.client_id, key.incarnation_id)
+        outcome = await self._store.leave(key.group, key.client_id, key.incarnation_id, key.owner)
         if outcome.left:
             silent_ms = self._etcd.clock.monotonic_ms() - broken_ms
             generation = outcome.group.generation if outcome.group else 0

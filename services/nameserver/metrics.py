@@ -187,7 +187,7 @@ class LagMetrics:
         )
         self._rewinds = Counter(
             "baton_group_offset_rewinds",
-            "Queues with a lower committed offset than at the inspection before, by cause: "
+            "Queues with a lower committed offset than at the previous inspection, by cause: "
             "reset (by an operator, or because the topic was created again) or unasked.",
             (*_BY_TOPIC, "cause"),
             registry=registry,

@@ -27,6 +27,7 @@ from batonmq._core.records import read_header
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.nameserver.core.evidence import (
     FilterScan,
+    HandlerEvidence,
     LockEvidence,
     LogExtent,
     ProgressEvidence,
@@ -269,6 +270,13 @@ def _lock(entry: lockmgr_pb.LockEntry) -> LockEvidence:
         lease_age_ms=entry.lease_age_ms,
         waiters=tuple(entry.waiters),
         step="begun" if pending else "",
+        running=_handler(entry.running) if entry.HasField("running") else None,
+    )
+
+
+def _handler(call: lockmgr_pb.RunningHandler) -> HandlerEvidence:
+    return HandlerEvidence(
+        _queue_from_pb(call.queue), call.offset, call.running_ms, abandoned=call.abandoned
     )
 
 
@@ -301,4 +309,5 @@ def _progress(found: offsets_pb.Progress) -> ProgressEvidence:
         capped=found.ack_capped,
         idle_ms=found.idle_ms,
         reset_epoch=found.reset_epoch,
+        waiting_at=found.waiting_at,
     )

@@ -304,7 +304,9 @@ def _decode_step(read: stored_progress_pb2.StoredResetStep) -> ResetStep:
 def _encode_holder(holder: Incarnation | None) -> queue_pb2.Incarnation | None:
     if holder is None:
         return None
-    return queue_pb2.Incarnation(client_id=holder.client_id, incarnation_id=holder.incarnation_id)
+    return queue_pb2.Incarnation(
+        client_id=holder.client_id, incarnation_id=holder.incarnation_id, owner=holder.owner
+    )
 
 
 def _decode_holder(
@@ -312,4 +314,4 @@ def _decode_holder(
 ) -> Incarnation | None:
     if not read.HasField("holder"):
         return None
-    return Incarnation(read.holder.client_id, read.holder.incarnation_id)
+    return Incarnation(read.holder.client_id, read.holder.incarnation_id, read.holder.owner)

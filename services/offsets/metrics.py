@@ -107,23 +107,23 @@ class OffsetsMetrics:
         )
         self.replicas = Gauge(
             "baton_offsets_replicas",
-            "Members of the replica set, as configured.",
+            "Configured members of the replica set.",
             registry=registry,
         )
         self._in_sync = Gauge(
             "baton_offsets_in_sync_replicas",
-            "Members of the in-sync set that keep up, including the leader; 0 on a follower.",
+            "Members of the in-sync set that keep up, including the leader; 0 on followers.",
             registry=registry,
         )
         self._lag = Gauge(
             "baton_offsets_replica_lag_changes",
-            "Changes that a follower is behind the leader, as seen by the leader.",
+            "Changes that a follower lacks, reported by the leader.",
             ("replica",),
             registry=registry,
         )
         self.stuck = Gauge(
             "baton_offsets_replica_stuck",
-            "1 while this node can not follow its leader and needs an operator, else 0.",
+            "1 if this node can't follow its leader because of a fault that needs an operator.",
             registry=registry,
         )
 

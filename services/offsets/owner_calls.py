@@ -47,15 +47,15 @@ class OwnerCalls(OffsetsCalls):
         self._table.check_epoch(request.offsets_epoch)
         touches, malformed = self._reader.shared_batch(request.items, self._reader.touch)
         now, outcomes = self._now(), []
-        for key, token in touches:
-            error = attempt(self._touch, key, token, now)
+        for key, token, caller in touches:
+            error = attempt(self._touch, key, token, caller, now, request.node_id)
             failure = (
                 self._item_error("touch", key, token, error)
                 if isinstance(error, BatonError)
                 else None
             )
             outcomes.append(pb.TouchOutcome(error=failure))
-        await self._commits.wait_durable(key for key, _ in touches)
+        await self._commits.wait_durable(key for key, _, _ in touches)
         return pb.TouchResponse(
             offsets_epoch=self._table.epoch,
             outcomes=merge_outcomes(outcomes, malformed, pb.TouchOutcome),
@@ -70,7 +70,10 @@ class OwnerCalls(OffsetsCalls):
         unowned = (key for key, token, _ in items if not token)
         await self._resolve(key for key in unowned if self._modes.exists(key.group))
         now, outcomes = self._now(), []
-        results = [attempt(self._commit, *item, now, ProgressSource.COMMIT) for item in items]
+        results = [
+            attempt(self._commit, *item, request.caller, now, ProgressSource.COMMIT)
+            for item in items
+        ]
         for item, result in zip(items, results, strict=True):
             if isinstance(result, BatonError):
                 failure = self._item_error("commit", item[0], item[1], result)
@@ -88,7 +91,7 @@ class OwnerCalls(OffsetsCalls):
         items = self._reader.batch(request.items, self._reader.close)
         check_single(item[0] for item in items)
         now, outcomes = self._now(), []
-        results = [attempt(self._close, *item, now) for item in items]
+        results = [attempt(self._close, *item, request.caller, now) for item in items]
         for item, result in zip(items, results, strict=True):
             if isinstance(result, BatonError):
                 failure = self._item_error("close", item[0], item[1], result)
@@ -106,6 +109,7 @@ class OwnerCalls(OffsetsCalls):
         token: int,
         delivery: DeliveryRange,
         acks: Acks | None,
+        caller: int,
         now: Instant,
     ) -> tuple[pb.DeliveryOutcome, CommitResult | BatonError | None]:
         """Return the outcome of one delivery, and the result of the acks sent with it, if any.
@@ -114,11 +118,11 @@ class OwnerCalls(OffsetsCalls):
         """
         committed: CommitResult | BatonError | None = None
         if acks is not None:
-            committed = attempt(self._commit, key, token, acks, now, ProgressSource.PULL)
+            committed = attempt(self._commit, key, token, acks, caller, now, ProgressSource.PULL)
         if isinstance(committed, BatonError):
             failure = self._item_error("pull", key, token, committed)
             return pb.DeliveryOutcome(error=failure), committed
-        delivered = attempt(self._record, key, token, delivery, now)
+        delivered = attempt(self._record, key, token, delivery, caller, now)
         if isinstance(delivered, BatonError):
             failure = self._item_error("record", key, token, delivered)
             return pb.DeliveryOutcome(error=failure), committed
@@ -129,25 +133,34 @@ class OwnerCalls(OffsetsCalls):
         return pb.DeliveryOutcome(delivered=answer), committed
 
     def _record(
-        self, key: GroupQueue, token: int, delivery: DeliveryRange, now: Instant
+        self, key: GroupQueue, token: int, delivery: DeliveryRange, caller: int, now: Instant
     ) -> DeliveryResult:
         self._resolver.check(key.group)
         self._modes.check(key.group, token)
+        self._table.check_caller(key, token, caller)
         delivered = self._table.record_delivered(key, token, delivery, now)
         if delivered.changed:
             self._commits.mark_changed(key)
         return delivered
 
-    def _touch(self, key: GroupQueue, token: int, now: Instant) -> None:
+    def _touch(self, key: GroupQueue, token: int, caller: int, now: Instant, node_id: str) -> None:
         self._resolver.check(key.group)
-        self._table.touch(key, token, now)
+        self._table.check_caller(key, token, caller)
+        self._table.touch(key, token, now, node_id)
 
     def _commit(
-        self, key: GroupQueue, token: int, acks: Acks, now: Instant, source: ProgressSource
+        self,
+        key: GroupQueue,
+        token: int,
+        acks: Acks,
+        caller: int,
+        now: Instant,
+        source: ProgressSource,
     ) -> CommitResult:
         self._modes.check(key.group, token)
         self._resolver.check(key.group)
         if token:
+            self._table.check_caller(key, token, caller)
             committed = self._table.commit(key, token, acks, now, source)
         else:
             committed = self._table.commit_unowned(key, acks, now)
@@ -156,10 +169,17 @@ class OwnerCalls(OffsetsCalls):
         return committed
 
     def _close(
-        self, key: GroupQueue, token: int, acks: Acks, unfinished: RangeSet, now: Instant
+        self,
+        key: GroupQueue,
+        token: int,
+        acks: Acks,
+        unfinished: RangeSet,
+        caller: int,
+        now: Instant,
     ) -> CommitResult:
         self._resolver.check(key.group)
         self._modes.check(key.group, token)
+        self._table.check_caller(key, token, caller)
         committed = self._table.close(key, token, acks, unfinished, now)
         if committed.changed:
             self._commits.mark_changed(key)

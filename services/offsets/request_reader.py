@@ -122,19 +122,21 @@ class RequestReader:
             number(key.queue_id, "queue_id", largest=QUEUE_ID_MAX)
         return key
 
-    def delivery(self, item: pb.DeliveryItem) -> tuple[GroupQueue, int, DeliveryRange, Acks | None]:
-        """Return queue, token, delivery, and the acks sent with it, if any."""
+    def delivery(
+        self, item: pb.DeliveryItem
+    ) -> tuple[GroupQueue, int, DeliveryRange, Acks | None, int]:
+        """Return queue, token, delivery, the acks sent with it, if any, and the puller's number."""
         first, next_ = item.first_offset, item.next_offset
         if not 0 <= first < next_ <= NUMBER_MAX:
             raise _bad_range(first, next_, "next_offset")
         generation = number(item.subscription_generation, "subscription_generation")
         acks = self._acks(item.progress, "progress.") if item.HasField("progress") else None
         delivery = DeliveryRange(first, next_, generation)
-        return self.queue(item.queue), _token(item.token), delivery, acks
+        return self.queue(item.queue), _token(item.token), delivery, acks, item.caller
 
-    def touch(self, item: pb.TouchItem) -> tuple[GroupQueue, int]:
-        """Return queue and token."""
-        return self.queue(item.queue), _token(item.token)
+    def touch(self, item: pb.TouchItem) -> tuple[GroupQueue, int, int]:
+        """Return queue, token, and the puller's number."""
+        return self.queue(item.queue), _token(item.token), item.caller
 
     def commit(self, item: pb.CommitItem) -> tuple[GroupQueue, int, Acks]:
         """Return queue, token (0 for none) and acks."""
@@ -327,7 +329,7 @@ def _holder(holder: queue_pb2.Incarnation) -> Incarnation:
         raise InvalidArgument(
             "holder.incarnation_id must not be 0", facts={"field": "holder.incarnation_id"}
         )
-    return Incarnation(holder.client_id, holder.incarnation_id)
+    return Incarnation(holder.client_id, holder.incarnation_id, holder.owner)
 
 
 def _token(token: int) -> int:

@@ -86,6 +86,7 @@ def progress_pb(
         forced_reason=progress.forced_reason,
         source=_source_pb(progress.source),
         acked=ranges_pb(RangeSet(progress.acked.runs[:ACKED_MAX])),
+        waiting_at=progress.waiting_at,
     )
 
 

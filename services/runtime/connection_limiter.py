@@ -103,7 +103,7 @@ class ConnectionLimiter:
         self._ages, self._open_descriptors = ConnectionAges(per_address), open_descriptors
         self._ended = Counter(
             "baton_connections_ended",
-            "Connections that were closed because their address had too many.",
+            "Connections closed because their remote address had too many connections.",
             registry=registry,
         )
 

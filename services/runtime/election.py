@@ -62,11 +62,21 @@ class Election:
         self.term = 0
         self.reachable = True
         self._valid_until_ms = 0
+        self._answered_ms: int | None = None
         self._resigns = asyncio.Event()
 
     def valid(self) -> bool:
         """Return whether this node leads with more than `SAFETY_MS` of its lease left."""
         return self.session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
+
+    def in_touch(self) -> bool:
+        """Return whether etcd has answered a call that this node sent within one lease time.
+
+        A call that is older proves nothing: another node may have been elected since.
+        """
+        if self._answered_ms is None:
+            return False
+        return self.session.clock.monotonic_ms() - self._answered_ms < self._ttl_ms
 
     def resign(self) -> None:
         """Give up the leadership: `lead` is cancelled and the lease revoked.
@@ -91,6 +101,7 @@ class Election:
             try:
                 sent_ms = self.session.clock.monotonic_ms()
                 lease = await self.session.lease(self._ttl_ms)
+                self._answered_ms = sent_ms
                 sent_ms = await self._campaign(lease, sent_ms)
                 if self.term:
                     self._valid_until_ms = sent_ms + self._ttl_ms
@@ -125,7 +136,7 @@ class Election:
             refresh_ms = self.session.clock.monotonic_ms()
             if not await lease.refresh():
                 return sent_ms
-            sent_ms = refresh_ms
+            sent_ms = self._answered_ms = refresh_ms
 
     async def _try(self, lease: Lease, candidacy: Candidacy) -> int | None:
         vacant = Compare(self.key, create_revision=0)
@@ -173,5 +184,5 @@ class Election:
             except (NoQuorum, TimeoutError):
                 self.reachable = False
                 continue
-            self.reachable = True
+            self.reachable, self._answered_ms = True, sent_ms
             self._valid_until_ms = 0 if self._resigns.is_set() else sent_ms + self._ttl_ms

@@ -270,6 +270,7 @@ async def _environment(
             runtime.clock,
             age_ms_max=settings.record_age_ms_max,
             offsets_set=offsets_set,
+            node_id=settings.node_id,
         )
 
     topics = TopicCache(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)

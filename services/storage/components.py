@@ -195,9 +195,7 @@ def build_components(
         due=due,
         damage=damage,
         servicer=servicer,
-        queries=QueryServicer(
-            settings.broker_name, store, topics, damage, lambda: role.is_follower, require
-        ),
+        queries=QueryServicer(settings.broker_name, store, topics, damage, role, require),
         scheduling=ScheduleServicer(
             appender, topics, due.wake, require, runtime.guard.caller_identity
         ),

@@ -71,6 +71,7 @@ class DeliveryRecorder:
         stub: Returns a stub for the current leader; raises `Unreachable` if there is none.
         age_ms_max: Maximum age of a result from request to use; also the timeout of each call.
         offsets_set: Name of the replica set.
+        node_id: Node id of this storage node.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class DeliveryRecorder:
         *,
         age_ms_max: int = 2_000,
         offsets_set: str = "",
+        node_id: str = "",
     ) -> None:
         self._stub, self._clock, self._age_ms_max = stub, clock, age_ms_max
-        self._set = offsets_set
+        self._set, self._node_id = offsets_set, node_id
         self._epoch = 0
         self._batcher: Batcher[PendingDelivery, RecordedDelivery | BatonError] = Batcher(
             self._send, items_max=ITEMS_MAX
@@ -121,7 +123,11 @@ class DeliveryRecorder:
             chunk = owners[begin : begin + TOUCHES_MAX]
             request = pb.TouchRequest(
                 offsets_epoch=self._epoch,
-                items=[pb.TouchItem(queue=one.queue(), token=one.token) for one in chunk],
+                items=[
+                    pb.TouchItem(queue=one.queue(), token=one.token, caller=one.caller)
+                    for one in chunk
+                ],
+                node_id=self._node_id,
             )
             try:
                 answer = await self._stub().Touch(request, timeout=self._age_ms_max / 1000)
@@ -189,6 +195,7 @@ def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
         next_offset=delivery.next_offset,
         subscription_generation=delivery.subscription_generation,
         progress=delivery.progress,
+        caller=delivery.owner.caller,
     )
 
 

@@ -25,6 +25,7 @@ class QueueOwner:
     Attributes:
         token: Token under which the consumer owns the queue; 0 if queues of the group have no
             owners.
+        caller: Owner number of the consumer's identity; 0 without access control.
     """
 
     group: str
@@ -32,6 +33,7 @@ class QueueOwner:
     broker: str
     queue_id: int
     token: int
+    caller: int = 0
 
     def queue(self) -> queue_pb2.GroupQueue:
         """Return the queue as a protobuf message."""

@@ -69,7 +69,7 @@ class StorageMetrics:
         )
         self.descriptor_shortages = Counter(
             "baton_storage_descriptor_shortages",
-            "Checkpoints, removals and scrubs that were put off because the process had no free "
+            "Checkpoints, removals and scrubs that were postponed because the process had no free "
             "file descriptor.",
             registry=registry,
         )

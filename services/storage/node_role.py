@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, NotLeader
 from batonmq_server.storage.core.store import MessageStore
 
 
@@ -24,7 +24,19 @@ class NodeRole(Protocol):
         ...
 
     def next_read_node(self, behind_bytes: int) -> str:
-        """Return the node id that a consumer with this lag should pull from; empty: the leader."""
+        """Return the node id that a consumer with this lag should pull from; empty: the leader.
+
+        A node names itself only while it is a current member of its set: see `outdated`.
+        """
+        ...
+
+    def outdated(self) -> NotLeader | None:
+        """Return why this node may lack messages that the set has, without a bound in time.
+
+        Such a node is a follower that can't prove that it is a current member of its set. It
+        serves the messages that it has. To a reader that has read all of them it returns this
+        error, so that the reader looks the leader up. None if this node is current.
+        """
         ...
 
     def rejection(self, members_min: int = 1) -> BatonError | None:
@@ -55,6 +67,10 @@ class StandaloneRole(NodeRole):
     def next_read_node(self, behind_bytes: int) -> str:
         """See NodeRole."""
         return ""
+
+    def outdated(self) -> NotLeader | None:
+        """See NodeRole."""
+        return None
 
     def rejection(self, members_min: int = 1) -> BatonError | None:
         """See NodeRole."""

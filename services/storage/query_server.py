@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ from batonmq_server.storage.core.store import (
     check_readable,
 )
 from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.node_role import NodeRole, StandaloneRole
 from batonmq_server.storage.topic_cache import TopicCache
 
 FOUND_MAX = 1_000
@@ -81,7 +82,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
 
     Args:
         broker: Broker name: the replica set, or a node without replicas.
-        is_follower: Returns whether this node is a follower, which may lag behind the leader.
+        role: Role of this node: a follower may lag behind the leader.
         require: Raises unless the caller may read the topic of a message that it names by its id;
             None if authorization is off.
     """
@@ -92,11 +93,11 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         store: MessageStore,
         topics: TopicCache,
         damage: DamageTracker,
-        is_follower: Callable[[], bool] = lambda: False,
+        role: NodeRole | None = None,
         require: PermissionCheck | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
-        self._is_follower, self._require = is_follower, require
+        self._role, self._require = role or StandaloneRole(store), require
         self._queries = MessageQueries(store)
 
     async def SearchOffset(
@@ -116,12 +117,15 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         spec = validation.parse_read(request)
         key = await self._queue(request, readable=True)
         reading = self._read(key, spec)
+        if reading is None and (outdated := self._role.outdated()) is not None:
+            raise outdated
         visible = self._store.offsets(key)
         return pb.ReadResponse(
             batches=reading.batches if reading else (),
             next_offset=reading.next_offset if reading else request.offset,
             queue_first_offset=visible.first_offset,
             queue_next_offset=visible.next_offset,
+            next_node_id="" if reading else self._role.next_read_node(0),
         )
 
     async def FindByKey(
@@ -185,7 +189,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         try:
             return self._store.read(key, spec)
         except OffsetAheadOfLog as error:
-            if self._is_follower():
+            if self._role.is_follower:
                 raise NotLeader(
                     f"this follower lags behind the leader: {error.message}", retry_after_ms=100
                 ) from error

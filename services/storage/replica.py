@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq.errors import BatonError, NotEnoughReplicas, NotServing
+from batonmq.errors import BatonError, NotEnoughReplicas, NotLeader, NotServing
 from batonmq_server.runtime.replication.replica_node import ReplicaNode
 from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.components import StorageComponents
@@ -26,6 +26,8 @@ from batonmq_server.storage.node_role import NodeRole
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
+_LOOK_UP_MS = 200
+"""A reader waits so long before it looks the leader up."""
 _JUST_ELECTED = "this node has just been elected and waits for its followers"
 
 
@@ -88,10 +90,39 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         """See NodeRole."""
         lags_far = behind_bytes > self._settings.memory_window
         if self.is_follower or self._leadership is None:
-            has_leader = self._follower is not None and self._follower.is_connected()
-            return self._settings.node_id if lags_far or not has_leader else ""
+            if self._follows():
+                return self._settings.node_id if lags_far else ""
+            return "" if self.outdated() else self._settings.node_id
         followers = self._leadership.in_sync_set.current - {self._settings.node_id}
         return min(followers, default="") if lags_far else ""
+
+    def outdated(self) -> NotLeader | None:
+        """See NodeRole.
+
+        A follower is current while the leader answers it, or while etcd answers it and no leader
+        is registered.
+        """
+        if not self.is_follower or self._follows():
+            return None
+        node_id = self._settings.node_id
+        if not self.election.in_touch():
+            return NotLeader(
+                f"{node_id} is not the leader of {self.broker}, and etcd does not answer it: "
+                "another node may lead",
+                retry_after_ms=_LOOK_UP_MS,
+                facts={"node": node_id},
+            )
+        if leaders := self._registered_leaders():
+            return NotLeader(
+                f"{node_id} is not the leader of {self.broker}, and does not reach the leader "
+                f"{leaders[0]}",
+                retry_after_ms=_LOOK_UP_MS,
+                facts={"node": node_id, "leader": leaders[0]},
+            )
+        return None
+
+    def _follows(self) -> bool:
+        return self._follower is not None and self._follower.is_connected()
 
     def rejection(self, members_min: int = 1) -> BatonError | None:
         """See NodeRole."""

@@ -16,12 +16,13 @@ from batonmq._core.delays import check_deliver_time
 from batonmq._core.records import read_header, read_topic
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
 from batonmq_server.runtime.access.guard import PermissionCheck
+from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.runtime.access.permissions import produce
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.delay_queue import DelayKey
-from batonmq_server.storage.core.producers import QueueKey, StoreReceipt, owner_of
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.schedule import (
     FIRST,
     ScheduledBatch,

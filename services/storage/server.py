@@ -17,10 +17,11 @@ from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
+from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
-from batonmq_server.storage.core.producers import QueueKey, StoreReceipt, owner_of
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.core.store import (
     CheckedBatch,
@@ -44,6 +45,9 @@ from batonmq_server.storage.topic_cache import TopicCache
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """An estimate of more than ten years until the disk is full is reported as 0: not in sight."""
+
+FOLLOWER_HOLD_MS = 1_000
+"""A long poll at a follower looks this often whether the set has a leader meanwhile."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -121,9 +125,14 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             reading = self._read(key, pull)
             if reading is not None:
                 break
+            if (outdated := role.outdated()) is not None:
+                raise outdated
             hold_ms = end_ms - clock.monotonic_ms()
-            go_elsewhere = role.is_follower and not role.next_read_node(0)
-            if hold_ms <= 0 or go_elsewhere:
+            if role.is_follower:
+                if not role.next_read_node(0):
+                    raise NotLeader("this follower has a leader; pull from it", retry_after_ms=50)
+                hold_ms = min(hold_ms, FOLLOWER_HOLD_MS)  # then asks for its role again
+            if hold_ms <= 0:
                 return self._answer(request.pull_id, key, pull, None, None)
             await self._parts.pulls.wait(key, pull.owner, hold_ms)
             begin_s = stream.now_s()

@@ -97,7 +97,9 @@ def parse_pull(request: pb.PullRequest, broker: str) -> ParsedPull:
     _check_least("subscription_generation", request.subscription_generation, 0)
     check_limit("hold_ms", request.hold_ms, HOLD_MS_MAX)
     return ParsedPull(
-        QueueOwner(request.queue.group, queue.topic, broker, queue.queue_id, request.token),
+        QueueOwner(
+            request.queue.group, queue.topic, broker, queue.queue_id, request.token, request.caller
+        ),
         parse_read(request),
         request.hold_ms,
         request.offsets_epoch,

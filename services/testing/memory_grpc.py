@@ -280,7 +280,7 @@ class MemoryServer:
                 return self._handlers[path]
 
             self._wrapped[path] = await self._edge.intercept_service(
-                found, SimpleNamespace(method=path)
+                found, SimpleNamespace(method=path, invocation_metadata=())
             )
         return self._wrapped[path]
 

@@ -253,7 +253,7 @@ class SimulatedService(SimulatedProcess):
         async with asyncio.TaskGroup() as following:
             nodes = following.create_task(runtime.nodes.run())
             async with self.service.build(settings, runtime) as app:
-                edge = EdgeInterceptor(self.clock, runtime.registry, app.long_polls)
+                edge = EdgeInterceptor(self.clock, runtime.registry, app.long_polls, runtime.guard)
                 self.server = MemoryServer(environment.network, self.host, address, edge)
                 for add in app.servicers.values():
                     add(self.server)  # type: ignore[arg-type]

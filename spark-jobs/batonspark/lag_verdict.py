@@ -40,6 +40,7 @@ BY_REASON = {
     "HEAD_OF_LINE": LagVerdict.STALLED,
     "ACK_CAP": LagVerdict.STALLED,
     "NOT_PULLING": LagVerdict.STOPPED,
+    "OUTDATED_NODE": LagVerdict.STOPPED,
     "OWNER_SILENT": LagVerdict.STOPPED,
 }
 """Verdict on a queue without progress, by its StuckReason; BLOCKED for any other reason."""

@@ -28,11 +28,12 @@ from batonmq._connection.channels import connector
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.runtime.access.guard import Caller, Guard
+from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.runtime.access.permissions import AccessRole, Grant
 from batonmq_server.runtime.access.stored_access import grants_key, token_key
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.tls import server_credentials
-from tests.access.edge_scene import METHODS, Scene, request_of, scene
+from tests.access.edge_scene import GROUP, METHODS, TOPIC, Scene, request_of, scene
 from tests.storage.batches import batch
 from tests.support.conditions import until
 
@@ -319,3 +320,45 @@ async def test_tokens_are_not_in_errors_logs_or_metrics(
     for secret in (made.tokens["reader"], "unknown is no token", made.digest("reader")):
         assert secret not in shown
     assert errors[0].remedy == "baton access grant reader admin cluster"
+
+
+async def test_owner_numbers_in_a_request_are_those_of_the_caller(etcd: EtcdSession) -> None:
+    """A client can't pass for another one by what it writes into its request."""
+    async with scene(etcd) as here:
+        await here.know("app", ("consume", f"topic:{TOPIC}"), ("consume", f"group:{GROUP}"))
+        number = owner_of("app")
+        for path in (
+            "/baton.lockmgr.v1.LockmgrService/Acquire",
+            "/baton.lockmgr.v1.LockmgrService/KeepAlive",
+            "/baton.lockmgr.v1.LockmgrService/Release",
+            "/baton.lockmgr.v1.LockmgrService/Watch",
+            "/baton.nameserver.v1.NameserverService/Heartbeat",
+            "/baton.nameserver.v1.NameserverService/Leave",
+            "/baton.nameserver.v1.NameserverService/WatchGroup",
+        ):
+            request: Any = request_of(METHODS[path])
+            request.incarnation.client_id, request.incarnation.owner = "client-a", 4_711
+            await here.call(path, request, "app")
+            assert here.served[-1][1].incarnation.owner == number, path
+        for path in (
+            "/baton.storage.v1.StorageService/Pull",
+            "/baton.offsets.v1.OffsetsService/Commit",
+            "/baton.offsets.v1.OffsetsService/Close",
+        ):
+            request = request_of(METHODS[path])
+            request.caller = 4_711
+            await here.call(path, request, "app")
+            assert here.served[-1][1].caller == number, path
+
+
+def test_every_request_with_an_incarnation_has_it_at_the_top() -> None:
+    """So that admission finds it; items of services name holders, which services have checked."""
+    nested = {
+        field.message_type.full_name + "." + inner.name
+        for method in METHODS.values()
+        for field in method.input_type.fields
+        if field.message_type is not None
+        for inner in field.message_type.fields
+        if inner.message_type is not None and inner.message_type.name == "Incarnation"
+    }
+    assert nested == {"baton.offsets.v1.FenceItem.holder"}

@@ -47,6 +47,39 @@ NOT_FOR_CLIENTS = (
 """Packages that a client works without."""
 FOR_SERVICES = ("batonmq._columns", "batonmq._process")
 """Packages of the library that need more."""
+NOT_AT_IMPORT = {
+    "backports.zstd",
+    "baton.metrics",
+    "baton.nameserver.v1.access_service_pb2",
+    "baton.offsets.v1.replication_service_pb2",
+    "baton.storage.v1.replication_service_pb2",
+    "batonmq._core.codecs",
+    "batonmq._core.sql",
+    "batonmq._core.sql_parser",
+    "batonmq._telemetry.event_hub",
+    "batonmq.admin",
+    "batonmq.cli",
+    "click",
+    "compression.zstd",
+    "crc32c",
+    "email",
+    "importlib.metadata",
+    "lark",
+    "lz4",
+    "numpy",
+    "prometheus_client",
+    "pydantic",
+    "secrets",
+    "structlog",
+    "zipfile",
+}
+"""Modules that a producer and a consumer import when they need them, not when they are imported."""
+IMPORT_CLIENTS = """
+import sys
+before = set(sys.modules)
+from batonmq import Consumer, Producer
+print(*sorted(set(sys.modules) - before))
+"""
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 hidden = set(sys.argv[1].split())
@@ -226,6 +259,13 @@ def test_client_works_without_packages_of_services_and_of_extras() -> None:
     )
     assert done.stderr == ""
     assert done.stdout.strip() == "[]"
+
+
+def test_import_of_producer_and_consumer_is_small() -> None:
+    command = [sys.executable, "-c", IMPORT_CLIENTS]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "batonmq._consumer.consumer" in imported
+    assert sorted(NOT_AT_IMPORT & set(imported)) == []
 
 
 def test_client_metrics_name_the_extra_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:

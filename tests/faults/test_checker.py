@@ -226,17 +226,17 @@ def test_paused_member_must_not_start_two_messages_under_its_old_token() -> None
 
 
 def test_paused_member_may_continue_under_a_new_token() -> None:
-    """`a` gives up the two it had in hand, and is granted the queue again at once."""
-    in_hand = [handled(1, 1, 110), handled(2, 2, 112)]
+    """`a` loses the queue with two messages in flight, and is granted it again at once."""
+    in_flight = [handled(1, 1, 110), handled(2, 2, 112)]
     repeats = [
         one._replace(start_us=one.start_us + 890, done_us=one.start_us + 891, token=2)
-        for one in in_hand
+        for one in in_flight
     ]
     history = replace(
         CORRECT,
         handler_calls=[
             CORRECT.handler_calls[0],
-            *in_hand,
+            *in_flight,
             *(one._replace(redelivered=True) for one in repeats),
         ],
         outages=[MemberOutage("a", 120, 890)],

@@ -5,9 +5,11 @@ Method: a `LockTable` driven with plain values and given times.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from batonmq._core.queues import GroupQueue, Incarnation
+from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
 from batonmq.errors import HandoverPending, Held, Unacked
 from batonmq_server.lockmgr.core.decision import (
     Decision,
@@ -22,10 +24,12 @@ from batonmq_server.lockmgr.core.lock_entry import (
     LockState,
     Observation,
     Requester,
+    RunningHandler,
     WantedNotice,
     WantedReason,
 )
 from batonmq_server.lockmgr.core.lock_table import HoldState, KeepAliveCall, LockTable
+from batonmq_server.lockmgr.lock_proto import entry_to_pb
 
 KEY, OTHER = GroupQueue("g", "t", "broker-a", 0), GroupQueue("g", "t", "broker-a", 1)
 A, B = Incarnation("a", 1), Incarnation("b", 1)
@@ -184,6 +188,25 @@ def test_keep_alive_of_the_owner_renews_its_lease() -> None:
     assert lease_age_ms(table, LEASE_MS) == 0
     observe(table, DRAINED, LEASE_MS + 1)
     assert isinstance(decide(table, LEASE_MS + 1), WaitDecision)
+
+
+def test_keep_alive_shows_the_handler_that_its_queue_waits_for_until_the_next_token() -> None:
+    table = owned_by_a()
+    entry = table.get(KEY)
+    assert entry is not None
+    assert not entry_to_pb(entry, 5).HasField("running")
+    queue = QueueRef(KEY.topic, KEY.broker, KEY.queue_id)
+    running = {KEY: RunningHandler(7, queue, 41, 3_000, abandoned=True)}
+    call = KeepAliveCall(incarnation=A, acquire_seq=3, holds=[(KEY, 7)], running=running)
+    table.keep_alive(call, 10)
+    shown = entry_to_pb(entry, 1_010).running
+    assert (shown.offset, shown.running_ms, shown.abandoned) == (41, 4_000, True)
+    assert shown.queue.topic == KEY.topic
+    entry.lock = replace(entry.lock, token=8)
+    assert not entry_to_pb(entry, 1_010).HasField("running")
+    entry.lock = replace(entry.lock, token=7)
+    keep_alive(table, 20)
+    assert not entry_to_pb(entry, 30).HasField("running")
 
 
 def test_keep_alive_renews_an_expired_lease_before_a_hand_over_begins() -> None:

@@ -197,7 +197,30 @@ OF_RELEASE: list[tuple[Spoil, str, str]] = [
     (item_field("token", 0), "INVALID_ARGUMENT", "token"),
     (item_field("token", -1), "INVALID_ARGUMENT", "token"),
 ]
+
+
+def running(request: pb.KeepAliveRequest) -> pb.RunningHandler:
+    call = request.holds[0].running
+    call.queue.CopyFrom(queue().queue)
+    return call
+
+
+def before_the_first_offset(request: Any) -> None:
+    running(request).offset = -1
+
+
+def since_the_future(request: Any) -> None:
+    running(request).running_ms = -1
+
+
+def of_a_bad_topic(request: Any) -> None:
+    running(request).queue.topic = "a/b"
+
+
 OF_KEEP_ALIVE: list[tuple[Spoil, str, str]] = [
+    (before_the_first_offset, "INVALID_ARGUMENT", "running.offset"),
+    (since_the_future, "INVALID_ARGUMENT", "running.running_ms"),
+    (of_a_bad_topic, "INVALID_NAME", "topic"),
     (many(10_001), "LIMIT_EXCEEDED", "holds"),
     (twice, "INVALID_ARGUMENT", "holds"),
     (item_field("token", 0), "INVALID_ARGUMENT", "token"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._core.queues import QueueRef
 from batonmq_server.nameserver.core.diagnosis import (
     LATELY_MS,
     SILENT_MS,
@@ -26,6 +27,7 @@ from batonmq_server.nameserver.core.evidence import (
     ExcludedClient,
     FilterScan,
     GroupEvidence,
+    HandlerEvidence,
     LockEvidence,
     LogExtent,
     OldestMessage,
@@ -41,7 +43,8 @@ PAGE = ROOT / "docs/explanation/ownership.md"
 PROTO = ROOT / "protos/baton/nameserver/v1/nameserver_service.proto"
 
 GROUP = GroupEvidence(name="planners", generation=7, member_count=2)
-LOCK = LockEvidence(owner="c1", token=5, held_ms=60_000, lease_age_ms=1_000)
+CALL = HandlerEvidence(QueueRef("flights", "broker-a", 3), 2_101, 80_000)
+LOCK = LockEvidence(owner="c1", token=5, held_ms=60_000, lease_age_ms=1_000, running=CALL)
 IN_HAND = ProgressEvidence(
     token=5, committed_offset=2_101, unacked_count=1, acked_count=99, idle_ms=800
 )
@@ -108,6 +111,11 @@ ROWS: dict[StuckReason, QueueEvidence] = {
     ),
     StuckReason.HEAD_OF_LINE: STUCK,
     StuckReason.FILTERED: replace(STUCK, progress=NOTHING_IN_HAND, filtered=FilterScan(100)),
+    StuckReason.OUTDATED_NODE: replace(
+        STUCK,
+        progress=replace(NOTHING_IN_HAND, waiting_at="broker-a-0"),
+        leader="broker-a-1",
+    ),
     StuckReason.NOT_PULLING: replace(STUCK, progress=NOTHING_IN_HAND),
 }
 
@@ -165,6 +173,10 @@ def test_only_stuck_reasons_have_a_remedy(reason: StuckReason) -> None:
                 "offset": 2_101,
                 "message_id": "broker-a-1f40-3",
                 "age_ms": 83_000,
+                "running_queue": "flights/broker-a/3",
+                "running_offset": 2_101,
+                "running_ms": 80_000,
+                "running_abandoned": "false",
             },
         ),
         (StuckReason.HELD, {"owner": "c1", "held_ms": 60_000, "token": 5, "waiters": "c2"}),
@@ -189,11 +201,43 @@ def test_values_are_those_of_the_evidence(reason: StuckReason, values: dict[str,
     assert diagnose(ROWS[reason]).values == values
 
 
-def test_message_names_the_owner_the_message_and_its_age() -> None:
+def with_running(call: HandlerEvidence | None) -> QueueEvidence:
+    return replace(STUCK, lock=replace(LOCK, running=call))
+
+
+def test_message_names_the_owner_the_message_its_age_and_since_when_it_is_handled() -> None:
     assert diagnose(STUCK).message == (
-        "c1 has 1 message in flight and does not acknowledge offset 2101 "
-        "(message broker-a-1f40-3, 83 s old); 99 after it are acknowledged"
+        "c1 has been handling offset 2101 (message broker-a-1f40-3, 83 s old) for 80 s; "
+        "1 message in flight; 99 after offset 2101 are acknowledged"
     )
+
+
+def test_message_makes_no_claim_about_the_handler_if_its_call_is_unknown() -> None:
+    unknown = (None, HandlerEvidence(STUCK.queue, 2_102, 9_000))
+    for call in unknown:
+        assert diagnose(with_running(call)).message == (
+            "c1 has 1 message in flight and does not acknowledge offset 2101 "
+            "(message broker-a-1f40-3, 83 s old); 99 after it are acknowledged"
+        ), "a call of a later message does not delay the oldest one"
+
+
+def test_message_names_the_call_of_another_queue_that_takes_the_last_slot() -> None:
+    other = replace(STUCK.queue, queue_id=7)
+    finding = diagnose(with_running(HandlerEvidence(other, 44, 60_000)))
+    assert finding.message.startswith(
+        "c1 has been handling offset 44 of flights/broker-a/7 for 60 s, and has no handler free; "
+    )
+    assert "concurrency" in finding.remedy
+
+
+def test_message_names_an_abandoned_call_that_takes_the_last_slot() -> None:
+    call = HandlerEvidence(STUCK.queue, 2_000, 900_000, abandoned=True)
+    finding = diagnose(with_running(call))
+    assert finding.message.startswith(
+        "c1 has been handling offset 2000 of flights/broker-a/3 for 15 min (abandoned: its result "
+        "is discarded, but a thread can't be cancelled), and has no handler free; "
+    )
+    assert "Restart c1" in finding.remedy
 
 
 # ---- what is mended first
@@ -289,6 +333,20 @@ def test_idle_owner_is_reported_although_the_filter_drops_all_messages() -> None
         diagnose(replace(ROWS[StuckReason.FILTERED], progress=idle)).reason
         is StuckReason.NOT_PULLING
     )
+
+
+def test_owner_that_waits_at_the_leader_or_no_longer_waits_is_not_at_an_outdated_node() -> None:
+    outdated = ROWS[StuckReason.OUTDATED_NODE]
+    assert outdated.progress is not None
+    gone = replace(outdated, progress=replace(outdated.progress, idle_ms=SILENT_MS))
+    for other in (replace(outdated, leader="broker-a-0"), replace(outdated, leader=""), gone):
+        assert diagnose(other).reason is StuckReason.NOT_PULLING
+
+
+def test_outdated_node_is_named_and_not_the_member() -> None:
+    finding = diagnose(ROWS[StuckReason.OUTDATED_NODE])
+    assert "at storage node broker-a-0, which has none for it" in finding.message
+    assert "broker-a-0 is cut off" in finding.remedy
 
 
 def test_message_says_that_the_subscription_of_a_member_is_staged() -> None:

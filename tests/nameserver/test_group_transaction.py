@@ -7,6 +7,7 @@ Method: scenarios for each policy, then properties over arbitrary histories of a
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,11 @@ from batonmq.errors import (
     Overloaded,
     SubscriptionConflict,
 )
-from batonmq_server.nameserver.core.group_transaction import SubscriptionVerdictKind, target_of
+from batonmq_server.nameserver.core.group_transaction import (
+    GroupTransaction,
+    SubscriptionVerdictKind,
+    target_of,
+)
 from batonmq_server.nameserver.core.groups import (
     MEMBERS_MAX,
     Group,
@@ -553,3 +558,22 @@ def test_broadcasting_group_has_no_beginnings() -> None:
     group = Scene()
     group.beat("c1", terms(model="BROADCASTING"))
     assert group.record.beginnings == ()
+
+
+def test_incarnation_of_another_identity_can_neither_join_as_a_member_nor_leave_for_it() -> None:
+    group = scene(SubscriptionPolicy.REJECT)
+    member = replace(beat("c1"), owner=11)
+    group.apply(lambda transaction: transaction.join(member))
+    with pytest.raises(ClientIdInUse):
+        group.apply(lambda transaction: transaction.join(replace(member, owner=12)))
+    for owner in (12, 0):
+        leave = partial(GroupTransaction.leave, client_id="c1", incarnation_id=1, owner=owner)
+        assert not group.apply(leave).left
+    assert [(one.client_id, one.owner) for one in group.record.members] == [("c1", 11)]
+    assert group.apply(lambda transaction: transaction.leave("c1", 1, 11)).left == {"c1"}
+
+
+def test_member_from_before_access_control_gets_its_owner_by_its_next_heartbeat() -> None:
+    group = scene(SubscriptionPolicy.REJECT, "c1")
+    group.apply(lambda transaction: transaction.join(replace(beat("c1"), owner=11)))
+    assert [one.owner for one in group.record.members] == [11]

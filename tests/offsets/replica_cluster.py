@@ -6,8 +6,8 @@ A test can cut a node off from etcd, block its followers, and kill it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import OPTIONS, connect
 from batonmq.errors import BatonError, NoQuorum
+from batonmq_server.etcd_api.rpc_pb2 import WatchResponse
 from batonmq_server.offsets.app import served
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.disk import LmdbDisk, StoredEntry
-from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Lease
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, decode_record
 from batonmq_server.runtime.service_runtime import Runtime
@@ -45,19 +46,48 @@ NOT_LEADER = {"NOT_LEADER", "NOT_SERVING", "NO_QUORUM", "UNREACHABLE"}
 class CuttableEtcdSession(EtcdSession):
     """A connection to etcd that can be cut, or whose lease renewals get no answer.
 
-    The clock of its node can be moved ahead.
+    The clock of its node can be moved ahead. A node that is cut off may still see changes of the
+    mirrored keys; after `lose` it sees none.
     """
 
     cut = silent = False
 
     def __init__(self, endpoint: str, cluster: str) -> None:
         self.node_clock = MovableClock()
+        self._connected = asyncio.Event()
+        self._connected.set()
         super().__init__(endpoint, cluster, self.node_clock)
 
     def another(self) -> EtcdSession:
         """Return another connection, for the test."""
         cluster = self.prefix.strip("/").rpartition("/")[2]
         return EtcdSession(self._endpoint, cluster, Clock())
+
+    def lose(self) -> None:
+        """Cut the connection in both directions: watches get no more answers either."""
+        self.cut = True
+        self._connected.clear()
+
+    def restore(self) -> None:
+        """End the cut."""
+        self.cut = False
+        self._connected.set()
+
+    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[WatchResponse]:
+        async with aclosing(super().watch(prefix, revision)) as answers:
+            async for answer in answers:
+                await self._connected.wait()
+                yield answer
+
+    async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
+        if not self._connected.is_set():
+            raise NoQuorum("cut off")
+        return await super().get_prefix(prefix)
+
+    async def lease(self, ttl_ms: int) -> Lease:
+        if not self._connected.is_set():
+            raise NoQuorum("cut off")
+        return await super().lease(ttl_ms)
 
     async def txn(self, **parts: Any) -> int | None:
         self._check()

@@ -16,7 +16,8 @@ from baton.common.v1 import error_pb2, queue_pb2
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
-from batonmq_server.offsets.codec import encode_key, unseal
+from batonmq_server.offsets.codec import decode_progress, encode_key, unseal
+from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.persistence import TOPIC
 from tests.offsets.service_calls import (
     TERM,
@@ -415,3 +416,64 @@ async def test_outcomes_are_counted(service: Service) -> None:
     assert values("baton_offsets_fences_total", fences) == 1
     assert values("baton_offsets_ack_ranges_max") == 2
     assert values("baton_offsets_queues") == 1
+
+
+MEMBER, STRANGER = 11, 12
+"""Owner numbers of two identities."""
+
+
+async def test_calls_under_a_token_are_refused_for_another_identity(service: Service) -> None:
+    """The incarnation and the token of a member are shown to everybody that may see the group."""
+    await call(service, "Announce", pb.AnnounceRequest(term=TERM))
+    item = fence_item()
+    item.holder.owner = MEMBER
+    await call(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
+
+    async def reasons_for(caller: int) -> list[str]:
+        deliveries = [pb.DeliveryItem(queue=queue(), token=1, next_offset=10, caller=caller)]
+        touches = [pb.TouchItem(queue=queue(), token=1, caller=caller)]
+        commits = [pb.CommitItem(queue=queue(), token=1, committed_offset=2)]
+        closes = [pb.CloseItem(queue=queue(), token=1, committed_offset=2)]
+        requests = {
+            "RecordDelivered": pb.RecordDeliveredRequest(items=deliveries),
+            "Touch": pb.TouchRequest(items=touches),
+            "Commit": pb.CommitRequest(items=commits, caller=caller),
+            "Close": pb.CloseRequest(items=closes, caller=caller),
+        }
+        outcomes = [
+            (await call(service, name, request)).outcomes[0] for name, request in requests.items()
+        ]
+        return reasons(outcomes)
+
+    assert await reasons_for(STRANGER) == ["REASON_NOT_HOLDER"] * 4
+    assert await reasons_for(MEMBER) == ["REASON_UNSPECIFIED"] * 4
+
+
+async def test_acks_of_a_pull_of_another_identity_are_refused(service: Service) -> None:
+    await call(service, "Announce", pb.AnnounceRequest(term=TERM))
+    item = fence_item()
+    item.holder.owner = MEMBER
+    await call(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
+    delivery = pb.DeliveryItem(queue=queue(), token=1, next_offset=10, caller=MEMBER)
+    await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=[delivery]))
+    acks = pb.Acks(committed_offset=10)
+    stolen = pb.DeliveryItem(
+        queue=queue(), token=1, first_offset=10, next_offset=11, progress=acks, caller=STRANGER
+    )
+    answer = await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=[stolen]))
+    assert reasons(answer.outcomes) == ["REASON_NOT_HOLDER"]
+    (found,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
+    assert found.progress.committed_offset == 0
+
+
+async def test_holder_keeps_its_identity_in_the_stored_progress(service: Service) -> None:
+    await call(service, "Announce", pb.AnnounceRequest(term=TERM))
+    item = fence_item()
+    item.holder.owner = MEMBER
+    await call(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
+    key = GroupQueue("readers", "news", "broker-a", 3)
+    stored = {name: value for name, value in service.stored()}
+    progress = decode_progress(key, unseal(encode_key(key), stored[encode_key(key)]))
+    assert isinstance(progress, Progress)
+    assert progress.holder is not None
+    assert progress.holder.owner == MEMBER

@@ -13,6 +13,7 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer import retry_sender
 from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.message_dispatcher import MessageDispatcher
 from batonmq._consumer.queue_releaser import QueueReleaser
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import ranges_to_pb
@@ -93,3 +94,14 @@ def ids_of_their_own(patch: pytest.MonkeyPatch) -> None:
     """A client sends a message back under a new id each time, so storage finds no duplicate."""
     numbers = count(1)
     patch.setattr(retry_sender, "retry_producer_id", lambda *_: next(numbers))
+
+
+def handlers_outlive_a_reset(patch: pytest.MonkeyPatch) -> None:
+    """A client starts messages after a reset while handlers from before it run."""
+
+    def begin_anew(self: MessageDispatcher, queue: AssignedQueue) -> None:
+        self._by_queue.pop(queue.ref, None)
+        if queue.assigned:
+            self._create_tasks(queue)
+
+    patch.setattr(MessageDispatcher, "_begin_anew", begin_anew)

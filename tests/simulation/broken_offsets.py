@@ -64,7 +64,9 @@ def pull_without_token(patch: pytest.MonkeyPatch) -> None:
         return record(self, self.token, delivery, limits, now)
 
     patch.setattr(Progress, "record_delivered", recorded)
-    patch.setattr(Progress, "touch", lambda self, _, now: touch(self, self.token, now))
+    patch.setattr(
+        Progress, "touch", lambda self, _, now, *more: touch(self, self.token, now, *more)
+    )
 
 
 def record_in_memory(patch: pytest.MonkeyPatch) -> None:

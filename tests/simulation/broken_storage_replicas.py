@@ -9,6 +9,7 @@ import pytest
 
 from baton.storage.v1 import replication_service_pb2 as replication_pb
 from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._core import reader_choice
 from batonmq_server.storage import node
 from batonmq_server.storage.components import StorageComponents, build_components
 from batonmq_server.storage.core.epochs import EpochHistory, common_point
@@ -104,6 +105,19 @@ def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
         await real(self, in_thread)
 
     patch.setattr(StorageLeadership, "begin", begin)
+
+
+def wait_at_a_cut_off_node(patch: pytest.MonkeyPatch) -> None:
+    """A follower that hears no leader lets consumers wait, and they do not look the leader up."""
+
+    def next_read_node(self: StorageReplica, behind_bytes: int) -> str:
+        follower = self._follower
+        connected = follower is not None and follower.is_connected()
+        return "" if not self.is_follower or connected else self._settings.node_id
+
+    patch.setattr(StorageReplica, "outdated", lambda _: None)
+    patch.setattr(StorageReplica, "next_read_node", next_read_node)
+    patch.setattr(reader_choice, "CHECK_MS", 10**9)
 
 
 def answer_without_lease(patch: pytest.MonkeyPatch) -> None:

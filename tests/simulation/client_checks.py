@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
+from batonmq._core.queues import GroupQueue, QueueRef
 from batonmq._core.subscription import TagFilter
 from tests.simulation.expected_state import ExpectedQueue, ExpectedState, HandlerStart, done
 
@@ -13,15 +13,15 @@ class ClientChecks:
 
     def __init__(self, expected: ExpectedState) -> None:
         self._expected = expected
+        self._running: dict[int, tuple[str, ReceivedMessage]] = {}
 
     def granted(self, client: str, incarnation_id: int, queue: QueueRef, token: int) -> None:
         """Check a grant when the client learns of it (V11)."""
         key, expected = self._expected.key(queue), self._expected
-        holder = Incarnation(client, incarnation_id)
         expected.trace.note(client, f"owns {key} token {token}")
         expected.counts["grants"] += 1
         persisted = expected.queues[key].persisted.get(token)
-        if persisted != holder:
+        if persisted is None or persisted[:2] != (client, incarnation_id):
             expected.fail("V11", f"{key}: {client} uses token {token}; etcd gave it to {persisted}")
 
     def ended(self, client: str, kind: str, queue: QueueRef, token: int) -> None:
@@ -38,6 +38,7 @@ class ClientChecks:
         """Note that a client was killed."""
         for key in self._expected.queues:
             self._expected.excuse(key, "", client)
+        self._running = {n: one for n, one in self._running.items() if one[0] != client}
 
     def started(self, client: str, asked: TagFilter, message: ReceivedMessage) -> None:
         """Check the start of a handler call (V7, V8, V9, and V6 by its excuses).
@@ -68,6 +69,23 @@ class ClientChecks:
         served = expected.group.served
         if expected.group.bound and 0 < queue.generation_of.get(token, 0) < served:
             expected.fail("section 14", f"{text}; deliveries are of generation {served} already")
+
+    def running(self, client: str, message: ReceivedMessage) -> None:
+        """Check that no handler of the queue outlives a reset in this client (section 13)."""
+        epochs = self._expected.queues[self._expected.key(message.queue)].epoch_of
+        for other_client, other in self._running.values():
+            same = other_client == client and other.queue == message.queue
+            if same and epochs[other.token] is not epochs[message.token]:
+                self._expected.fail(
+                    "section 13",
+                    f"{client} starts {message!r} after a reset, while a handler from before it "
+                    f"runs: {other!r}",
+                )
+        self._running[id(message)] = client, message
+
+    def ended_running(self, message: ReceivedMessage) -> None:
+        """Note that a handler call returned, failed or was cancelled."""
+        self._running.pop(id(message), None)  # none after the client was killed
 
     def finished(self, client: str, message: ReceivedMessage) -> None:
         """Note a successful handler call; it counts in the epoch of its token."""

@@ -49,6 +49,7 @@ from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
 from batonmq_server.testing.memory_network import MemoryCall
 from batonmq_server.testing.processes import ServiceSpec, SimulatedProcess
 from batonmq_server.testing.services import lockmgr, nameserver, offsets, storage
+from tests.simulation import named_callers
 from tests.simulation.checker import Checker
 from tests.simulation.offsets_replica_checks import SET_KEY
 from tests.simulation.options import RunOptions
@@ -215,7 +216,11 @@ class ConsumerProcess(SimulatedProcess):
         async def handler(message: ReceivedMessage) -> object:
             checks = self._checker.clients
             checks.started(self.name, self._asked, message)
-            result = await self._handle(self, message)
+            checks.running(self.name, message)
+            try:
+                result = await self._handle(self, message)
+            finally:
+                checks.ended_running(message)
             if result is None:
                 checks.finished(self.name, message)
             else:
@@ -243,8 +248,7 @@ def _with_identities(spec: ServiceSpec) -> ServiceSpec:
 
     @asynccontextmanager
     async def build(settings: Any, runtime: Runtime) -> AsyncIterator[App]:
-        identity_of: Any = lambda context: context.peer()  # noqa: E731
-        runtime.guard.caller_identity = identity_of  # type: ignore[method-assign]
+        named_callers.turn_on(runtime.guard)
         async with spec.build(settings, runtime) as app:
             yield app
 
@@ -276,8 +280,7 @@ def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> 
         settings = StorageSettings(
             node_id=node_id, segment_bytes=16_384, touch_interval_ms=3_000, **common, **more
         )
-        spec = storage(cluster, settings)
-        return _with_identities(spec) if options.identities else spec
+        return storage(cluster, settings)
 
     log_replicated: dict[str, Any] = {
         "broker": BROKER,
@@ -294,7 +297,7 @@ def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> 
         "replica_lag_ms_max": REPLICA_LAG_MS,
         "replica_kept_bytes_max": options.kept_bytes_max,
     }
-    return [
+    found = [
         names("ns-a"),
         names("ns-b"),
         *(
@@ -311,3 +314,4 @@ def services(cluster: SimulatedCluster, random: Random, options: RunOptions) -> 
         locks("lock-a"),
         locks("lock-b"),
     ]
+    return [_with_identities(spec) for spec in found] if options.identities else found

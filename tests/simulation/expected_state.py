@@ -238,4 +238,4 @@ def key_of(queue: queue_pb2.GroupQueue) -> GroupQueue:
 
 def holder_of(incarnation: queue_pb2.Incarnation) -> Incarnation:
     """Convert an incarnation to its form at offsets."""
-    return Incarnation(incarnation.client_id, incarnation.incarnation_id)
+    return Incarnation(incarnation.client_id, incarnation.incarnation_id, incarnation.owner)

@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from batonmq_server.testing.memory_network import Faults
-from tests.simulation import broken_clients, broken_lockmgr, broken_offsets, broken_producers
+from tests.simulation import (
+    broken_clients,
+    broken_identities,
+    broken_lockmgr,
+    broken_offsets,
+    broken_producers,
+)
 from tests.simulation import broken_group_moves as broken_moves
 from tests.simulation import broken_offsets_replicas as broken_replicas
 from tests.simulation import broken_services as broken_serving
@@ -105,11 +111,15 @@ STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
     faults=Faults(delay_ms_max=300),
 )  # fmt: skip
+STORES_CUT_OFF = RunOptions(
+    steps=120, stores=3, strandings=8, joins=1, leaves=1, pause_ms_max=60_000
+)  # fmt: skip
 MOVES = RunOptions(steps=50, moves=12, faults=Faults(slow=0.05, duplicate=0.3, delay_ms_max=80))
 TO_AND_FRO = RunOptions(
     steps=60, moves=60, consumers=2, queues=2,
     faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
 )  # fmt: skip
+STOLEN = RunOptions(steps=60, thefts=12, identities=True, slow_handlers=0.1)
 FORGED = RunOptions(steps=60, forgeries=8, faults=Faults(loss=0.02, duplicate=0.1))
 
 MUTANTS = (
@@ -157,6 +167,9 @@ MUTANTS = (
     Mutant("reset without epoch", broken_offsets.reset_no_epoch, RESETS, ("V4",)),
     Mutant(
         "reset without resume check", broken_offsets.reset_no_resume_check, RESETS, ("V4", "V5")
+    ),
+    Mutant(
+        "handlers outlive a reset", broken_clients.handlers_outlive_a_reset, RESETS, ("section 13",)
     ),
     Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=3),
     Mutant(
@@ -277,6 +290,12 @@ MUTANTS = (
         ("section 8",),
     ),
     Mutant(
+        "wait at a cut-off node",
+        broken_stores.wait_at_a_cut_off_node,
+        STORES_CUT_OFF,
+        ("readers",),
+    ),
+    Mutant(
         "adopt a group without seal",
         broken_moves.adopt_without_seal,
         MOVES,
@@ -313,6 +332,18 @@ MUTANTS = (
         broken_producers.ids_without_owner,
         replace(FORGED, identities=True),
         ("P2", "P1"),
+    ),
+    Mutant(
+        "token of every identity",
+        broken_identities.token_of_every_identity,
+        STOLEN,
+        ("identity", "V4", "V9"),
+    ),
+    Mutant(
+        "incarnation of every identity",
+        broken_identities.incarnation_of_every_identity,
+        STOLEN,
+        ("identity",),
     ),
     Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
 )

@@ -57,9 +57,9 @@ class OffsetsChecks:
             self._delivered(key, token, run, table.query(key))
             return delivered
 
-        def touch(key: GroupQueue, token: int, now: Instant) -> None:
+        def touch(key: GroupQueue, token: int, now: Instant, waiting_at: str = "") -> None:
             before = copy_of(table, key)
-            real["touch"](key, token, now)
+            real["touch"](key, token, now, waiting_at)
             self._accepted(key, before, token, "touch")
 
         def commit(

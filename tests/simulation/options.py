@@ -20,7 +20,8 @@ Fault model. The cluster must keep its promises while
 - streams break;
 - an operator moves the group back and forth, undoes that, forces the release of queues, pauses
   the group for a while; a new version with another subscription is rolled out;
-- a stranger writes under the ids of the producer;
+- a stranger writes under the ids of the producer, and makes calls for members with their
+  incarnations and tokens;
 - the group is moved between two sets of offsets, whose nodes are killed, frozen and cut off.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
@@ -92,10 +93,12 @@ class RunOptions:
         rots: Weight of a node of storage that is killed and comes back with a damaged log.
         disk_failures: Weight of a node of storage whose disk can't be written to for a while, if it
             has others.
+        strandings: Weight of an outage of etcd for all storage nodes, which lasts longer for one.
         moves: Weight of an operator's move of the group to the other of two sets of offsets, of one
             node each. 0: there is one set.
         forgeries: Weight of a batch that a stranger sends under an id of the producer.
-        identities: Whether storage knows the identities of its callers.
+        thefts: Weight of a call that a stranger makes for a member; only with `identities`.
+        identities: Whether services know the identities of their callers.
     """
 
     steps: int = 30
@@ -137,8 +140,10 @@ class RunOptions:
     memory_window_bytes: int = 0
     rots: int = 0
     disk_failures: int = 0
+    strandings: int = 0
     moves: int = 0
     forgeries: int = 0
+    thefts: int = 0
     identities: bool = False
 
     @staticmethod
@@ -212,6 +217,7 @@ class RunOptions:
             lost_disks=random.choice([0, 1, 2]),
             rots=random.choice([0, 1, 2]),
             disk_failures=random.choice([0, 1, 2]),
+            strandings=random.choice([0, 1]),
             two_steps=random.choice([0, 1, 2]),
         )
 
@@ -224,9 +230,11 @@ class RunOptions:
         )
 
     def with_stranger(self, random: Random) -> RunOptions:
-        """Return these options, perhaps with a stranger, which storage may know by its identity."""
-        forgeries = random.choice([0, 0, 2, 4])
-        return replace(self, forgeries=forgeries, identities=random.random() < 0.5)
+        """Return these options, perhaps with a stranger, known by its identity or not."""
+        forgeries, thefts = random.choice([0, 0, 2, 4]), random.choice([0, 2, 4])
+        if random.random() < 0.5:
+            return replace(self, forgeries=forgeries)
+        return replace(self, forgeries=forgeries, thefts=thefts, identities=True)
 
     @staticmethod
     def graceful(random: Random, steps: int) -> RunOptions:

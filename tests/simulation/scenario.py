@@ -157,6 +157,7 @@ class SimulationRun:
             self._service_faults.lose_disk: options.lost_disks,
             self._service_faults.rot: options.rots,
             self._service_faults.fail_disk: options.disk_failures,
+            self._service_faults.strand: options.strandings,
             self._service_faults.jump: options.jumps,
             self._operator.reset: options.resets,
             self._operator.force: options.forces,
@@ -164,6 +165,7 @@ class SimulationRun:
             self._operator.ask: options.questions,
             self._operator.move: options.moves,
             self._stranger.write: options.forgeries,
+            self._stranger.steal: options.thefts,
         }
 
     async def _settle(self, tasks: asyncio.TaskGroup) -> None:

@@ -27,6 +27,7 @@ class ServiceFaults:
         self._services = services(context.cluster, context.random, context.options)
         self._running: dict[str, SimulatedService] = {}
         self._lives: Counter[str] = Counter()
+        self._stranded = False
         self._fails_in_two_steps = self._settled = False
 
     def start(self) -> None:
@@ -128,6 +129,33 @@ class ServiceFaults:
     def split(self) -> Later:
         """Cut a node of a replica set from some others or from etcd, in one direction or both."""
         return self._split(self._context.random.choice(self._replicas()))
+
+    def strand(self) -> Later:
+        """Cut all storage nodes from etcd; later end that for all but one, perhaps the leader."""
+        stores = STORES[: self._context.options.stores]
+        if self._stranded:
+            return None
+        self._stranded = True
+        leader = self._context.cluster.leader(STORE_LEADER_KEY)
+        one = self._context.random.choice([*stores, leader or stores[0]])
+        return self._strand(stores, one)
+
+    async def _strand(self, stores: Sequence[str], one: str) -> None:
+        cut = self._context.cluster.network.cut
+        links = {pair for name in stores for pair in ((name, "etcd"), ("etcd", name))}
+        alone = {(one, "etcd"), ("etcd", one), *((one, name) for name in stores if name != one)}
+        if self._settled:
+            return
+        cut |= links
+        self._context.note(f"storage is cut off from etcd, {one} for longer", "strandings")
+        await asyncio.sleep(self._context.random.uniform(3, 9))
+        cut -= links
+        if self._settled:
+            return
+        cut |= alone
+        await asyncio.sleep(self._context.random.uniform(15, 40))
+        cut -= alone
+        self._stranded = False
 
     def lose_disk(self) -> Later:
         """Restart a node of a replica set with an empty disk."""

@@ -30,6 +30,8 @@ from tests.simulation.offsets_replica_checks import CopyPosition, OffsetsReplica
 SET_KEY, LEADER_KEY = "replicas/storage/broker-a", "elections/storage/broker-a"
 _SERVICES = "/baton.storage.v1."
 _ANYWHERE = frozenset({"Describe", "Pull", "SearchOffset", "Read", "FindByKey", "GetMessage"})
+WAIT_MS_MAX = 10_000
+"""Longest time for which pulls at followers may find nothing of what the leader has."""
 _SAFE = (pb.DURABILITY_FSYNCED, pb.DURABILITY_REPLICATED)
 
 
@@ -105,6 +107,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         self._waiting: list[WrittenBatch] = []
         self._seen = LogPosition(0, ())
         self._batches: list[StoreReceipt] = []
+        self._waits: dict[tuple[str, str, int], tuple[int, int]] = {}
 
     # ---- copies
 
@@ -307,8 +310,34 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         elif isinstance(answer, pb.PullResponse):
             if answer.batches and leader != call.target:
                 self._expected.counts["pulls from followers"] += 1
+            self._check_wait(call, request, answer, leader)
             for batch in answer.batches:
                 self._check_delivered(call.target, batch)
+
+    def _check_wait(
+        self, call: MemoryCall, request: pb.PullRequest, answer: pb.PullResponse, leader: str
+    ) -> None:
+        """Check that no follower keeps a consumer waiting for messages that the leader has."""
+        queue, now_ms = request.queue.queue, self._expected.now_ms()
+        client = (call.source, queue.topic, queue.queue_id)
+        node = self._nodes.get(leader)
+        topic_id = self._expected.topic_ids.get(queue.topic, 0)
+        key = (topic_id, queue.queue_id)
+        backlog = node is not None and node.store.offsets(key).next_offset > request.offset
+        if answer.batches or leader == call.target or not backlog:
+            self._waits.pop(client, None)
+            return
+        since_ms, last_ms = self._waits.get(client, (now_ms, now_ms))
+        if now_ms - last_ms > WAIT_MS_MAX:
+            since_ms = now_ms  # the client was frozen, or had another node meanwhile
+        self._waits[client] = since_ms, now_ms
+        self._expected.counts["waits at followers"] += 1
+        if now_ms - since_ms > WAIT_MS_MAX:
+            self._expected.fail(
+                "readers",
+                f"{call.source} waits at {call.target} for {now_ms - since_ms} ms for "
+                f"{queue.topic}/{queue.queue_id}@{request.offset}, which the leader {leader} has",
+            )
 
     def _check_receipt(self, name: str, receipt: pb.AppendReceipt, length: int) -> None:
         end = receipt.position + length

@@ -73,6 +73,7 @@ def test_acks_beyond_the_committed_offset_are_progress() -> None:
         ("NO_MEMBER", LagVerdict.NO_MEMBER),
         ("HEAD_OF_LINE", LagVerdict.STALLED),
         ("NOT_PULLING", LagVerdict.STOPPED),
+        ("OUTDATED_NODE", LagVerdict.STOPPED),
         ("PAUSED", LagVerdict.BLOCKED),
         ("REFUSED_SUBSCRIPTION", LagVerdict.BLOCKED),
         ("A_REASON_OF_TOMORROW", LagVerdict.BLOCKED),

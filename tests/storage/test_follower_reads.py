@@ -8,6 +8,7 @@ records, and at the end a real consumer that loses its leader.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
@@ -72,6 +73,19 @@ async def pull(node: Replica, **fields: Any) -> pb.PullResponse:
         raise from_rpc_error(error) from error
 
 
+async def rejection(node: Replica, **fields: Any) -> BatonError | None:
+    """Return the error of a pull; None if it is answered."""
+    try:
+        await pull(node, **fields)
+    except BatonError as error:
+        return error
+    return None
+
+
+async def not_leading(node: Replica) -> bool:
+    return not await node.serves()
+
+
 def bodies(answer: pb.PullResponse) -> list[bytes]:
     found = []
     for raw in answer.batches:
@@ -121,20 +135,21 @@ async def test_follower_with_a_leader_redirects_readers_to_it_at_once(
     await leader.append(batch(b"a"))
     await shows(follower, 1)
     assert (await pull(follower)).next_node_id == ""
-    answer = await pull(follower, offset=1, hold_ms=30_000)
-    assert not answer.batches
-    assert answer.next_node_id == ""
+    refused = await rejection(follower, offset=1, hold_ms=30_000)
+    assert refused is not None
+    assert refused.reason == "NOT_LEADER"
 
 
-async def test_follower_without_a_leader_serves_long_polls(
+async def test_follower_serves_long_polls_while_etcd_has_no_leader(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
-    scene.settings["replica_lag_ms_max"] = 500
     leader, follower = await three(scene)
     await leader.append(batch(b"a"))
     await shows(follower, 1)
-    for node in scene.nodes.values():
-        node.session.cut = True  # so that no node is elected
+    leader.gate.shut.add(follower.name)
+    (other,) = scene.nodes.keys() - {leader.name, follower.name}
+    await scene.wait_in_sync(leader.name, other)  # so that the follower is not elected
+    await scene.nodes[other].crash()
     await leader.crash()
 
     async def keeps() -> bool:
@@ -142,8 +157,90 @@ async def test_follower_without_a_leader_serves_long_polls(
 
     await until(keeps)
     begin_ms = Clock().monotonic_ms()
-    assert not (await pull(follower, offset=1, hold_ms=300)).batches
-    assert Clock().monotonic_ms() - begin_ms >= 250
+    answer = await pull(follower, offset=1, hold_ms=1_500)
+    assert (len(answer.batches), answer.next_node_id) == (0, follower.name)
+    assert Clock().monotonic_ms() - begin_ms >= 1_450
+
+
+async def test_follower_without_etcd_and_leader_is_no_place_to_wait(
+    scene: Scene, offsets: OffsetsTwin
+) -> None:
+    leader, follower = await three(scene)
+    await leader.append(batch(b"a"))
+    await shows(follower, 1)
+    for node in scene.nodes.values():
+        node.session.lose()
+    await leader.crash()
+
+    async def refuses() -> bool:
+        answer = await pull(follower)
+        assert bodies(answer) == [b"a"]
+        return "etcd does not answer" in str(await rejection(follower, offset=1))
+
+    await until(refuses)
+    refused = await rejection(follower, offset=1, hold_ms=30_000)
+    assert refused is not None
+    assert (refused.reason, refused.facts) == ("NOT_LEADER", {"node": follower.name})
+    assert (await pull(follower)).next_node_id == ""
+    with pytest.raises(BatonError, match="etcd does not answer"):
+        await follower.read(offset=1)
+
+
+async def test_follower_that_does_not_reach_the_leader_is_no_place_to_wait(
+    scene: Scene, offsets: OffsetsTwin
+) -> None:
+    leader, follower = await three(scene)
+    await leader.append(batch(b"a"))
+    await shows(follower, 1)
+    leader.gate.shut.add(follower.name)
+
+    async def refuses() -> bool:
+        return "does not reach the leader" in str(await rejection(follower, offset=1))
+
+    await until(refuses)
+    refused = await rejection(follower, offset=1, hold_ms=30_000)
+    assert refused is not None
+    assert (refused.reason, refused.facts["leader"]) == ("NOT_LEADER", leader.name)
+    assert (await pull(follower)).next_node_id == ""
+
+
+@pytest.mark.parametrize("group", [GROUP, ""], ids=["group", "no-group"])
+async def test_reader_of_a_cut_off_node_follows_the_next_leader(
+    scene: Scene, etcd_endpoint: str, group: str
+) -> None:
+    """No node has etcd for a while; then all but the former leader have it again."""
+    leader, _ = await three(scene)
+    await leader.append(batch(b"before"))
+    queue, found = QueueRef(TOPIC, BROKER, 0), list[bytes]()
+    async with EtcdSession(scene.endpoint, scene.cluster, Clock()) as session:
+        gate = StoredGate(ownership=nameserver_pb.OWNERSHIP_OFF)
+        await session.put(session.key("gates", GROUP), gate.SerializeToString())
+    async with (
+        replica(etcd_endpoint, scene.cluster) as nameserver,
+        Puller(nameserver.address, group=group) as puller,
+    ):
+        await puller.assign([queue])
+        await puller.seek(queue, 0)
+
+        async def reads(count: int) -> None:
+            while len(found) < count:
+                for messages in (await puller.poll()).values():
+                    found.extend(message.body for message in messages)
+
+        async with asyncio.timeout(60):
+            await reads(1)
+        for node in scene.nodes.values():
+            node.session.lose()
+        await until(lambda: not_leading(leader))
+        for node in scene.nodes.values():
+            if node is not leader:
+                node.session.restore()
+        serving = await scene.leader()
+        assert serving is not leader
+        await serving.append(batch(b"after"))
+        async with asyncio.timeout(30):
+            await reads(2)
+    assert found == [b"before", b"after"]
 
 
 async def test_lagging_follower_rejects_offsets_it_does_not_have(

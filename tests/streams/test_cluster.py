@@ -1,8 +1,8 @@
-"""Goal: the streams of a real cluster tell of a hand-over, of messages that come twice and why, and
-of a conflict; they go on after storage was killed; `baton top` shows what happens.
+"""Goal: the streams of a real cluster show a hand-over, redelivered messages with their cause, and
+a conflict; they continue after storage was killed; `baton top` shows the same.
 
-Method: real processes; one member leaves gracefully, one is killed with messages in hand, one asks
-for another subscription. What the topic has is held against what the members wrote down.
+Method: real processes; one member leaves gracefully, one is killed with messages in flight, one
+has another subscription. The test compares the topic with the records of the members.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _check_events(told: Told) -> None:
     """The kinds, and the numbers of the batches."""
     graceful, after_kill = _hand_overs(told)
     assert {one.manner for one in graceful} == {pb.HandedOver.MANNER_GRACEFUL}
-    # A queue of which it had nothing in hand passes on as if it had given it back.
+    # A queue without messages in flight is handed over as after a release.
     assert pb.HandedOver.MANNER_LEASE_EXPIRED in {one.manner for one in after_kill}
     assert {one.previous_client_id for one in after_kill} == {"second"}
     (refused, *_) = told.of("subscription_refused")

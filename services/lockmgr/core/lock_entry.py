@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from batonmq._core.queues import GroupQueue, Incarnation
+from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
 from batonmq.errors import BatonError
 
 
@@ -143,6 +143,24 @@ class Denial:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningHandler:
+    """A handler call of the owner, as its last keep-alive showed it.
+
+    Attributes:
+        token: Token of the queue that waits for the call.
+        queue: Queue of the message.
+        running_ms: Time since the call began, at the keep-alive.
+        abandoned: Whether its result is discarded.
+    """
+
+    token: int
+    queue: QueueRef
+    offset: int
+    running_ms: int
+    abandoned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PollCount:
     """What the profile `defibus` remembers between two polls of a queue.
 
@@ -202,6 +220,8 @@ class LockEntry:
         poll_count: For the profile `defibus`.
         offsets_token: Last known token at offsets; 0 if not known.
         denials: The last refusal of each client, oldest first.
+        running: The handler call that the queue waits for; None if there is none.
+        running_at_ms: When the owner reported it.
     """
 
     key: GroupQueue
@@ -223,6 +243,8 @@ class LockEntry:
     poll_count: PollCount = PollCount()
     offsets_token: int = 0
     denials: dict[str, Denial] = field(default_factory=dict)
+    running: RunningHandler | None = None
+    running_at_ms: int = 0
 
     @property
     def state(self) -> LockState:

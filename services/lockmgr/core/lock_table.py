@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
@@ -31,6 +31,7 @@ from batonmq_server.lockmgr.core.lock_entry import (
     Observation,
     PendingChange,
     Requester,
+    RunningHandler,
     Waiter,
     WantedNotice,
     WantedReason,
@@ -65,6 +66,7 @@ class KeepAliveCall:
         holds: Every queue that it owns, with the token.
         evicted_groups: Groups of `holds` that it is not a member of.
         draining_groups: Groups of `holds` with a subscription change in progress.
+        running: The handler calls that queues of `holds` wait for.
     """
 
     incarnation: Incarnation
@@ -72,6 +74,7 @@ class KeepAliveCall:
     holds: Sequence[tuple[GroupQueue, int]]
     evicted_groups: frozenset[str] = frozenset()
     draining_groups: frozenset[str] = frozenset()
+    running: Mapping[GroupQueue, RunningHandler] = field(default_factory=dict)
 
 
 class LockTable:
@@ -126,6 +129,10 @@ class LockTable:
     def groups_with_owners(self) -> list[str]:
         """Return the groups of which some queue has an owner."""
         return list(self._owned_in)
+
+    def with_owner(self, incarnation: Incarnation) -> Incarnation:
+        """Return the incarnation with the same ids that owns queues; itself if none does."""
+        return next((one for one in self._owned if one[:2] == incarnation[:2]), incarnation)
 
     def waited_for_by(self, incarnation: Incarnation) -> list[GroupQueue]:
         """Return the queues that the incarnation was refused and still waits for, ascending."""
@@ -400,6 +407,7 @@ class LockTable:
         elif now_ms - entry.evicted_since_ms > self._policy.evicted_renewal_ms:
             return HoldReport(key, HoldState.NOT_OWNER, token)
         entry.lease_start_ms = now_ms
+        entry.running, entry.running_at_ms = call.running.get(key), now_ms
         draining = key.group in call.draining_groups
         wanted = self.wanted_notice(key, evicted=evicted, draining=draining)
         return HoldReport(key, HoldState.WANTED if wanted else HoldState.OK, token, wanted)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from batonmq_server.nameserver.core.evidence import QueueEvidence
+from batonmq_server.nameserver.core.evidence import HandlerEvidence, QueueEvidence
 
 LATELY_MS = 5_000
 """A queue is moving if its committed offset has changed within this time, or if its oldest message
@@ -45,6 +45,7 @@ class StuckReason(StrEnum):
     LOCKMGR_UNREACHABLE = "LOCKMGR_UNREACHABLE"
     NOT_ACQUIRED = "NOT_ACQUIRED"
     DATA_LOSS = "DATA_LOSS"
+    OUTDATED_NODE = "OUTDATED_NODE"
 
     @property
     def stuck(self) -> bool:
@@ -367,7 +368,7 @@ def _ack_cap(e: QueueEvidence) -> Finding | None:
         f"{e.progress.acked_range_count} ranges are acknowledged after offset {e.head_offset}, "
         f"which is not: deliveries stop until {e.owner} acknowledges {_head(e)}",
         f"Handle or skip that message: see the log of {e.owner}.",
-        _in_flight(e) | {"ranges": e.progress.acked_range_count},
+        _in_flight(e) | _running(e) | {"ranges": e.progress.acked_range_count},
     )
 
 
@@ -377,6 +378,15 @@ def _head_of_line(e: QueueEvidence) -> Finding | None:
         return None
     if not progress.unacked_count and (e.group.owned or not progress.acked_count):
         return None
+    call = _delaying_call(e)
+    if call is not None:
+        return Finding(
+            StuckReason.HEAD_OF_LINE,
+            f"{_handles(e, call)}; {_messages(progress.unacked_count)} in flight; "
+            f"{progress.acked_count} after offset {e.head_offset} are acknowledged",
+            _handler_remedy(e, call),
+            _in_flight(e) | _running(e),
+        )
     return Finding(
         StuckReason.HEAD_OF_LINE,
         f"{e.owner} has {_messages(progress.unacked_count)} in flight and does not acknowledge "
@@ -397,9 +407,33 @@ def _filtered(e: QueueEvidence) -> Finding | None:
     )
 
 
+def _outdated_node(e: QueueEvidence) -> Finding | None:
+    node = e.progress.waiting_at if e.progress else ""
+    if not node or not e.leader or node == e.leader or e.lag_count <= 0:
+        return None
+    if e.progress is None or e.progress.idle_ms >= SILENT_MS:
+        return None  # It no longer waits there.
+    return Finding(
+        StuckReason.OUTDATED_NODE,
+        f"{e.owner} waits for messages of {e.name} at storage node {node}, which has none for it; "
+        f"the leader is {e.leader}; {_messages(e.lag_count)} waiting",
+        f"Wait 5 s: a client looks the leader up. If it lasts, {node} is cut off from etcd and "
+        f"{e.leader}: see its log, restore its network or stop it.",
+        {"owner": e.owner, "node": node, "leader": e.leader},
+    )
+
+
 def _not_pulling(e: QueueEvidence) -> Finding:
     idle_ms = e.progress.idle_ms if e.progress else -1
     since = f" for {span(idle_ms)}" if idle_ms >= 0 else ""
+    call = _delaying_call(e)
+    if call is not None:
+        return Finding(
+            StuckReason.NOT_PULLING,
+            f"{_handles(e, call)}; {_messages(e.lag_count)} waiting",
+            _handler_remedy(e, call),
+            {"owner": e.owner, "idle_ms": idle_ms} | _running(e),
+        )
     return Finding(
         StuckReason.NOT_PULLING,
         f"{e.owner} has no message in flight and has not pulled {e.name}{since}; "
@@ -418,6 +452,51 @@ def _head(e: QueueEvidence) -> str:
     if e.head is None:
         return f"offset {e.head_offset}"
     return f"offset {e.head.offset} (message {e.head.message_id}, {span(e.head.age_ms)} old)"
+
+
+def _delaying_call(e: QueueEvidence) -> HandlerEvidence | None:
+    """Return the handler call that delays the oldest message; None if unknown.
+
+    A call of a later message of the queue does not: the oldest one waits to be handled again.
+    """
+    call = e.lock.running if e.lock else None
+    if call is None or call.queue != e.queue or call.abandoned:
+        return call
+    return call if call.offset <= e.head_offset else None
+
+
+def _handles(e: QueueEvidence, call: HandlerEvidence) -> str:
+    """Return what the owner handles, and since when, as a clause."""
+    own = call.queue == e.queue
+    message = f"offset {call.offset}"
+    if own and e.head is not None and e.head.offset == call.offset:
+        message = _head(e)
+    if not own or call.abandoned:
+        message = f"{message} of {call.queue}"
+    text = f"{e.owner} has been handling {message} for {span(call.running_ms)}"
+    if call.abandoned:
+        text += " (abandoned: its result is discarded, but a thread can't be cancelled)"
+    return text if own and not call.abandoned else f"{text}, and has no handler free"
+
+
+def _handler_remedy(e: QueueEvidence, call: HandlerEvidence) -> str:
+    if call.abandoned:
+        return f"Restart {e.owner}, or give it more `concurrency`."
+    if call.queue != e.queue:
+        return f"Find out what {e.owner} does with that message, or give it more `concurrency`."
+    return f"Find out what the handler of {e.owner} does with that message."
+
+
+def _running(e: QueueEvidence) -> dict[str, object]:
+    call = _delaying_call(e)
+    if call is None:
+        return {}
+    return {
+        "running_queue": str(call.queue),
+        "running_offset": call.offset,
+        "running_ms": call.running_ms,
+        "running_abandoned": str(call.abandoned).lower(),
+    }
 
 
 def _in_flight(e: QueueEvidence) -> dict[str, object]:
@@ -453,6 +532,7 @@ _RULES: tuple[Callable[[QueueEvidence], Finding | None], ...] = (
     _ack_cap,
     _head_of_line,
     _filtered,
+    _outdated_node,
     _not_pulling,
 )
 """In the order in which causes have to be fixed."""

@@ -83,6 +83,21 @@ class GroupEvidence:
     excluded: tuple[ExcludedClient, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class HandlerEvidence:
+    """A handler call of the owner that a queue waits for.
+
+    Attributes:
+        queue: Queue of the message, which may be another one.
+        abandoned: Whether the result is discarded, and the function runs on in its thread.
+    """
+
+    queue: QueueRef
+    offset: int
+    running_ms: int
+    abandoned: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockEvidence:
     """The queue's entry at the lock manager.
@@ -92,6 +107,7 @@ class LockEvidence:
         lease_left_ms: Time until the lease expires; -1 if not queried.
         step: Step of the pending hand-over; empty if none is pending.
         denial: Why the last request for the queue was denied; empty if unknown.
+        running: The handler call that the queue waits for; None if there is none, or if unknown.
     """
 
     owner: str = ""
@@ -103,6 +119,7 @@ class LockEvidence:
     step: str = ""
     attempt: str = ""
     denial: str = ""
+    running: HandlerEvidence | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +129,7 @@ class ProgressEvidence:
     Attributes:
         idle_ms: Time since the last call with the token.
         reset_epoch: Rises with every reset, undo and clone.
+        waiting_at: Storage node at which the owner's long poll waits; empty if unknown.
     """
 
     token: int
@@ -123,6 +141,7 @@ class ProgressEvidence:
     capped: bool = False
     idle_ms: int = 0
     reset_epoch: int = 0
+    waiting_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +191,7 @@ class QueueEvidence:
         head: The oldest message that is not handled; None if no message waits, or if not read.
         unmoved_ms: Time since the present committed offset was first seen; -1 if unknown.
         moved: Whether another committed offset was seen before.
+        leader: Node id of the broker's leader; empty if unknown.
     """
 
     group: GroupEvidence
@@ -192,6 +212,7 @@ class QueueEvidence:
     filtered: FilterScan | None = None
     unmoved_ms: int = -1
     moved: bool = False
+    leader: str = ""
 
     @property
     def queue(self) -> QueueRef:

@@ -135,10 +135,10 @@ class GroupTransaction:
         self._apply_terms(heartbeat, member, others)
         self._put_member(heartbeat, member)
 
-    def leave(self, client_id: str, incarnation_id: int) -> bool:
+    def leave(self, client_id: str, incarnation_id: int, owner: int = 0) -> bool:
         """Remove this process; return False if it is not a member."""
         member = self._members.get(client_id)
-        if member is None or member.incarnation_id != incarnation_id:
+        if member is None or (member.incarnation_id, member.owner) != (incarnation_id, owner):
             return False
         self._settled = None
         del self._members[client_id]
@@ -267,6 +267,7 @@ class GroupTransaction:
             heartbeat.room,
             hash_of(heartbeat.terms.subscriptions),
             differs=member.differs if member else False,
+            owner=heartbeat.owner,
         )
         self.left.discard(client_id)
         if self._live.get(client_id) != incarnation_id:

@@ -84,6 +84,7 @@ class Member:
         room: Machine room; empty for none.
         subscription_hash: Of the member's subscription.
         differs: Whether that differs from the group's subscription.
+        owner: Owner number of its identity; 0 without access control.
     """
 
     client_id: str
@@ -93,6 +94,7 @@ class Member:
     room: str = ""
     subscription_hash: int = 0
     differs: bool = False
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +200,15 @@ class Heartbeat:
     host: str
     terms: Terms
     room: str = ""
+    owner: int = 0
 
     def is_from(self, member: Member) -> bool:
-        """Return whether this process is `member`, the same incarnation."""
-        return (member.client_id, member.incarnation_id) == (self.client_id, self.incarnation_id)
+        """Return whether this process is `member`: the same incarnation of the same owner.
+
+        A member from before access control has no owner yet.
+        """
+        same = (member.client_id, member.incarnation_id) == (self.client_id, self.incarnation_id)
+        return same and member.owner in (0, self.owner)
 
 
 def assign_topics(

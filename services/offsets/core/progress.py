@@ -7,7 +7,7 @@ changes durable; a result says by `changed` that there is one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batonmq._core.queues import Incarnation
 from batonmq.errors import (
@@ -81,6 +81,7 @@ class Progress:
         subscription_generation: Deliveries under T must name it; 0 accepts any.
         source: Last kind of change of the progress.
         last_call_monotonic_ms: Time of the last accepted call under T.
+        waiting_at: Storage node at which the holder's long poll waits; in memory only.
         update_unix_ms: Wall clock of the last change that must be durable.
     """
 
@@ -104,6 +105,7 @@ class Progress:
     subscription_generation: int = 0
     source: ProgressSource = ProgressSource.NOTHING
     last_call_monotonic_ms: int
+    waiting_at: str = field(default="", compare=False)
     update_unix_ms: int = 0
 
     # ---- state
@@ -185,6 +187,7 @@ class Progress:
             self.token, self.committed_offset, self.acked, self.maybe_seen, self.reset_epoch
         )
         self.last_call_monotonic_ms, self.update_unix_ms = now
+        self.waiting_at = ""
         self._record_token_change(ended, now)
         return self.grant
 
@@ -231,6 +234,24 @@ class Progress:
 
     # ---- protocol 3, under the current token
 
+    def check_caller(self, token: int, caller: int) -> None:
+        """Return unless T was issued to an incarnation of another identity (protocol 3).
+
+        A token from before access control has no identity and may be used by every caller.
+
+        Args:
+            caller: Owner number of the caller's identity; not 0.
+
+        Raises:
+            NotHolder: the caller has another identity than the holder.
+        """
+        if token != self.token or self.holder is None or self.holder.owner in (0, caller):
+            return
+        raise NotHolder(
+            f"token {token} was issued to another identity",
+            remedy="Acquire the queue: a token is valid only for the identity that acquired it.",
+        )
+
     def record_delivered(
         self, token: int, delivery: DeliveryRange, limits: QueueLimits, now: Instant
     ) -> DeliveryResult:
@@ -268,17 +289,17 @@ class Progress:
                 self.delivered_reserved = next_offset + limits.span_max
                 self.update_unix_ms = now.unix_ms
         self.delivered_known = max(self.delivered_known, next_offset)
-        self.last_call_monotonic_ms = now.monotonic_ms
+        self.last_call_monotonic_ms, self.waiting_at = now.monotonic_ms, ""
         return DeliveryResult(self.maybe_seen.between(first_offset, next_offset), changed)
 
-    def touch(self, token: int, now: Instant) -> None:
+    def touch(self, token: int, now: Instant, waiting_at: str = "") -> None:
         """Record that a long poll of the holder is waiting (protocol 6.5).
 
         Raises:
             Fenced: `token` is not T, or T is closed.
         """
         self._check_open(token)
-        self.last_call_monotonic_ms = now.monotonic_ms
+        self.last_call_monotonic_ms, self.waiting_at = now.monotonic_ms, waiting_at
 
     def commit(
         self, token: int, acks: Acks, now: Instant, source: ProgressSource = ProgressSource.COMMIT

@@ -198,6 +198,17 @@ class ProgressTable:
         """Return the greatest id that `delete_topic` was called with for this topic; 0 for none."""
         return self._topic_ids.get(topic, 0)
 
+    def check_caller(self, key: GroupQueue, token: int, caller: int) -> None:
+        """Check the caller of an operation under a token as `Progress.check_caller` does.
+
+        Raises:
+            UnknownQueue: the queue never had progress.
+            Fenced: the topic or group was deleted.
+            NotHolder: see there.
+        """
+        if caller:
+            self._progress_of(key, token).check_caller(token, caller)
+
     def record_delivered(
         self, key: GroupQueue, token: int, delivery: DeliveryRange, now: Instant
     ) -> DeliveryResult:
@@ -209,14 +220,14 @@ class ProgressTable:
         """
         return self._progress_of(key, token).record_delivered(token, delivery, self.limits, now)
 
-    def touch(self, key: GroupQueue, token: int, now: Instant) -> None:
+    def touch(self, key: GroupQueue, token: int, now: Instant, waiting_at: str = "") -> None:
         """Record a waiting long poll as `Progress.touch` does.
 
         Raises:
             UnknownQueue: the queue never had progress.
             Fenced: see there, or the topic or group was deleted.
         """
-        self._progress_of(key, token).touch(token, now)
+        self._progress_of(key, token).touch(token, now, waiting_at)
 
     def commit(
         self,

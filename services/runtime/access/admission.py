@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from batonmq.errors import BatonError
+from batonmq_server.runtime.access import owner
 from batonmq_server.runtime.access.guard import Caller, Guard, Metadata
 from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
@@ -95,6 +96,7 @@ class Admission:
         async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
             with self._counted(path):
                 caller, permissions = self._admit(path, request, context)
+            _sign(request, caller)
             with self._until_revoked(path, caller, permissions):
                 async for item in call(request, context):
                     yield item
@@ -206,7 +208,11 @@ class Admission:
 
 
 def _sign(request: Any, caller: Caller) -> None:
-    """Set the field `by`, if it is used, to the authenticated identity of the caller."""
+    """Write the authenticated identity of the caller into the request.
+
+    It replaces the field `by`, if that is used, and the owner numbers.
+    """
+    owner.sign(request, caller.identity)
     if getattr(request, "by", ""):
         request.by = caller.identity[:_BY_CHARACTERS_MAX]
 

@@ -266,6 +266,15 @@ class ReplicaNode(ABC, Generic[L]):
             if not node.leader
         }
 
+    def _registered_leaders(self) -> list[str]:
+        """Return the other nodes of the set that etcd lists as leader; the newest epoch first."""
+        found = [
+            (node.epoch, name)
+            for name, node in self._registered().items()
+            if node.leader and name != self._node_id
+        ]
+        return [name for _, name in sorted(found, reverse=True)]
+
     def _registered(self) -> dict[str, StoredNode]:
         """Return the registered nodes of the set by node id."""
         found = {}

@@ -160,8 +160,8 @@ def decode(raw: bytes) -> Checkpoint | None:
     if not content:
         return None
     (
-        _, version, _, position, store_unix_ms, run_position, first_unix_ms, last_unix_ms, run_count,
-        run_crc, *counts,
+        _, version, _, position, store_unix_ms, run_position, first_unix_ms, last_unix_ms,
+        run_count, run_crc, *counts,
     ) = HEAD.unpack_from(content)  # fmt: skip
     at, names = HEAD.size, []
     for _ in range(counts[0]):

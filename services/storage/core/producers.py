@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Generic, NamedTuple, TypeVar
 
 from batonmq._core.queue_sender import ONE_BATCH_EPOCH
@@ -62,11 +61,6 @@ class StoreReceipt:
 
 StoredBatch = tuple[int, int, StoreReceipt, int]
 """Sequence, count, receipt and producer's checksum of a stored batch; checksum 0: not known."""
-
-
-def owner_of(identity: str) -> int:
-    """Return the owner number of an identity: 32 bits of its SHA-256, not 0; 0 for none."""
-    return int.from_bytes(sha256(identity.encode()).digest()[:4]) or 1 if identity else 0
 
 
 class ProducerState(NamedTuple):

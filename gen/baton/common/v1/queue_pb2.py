@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/common/v1/queue.proto\x12\x0f\x62\x61ton.common.v1\";\n\x08QueueRef\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0e\n\x06\x62roker\x18\x02 \x01(\t\x12\x10\n\x08queue_id\x18\x03 \x01(\r\"E\n\nGroupQueue\x12\r\n\x05group\x18\x01 \x01(\t\x12(\n\x05queue\x18\x02 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\"8\n\x0bOffsetRange\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x03\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x03\"8\n\x0bIncarnation\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x02 \x01(\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/common/v1/queue.proto\x12\x0f\x62\x61ton.common.v1\";\n\x08QueueRef\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0e\n\x06\x62roker\x18\x02 \x01(\t\x12\x10\n\x08queue_id\x18\x03 \x01(\r\"E\n\nGroupQueue\x12\r\n\x05group\x18\x01 \x01(\t\x12(\n\x05queue\x18\x02 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\"8\n\x0bOffsetRange\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x03\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x03\"G\n\x0bIncarnation\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x02 \x01(\x06\x12\r\n\x05owner\x18\x03 \x01(\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,5 +38,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OFFSETRANGE']._serialized_start=180
   _globals['_OFFSETRANGE']._serialized_end=236
   _globals['_INCARNATION']._serialized_start=238
-  _globals['_INCARNATION']._serialized_end=294
+  _globals['_INCARNATION']._serialized_end=309
 # @@protoc_insertion_point(module_scope)

@@ -108,19 +108,25 @@ class Incarnation(_message.Message):
 
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     """Client id; 1 to 255 printable characters without '/' and white space. Required."""
     incarnation_id: _builtins.int
     """Random non-zero number, drawn when the process starts. Required."""
+    owner: _builtins.int
+    """Owner number of the identity that it runs as: services set it from the caller, and ignore what a
+    client sends. Two incarnations with different owners are different. 0 without access control.
+    """
     def __init__(
         self,
         *,
         client_id: _builtins.str = ...,
         incarnation_id: _builtins.int = ...,
+        owner: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "incarnation_id", b"incarnation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "incarnation_id", b"incarnation_id", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -349,25 +349,71 @@ class Hold(_message.Message):
 
     QUEUE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token of the grant; positive. Required."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
 
+    @_builtins.property
+    def running(self) -> Global___RunningHandler:
+        """For KeepAlive: the handler call that the queue waits for; unset if there is none."""
+
     def __init__(
         self,
         *,
         queue: _queue_pb2.GroupQueue | None = ...,
         token: _builtins.int = ...,
+        running: Global___RunningHandler | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "running", b"running", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hold: _TypeAlias = Hold  # noqa: Y015
+
+@_typing.final
+class RunningHandler(_message.Message):
+    """A handler call of an owner that has not returned. It is shown to operators, and decides nothing.
+
+    Of a queue it is the queue's own oldest call; or, if the queue has none and all calls that the
+    owner may make at once are running, the owner's oldest call.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    RUNNING_MS_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """Offset of the message, the first one of a batch."""
+    running_ms: _builtins.int
+    """Time since the call began, in milliseconds."""
+    abandoned: _builtins.bool
+    """True if the result is discarded, and the function runs on because a thread can't be cancelled."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.QueueRef:
+        """Queue of the message."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.QueueRef | None = ...,
+        offset: _builtins.int = ...,
+        running_ms: _builtins.int = ...,
+        abandoned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "offset", b"offset", "queue", b"queue", "running_ms", b"running_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunningHandler: _TypeAlias = RunningHandler  # noqa: Y015
 
 @_typing.final
 class KeepAliveResponse(_message.Message):
@@ -500,11 +546,16 @@ class ReleaseAllRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Only this group; empty for all."""
     drained: _builtins.bool
     """Also release queues that are not closed, but have no message in flight. For an owner that has
     ended and may have been granted queues that it does not know of.
+    """
+    by: _builtins.str
+    """Operator that releases the queues of another client; empty if the incarnation itself calls. It
+    needs the role admin.
     """
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
@@ -516,10 +567,11 @@ class ReleaseAllRequest(_message.Message):
         incarnation: _queue_pb2.Incarnation | None = ...,
         group: _builtins.str = ...,
         drained: _builtins.bool = ...,
+        by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "group", b"group", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "drained", b"drained", "group", b"group", "incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -933,6 +985,7 @@ class LockEntry(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     ACQUIRE_SEQ_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
     state: Global___LockState.ValueType
     """State."""
     token: _builtins.int
@@ -961,6 +1014,12 @@ class LockEntry(_message.Message):
     def waiters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Clients that wait for the queue."""
 
+    @_builtins.property
+    def running(self) -> Global___RunningHandler:
+        """The handler call that the queue waited for at the owner's last KeepAlive, with `running_ms`
+        continued since; unset if there was none.
+        """
+
     def __init__(
         self,
         *,
@@ -974,10 +1033,11 @@ class LockEntry(_message.Message):
         generation: _builtins.int = ...,
         acquire_seq: _builtins.int = ...,
         subscription_generation: _builtins.int = ...,
+        running: Global___RunningHandler | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "queue", b"queue", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "generation", b"generation", "held_ms", b"held_ms", "lease_age_ms", b"lease_age_ms", "owner", b"owner", "queue", b"queue", "state", b"state", "subscription_generation", b"subscription_generation", "token", b"token", "waiters", b"waiters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "generation", b"generation", "held_ms", b"held_ms", "lease_age_ms", b"lease_age_ms", "owner", b"owner", "queue", b"queue", "running", b"running", "state", b"state", "subscription_generation", b"subscription_generation", "token", b"token", "waiters", b"waiters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -312,14 +312,17 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     """The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
     STUCK_REASON_HEAD_OF_LINE: _StuckReason.ValueType  # 11
     """The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
-    `offset`, `message_id`, `age_ms`.
+    `offset`, `message_id`, `age_ms`; and of the handler call that the queue waits for, if it is
+    known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
     """
     STUCK_REASON_ACK_CAP: _StuckReason.ValueType  # 12
     """Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
     as HEAD_OF_LINE, and `ranges`.
     """
     STUCK_REASON_NOT_PULLING: _StuckReason.ValueType  # 13
-    """The owner does not pull. Evidence: `owner`, `idle_ms`."""
+    """The owner does not pull. Evidence: `owner`, `idle_ms`; and of the handler call that the queue
+    waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+    """
     STUCK_REASON_FILTERED: _StuckReason.ValueType  # 14
     """Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
     STUCK_REASON_PAUSED: _StuckReason.ValueType  # 15
@@ -338,6 +341,10 @@ class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReas
     """The assigned member has not acquired the queue. Evidence: `assigned`."""
     STUCK_REASON_DATA_LOSS: _StuckReason.ValueType  # 22
     """A stored batch is damaged. Evidence: `position`, `error`."""
+    STUCK_REASON_OUTDATED_NODE: _StuckReason.ValueType  # 23
+    """The owner waits for messages at a storage node that is not the leader of the broker. Evidence:
+    `owner`, `node`, `leader`.
+    """
 
 class StuckReason(_StuckReason, metaclass=_StuckReasonEnumTypeWrapper):
     """Why a queue is stuck (protocol section 16)."""
@@ -370,14 +377,17 @@ STUCK_REASON_PHANTOM_TOKEN: StuckReason.ValueType  # 10
 """The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
 STUCK_REASON_HEAD_OF_LINE: StuckReason.ValueType  # 11
 """The owner does not acknowledge the oldest message in flight. Evidence: `owner`, `unacked`,
-`offset`, `message_id`, `age_ms`.
+`offset`, `message_id`, `age_ms`; and of the handler call that the queue waits for, if it is
+known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
 """
 STUCK_REASON_ACK_CAP: StuckReason.ValueType  # 12
 """Too many ranges are acknowledged out of order, so deliveries wait for the oldest message. Evidence:
 as HEAD_OF_LINE, and `ranges`.
 """
 STUCK_REASON_NOT_PULLING: StuckReason.ValueType  # 13
-"""The owner does not pull. Evidence: `owner`, `idle_ms`."""
+"""The owner does not pull. Evidence: `owner`, `idle_ms`; and of the handler call that the queue
+waits for, if it is known: `running_queue`, `running_offset`, `running_ms`, `running_abandoned`.
+"""
 STUCK_REASON_FILTERED: StuckReason.ValueType  # 14
 """Not stuck: the filter drops all messages that wait. Evidence: `expression`, `scanned`."""
 STUCK_REASON_PAUSED: StuckReason.ValueType  # 15
@@ -396,6 +406,10 @@ STUCK_REASON_NOT_ACQUIRED: StuckReason.ValueType  # 21
 """The assigned member has not acquired the queue. Evidence: `assigned`."""
 STUCK_REASON_DATA_LOSS: StuckReason.ValueType  # 22
 """A stored batch is damaged. Evidence: `position`, `error`."""
+STUCK_REASON_OUTDATED_NODE: StuckReason.ValueType  # 23
+"""The owner waits for messages at a storage node that is not the leader of the broker. Evidence:
+`owner`, `node`, `leader`.
+"""
 Global___StuckReason: _TypeAlias = StuckReason  # noqa: Y015
 
 @_typing.final

@@ -653,6 +653,7 @@ class DeliveryItem(_message.Message):
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token of the puller. Required."""
     first_offset: _builtins.int
@@ -661,6 +662,8 @@ class DeliveryItem(_message.Message):
     """One past the last offset of the range, including filtered messages; greater than `first_offset`."""
     subscription_generation: _builtins.int
     """Generation of the subscription that filtered the range."""
+    caller: _builtins.int
+    """Owner number of the puller's identity, see Incarnation; 0 without access control."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -678,10 +681,11 @@ class DeliveryItem(_message.Message):
         next_offset: _builtins.int = ...,
         subscription_generation: _builtins.int = ...,
         progress: Global___Acks | None = ...,
+        caller: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_offset", b"first_offset", "next_offset", b"next_offset", "progress", b"progress", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "first_offset", b"first_offset", "next_offset", b"next_offset", "progress", b"progress", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -817,8 +821,11 @@ class TouchRequest(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
+    node_id: _builtins.str
+    """Node id of the storage node at which they wait; empty if unknown."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___TouchItem]:
         """Queues of waiting long polls."""
@@ -828,10 +835,11 @@ class TouchRequest(_message.Message):
         *,
         offsets_epoch: _builtins.int = ...,
         items: _abc.Iterable[Global___TouchItem] | None = ...,
+        node_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "node_id", b"node_id", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -845,8 +853,11 @@ class TouchItem(_message.Message):
 
     QUEUE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token of the puller. Required."""
+    caller: _builtins.int
+    """Owner number of the puller's identity, see Incarnation; 0 without access control."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -856,10 +867,11 @@ class TouchItem(_message.Message):
         *,
         queue: _queue_pb2.GroupQueue | None = ...,
         token: _builtins.int = ...,
+        caller: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "queue", b"queue", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -925,8 +937,11 @@ class CommitRequest(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
+    caller: _builtins.int
+    """Owner number of the caller's identity: the service sets it, and ignores what a client sends. 0 without access control."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitItem]:
         """Acks; at most one item per queue."""
@@ -936,10 +951,11 @@ class CommitRequest(_message.Message):
         *,
         offsets_epoch: _builtins.int = ...,
         items: _abc.Iterable[Global___CommitItem] | None = ...,
+        caller: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "items", b"items", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1081,8 +1097,11 @@ class CloseRequest(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
+    caller: _builtins.int
+    """Owner number of the caller's identity: the service sets it, and ignores what a client sends. 0 without access control."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___CloseItem]:
         """Queues to close; at most one item per queue."""
@@ -1092,10 +1111,11 @@ class CloseRequest(_message.Message):
         *,
         offsets_epoch: _builtins.int = ...,
         items: _abc.Iterable[Global___CloseItem] | None = ...,
+        caller: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "items", b"items", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1323,6 +1343,7 @@ class Progress(_message.Message):
     FORCED_REASON_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     ACKED_FIELD_NUMBER: _builtins.int
+    WAITING_AT_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Current token."""
     closed: _builtins.bool
@@ -1357,6 +1378,10 @@ class Progress(_message.Message):
     """Reason of that operator."""
     source: Global___ProgressSource.ValueType
     """Last kind of change of the progress."""
+    waiting_at: _builtins.str
+    """Node id of the storage node at which the holder's long poll waits; empty if none waits, or if
+    unknown.
+    """
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -1392,10 +1417,11 @@ class Progress(_message.Message):
         forced_reason: _builtins.str = ...,
         source: Global___ProgressSource.ValueType = ...,
         acked: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
+        waiting_at: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_capped", b"ack_capped", "acked", b"acked", "acked_count", b"acked_count", "acked_range_count", b"acked_range_count", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "lowest_unacked_offset", b"lowest_unacked_offset", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "token", b"token", "unacked_count", b"unacked_count", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_capped", b"ack_capped", "acked", b"acked", "acked_count", b"acked_count", "acked_range_count", b"acked_range_count", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "lowest_unacked_offset", b"lowest_unacked_offset", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "token", b"token", "unacked_count", b"unacked_count", "update_unix_ms", b"update_unix_ms", "waiting_at", b"waiting_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

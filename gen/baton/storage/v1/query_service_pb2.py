@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import queue_pb2 as baton_dot_common_dot_v1_dot_queue__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$baton/storage/v1/query_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1b\x62\x61ton/common/v1/queue.proto\"P\n\x13SearchOffsetRequest\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x0f\n\x07unix_ms\x18\x02 \x01(\x03\"&\n\x14SearchOffsetResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x03\"\x84\x01\n\x0bReadRequest\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nexpression\x18\x03 \x01(\t\x12\x11\n\tbytes_max\x18\x04 \x01(\r\x12\x14\n\x0cmessages_max\x18\x05 \x01(\r\"k\n\x0cReadResponse\x12\x0f\n\x07\x62\x61tches\x18\x01 \x03(\x0c\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x03\x12\x1a\n\x12queue_first_offset\x18\x03 \x01(\x03\x12\x19\n\x11queue_next_offset\x18\x04 \x01(\x03\"n\n\x10\x46indByKeyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x14\n\x0c\x66rom_unix_ms\x18\x03 \x01(\x03\x12\x12\n\nto_unix_ms\x18\x04 \x01(\x03\x12\x14\n\x0cmessages_max\x18\x05 \x01(\r\"T\n\x11\x46indByKeyResponse\x12\x31\n\x08messages\x18\x01 \x03(\x0b\x32\x1f.baton.storage.v1.StoredMessage\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\'\n\x11GetMessageRequest\x12\x12\n\nmessage_id\x18\x01 \x01(\t\"F\n\x12GetMessageResponse\x12\x30\n\x07message\x18\x01 \x01(\x0b\x32\x1f.baton.storage.v1.StoredMessage\"-\n\rStoredMessage\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r2\xe3\x02\n\x0cQueryService\x12]\n\x0cSearchOffset\x12%.baton.storage.v1.SearchOffsetRequest\x1a&.baton.storage.v1.SearchOffsetResponse\x12\x45\n\x04Read\x12\x1d.baton.storage.v1.ReadRequest\x1a\x1e.baton.storage.v1.ReadResponse\x12T\n\tFindByKey\x12\".baton.storage.v1.FindByKeyRequest\x1a#.baton.storage.v1.FindByKeyResponse\x12W\n\nGetMessage\x12#.baton.storage.v1.GetMessageRequest\x1a$.baton.storage.v1.GetMessageResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$baton/storage/v1/query_service.proto\x12\x10\x62\x61ton.storage.v1\x1a\x1b\x62\x61ton/common/v1/queue.proto\"P\n\x13SearchOffsetRequest\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x0f\n\x07unix_ms\x18\x02 \x01(\x03\"&\n\x14SearchOffsetResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x03\"\x84\x01\n\x0bReadRequest\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nexpression\x18\x03 \x01(\t\x12\x11\n\tbytes_max\x18\x04 \x01(\r\x12\x14\n\x0cmessages_max\x18\x05 \x01(\r\"\x81\x01\n\x0cReadResponse\x12\x0f\n\x07\x62\x61tches\x18\x01 \x03(\x0c\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x03\x12\x1a\n\x12queue_first_offset\x18\x03 \x01(\x03\x12\x19\n\x11queue_next_offset\x18\x04 \x01(\x03\x12\x14\n\x0cnext_node_id\x18\x05 \x01(\t\"n\n\x10\x46indByKeyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x14\n\x0c\x66rom_unix_ms\x18\x03 \x01(\x03\x12\x12\n\nto_unix_ms\x18\x04 \x01(\x03\x12\x14\n\x0cmessages_max\x18\x05 \x01(\r\"T\n\x11\x46indByKeyResponse\x12\x31\n\x08messages\x18\x01 \x03(\x0b\x32\x1f.baton.storage.v1.StoredMessage\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\'\n\x11GetMessageRequest\x12\x12\n\nmessage_id\x18\x01 \x01(\t\"F\n\x12GetMessageResponse\x12\x30\n\x07message\x18\x01 \x01(\x0b\x32\x1f.baton.storage.v1.StoredMessage\"-\n\rStoredMessage\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r2\xe3\x02\n\x0cQueryService\x12]\n\x0cSearchOffset\x12%.baton.storage.v1.SearchOffsetRequest\x1a&.baton.storage.v1.SearchOffsetResponse\x12\x45\n\x04Read\x12\x1d.baton.storage.v1.ReadRequest\x1a\x1e.baton.storage.v1.ReadResponse\x12T\n\tFindByKey\x12\".baton.storage.v1.FindByKeyRequest\x1a#.baton.storage.v1.FindByKeyResponse\x12W\n\nGetMessage\x12#.baton.storage.v1.GetMessageRequest\x1a$.baton.storage.v1.GetMessageResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,18 +38,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEARCHOFFSETRESPONSE']._serialized_end=207
   _globals['_READREQUEST']._serialized_start=210
   _globals['_READREQUEST']._serialized_end=342
-  _globals['_READRESPONSE']._serialized_start=344
-  _globals['_READRESPONSE']._serialized_end=451
-  _globals['_FINDBYKEYREQUEST']._serialized_start=453
-  _globals['_FINDBYKEYREQUEST']._serialized_end=563
-  _globals['_FINDBYKEYRESPONSE']._serialized_start=565
-  _globals['_FINDBYKEYRESPONSE']._serialized_end=649
-  _globals['_GETMESSAGEREQUEST']._serialized_start=651
-  _globals['_GETMESSAGEREQUEST']._serialized_end=690
-  _globals['_GETMESSAGERESPONSE']._serialized_start=692
-  _globals['_GETMESSAGERESPONSE']._serialized_end=762
-  _globals['_STOREDMESSAGE']._serialized_start=764
-  _globals['_STOREDMESSAGE']._serialized_end=809
-  _globals['_QUERYSERVICE']._serialized_start=812
-  _globals['_QUERYSERVICE']._serialized_end=1167
+  _globals['_READRESPONSE']._serialized_start=345
+  _globals['_READRESPONSE']._serialized_end=474
+  _globals['_FINDBYKEYREQUEST']._serialized_start=476
+  _globals['_FINDBYKEYREQUEST']._serialized_end=586
+  _globals['_FINDBYKEYRESPONSE']._serialized_start=588
+  _globals['_FINDBYKEYRESPONSE']._serialized_end=672
+  _globals['_GETMESSAGEREQUEST']._serialized_start=674
+  _globals['_GETMESSAGEREQUEST']._serialized_end=713
+  _globals['_GETMESSAGERESPONSE']._serialized_start=715
+  _globals['_GETMESSAGERESPONSE']._serialized_end=785
+  _globals['_STOREDMESSAGE']._serialized_start=787
+  _globals['_STOREDMESSAGE']._serialized_end=832
+  _globals['_QUERYSERVICE']._serialized_start=835
+  _globals['_QUERYSERVICE']._serialized_end=1190
 # @@protoc_insertion_point(module_scope)

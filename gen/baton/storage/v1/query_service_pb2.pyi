@@ -119,12 +119,15 @@ class ReadResponse(_message.Message):
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     QUEUE_FIRST_OFFSET_FIELD_NUMBER: _builtins.int
     QUEUE_NEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    NEXT_NODE_ID_FIELD_NUMBER: _builtins.int
     next_offset: _builtins.int
     """Offset after the last scanned one; equal to `offset` at the end of the queue."""
     queue_first_offset: _builtins.int
     """First offset that the queue still has."""
     queue_next_offset: _builtins.int
     """Next offset that the queue will assign."""
+    next_node_id: _builtins.str
+    """Node id to read from next; empty for the leader. As in Pull."""
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Stored batches with at least one message that passes the filter, as in Pull."""
@@ -136,10 +139,11 @@ class ReadResponse(_message.Message):
         next_offset: _builtins.int = ...,
         queue_first_offset: _builtins.int = ...,
         queue_next_offset: _builtins.int = ...,
+        next_node_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "next_offset", b"next_offset", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "next_node_id", b"next_node_id", "next_offset", b"next_offset", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -241,6 +241,7 @@ class PullRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     OFFSETS_SET_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """First offset to read, in messages, 0-based."""
     token: _builtins.int
@@ -273,6 +274,8 @@ class PullRequest(_message.Message):
     """
     client_id: _builtins.str
     """Client id of the caller, for metric events only; it is not verified. May be empty."""
+    caller: _builtins.int
+    """Owner number of the caller's identity: the service sets it, and ignores what a client sends. 0 without access control."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -299,10 +302,11 @@ class PullRequest(_message.Message):
         progress: _offsets_service_pb2.Acks | None = ...,
         offsets_set: _builtins.str = ...,
         client_id: _builtins.str = ...,
+        caller: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "client_id", b"client_id", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "caller", b"caller", "client_id", b"client_id", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,7 +348,9 @@ class PullResponse(_message.Message):
     """True if `progress` of the request was committed, durably, as by a Commit. Followers never commit."""
     next_node_id: _builtins.str
     """Node id to pull from next; empty for the leader. It is a follower if the consumer lags so far
-    behind that the leader would have to read from its disk, or if there is no leader.
+    behind that the leader would have to read from its disk, or if there is no leader. A node names
+    itself only if it can prove that it is a current member of its set: the leader or etcd answers
+    it. Otherwise a pull that finds no message ends with NOT_LEADER.
     """
     offsets_set: _builtins.str
     """Replica set of offsets to which `offsets_epoch` belongs; empty if there is only one."""

@@ -1,0 +1,30 @@
+"""Services that leave out a check of identities; see protocol section 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.runtime.access import owner
+
+
+def token_of_every_identity(patch: pytest.MonkeyPatch) -> None:
+    """Offsets accepts a token from every caller."""
+
+    def check_caller(self: Progress, token: int, caller: int) -> None: ...
+
+    patch.setattr(Progress, "check_caller", check_caller)
+
+
+def incarnation_of_every_identity(patch: pytest.MonkeyPatch) -> None:
+    """An incarnation is that of every caller that knows its number."""
+    real = owner.sign
+
+    def sign(request: Any, identity: str) -> None:
+        real(request, identity)
+        if "incarnation" in request.DESCRIPTOR.fields_by_name and request.HasField("incarnation"):
+            request.incarnation.owner = 0
+
+    patch.setattr(owner, "sign", sign)
