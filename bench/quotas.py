@@ -148,13 +148,19 @@ def main() -> None:
             asyncio.run(_measure(Path(folder)))
         return
     address, tls, token_file = chosen
-    files = {name: str(Path(tls) / file) for name, file in _FILES.items()}
     print("ready", flush=True)
-    outcomes = asyncio.run(_rude(address, Security(**files, token_file=token_file), WINDOW_S + 1))
+    outcomes = asyncio.run(_rude(address, _security(Path(tls), token_file), WINDOW_S + 1))
     print(" ".join(f"{reason} {count}" for reason, count in outcomes.items()))
 
 
-_FILES = {"ca_file": "ca.pem", "cert_file": "admin.pem", "key_file": "admin.key"}
+def _security(tls: Path, token_file: str) -> Security:
+    return Security(
+        ca_file=str(tls / "ca.pem"),
+        cert_file=str(tls / "admin.pem"),
+        key_file=str(tls / "admin.key"),
+        token_file=token_file,
+    )
+
 
 if __name__ == "__main__":
     main()
