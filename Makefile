@@ -14,7 +14,7 @@ SETUP := $(VENV)/.installed
 LOCAL := $(or $(wildcard $(SETUP)),$(VENV)/.local)
 MAIN ?= main
 
-.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults check bench demo examples docs up clean \
+.PHONY: help setup local lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults fuzz check bench demo examples docs up clean \
   etcd observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -87,9 +87,9 @@ proto-check: $(SETUP) ## check that gen/ and services/etcd_api/ match protos/
 breaking: $(SETUP) ## check that protos/ is compatible with MAIN (default main)
 	buf breaking --against '.git#ref=$(MAIN)'
 
-# Half of the tests wait most of their time: four workers keep two cores busy.
+# Half of the tests wait most of their time: five workers keep two cores busy.
 test: $(SETUP)  ## every test that CI runs, on two cores
-	pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
+	pytest -q -n 5 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
 
 # No test that waits for another process: under three minutes on two cores.
 QUICK := not sim and not e2e and not spark and not etcd
@@ -113,6 +113,9 @@ spark-demo: $(SETUP) ## run the demo with the Spark jobs and check their results
 
 faults: $(SETUP) ## inject faults for BATON_FAULT_MINUTES, drawn from BATON_FAULT_SEED; report in build/faults
 	python -m tools.faults
+
+fuzz: $(SETUP)  ## 20,000 arbitrary calls to each service; every failure has a reason, sends go on
+	python -m tools.fuzz
 
 coverage: $(SETUP) ## lines and branches covered by the quick tests, per folder
 	coverage erase

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
+from batonmq._common.stop_signals import STOP_SIGNALS
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_adapters import BatchHandler, Handler
@@ -64,6 +65,12 @@ class _LoopThread:
                 "the client is not open", remedy="Use the client inside of its with block."
             )
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def notify(self, call: Callable[[], object]) -> None:
+        """Call a function in the loop soon, if the loop runs; does not wait."""
+        with suppress(RuntimeError):  # the loop has just been closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
         if self._loop is not None:
@@ -238,7 +245,8 @@ class BlockingConsumer:
     """A `Consumer` with blocking calls. Use it as a context manager.
 
     Iterate over it in one thread, or pass a handler to `run`. All other methods may be called in
-    any thread while the block runs. Arguments and errors are those of `Consumer`.
+    any thread while the block runs. Arguments and errors are those of `Consumer`. The first
+    SIGTERM or SIGINT stops a consumer that runs, or is iterated, in the main thread.
     """
 
     def __init__(
@@ -267,10 +275,14 @@ class BlockingConsumer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._context.close(error)
+        try:
+            self._context.close(error)
+        finally:
+            STOP_SIGNALS.remove(self)
 
     def __iter__(self) -> Iterator[ReceivedMessage]:
         """Yield messages; each is acknowledged when the next one is requested."""
+        self._handle_signals()
         while True:
             message = self._thread.call(self._next())
             if message is None:
@@ -279,10 +291,12 @@ class BlockingConsumer:
 
     def run(self, handler: Handler) -> None:
         """See `Consumer.run`; a plain function runs in threads, several at once."""
+        self._handle_signals()
         self._thread.call(self._consumer.run(handler))
 
     def run_batches(self, handler: BatchHandler, *, messages_max: int = 1_000) -> None:
         """See `Consumer.run_batches`; a plain function runs in threads, several at once."""
+        self._handle_signals()
         self._thread.call(self._consumer.run_batches(handler, messages_max=messages_max))
 
     def stop(self) -> None:
@@ -324,6 +338,11 @@ class BlockingConsumer:
     @handle_timeout_ms.setter
     def handle_timeout_ms(self, timeout_ms: int | None) -> None:
         self._thread.call(_done(lambda: setattr(self._consumer, "handle_timeout_ms", timeout_ms)))
+
+    def _handle_signals(self) -> None:
+        if self._consumer.handles_signals:
+            stop = self._consumer.stop_by_signal
+            STOP_SIGNALS.add(self, lambda: self._thread.notify(stop))
 
     async def _next(self) -> ReceivedMessage | None:
         try:

@@ -343,7 +343,7 @@ class ClientIdInUse(BatonError):
     kind = "ALREADY_EXISTS"
     remedy = (
         "Give each process a client id of its own; after a crash wait until the old "
-        "session has expired."
+        "session has ended."
     )
 
 

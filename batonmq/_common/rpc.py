@@ -48,6 +48,8 @@ ERROR_DOMAIN = "batonmq"
 ERROR_INFO_BYTES_MAX = 1024
 """Bound of the facts in an `ErrorInfo`. Trailers of more than 8 KiB may not arrive, and BatonMQ's
 own detail in the same trailer has every fact."""
+MESSAGE_BYTES_MAX, FACT_BYTES_MAX = 512, 1024
+"""Bounds of a status's message and of each of its facts, which may quote a name of any length."""
 
 _DETAIL_FIELD: dict[type[Detail], str] = {
     FencedDetail: "fenced",
@@ -196,15 +198,31 @@ def status_of(error: BatonError) -> status_pb2.Status:
         domain=ERROR_DOMAIN,
         metadata=_limit_facts(error.facts),
     )
-    details: list[Message] = [error_to_pb(error), info]
+    details: list[Message] = [_shorten_texts(error_to_pb(error)), info]
     if error.retry_after_ms > 0:
         delay = Duration()
         delay.FromMilliseconds(error.retry_after_ms)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.kind), message=error.message)
+    message = _shorten(error.message, MESSAGE_BYTES_MAX)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.kind), message=message)
     for detail in details:
         status.details.add().Pack(detail)
     return status
+
+
+def _shorten(text: str, bytes_max: int) -> str:
+    encoded = text.encode()
+    if len(encoded) <= bytes_max:
+        return text
+    return f"{encoded[: bytes_max - 3].decode(errors='ignore')}..."
+
+
+def _shorten_texts(packed: error_pb2.Error) -> error_pb2.Error:
+    """Shorten the texts that may quote a request."""
+    packed.message = _shorten(packed.message, MESSAGE_BYTES_MAX)
+    for name, value in packed.facts.items():
+        packed.facts[name] = _shorten(value, FACT_BYTES_MAX)
+    return packed
 
 
 def _limit_facts(facts: Mapping[str, str]) -> dict[str, str]:
@@ -220,8 +238,9 @@ def _limit_facts(facts: Mapping[str, str]) -> dict[str, str]:
 
 async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoReturn:  # type: ignore[type-arg]
     """End the call with the status, the message and the details of `error`."""
-    trailer = ((STATUS_TRAILER, status_of(error).SerializeToString()),)
-    await context.abort(grpc.StatusCode[error.kind], error.message, trailer)
+    status = status_of(error)
+    trailer = ((STATUS_TRAILER, status.SerializeToString()),)
+    await context.abort(grpc.StatusCode[error.kind], status.message, trailer)
     raise AssertionError("abort returned")
 
 

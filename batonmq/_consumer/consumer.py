@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.aio import only_error
+from batonmq._common.stop_signals import STOP_SIGNALS
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, queues_of
 from batonmq._consumer.ack_committer import AckCommitter
@@ -46,6 +48,8 @@ from batonmq._producer.producer import stream_of
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.errors import TopicNotFound
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from batonmq._telemetry.client_stream import ClientStream
     from batonmq._telemetry.event_counters import ConsumerEventCounter
@@ -69,6 +73,9 @@ class Consumer:
       handler returns. A message with a failed handler is handled again later, by default through
       the group's retry topic.
 
+    The first SIGTERM or SIGINT stops the consumer (`handle_signals`), and its block is left as
+    after `stop`: a deployment needs no code for it.
+
     Leaving the block closes the consumer: no message is started any more, running handlers end,
     acks are committed, and the queues are released to other members, which continue there. `close`
     does the same within the block, with a drain timeout of its own. If the task is cancelled while
@@ -85,14 +92,17 @@ class Consumer:
             default the host name and a random part.
         on_ownership: Called in the event loop when the ownership of a queue changes.
         metrics: Counts what this consumer does, if given.
-        environment: Clock, random numbers and transport, for tests.
+        environment: Clock, random numbers and transport, for tests; signals are left alone then.
+
+    Attributes:
+        handles_signals: Whether SIGTERM and SIGINT stop this consumer, see `ConsumerSettings`.
 
     Raises:
         BadExpression, LimitExceeded: an expression is invalid.
 
     Raises on entering:
         SubscriptionConflict: the group has another subscription; the error names both clients.
-        ClientIdInUse: another live member of the group has the client id.
+        ClientIdInUse: another member of the group had the client id during `start_timeout_ms`.
         TopicNotFound, InvalidName: a topic does not exist, or a name is not valid.
         Unreachable: no nameserver answered within `start_timeout_ms`.
         DataLoss: the offsets file of a broadcasting member is damaged.
@@ -112,6 +122,7 @@ class Consumer:
         environment: ClientEnvironment | None = None,
     ) -> None:
         chosen = settings or ConsumerSettings()
+        self.handles_signals = chosen.handle_signals and environment is None
         secured = (environment or ClientEnvironment()).secured(chosen.security)
         random, host = secured.random, socket.gethostname()
         incarnation_id = random.getrandbits(63) or 1
@@ -263,6 +274,7 @@ class Consumer:
                 if (only := only_error(group)) is not error:
                     raise only from None
             finally:
+                STOP_SIGNALS.remove(self)
                 if self._dispatcher is not None:
                     self._dispatcher.close()
                 if self._session.metrics is not None:
@@ -289,6 +301,7 @@ class Consumer:
         self._session.available.set()
 
     def __aiter__(self) -> Consumer:
+        self._handle_signals()
         return self
 
     async def __anext__(self) -> ReceivedMessage:
@@ -346,6 +359,7 @@ class Consumer:
             self._session, adapter, self._retry_sender, self._tasks, self._stop_failed
         )
         self._dispatcher.deadlines.set(self._handle_timeout_ms)
+        self._handle_signals()
         for queue in self._queues.values():
             self._dispatcher.begin(queue)
         await self._stopped.wait()
@@ -362,6 +376,16 @@ class Consumer:
         self._handle_timeout_ms = timeout_ms
         if self._dispatcher is not None:
             self._dispatcher.deadlines.set(timeout_ms)
+
+    def _handle_signals(self) -> None:
+        if self.handles_signals:
+            loop = asyncio.get_running_loop()
+            STOP_SIGNALS.add(self, lambda: loop.call_soon_threadsafe(self.stop_by_signal))
+
+    def stop_by_signal(self) -> None:
+        """Stop because a signal asked the program to end."""
+        log.info("stopping by a signal, a second one ends the program at once")
+        self.stop()
 
     def _stop_failed(self, failed: MessageFailed) -> None:
         self._failed = failed

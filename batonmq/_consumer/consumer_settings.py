@@ -81,7 +81,13 @@ class ConsumerSettings:
         retry_first_ms: Delay before a failed message that is not sent back is handled again; it
             doubles with each failure.
         retry_ms_max: The longest such delay.
-        start_timeout_ms: How long to wait for a nameserver when the consumer starts.
+        start_timeout_ms: How long to wait for a nameserver when the consumer starts, and for the
+            end of an earlier process with the same client id: usually 5 s after it was killed.
+        handle_signals: Whether the first SIGTERM or SIGINT stops the consumer: `run`, `run_batches`
+            and the iteration end, and leaving the block drains. A second signal ends the program
+            at once. From the start of `run`, `run_batches` or the iteration until the block is
+            left, and only in the main thread. A signal with a handler of the program or of a
+            framework is left alone; that handler calls `stop`.
         metrics_stream: Whether to publish what is handled, failed and sent back, and how long it
             takes, once a second, to the topic BATON_SYS_METRICS.
         security: TLS settings; None for plain connections.
@@ -116,6 +122,7 @@ class ConsumerSettings:
     retry_first_ms: int = 1_000
     retry_ms_max: int = 30_000
     start_timeout_ms: int = 30_000
+    handle_signals: bool = True
     metrics_stream: bool = False
     security: Security | None = None
 

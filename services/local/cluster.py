@@ -218,6 +218,7 @@ class LocalCluster:
             [layout.log_path(_etcd(number)) for number in numbers],
             self.options.hosts,
             layout.security("etcd"),
+            fsync=self.options.etcd_fsync,
         )
         self._etcd = ",".join(etcd.endpoint for etcd in etcds)
         for etcd in etcds:

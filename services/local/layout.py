@@ -67,6 +67,8 @@ class ClusterOptions:
         cluster: Name of the cluster; clusters that share an etcd need different names.
         etcd: host:port of a running etcd; empty to start one.
         etcds: Number of etcd members to start.
+        etcd_fsync: Whether these members have data on the disk before they answer. Without, data
+            survives `kill -9` but no power cut.
         brokers: Number of brokers, at least 1: `broker-0` and so on.
         storage_replicas: Nodes of each broker, 1 to 5; if several, `storage-0-a` and so on.
         offsets: Nodes of each offsets set, 1 to 5.
@@ -93,6 +95,7 @@ class ClusterOptions:
     cluster: str = "baton"
     etcd: str = ""
     etcds: int = 1
+    etcd_fsync: bool = True
     brokers: int = 1
     storage_replicas: int = 1
     offsets: int = 1

@@ -21,6 +21,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
 ENTRIES_PER_PART = 4_096
 
+_POSITION_MAX = (1 << 63) - 1
+
 
 class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     """Answers every call of replication_service.proto."""
@@ -33,11 +35,17 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         leadership = self._replica.leadership
         at = ReplicaPosition(request.position.epoch, request.position.version)
         self._check(request.node_id, at.epoch)
-        if request.hold_ms > HOLD_MS_MAX:
-            raise LimitExceeded(
-                f"hold_ms is {request.hold_ms}; the limit is {HOLD_MS_MAX}",
-                facts={"field": "hold_ms", "limit": HOLD_MS_MAX, "actual": request.hold_ms},
-            )
+        bounds = (
+            ("hold_ms", request.hold_ms, HOLD_MS_MAX),
+            ("position.epoch", at.epoch, _POSITION_MAX),
+            ("position.version", at.version, _POSITION_MAX),
+        )
+        for field, actual, limit in bounds:
+            if not 0 <= actual <= limit:
+                raise LimitExceeded(
+                    f"{field} must be 0 to {limit}, got {actual}",
+                    facts={"field": field, "limit": limit, "actual": actual},
+                )
         leadership.in_sync_set.set_problem(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await leadership.fetch(request.node_id, at, request.hold_ms)
         self._replica.check_still(leadership)

@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from batonmq._common.rpc import STATUS_TRAILER, from_rpc_error
-from batonmq.errors import Retry
+from batonmq._common.rpc import STATUS_TRAILER, from_rpc_error, status_of
+from batonmq.errors import Retry, WrongBroker
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,12 @@ def test_server_that_does_not_know_the_call_is_another_service() -> None:
     assert (found.reason, found.retry) == ("INTERNAL", Retry.NEVER)
     assert "Method not found!" in found.message
     assert found.remedy.startswith("Check the address")
+
+
+@pytest.mark.parametrize("letter", ["x", "\u00e9", "\U0001f600"])
+def test_status_that_quotes_a_long_name_fits_into_a_trailer(letter: str) -> None:
+    name = letter * 70_000
+    status = status_of(WrongBroker(f"broker {name}", facts={"asked": name, "actual": "a"}))
+    assert status.ByteSize() < 5_000  # gRPC's default limit of all trailers is 8 KiB, in base64
+    assert status.message.startswith(f"broker {letter}")
+    assert status.message.endswith("...")

@@ -268,6 +268,16 @@ async def test_leader_describes_the_positions_of_all_replicas(scene: ReplicaSet)
     assert by_name[slow].lag_ms >= LAG_MS_MAX
 
 
+async def test_fetch_at_a_negative_position_is_rejected(scene: ReplicaSet) -> None:
+    leader = await three(scene)
+    at = pb2.Position(epoch=0, version=-(2**63))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await leader.replication.Fetch(pb2.FetchRequest(node_id="b", position=at), timeout=20)
+    assert from_rpc_error(refused.value).facts["field"] == "position.version"
+    answer = await leader.replication.DescribeReplicas(pb2.DescribeReplicasRequest(), timeout=20)
+    assert [replica.lag for replica in answer.replicas] == [0, 0, 0]
+
+
 async def test_changes_are_rejected_with_too_few_replicas_in_sync(scene: ReplicaSet) -> None:
     scene.settings["min_in_sync"] = 2
     leader = await three(scene)

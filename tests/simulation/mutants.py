@@ -143,7 +143,7 @@ MUTANTS = (
     Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=50),
     Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=3),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
-    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=4),
+    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=3),
     Mutant("count per contender", broken_lockmgr.count_per_contender, CROWDED, ("section 7",)),
     Mutant(
         "forget the table", broken_lockmgr.forget_the_table, FAILOVER, ("section 7", "section 12")
@@ -153,7 +153,7 @@ MUTANTS = (
     Mutant(
         "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=4
     ),
-    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",)),
+    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=3),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
     Mutant(
@@ -231,7 +231,7 @@ MUTANTS = (
         STORES_TWO_STEPS,
         ("section 12",),
     ),
-    Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=53),
+    Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=66),
     Mutant(
         "ack a message before it is replicated",
         broken_stores.ack_before_replicate,
@@ -249,7 +249,7 @@ MUTANTS = (
         broken_stores.compare_positions_only,
         STORES_SPLIT,
         ("section 12",),
-        first=4,
+        first=10,
     ),
     Mutant(
         "keep the longer log",
@@ -313,7 +313,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=18,
+        first=49,
     ),
     Mutant(
         "adopt a lower move",
@@ -345,5 +345,11 @@ MUTANTS = (
         STOLEN,
         ("identity",),
     ),
-    Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
+    Mutant(
+        "pause known now and then",
+        broken_serving.pause_known_now_and_then,
+        PAUSES,
+        ("pause",),
+        first=3,
+    ),
 )

@@ -32,6 +32,7 @@ from batonmq_server.nameserver.core.groups import (
 from batonmq_server.nameserver.core.topics import Topic
 
 DRAIN_RETRY_MS = 1_000
+CLIENT_ID_RETRY_MS = 1_000
 
 
 class SubscriptionVerdictKind(Enum):
@@ -248,10 +249,11 @@ class GroupTransaction:
                 f"live process on host {member.host or 'unknown'!r}",
                 remedy=(
                     "Give each process a client id of its own. If this process replaces one "
-                    f"that crashed, try again until the old lease has expired, "
+                    "that crashed, try again until the session of the old process has ended: "
+                    "usually a few seconds after its connection broke, and at the latest "
                     f"{self._lease_ms} ms after its last heartbeat."
                 ),
-                retry_after_ms=self._lease_ms,
+                retry_after_ms=CLIENT_ID_RETRY_MS,
                 facts={"client_id": member.client_id, "host": member.host},
             )
 

@@ -1,0 +1,1 @@
+"""Calls with arbitrary requests against a real cluster: `make fuzz`."""
