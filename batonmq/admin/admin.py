@@ -204,7 +204,13 @@ class Admin:
 
         answer = await self.ask(describe)
         nodes = tuple(map(node_from_pb, with_reachable_addresses(answer.nodes, asked)))
-        return ClusterNodes(answer.cluster, answer.generation, nodes)
+        return ClusterNodes(
+            answer.cluster,
+            answer.generation,
+            nodes,
+            tuple(answer.etcd_alarms),
+            answer.etcd_db_bytes,
+        )
 
     async def list_groups(self) -> tuple[Group, ...]:
         """Return all groups by name, including groups without members."""

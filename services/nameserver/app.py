@@ -17,7 +17,9 @@ from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.core.change_budget import ChangeBudget
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
+from batonmq_server.nameserver.etcd_monitor import EtcdMonitor
 from batonmq_server.nameserver.group_calls import REFUSAL_LINE_INTERVAL_MS, GroupCalls
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_maintainer import GroupMaintainer
@@ -75,6 +77,8 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         topic_store,
         member_lease_ms=settings.member_lease_ms,
         on_change=events.group_changed,
+        members_max=settings.group_members_max,
+        write_bytes_per_s=settings.group_write_bytes_per_s,
     )
     maintainer = GroupMaintainer(
         catalog, group_store, runtime.random, check_interval_ms=settings.member_lease_ms
@@ -107,6 +111,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         placement=PlacementCalls(etcd, swap, catalog, places, group_store),
         events=events,
         refusal_lines=LogLimiter(runtime.clock.monotonic_ms, REFUSAL_LINE_INTERVAL_MS),
+        budget=ChangeBudget(settings.joins_per_s_max, 10 * settings.joins_per_s_max),
     )
     lockmgr = LeaderChannel(
         runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect
@@ -122,13 +127,15 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         node_id=settings.node_id,
         interval_ms=settings.inspect_interval_ms,
     )
+    etcd_monitor = EtcdMonitor(etcd, runtime.registry, interval_ms=settings.etcd_check_interval_ms)
     servicer = NameserverServicer(
         catalog,
         topics,
         groups,
         DiagnosisCalls(groups, topics, inspector),
         UncleanElection(etcd),
-        runtime.guard.allows,
+        may=runtime.guard.allows,
+        etcd_monitor=etcd_monitor,
         identity_of=runtime.guard.caller_identity,
     )
     access = AccessServicer(AccessStore(etcd, swap), runtime.guard)
@@ -160,6 +167,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
                 sessions.run,
                 shrinker.run,
                 monitor.run,
+                etcd_monitor.run,
                 *((system_topics.run,) if settings.metrics_stream else ()),
             ),
             caught_up=partial(all_ready, *catalog.mirrors),

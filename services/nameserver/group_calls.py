@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._core.names import check_group
-from batonmq.errors import BatonError, ClientIdInUse, SubscriptionConflict
+from batonmq.errors import BatonError, ClientIdInUse, Overloaded, SubscriptionConflict
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.core.change_budget import ChangeBudget
 from batonmq_server.nameserver.core.group_transaction import ACCEPTED, SubscriptionVerdict
 from batonmq_server.nameserver.core.groups import Group, Heartbeat, hash_of
 from batonmq_server.nameserver.group_events import GroupEvents
@@ -54,6 +55,7 @@ class GroupCalls:
     placement: PlacementCalls
     events: GroupEvents
     refusal_lines: LogLimiter
+    budget: ChangeBudget
 
     async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """See the proto."""
@@ -62,6 +64,7 @@ class GroupCalls:
             self.catalog.check_ready()
             verdict = await self._renew(heartbeat)
             if verdict is None:
+                self._check_budget(heartbeat)
                 verdict = await self._join(heartbeat)
         except BatonError as error:
             self.events.heartbeat_refused(error)
@@ -197,6 +200,24 @@ class GroupCalls:
         if not heartbeat.terms.settings_agree(group.terms):
             return None
         return ACCEPTED if await self.store.renew(live) else None
+
+    def _check_budget(self, heartbeat: Heartbeat) -> None:
+        """Take one change of groups from the budget of the sender's identity.
+
+        Raises:
+            Overloaded: there is none left.
+        """
+        if not heartbeat.owner:
+            return
+        wait_ms = self.budget.wait_ms(heartbeat.owner, self.clock.monotonic_ms())
+        if wait_ms:
+            limit = self.settings.joins_per_s_max
+            raise Overloaded(
+                f"the members of this identity change groups more than {limit} times per second",
+                remedy="Start fewer processes at once, or raise joins_per_s_max of the nameserver.",
+                retry_after_ms=wait_ms,
+                facts={"limit": limit},
+            )
 
     async def _join(self, heartbeat: Heartbeat) -> SubscriptionVerdict:
         await self._check_topics_exist(heartbeat)

@@ -89,7 +89,7 @@ class GroupTransaction:
         replaced: Differences, by client id, of members whose subscription replaced that of others.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only from the time on
         self,
         name: str,
         group: Group | None,
@@ -98,6 +98,7 @@ class GroupTransaction:
         now_unix_ms: int,
         lease_ms: int,
         first_generation: int = 1,
+        members_max: int = MEMBERS_MAX,
     ) -> None:
         self._stored = group
         self._before = group or Group(name=name, generation=first_generation - 1)
@@ -105,6 +106,7 @@ class GroupTransaction:
         self._members = {member.client_id: member for member in self._before.members}
         self._live = dict(live)
         self._now_unix_ms, self._lease_ms = now_unix_ms, lease_ms
+        self._members_max = members_max
         self._settled: Group | None = None
         self._updated = False
         self.joined: dict[str, int] = {}
@@ -126,12 +128,13 @@ class GroupTransaction:
         if member is not None and not heartbeat.is_from(member):
             member = None
         others = [m for m in self._live_members() if not heartbeat.is_from(m)]
-        if member is None and len(others) >= MEMBERS_MAX:
+        if member is None and len(others) >= self._members_max:
             raise Overloaded(
-                f"group {heartbeat.group} has {MEMBERS_MAX} members; the limit is {MEMBERS_MAX}",
+                f"group {heartbeat.group} has {len(others)} members; the limit is "
+                f"{self._members_max}",
                 remedy="Use several groups, or fewer processes.",
                 retry_after_ms=10_000,
-                facts={"limit": MEMBERS_MAX},
+                facts={"limit": self._members_max},
             )
         self._apply_terms(heartbeat, member, others)
         self._put_member(heartbeat, member)
