@@ -14,6 +14,7 @@ import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from baton.nameserver.v1 import quota_service_pb2_grpc as quota_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
@@ -145,6 +146,10 @@ class Directory:
         from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc  # noqa: PLC0415
 
         return access_grpc.AccessServiceStub(self._channel(self.nameserver_address))
+
+    def quotas(self) -> quota_grpc.QuotaServiceAsyncStub:
+        """Return a stub for quotas at the current nameserver."""
+        return quota_grpc.QuotaServiceStub(self._channel(self.nameserver_address))
 
     def next_nameserver(self) -> None:
         """Make the next nameserver the current one."""
