@@ -48,28 +48,48 @@ class Admission:
         self._ended: dict[asyncio.Task[Any], BatonError] = {}
         guard.on_change.append(self._recheck)
 
-    def authentication_error(self, path: str, metadata: Metadata) -> BatonError | None:
-        """Return the error that is found before the request is read, and count it; None if none."""
+    def early_error(self, path: str, metadata: Metadata) -> BatonError | None:
+        """Return the error that is found before the request is read, and count it; None if none.
+
+        It says that the caller is not authenticated, or has a debt under its quota.
+        """
         error = self._guard.authentication_error(metadata)
         if error is not None:
             self._guard.count_rejection(_service(path), error)
-        return error
+            return error
+        rule = self._guard.rule(path)
+        if rule is None or rule.traffic is None:
+            return None
+        return self._guard.debt_error(metadata, rule.traffic)
 
     def unary(self, path: str, call: Any) -> Any:
         """Return `call` with admission, for a call with one response."""
         rule, long_poll = self._guard.rule(path), path.rpartition("/")[2] in self._long_polls
         per_item = rule.per_item if rule is not None else None
+        traffic = rule.traffic if rule is not None else None
 
-        async def admitted(request: Any, context: Context) -> Any:
-            with self._counted(path):
-                caller, permissions = self._admit(path, request, context)
-            _sign(request, caller)
+        async def answer(
+            request: Any, context: Context, caller: Caller, permissions: Sequence[Permission]
+        ) -> Any:
             if per_item is not None:
                 return await self._by_item(path, caller, per_item, call, request, context)
             if not long_poll:
                 return await call(request, context)
             with self._until_revoked(path, caller, permissions):
                 return await call(request, context)
+
+        async def admitted(request: Any, context: Context) -> Any:
+            with self._counted(path):
+                caller, permissions = self._admit(path, request, context)
+            _sign(request, caller)
+            if traffic is None or not self._guard.begin_call(caller, traffic, request, context):
+                return await answer(request, context, caller, permissions)
+            answered = None
+            try:
+                answered = await answer(request, context, caller, permissions)
+                return answered
+            finally:
+                self._guard.end_call(caller, traffic, answered)
 
         return admitted
 
