@@ -157,6 +157,7 @@ class EtcdProcess:
         members: Peer addresses of all members by name, if there are several.
         host: Where it runs.
         security: Its certificate; clients need a certificate of the same authority.
+        quota_bytes: Size of its file at which it accepts no more writes; 0 for etcd's default.
         fsync: Whether data is on the disk before etcd answers. Without, data survives `kill -9`
             but no power cut, and a write takes a quarter of the time.
     """
@@ -170,6 +171,7 @@ class EtcdProcess:
         members: Mapping[str, str] | None = None,
         host: ProcessHost = LOOPBACK,
         security: Security | None = None,
+        quota_bytes: int = 0,
         fsync: bool = True,
     ) -> None:
         data_dir = data_dir.absolute()
@@ -195,8 +197,9 @@ class EtcdProcess:
                     *_tls(security),
                     *(() if fsync else ("--unsafe-no-fsync",)),
                     *(_SINGLE_MEMBER if len(known) == 1 else _SEVERAL_MEMBERS),
+                    f"--quota-backend-bytes={quota_bytes}",
                     "--auto-compaction-mode=periodic",
-                    "--auto-compaction-retention=1h",
+                    "--auto-compaction-retention=1m",
                     "--logger=zap",
                     "--log-level=warn",
                 ],
