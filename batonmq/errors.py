@@ -797,6 +797,18 @@ class Overloaded(BatonError):
     remedy = "Send more slowly."
 
 
+class Throttled(BatonError):
+    """The identity of the caller has reached its quota. Nothing was done.
+
+    Producers and consumers wait as long as `retry_after_ms` says, within their timeouts.
+    """
+
+    reason = "THROTTLED"
+    kind = "RESOURCE_EXHAUSTED"
+    retry = Retry.SAME_CALL
+    remedy = "Send less, or ask an administrator for a higher quota: baton quota set IDENTITY."
+
+
 class Unreachable(BatonError):
     """A service can't be reached."""
 

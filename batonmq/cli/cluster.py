@@ -125,12 +125,12 @@ async def _status(session: CommandSession) -> None:
         copies, problems = await replicas(admin, found.nodes)
     connect, now_unix_ms = admin.directory.connect, Clock().unix_ms()
     async with asyncio.TaskGroup() as tasks:
-        asked = [
+        checks = [
             tasks.create_task(_check_health(node, connect, now_unix_ms)) for node in found.nodes
         ]
     nodes = [
         task.result() | _copy_of(node, copies)
-        for node, task in zip(found.nodes, asked, strict=True)
+        for node, task in zip(found.nodes, checks, strict=True)
     ]
     problems += _stuck(copies)
     led = {(node.service, node.replica_set) for node in found.nodes if node.leader}

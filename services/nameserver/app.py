@@ -9,6 +9,7 @@ from functools import partial
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+from baton.nameserver.v1 import quota_service_pb2_grpc as quota_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq_server.nameserver.access import RULES
 from batonmq_server.nameserver.access_server import AccessServicer
@@ -35,6 +36,7 @@ from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
 from batonmq_server.nameserver.queue_queries import BrokerChannels, QueueQueries
+from batonmq_server.nameserver.quota_server import QuotaServicer
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.server import NameserverServicer
 from batonmq_server.nameserver.system_topics import SystemTopics
@@ -51,6 +53,7 @@ from batonmq_server.runtime.service_runtime import Runtime
 
 SERVICE = "baton.nameserver.v1.NameserverService"
 ACCESS_SERVICE = "baton.nameserver.v1.AccessService"
+QUOTA_SERVICE = "baton.nameserver.v1.QuotaService"
 
 
 @asynccontextmanager
@@ -92,7 +95,9 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         return offsets.stub(places.set_of(group))
 
     progress_deleter = ProgressDeleter(offsets.stub, places)
-    topics = TopicCalls(settings, catalog, topic_store, progress_deleter)
+    topics = TopicCalls(
+        settings, catalog, topic_store, progress_deleter, runtime.guard.quotas.quota_of
+    )
     refused = RefusedClients(etcd, catalog, lease_ms=settings.member_lease_ms)
     groups = GroupCalls(
         settings=settings,
@@ -106,6 +111,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         placement=PlacementCalls(etcd, swap, catalog, places, group_store),
         events=events,
         refusal_lines=LogLimiter(runtime.clock.monotonic_ms, REFUSAL_LINE_INTERVAL_MS),
+        quota_of=runtime.guard.quotas.quota_of,
         budget=ChangeBudget(settings.joins_per_s_max, 10 * settings.joins_per_s_max),
     )
     lockmgr = LeaderChannel(
@@ -131,8 +137,10 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         UncleanElection(etcd),
         may=runtime.guard.allows,
         etcd_monitor=etcd_monitor,
+        identity_of=runtime.guard.caller_identity,
     )
     access = AccessServicer(AccessStore(etcd, swap), runtime.guard)
+    quotas = QuotaServicer(etcd, runtime.guard)
     shrinker = TopicShrinker(
         catalog,
         topic_store,
@@ -151,6 +159,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
             servicers={
                 SERVICE: partial(pb_grpc.add_NameserverServiceServicer_to_server, servicer),
                 ACCESS_SERVICE: partial(access_grpc.add_AccessServiceServicer_to_server, access),
+                QUOTA_SERVICE: partial(quota_grpc.add_QuotaServiceServicer_to_server, quotas),
             },
             rules=RULES,
             loops=(

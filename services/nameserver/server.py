@@ -42,7 +42,9 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         *,
         may: Callable[[Context, Permission], bool],
         etcd_monitor: EtcdMonitor,
+        identity_of: Callable[[Context], str] = lambda _: "",
     ) -> None:
+        self._identity_of = identity_of
         self._catalog, self._unclean_election = catalog, unclean_election
         self._topics, self._groups = topics, groups
         self._diagnosis, self._may = diagnosis, may
@@ -52,7 +54,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.CreateTopicRequest, context: Context
     ) -> pb.CreateTopicResponse:
         """See the proto."""
-        return await self._topics.create(request)
+        return await self._topics.create(request, self._identity_of(context))
 
     async def UpdateTopic(
         self, request: pb.UpdateTopicRequest, context: Context
@@ -82,7 +84,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.QueryRouteRequest, context: Context
     ) -> pb.QueryRouteResponse:
         """See the proto."""
-        return await self._topics.query_route(request)
+        return await self._topics.query_route(request, self._identity_of(context))
 
     async def WatchRoute(
         self, request: pb.WatchRouteRequest, context: Context
@@ -116,7 +118,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
         """See the proto."""
-        return await self._groups.heartbeat(request)
+        return await self._groups.heartbeat(request, self._identity_of(context))
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """See the proto."""

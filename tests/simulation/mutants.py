@@ -221,17 +221,23 @@ MUTANTS = (
         broken_replicas.shrink_while_cut_off,
         replace(TWO_STEPS, min_in_sync=1),
         ("section 12",),
+        first=5,
     ),
     Mutant(
-        "stay although cut off", broken_replicas.stay_although_cut_off, TWO_STEPS, ("section 12",)
+        "stay although cut off",
+        broken_replicas.stay_although_cut_off,
+        TWO_STEPS,
+        ("section 12",),
+        first=36,
     ),
     Mutant(
         "storage stays although cut off",
         broken_replicas.stay_although_cut_off,
         STORES_TWO_STEPS,
         ("section 12",),
+        first=9,
     ),
-    Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=66),
+    Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=79),
     Mutant(
         "ack a message before it is replicated",
         broken_stores.ack_before_replicate,
@@ -249,7 +255,7 @@ MUTANTS = (
         broken_stores.compare_positions_only,
         STORES_SPLIT,
         ("section 12",),
-        first=10,
+        first=20,
     ),
     Mutant(
         "keep the longer log",

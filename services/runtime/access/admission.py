@@ -28,6 +28,9 @@ from batonmq_server.runtime.access.rules import PerItemRule
 _BY_CHARACTERS_MAX = 200
 """Shortest limit of the field `by` in any request."""
 
+EXPIRY_MARGIN_S = 0.1
+"""Time after the expiry of a token at which its open calls end: the loop has another clock."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -45,28 +48,48 @@ class Admission:
         self._ended: dict[asyncio.Task[Any], BatonError] = {}
         guard.on_change.append(self._recheck)
 
-    def authentication_error(self, path: str, metadata: Metadata) -> BatonError | None:
-        """Return the error that is found before the request is read, and count it; None if none."""
+    def early_error(self, path: str, metadata: Metadata) -> BatonError | None:
+        """Return the error that is found before the request is read, and count it; None if none.
+
+        It says that the caller is not authenticated, or has a debt under its quota.
+        """
         error = self._guard.authentication_error(metadata)
         if error is not None:
             self._guard.count_rejection(_service(path), error)
-        return error
+            return error
+        rule = self._guard.rule(path)
+        if rule is None or rule.traffic is None:
+            return None
+        return self._guard.debt_error(metadata, rule.traffic)
 
     def unary(self, path: str, call: Any) -> Any:
         """Return `call` with admission, for a call with one response."""
         rule, long_poll = self._guard.rule(path), path.rpartition("/")[2] in self._long_polls
         per_item = rule.per_item if rule is not None else None
+        traffic = rule.traffic if rule is not None else None
 
-        async def admitted(request: Any, context: Context) -> Any:
-            with self._counted(path):
-                caller, permissions = self._admit(path, request, context)
-            _sign(request, caller)
+        async def answer(
+            request: Any, context: Context, caller: Caller, permissions: Sequence[Permission]
+        ) -> Any:
             if per_item is not None:
                 return await self._by_item(path, caller, per_item, call, request, context)
             if not long_poll:
                 return await call(request, context)
             with self._until_revoked(path, caller, permissions):
                 return await call(request, context)
+
+        async def admitted(request: Any, context: Context) -> Any:
+            with self._counted(path):
+                caller, permissions = self._admit(path, request, context)
+            _sign(request, caller)
+            if traffic is None or not self._guard.begin_call(caller, traffic, request, context):
+                return await answer(request, context, caller, permissions)
+            answered = None
+            try:
+                answered = await answer(request, context, caller, permissions)
+                return answered
+            finally:
+                self._guard.end_call(caller, traffic, answered)
 
         return admitted
 
@@ -131,7 +154,7 @@ class Admission:
         allowed = [one not in lacking for one in permissions]
         if not any(allowed):
             with self._counted(path):
-                raise permission_denied(caller.identity, list(lacking))
+                raise permission_denied(caller.identity, list(lacking), scoped=bool(caller.scopes))
         rest = type(request)()
         rest.CopyFrom(request)
         del getattr(rest, per_item.items)[:]
@@ -145,7 +168,7 @@ class Admission:
             if good:
                 outcome = next(outcomes)
             else:
-                error = permission_denied(caller.identity, [permission])
+                error = permission_denied(caller.identity, [permission], scoped=bool(caller.scopes))
                 self._guard.count_rejection(_service(path), error)
                 outcome = per_item.rejected(error)
             getattr(answer, per_item.outcomes).append(outcome)
@@ -155,10 +178,13 @@ class Admission:
     def _until_revoked(
         self, path: str, caller: Caller, permissions: Sequence[Permission]
     ) -> Iterator[None]:
-        """End the code inside when a permission of the caller is revoked."""
+        """End the code inside when a permission of the caller is revoked or its token expires."""
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = partial(self._guard.recheck, path, caller, permissions)
+        timer = None
+        if (left_s := self._guard.seconds_left(caller)) is not None:
+            timer = asyncio.get_running_loop().call_later(left_s + EXPIRY_MARGIN_S, self._recheck)
         try:
             yield
         except asyncio.CancelledError:
@@ -169,6 +195,8 @@ class Admission:
             with self._counted(path):
                 raise error from None
         finally:
+            if timer is not None:
+                timer.cancel()
             self._open.pop(task, None)
             self._ended.pop(task, None)
 
