@@ -27,6 +27,7 @@ class QuotaLimits:
         in_flight: Such calls in progress at each storage node; long polls count.
         connections: Connections to each storage node with such calls within the last minute.
         topics: Topics that the identity has created and that exist.
+        groups: Groups that the identity has created and that exist.
     """
 
     produce_bytes_per_s: int | None = None
@@ -36,6 +37,7 @@ class QuotaLimits:
     in_flight: int | None = None
     connections: int | None = None
     topics: int | None = None
+    groups: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ _LIMITS = {
     "in_flight": "Such calls in progress at each storage node; long polls count.",
     "connections": "Connections with such calls to each storage node.",
     "topics": "Topics that it has created.",
+    "groups": "Groups that it has created.",
 }
 _COLUMNS: Columns = {
     "IDENTITY": "identity",
@@ -41,6 +42,7 @@ _COLUMNS: Columns = {
     "IN FLIGHT": "in_flight",
     "CONNECTIONS": "connections",
     "TOPICS": "topics",
+    "GROUPS": "groups",
 }
 
 

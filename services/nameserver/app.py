@@ -111,6 +111,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         placement=PlacementCalls(etcd, swap, catalog, places, group_store),
         events=events,
         refusal_lines=LogLimiter(runtime.clock.monotonic_ms, REFUSAL_LINE_INTERVAL_MS),
+        quota_of=runtime.guard.quotas.quota_of,
         budget=ChangeBudget(settings.joins_per_s_max, 10 * settings.joins_per_s_max),
     )
     lockmgr = LeaderChannel(

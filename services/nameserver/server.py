@@ -118,7 +118,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
         """See the proto."""
-        return await self._groups.heartbeat(request)
+        return await self._groups.heartbeat(request, self._identity_of(context))
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """See the proto."""

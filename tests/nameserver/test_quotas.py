@@ -13,8 +13,9 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.admin.admin import Admin
 from batonmq.admin.quotas import DEFAULT_IDENTITY, IdentityQuota, QuotaLimits, Quotas
 from batonmq.errors import InvalidArgument, LimitExceeded
+from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.runtime.access.quotas import Quota
-from tests.nameserver.replica import Direct, Replica
+from tests.nameserver.replica import Direct, Replica, heartbeat, incarnation
 
 LIMITS = QuotaLimits(produce_bytes_per_s=1_000_000, in_flight=0)
 
@@ -74,3 +75,31 @@ async def test_identity_creates_as_many_topics_as_its_quota_allows(direct: Direc
     assert await create("e")
     quota = replace(quota, topics=None)
     assert await create("f")
+
+
+async def test_identity_creates_as_many_groups_as_its_quota_allows(direct: Direct) -> None:
+    calls = replace(
+        direct.groups,
+        quota_of=lambda identity: Quota(groups=2 if identity == "tenant" else None),
+    )
+
+    async def join(group: str, client_id: str, identity: str = "tenant") -> None:
+        request = heartbeat(group, client_id)
+        request.incarnation.owner = owner_of(identity)
+        await calls.heartbeat(request, identity)
+
+    await join("a", "1")
+    await join("b", "1")
+    with pytest.raises(LimitExceeded, match="tenant has reached its quota groups=2"):
+        await join("c", "1")
+    await join("b", "2")
+    await join("a", "1")
+    await join("c", "1", "other")
+    await join("c", "2")
+    await join("d", "1", "")
+    left = pb.LeaveRequest(group="a", incarnation=incarnation("1"))
+    left.incarnation.owner = owner_of("tenant")
+    assert (await calls.leave(left)).left
+    with pytest.raises(LimitExceeded):
+        await join("e", "1")
+    assert direct.catalog.groups["a"].creator == owner_of("tenant"), "it counts"

@@ -136,6 +136,8 @@ class GroupTransaction:
                 retry_after_ms=10_000,
                 facts={"limit": self._members_max},
             )
+        if self._stored is None:
+            self._group = replace(self._group, creator=heartbeat.owner)
         self._apply_terms(heartbeat, member, others)
         self._put_member(heartbeat, member)
 

@@ -28,6 +28,9 @@ from batonmq_server.runtime.access.rules import PerItemRule
 _BY_CHARACTERS_MAX = 200
 """Shortest limit of the field `by` in any request."""
 
+EXPIRY_MARGIN_S = 0.1
+"""Time after the expiry of a token at which its open calls end: the loop has another clock."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -151,7 +154,7 @@ class Admission:
         allowed = [one not in lacking for one in permissions]
         if not any(allowed):
             with self._counted(path):
-                raise permission_denied(caller.identity, list(lacking))
+                raise permission_denied(caller.identity, list(lacking), scoped=bool(caller.scopes))
         rest = type(request)()
         rest.CopyFrom(request)
         del getattr(rest, per_item.items)[:]
@@ -165,7 +168,7 @@ class Admission:
             if good:
                 outcome = next(outcomes)
             else:
-                error = permission_denied(caller.identity, [permission])
+                error = permission_denied(caller.identity, [permission], scoped=bool(caller.scopes))
                 self._guard.count_rejection(_service(path), error)
                 outcome = per_item.rejected(error)
             getattr(answer, per_item.outcomes).append(outcome)
@@ -175,10 +178,13 @@ class Admission:
     def _until_revoked(
         self, path: str, caller: Caller, permissions: Sequence[Permission]
     ) -> Iterator[None]:
-        """End the code inside when a permission of the caller is revoked."""
+        """End the code inside when a permission of the caller is revoked or its token expires."""
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = partial(self._guard.recheck, path, caller, permissions)
+        timer = None
+        if (left_s := self._guard.seconds_left(caller)) is not None:
+            timer = asyncio.get_running_loop().call_later(left_s + EXPIRY_MARGIN_S, self._recheck)
         try:
             yield
         except asyncio.CancelledError:
@@ -189,6 +195,8 @@ class Admission:
             with self._counted(path):
                 raise error from None
         finally:
+            if timer is not None:
+                timer.cancel()
             self._open.pop(task, None)
             self._ended.pop(task, None)
 

@@ -16,9 +16,12 @@ from prometheus_client import CollectorRegistry
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Throttled, Unauthenticated
 from batonmq_server.runtime.access import stored_access, stored_quotas
 from batonmq_server.runtime.access.permissions import (
+    NO_SCOPES,
     SERVICE_PREFIX,
     Authorizer,
+    BearerToken,
     Permission,
+    Scopes,
 )
 from batonmq_server.runtime.access.quotas import QuotaLedger, Traffic
 from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRule, AccessRules
@@ -56,10 +59,14 @@ class Caller(NamedTuple):
 
     Attributes:
         digest: Digest of its token; empty if it was identified by a certificate.
+        expire_unix_ms: Wall clock at which the token expires; 0 for never.
+        scopes: Scopes of the token.
     """
 
     identity: str
     digest: str = ""
+    expire_unix_ms: int = 0
+    scopes: Scopes = NO_SCOPES
 
 
 def _limit_answer(request: Any, bytes_max: int) -> None:
@@ -90,7 +97,7 @@ class Guard:
         admins: Iterable[str] = (),
         certificates: bool = True,
     ) -> None:
-        self._certificates = certificates
+        self._etcd, self._certificates = etcd, certificates
         self.on, self._rules = on, dict(COMMON_RULES)
         self.admins = tuple(name.strip() for name in admins)
         self.authorizer = Authorizer(self.admins)
@@ -166,7 +173,7 @@ class Guard:
                 remedy="This method is for calls between services.",
                 facts={"identity": caller.identity, "role": "", "resource": ""},
             )
-        self.authorizer.check(caller.identity, permissions)
+        self.authorizer.check(caller.identity, permissions, caller.scopes)
 
     def missing(
         self, path: str, caller: Caller, permissions: Iterable[Permission]
@@ -174,14 +181,14 @@ class Guard:
         """Return those of `permissions`, one per item of a batched call, that the caller lacks."""
         if self._is_one_of(self._rules[path], caller):
             return []
-        return self.authorizer.missing(caller.identity, permissions)
+        return self.authorizer.missing(caller.identity, permissions, caller.scopes)
 
     def recheck(
         self, path: str, caller: Caller, permissions: Sequence[Permission]
     ) -> BatonError | None:
         """Return why a call that was admitted would be rejected now; None if it would not."""
         try:
-            if caller.digest and self.authorizer.identity_of(caller.digest) != caller.identity:
+            if caller.digest and self._token(caller.digest).identity != caller.identity:
                 raise Unauthenticated("the bearer token now belongs to another identity")
             self.check(path, caller, permissions)
         except BatonError as error:
@@ -197,11 +204,21 @@ class Guard:
             PermissionDenied: permissions are missing.
         """
         if self.on:
-            self.authorizer.check(self.caller(context).identity, permissions)
+            caller = self.caller(context)
+            self.authorizer.check(caller.identity, permissions, caller.scopes)
 
     def allows(self, context: Context, permission: Permission) -> bool:
         """Return whether the caller has `permission`, for answers filtered by permissions."""
-        return not self.on or self.authorizer.allows(self.caller(context).identity, permission)
+        if not self.on:
+            return True
+        caller = self.caller(context)
+        return self.authorizer.allows(caller.identity, permission, caller.scopes)
+
+    def seconds_left(self, caller: Caller) -> float | None:
+        """Return the time until the token of the caller expires; None if it does not."""
+        if not caller.expire_unix_ms:
+            return None
+        return max(0, caller.expire_unix_ms - self._etcd.clock.unix_ms()) / 1000
 
     def caller_identity(self, context: Context) -> str:
         """Return the identity of the caller; empty while access control is off."""
@@ -267,7 +284,11 @@ class Guard:
         if text[: len(_BEARER)].lower() != _BEARER:
             raise Unauthenticated("the authorization metadata of the call are not a bearer token")
         digest = stored_access.digest_of(text[len(_BEARER) :].strip())
-        return Caller(self.authorizer.identity_of(digest), digest)
+        token = self._token(digest)
+        return Caller(token.identity, digest, token.expire_unix_ms, token.scopes)
+
+    def _token(self, digest: str) -> BearerToken:
+        return self.authorizer.token_of(digest, self._etcd.clock.unix_ms())
 
     def _quotas_changed(self, keys: frozenset[str]) -> None:
         for key in keys:

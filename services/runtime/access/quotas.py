@@ -44,6 +44,7 @@ class Quota:
     in_flight: int | None = None
     connections: int | None = None
     topics: int | None = None
+    groups: int | None = None
 
     def over(self, default: Quota) -> Quota:
         """Return this quota, with the limits of `default` where it has none."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/nameserver/v1/stored_quota.proto\x12\x13\x62\x61ton.nameserver.v1\"\xdf\x02\n\x05Quota\x12 \n\x13produce_bytes_per_s\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12 \n\x13produce_calls_per_s\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12 \n\x13\x63onsume_bytes_per_s\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12 \n\x13\x63onsume_calls_per_s\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\tin_flight\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x18\n\x0b\x63onnections\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x13\n\x06topics\x18\x07 \x01(\x04H\x06\x88\x01\x01\x42\x16\n\x14_produce_bytes_per_sB\x16\n\x14_produce_calls_per_sB\x16\n\x14_consume_bytes_per_sB\x16\n\x14_consume_calls_per_sB\x0c\n\n_in_flightB\x0e\n\x0c_connectionsB\t\n\x07_topicsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/nameserver/v1/stored_quota.proto\x12\x13\x62\x61ton.nameserver.v1\"\xff\x02\n\x05Quota\x12 \n\x13produce_bytes_per_s\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12 \n\x13produce_calls_per_s\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12 \n\x13\x63onsume_bytes_per_s\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12 \n\x13\x63onsume_calls_per_s\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\tin_flight\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x18\n\x0b\x63onnections\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x13\n\x06topics\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x13\n\x06groups\x18\x08 \x01(\x04H\x07\x88\x01\x01\x42\x16\n\x14_produce_bytes_per_sB\x16\n\x14_produce_calls_per_sB\x16\n\x14_consume_bytes_per_sB\x16\n\x14_consume_calls_per_sB\x0c\n\n_in_flightB\x0e\n\x0c_connectionsB\t\n\x07_topicsB\t\n\x07_groupsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.nameserver.v1.stored_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_QUOTA']._serialized_start=64
-  _globals['_QUOTA']._serialized_end=415
+  _globals['_QUOTA']._serialized_end=447
 # @@protoc_insertion_point(module_scope)

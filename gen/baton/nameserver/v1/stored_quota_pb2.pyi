@@ -32,6 +32,7 @@ class Quota(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     CONNECTIONS_FIELD_NUMBER: _builtins.int
     TOPICS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     produce_bytes_per_s: _builtins.int
     """Bytes per second of requests that write messages."""
     produce_calls_per_s: _builtins.int
@@ -46,6 +47,8 @@ class Quota(_message.Message):
     """Connections that have sent such calls within the last minute."""
     topics: _builtins.int
     """Topics that the identity has created and that exist; those of groups do not count."""
+    groups: _builtins.int
+    """Groups that the identity has created and that exist."""
     def __init__(
         self,
         *,
@@ -56,10 +59,11 @@ class Quota(_message.Message):
         in_flight: _builtins.int | None = ...,
         connections: _builtins.int | None = ...,
         topics: _builtins.int | None = ...,
+        groups: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_connections", b"_connections", "_consume_bytes_per_s", b"_consume_bytes_per_s", "_consume_calls_per_s", b"_consume_calls_per_s", "_in_flight", b"_in_flight", "_produce_bytes_per_s", b"_produce_bytes_per_s", "_produce_calls_per_s", b"_produce_calls_per_s", "_topics", b"_topics", "connections", b"connections", "consume_bytes_per_s", b"consume_bytes_per_s", "consume_calls_per_s", b"consume_calls_per_s", "in_flight", b"in_flight", "produce_bytes_per_s", b"produce_bytes_per_s", "produce_calls_per_s", b"produce_calls_per_s", "topics", b"topics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_connections", b"_connections", "_consume_bytes_per_s", b"_consume_bytes_per_s", "_consume_calls_per_s", b"_consume_calls_per_s", "_groups", b"_groups", "_in_flight", b"_in_flight", "_produce_bytes_per_s", b"_produce_bytes_per_s", "_produce_calls_per_s", b"_produce_calls_per_s", "_topics", b"_topics", "connections", b"connections", "consume_bytes_per_s", b"consume_bytes_per_s", "consume_calls_per_s", b"consume_calls_per_s", "groups", b"groups", "in_flight", b"in_flight", "produce_bytes_per_s", b"produce_bytes_per_s", "produce_calls_per_s", b"produce_calls_per_s", "topics", b"topics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_connections", b"_connections", "_consume_bytes_per_s", b"_consume_bytes_per_s", "_consume_calls_per_s", b"_consume_calls_per_s", "_in_flight", b"_in_flight", "_produce_bytes_per_s", b"_produce_bytes_per_s", "_produce_calls_per_s", b"_produce_calls_per_s", "_topics", b"_topics", "connections", b"connections", "consume_bytes_per_s", b"consume_bytes_per_s", "consume_calls_per_s", b"consume_calls_per_s", "in_flight", b"in_flight", "produce_bytes_per_s", b"produce_bytes_per_s", "produce_calls_per_s", b"produce_calls_per_s", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_connections", b"_connections", "_consume_bytes_per_s", b"_consume_bytes_per_s", "_consume_calls_per_s", b"_consume_calls_per_s", "_groups", b"_groups", "_in_flight", b"_in_flight", "_produce_bytes_per_s", b"_produce_bytes_per_s", "_produce_calls_per_s", b"_produce_calls_per_s", "_topics", b"_topics", "connections", b"connections", "consume_bytes_per_s", b"consume_bytes_per_s", "consume_calls_per_s", b"consume_calls_per_s", "groups", b"groups", "in_flight", b"in_flight", "produce_bytes_per_s", b"produce_bytes_per_s", "produce_calls_per_s", b"produce_calls_per_s", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__connections: _TypeAlias = _typing.Literal["connections"]  # noqa: Y015
     _WhichOneofArgType__connections: _TypeAlias = _typing.Literal["_connections", b"_connections"]  # noqa: Y015
@@ -67,6 +71,8 @@ class Quota(_message.Message):
     _WhichOneofArgType__consume_bytes_per_s: _TypeAlias = _typing.Literal["_consume_bytes_per_s", b"_consume_bytes_per_s"]  # noqa: Y015
     _WhichOneofReturnType__consume_calls_per_s: _TypeAlias = _typing.Literal["consume_calls_per_s"]  # noqa: Y015
     _WhichOneofArgType__consume_calls_per_s: _TypeAlias = _typing.Literal["_consume_calls_per_s", b"_consume_calls_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__groups: _TypeAlias = _typing.Literal["groups"]  # noqa: Y015
+    _WhichOneofArgType__groups: _TypeAlias = _typing.Literal["_groups", b"_groups"]  # noqa: Y015
     _WhichOneofReturnType__in_flight: _TypeAlias = _typing.Literal["in_flight"]  # noqa: Y015
     _WhichOneofArgType__in_flight: _TypeAlias = _typing.Literal["_in_flight", b"_in_flight"]  # noqa: Y015
     _WhichOneofReturnType__produce_bytes_per_s: _TypeAlias = _typing.Literal["produce_bytes_per_s"]  # noqa: Y015
@@ -81,6 +87,8 @@ class Quota(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__consume_bytes_per_s) -> _WhichOneofReturnType__consume_bytes_per_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__consume_calls_per_s) -> _WhichOneofReturnType__consume_calls_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__groups) -> _WhichOneofReturnType__groups | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__in_flight) -> _WhichOneofReturnType__in_flight | None: ...
     @_typing.overload
