@@ -105,7 +105,8 @@ class SiblingWatch:
     @staticmethod
     async def _follow(stub: health_pb2_grpc.HealthStub) -> None:
         """Return when the health watch has ended or could not be opened."""
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service=LIVE))
+        request = health_pb2.HealthCheckRequest(service=LIVE)
+        watch = stub.Watch(request)  # type: ignore[attr-defined]
         try:
             async with asyncio.timeout(FIRST_ANSWER_S) as first:
                 async for _ in watch:

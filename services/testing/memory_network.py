@@ -156,11 +156,12 @@ class MemoryNetwork:
 
         A server that crashed unnoticed, as with its machine, does not refuse them.
         """
-        target, answer = address.partition(":")[0], asyncio.get_running_loop().create_future()
+        target = address.partition(":")[0]
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def arrive() -> None:
             refused = address in self._refused
-            self.send(target, host.name, lambda: answer.done() or answer.set_result(refused))
+            self.send(target, host.name, partial(_settle, answer, refused))
 
         self.send(host.name, target, arrive)
         try:
@@ -208,6 +209,11 @@ class MemoryNetwork:
             self.later(RESET_MS / 1000, lambda: call.settle(copy, UNAVAILABLE))
         else:
             server.arrive(call, copy)
+
+
+def _settle(answer: asyncio.Future[bool], value: bool) -> None:
+    if not answer.done():
+        answer.set_result(value)
 
 
 @dataclass(frozen=True, slots=True)
