@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from batonmq._common.aio import unless
 from batonmq._connection.channels import connect
 from batonmq._telemetry.event_hub import EventHub
+from batonmq_server.runtime.access.audit_log import AuditLog
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
@@ -66,10 +67,18 @@ class Runtime:
             on=settings.access,
             admins=settings.access_admins.split(","),
             certificates=settings.tls_require_client_cert,
+            audit=self._audit_log(),
         )
         self.hub = EventHub(
             f"{service}/{settings.node_id}", self.random.getrandbits(63) or 1, self.clock
         )
+
+    def _audit_log(self) -> AuditLog | None:
+        settings = self.settings
+        if not (settings.access and settings.audit_file):
+            return None
+        source = f"{self.service}/{settings.node_id}"
+        return AuditLog(settings.audit_file, settings.audit_bytes_max, source, self.clock)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`, which may wait for etcd without a bound.
