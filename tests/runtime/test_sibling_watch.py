@@ -12,6 +12,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -87,9 +88,8 @@ class Watch:
 
     def __init__(self, etcd: EtcdSession) -> None:
         self.probes: list[bool] = []
-        self.runtime = Runtime(
-            "lockmgr", LockmgrSettings(node_id="own"), etcd, refuses=self._refuses
-        )
+        settings: dict[str, Any] = {"node_id": "own"}
+        self.runtime = Runtime("lockmgr", LockmgrSettings(**settings), etcd, refuses=self._refuses)
         self.siblings = SiblingWatch(self.runtime, LEADER_KEY)
 
     async def _refuses(self, address: str) -> bool:
