@@ -200,7 +200,6 @@ async def test_follower_with_a_short_segment_follows_again(scene: Scene) -> None
 
 
 async def test_followers_follow_a_leader_with_a_short_segment(scene: Scene) -> None:
-    scene.settings |= {"min_in_sync": 2}
     await scene.start("a", "b", "c")
     first = await scene.leader()
     await scene.wait_in_sync("a", "b", "c")
