@@ -343,7 +343,7 @@ class ClientIdInUse(BatonError):
     kind = "ALREADY_EXISTS"
     remedy = (
         "Give each process a client id of its own; after a crash wait until the old "
-        "session has expired."
+        "session has ended."
     )
 
 
@@ -795,6 +795,18 @@ class Overloaded(BatonError):
     kind = "RESOURCE_EXHAUSTED"
     retry = Retry.SAME_CALL
     remedy = "Send more slowly."
+
+
+class Throttled(BatonError):
+    """The identity of the caller has reached its quota. Nothing was done.
+
+    Producers and consumers wait as long as `retry_after_ms` says, within their timeouts.
+    """
+
+    reason = "THROTTLED"
+    kind = "RESOURCE_EXHAUSTED"
+    retry = Retry.SAME_CALL
+    remedy = "Send less, or ask an administrator for a higher quota: baton quota set IDENTITY."
 
 
 class Unreachable(BatonError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -53,19 +53,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with long tests first, so that no worker starts a long one at the end."""
-    longest_s: dict[Path, float] = {}
+    """Order the scopes by their expected time, so that no worker starts a long one at the end."""
+    total_s: defaultdict[str, float] = defaultdict(float)
     for item in items:
-        limit_s = time_limit_s(item.get_closest_marker("timeout"))
-        longest_s[item.path] = max(limit_s, longest_s.get(item.path, 0))
-    items.sort(key=lambda item: -longest_s[item.path])
+        total_s[scope_of(item.nodeid)] += expected_s(item)
+    items.sort(key=lambda item: -total_s[scope_of(item.nodeid)])
 
 
 class FilesAndSpark(LoadFileScheduling):  # type: ignore[misc]
-    """Assign whole files to workers, all Spark files to one: a session costs 1 GB and 30 s."""
+    """Assign a scope to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/spark" if nodeid.startswith("tests/spark/") else super()._split_scope(nodeid)
+        return scope_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndSpark | None:
@@ -73,9 +72,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAn
     return FilesAndSpark(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def scope_of(nodeid: str) -> str:
+    """Return the file of a test; for a Spark test the folder: a session costs 1 GB and 30 s."""
+    file = nodeid.partition("::")[0]
+    return "tests/spark" if file.startswith("tests/spark/") else file
+
+
+def expected_s(item: pytest.Item) -> float:
+    """Return a rough estimate of the time of a test: it decides about the order only."""
+    limit_s = time_limit_s(item.get_closest_marker("timeout"))
+    if limit_s:
+        return limit_s / 10
+    return 0.5 if item.get_closest_marker("etcd") else 0.05
+
+
 def time_limit_s(limit: pytest.Mark | None) -> float:
     """Return the limit of a `timeout` mark; 0 without a mark or a time."""
     if limit is None:
         return 0
-    found = limit.args[0] if limit.args else limit.kwargs.get("timeout")
-    return float(found or 0)
+    seconds = limit.args[0] if limit.args else limit.kwargs.get("timeout")
+    return float(seconds or 0)

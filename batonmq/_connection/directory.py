@@ -14,6 +14,7 @@ import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from baton.nameserver.v1 import quota_service_pb2_grpc as quota_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
@@ -76,15 +77,17 @@ class OffsetsLeader(NamedTuple):
     stub: offsets_grpc.OffsetsServiceAsyncStub
 
 
-def with_reachable_addresses(nodes: Iterable[pb.Node], asked: str) -> list[pb.Node]:
+def with_reachable_addresses(nodes: Iterable[pb.Node], nameserver: str) -> list[pb.Node]:
     """Return the nodes, each with the address at which this client reaches it.
 
     Args:
-        asked: Address of the nameserver that returned the nodes. A client that used the outside
-            address of the nameserver is outside of the cluster's network.
+        nameserver: Address of the nameserver that returned the nodes. A client that used its
+            outside address is outside of the cluster's network.
     """
     found = list(nodes)
-    if any(n.service == pb.SERVICE_KIND_NAMESERVER and n.outside_address == asked for n in found):
+    if any(
+        n.service == pb.SERVICE_KIND_NAMESERVER and n.outside_address == nameserver for n in found
+    ):
         for node in found:
             node.address = node.outside_address or node.address
     return found
@@ -143,6 +146,10 @@ class Directory:
         from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc  # noqa: PLC0415
 
         return access_grpc.AccessServiceStub(self._channel(self.nameserver_address))
+
+    def quotas(self) -> quota_grpc.QuotaServiceAsyncStub:
+        """Return a stub for quotas at the current nameserver."""
+        return quota_grpc.QuotaServiceStub(self._channel(self.nameserver_address))
 
     def next_nameserver(self) -> None:
         """Make the next nameserver the current one."""
@@ -368,12 +375,12 @@ class Directory:
         async with self._refreshing:
             if self._nodes is not before:
                 return self._nodes
-            asked, answer = await self._ask(
+            nameserver, answer = await self._ask(
                 lambda stub: stub.DescribeCluster(
                     pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
                 )
             )
-            self._nodes = with_reachable_addresses(answer.nodes, asked)
+            self._nodes = with_reachable_addresses(answer.nodes, nameserver)
             self._refreshed_s, self._outdated = asyncio.get_running_loop().time(), False
             return self._nodes
 
@@ -408,13 +415,13 @@ class Directory:
         """As `ask_nameserver`, with the address of the nameserver that responded."""
         untried = len(self._addresses)
         while True:
-            asked = self.nameserver_address
+            address = self.nameserver_address
             try:
-                return asked, await ask(self.nameserver())
+                return address, await ask(self.nameserver())
             except grpc.aio.AioRpcError as failure:
                 untried -= 1
                 error = from_rpc_error(failure)
-                if error.retry is not Retry.NEVER and self.nameserver_address == asked:
+                if error.retry is not Retry.NEVER and self.nameserver_address == address:
                     self.next_nameserver()
                 if error.retry is Retry.NEVER or not untried:
                     raise error from failure

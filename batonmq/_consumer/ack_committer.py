@@ -1,4 +1,4 @@
-"""Commits the acks of all queues of a consumer with one call, or to the file of a member."""
+"""Commits the acks of a consumer: of all queues by one call, or to the file of its member."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ COMMIT_ITEMS_MAX = 1_024
 LONG_CALL_COMMIT_MS = 500
 """How often a consumer commits while a handler runs long."""
 COMMIT_GATHER_MS = 10
-"""Acks that arrive within this time travel in the same commit."""
+"""Acks that arrive within this time are committed by the same call."""
 
 
 class AckCommitter:
-    """Commits the acks of `queues`, which change as the group's record does."""
+    """Commits the acks of `queues`, a mapping that changes with the assignment of the member."""
 
     def __init__(self, session: Session, queues: Mapping[QueueRef, AssignedQueue]) -> None:
         self._session, self._queues = session, queues
@@ -64,7 +64,7 @@ class AckCommitter:
         return any(queue.handles_long(now_ms) for queue in self._queues.values())
 
     async def commit(self) -> None:
-        """Commit everything that is handled by now; of a broadcasting member, to its file.
+        """Commit all messages handled so far; a broadcasting member commits to its file.
 
         Raises:
             BatonError: the call failed; its effect is unknown, and the next commit repeats it.

@@ -157,9 +157,9 @@ class BatchedCalls:
 
     # ---- the calls
 
-    async def _acquire(self, tasks: asyncio.TaskGroup, asked: Sequence[_PendingAcquire]) -> None:
+    async def _acquire(self, tasks: asyncio.TaskGroup, pending: Sequence[_PendingAcquire]) -> None:
         """Acquire many queues with one stream, which ends as soon as no caller waits for it."""
-        batch = self._still_assigned(asked)
+        batch = self._still_assigned(pending)
         if not batch:
             return
         seq = self._session.next_acquire_seq()
@@ -191,13 +191,13 @@ class BatchedCalls:
         for one in batch:
             one.settle(error)
 
-    def _still_assigned(self, asked: Sequence[_PendingAcquire]) -> list[_PendingAcquire]:
+    def _still_assigned(self, pending: Sequence[_PendingAcquire]) -> list[_PendingAcquire]:
         """Return the requests that the group's record allows; refuse the others.
 
         The record may be newer than a request: then the queue is being revoked.
         """
         view = self._session.view
-        for one in asked:
+        for one in pending:
             if one.queue not in view.assigned:
                 one.settle(
                     NotAssigned(
@@ -205,7 +205,7 @@ class BatchedCalls:
                         retry_after_ms=100,
                     )
                 )
-        return [one for one in asked if not one.outcome.done()]
+        return [one for one in pending if not one.outcome.done()]
 
     async def _read(
         self,
@@ -260,14 +260,14 @@ class BatchedCalls:
         found: dict[QueueRef, storage_pb.QueryOffsetsOutcome | BatonError] = {}
 
         async def ask(broker: str) -> None:
-            asked = [queue for queue in queues if queue.broker == broker]
-            request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, asked))
+            own_queues = [queue for queue in queues if queue.broker == broker]
+            request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, own_queues))
             try:
                 stub = await self._session.directory.storage(broker)
                 answer = await answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
-                found.update(zip(asked, answer.outcomes, strict=True))
+                found.update(zip(own_queues, answer.outcomes, strict=True))
             except BatonError as error:
-                found.update(dict.fromkeys(asked, error))
+                found.update(dict.fromkeys(own_queues, error))
 
         async with asyncio.TaskGroup() as tasks:
             for broker in sorted({queue.broker for queue in queues}):

@@ -102,7 +102,7 @@ class Consumer:
 
     Raises on entering:
         SubscriptionConflict: the group has another subscription; the error names both clients.
-        ClientIdInUse: another live member of the group has the client id.
+        ClientIdInUse: another member of the group had the client id during `start_timeout_ms`.
         TopicNotFound, InvalidName: a topic does not exist, or a name is not valid.
         Unreachable: no nameserver answered within `start_timeout_ms`.
         DataLoss: the offsets file of a broadcasting member is damaged.

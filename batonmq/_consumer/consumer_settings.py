@@ -81,7 +81,8 @@ class ConsumerSettings:
         retry_first_ms: Delay before a failed message that is not sent back is handled again; it
             doubles with each failure.
         retry_ms_max: The longest such delay.
-        start_timeout_ms: How long to wait for a nameserver when the consumer starts.
+        start_timeout_ms: How long to wait for a nameserver when the consumer starts, and for the
+            end of an earlier process with the same client id: usually 5 s after it was killed.
         handle_signals: Whether the first SIGTERM or SIGINT stops the consumer: `run`, `run_batches`
             and the iteration end, and leaving the block drains. A second signal ends the program
             at once. From the start of `run`, `run_batches` or the iteration until the block is

@@ -60,7 +60,7 @@ class HandlerDeadlines:
             self._wake_at(next_s)
 
     def _wake_at(self, when_s: float) -> None:
-        """Check the calls then at the latest; an early check does no harm."""
+        """Check the calls at `when_s` or earlier; an early check does no harm."""
         if self._timer is None or when_s < self._timer.when():
             self.close()
             self._timer = self.loop.call_at(when_s, self._expire)
@@ -73,8 +73,8 @@ class HandlerCall:
     """One handler call: the block of a `with` statement, in the current task.
 
     Attributes:
-        expired: Whether the time was over. The block was cancelled then; unless it ended in another
-            way, TimeoutError is raised behind it, as by `asyncio.timeout`.
+        expired: Whether the limit was reached and the block cancelled. If the block ends by this
+            cancellation, the `with` statement raises TimeoutError, as `asyncio.timeout` does.
     """
 
     __slots__ = ("_cancelling", "_deadlines", "_task", "begin_s", "expired", "extended_ms")

@@ -16,7 +16,7 @@ from batonmq._common.rpc import differences_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer.group_view import GroupView
 from batonmq._consumer.session import Session
-from batonmq.errors import BatonError, Difference, Retry, Unreachable
+from batonmq.errors import BatonError, ClientIdInUse, Difference, Retry, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -81,20 +81,33 @@ class Membership:
         Args:
             timeout_ms: How long to try; None for no limit.
 
+        With a time limit, this member begins, and an earlier process with its client id may have
+        died a moment ago. The heartbeat is then repeated until that process is no member any more.
+
         Raises:
-            SubscriptionConflict, ClientIdInUse, TopicNotFound, InvalidName: the nameserver refused,
-                and a repetition would not help.
+            SubscriptionConflict, TopicNotFound, InvalidName: the nameserver refused, and a
+                repetition would not help.
+            ClientIdInUse: another process has the client id, for the whole time if it is limited.
             Unreachable: no nameserver answered in time.
         """
-        clock, failures = self._session.clock, 0
+        clock, failures, waited = self._session.clock, 0, False
         deadline_ms = None if timeout_ms is None else clock.monotonic_ms() + timeout_ms
         while True:
             try:
                 return await self._beat()
             except BatonError as error:
-                late = deadline_ms is not None and clock.monotonic_ms() > deadline_ms
-                if error.retry is Retry.NEVER or late:
+                late = deadline_ms is not None and clock.monotonic_ms() >= deadline_ms
+                waits = isinstance(error, ClientIdInUse) and timeout_ms is not None
+                if late or (error.retry is Retry.NEVER and not waits):
                     raise
+                if waits and not waited:
+                    waited = True
+                    log.warning(
+                        "client id is in use, waiting for the end of its session timeout_ms=%s "
+                        "error=%s",
+                        timeout_ms,
+                        error,
+                    )
                 log.debug("heartbeat is repeated error=%s", error)
                 await self._session.directory.pause(error, failures)
                 failures += 1

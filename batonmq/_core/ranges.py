@@ -22,19 +22,19 @@ def normalize(ranges: Iterable[Range]) -> list[Range]:
 
 def subtract(ranges: Sequence[Range], minus: Sequence[Range]) -> list[Range]:
     """Return the offsets of `ranges` that are not in `minus`; both are normalized."""
-    left: list[Range] = []
+    remaining: list[Range] = []
     for begin, end in ranges:
         first = begin
         index = max(bisect_right(minus, (first, first)) - 1, 0)
         while index < len(minus) and minus[index][0] < end:
             cut_first, cut_end = minus[index]
             if cut_first > first:
-                left.append((first, min(cut_first, end)))
+                remaining.append((first, min(cut_first, end)))
             first = max(first, cut_end)
             index += 1
         if first < end:
-            left.append((first, end))
-    return left
+            remaining.append((first, end))
+    return remaining
 
 
 def contains(ranges: Sequence[Range], offset: int) -> bool:

@@ -151,8 +151,8 @@ def properties_of(
 ) -> Mapping[str, str]:
     """Return the properties to add to a message that is sent back."""
     queue = origin.queue
-    shown = failure.error[:ERROR_CHARACTERS_MAX]
-    error = "".join(each if each.isprintable() else " " for each in shown)
+    first = failure.error[:ERROR_CHARACTERS_MAX]
+    error = "".join(each if each.isprintable() else " " for each in first)
     return {
         ORIGIN: f"{queue.topic}/{queue.broker}/{queue.queue_id}/{origin.offset}",
         ORIGIN_ID: origin.message_id,

@@ -7,11 +7,11 @@ from typing import Literal
 ConsumeFrom = Literal["first", "last", "timestamp"]
 
 TIMESTAMP_AGE_MS = 30 * 60 * 1000
-"""Without `start_unix_ms`, `timestamp` means so long before the consumer was created."""
+"""Without `start_unix_ms`, `timestamp` starts this long before the creation of the consumer."""
 
 
 def effective_start(consume_from: ConsumeFrom, *, retry: bool, added: bool) -> ConsumeFrom:
-    """Return where to start on one queue; `first` for queues that must not be skipped.
+    """Return where to start on one queue: `first` if none of its messages may be skipped.
 
     `last` also skips the few messages of a small, new topic.
 
@@ -22,7 +22,7 @@ def effective_start(consume_from: ConsumeFrom, *, retry: bool, added: bool) -> C
             sent to a group that existed, so none is skipped.
 
     Source: RocketMQ computePullFromWhere. Deviations: under `timestamp` RocketMQ starts at the end
-        of a retry topic, and of a small topic its broker delivers everything.
+        of a retry topic, and its broker delivers all messages of a small topic.
     """
     return "first" if retry or added else consume_from
 

@@ -28,6 +28,7 @@ from batonmq.errors import (
     QueueNotFound,
     Retry,
     SequenceGap,
+    Throttled,
     Unreachable,
 )
 
@@ -44,7 +45,7 @@ class NotSent(Unreachable):
 
 
 _OF_THE_QUEUE = (NotWritable, QueueNotFound)
-_NOT_STORED = (DiskFull, NotEnoughReplicas, NotSent, Overloaded, *_OF_THE_QUEUE)
+_NOT_STORED = (DiskFull, NotEnoughReplicas, NotSent, Overloaded, Throttled, *_OF_THE_QUEUE)
 """Errors which prove that this attempt stored nothing. `NotServing` does not: a disk that fails
 during a write reports it too."""
 
@@ -197,12 +198,14 @@ class BrokerSender:
         late_ms = now_ms - self._settings.delivery_timeout_ms
         retry = error.retry is not Retry.NEVER
         lost = isinstance(error, SequenceGap)  # a batch that was stored in memory only is lost
-        if retry and not no_queue and not lost:
+        throttled = isinstance(error, Throttled)  # the quota ends, not the broker
+        if retry and not no_queue and not lost and not throttled:
             self._results.broker_failed(self._broker)
         if retry and batch.begin_ms > late_ms:
             log.debug("append is retried queue=%s error=%s", sender.queue, error)
             sender.retry(new_epoch=lost)
-            self._results.reroute(sender)
+            if not throttled:
+                self._results.reroute(sender)
         elif retry or isinstance(error, DuplicateSequence | Internal):
             late = maybe_stored(error) if doubt and retry else _too_late(error, batch.unsure)
             self._results.settle(sender.unknown(), late)

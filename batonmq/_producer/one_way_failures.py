@@ -1,4 +1,4 @@
-"""Failures of one-way messages: their senders wait for no receipt."""
+"""Failures of one-way messages, for which the sender gets no receipt."""
 
 from __future__ import annotations
 

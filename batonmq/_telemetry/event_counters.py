@@ -55,18 +55,18 @@ class ConsumerEventCounter:
         handled, self._handled = self._handled, Counter()
         failed, self._failed = self._failed, Counter()
         for topic in handled.keys() | failed.keys():
-            told = pb.Handled(
+            counts = pb.Handled(
                 client_id=client_id, message_count=handled[topic], failed_count=failed[topic]
             )
-            yield pb.MetricEvent(queue=_of(self._group, topic), handled=told)
+            yield pb.MetricEvent(queue=_of(self._group, topic), handled=counts)
         retried, self._retried = self._retried, Counter()
         for topic, count in retried.items():
-            again = pb.Retried(client_id=client_id, message_count=count)
-            yield pb.MetricEvent(queue=_of(self._group, topic), retried=again)
+            retry = pb.Retried(client_id=client_id, message_count=count)
+            yield pb.MetricEvent(queue=_of(self._group, topic), retried=retry)
         dead, self._dead = self._dead, Counter()
         for topic, count in dead.items():
-            gone = pb.DeadLettered(client_id=client_id, message_count=count)
-            yield pb.MetricEvent(queue=_of(self._group, topic), dead_lettered=gone)
+            dead_lettered = pb.DeadLettered(client_id=client_id, message_count=count)
+            yield pb.MetricEvent(queue=_of(self._group, topic), dead_lettered=dead_lettered)
         yield from self._latencies.events()
 
 
@@ -94,8 +94,8 @@ class ProducerEventCounter:
 
     def _events(self) -> Iterator[pb.MetricEvent]:
         sent, self._sent = self._sent, {}
-        for topic, told in sent.items():
-            yield pb.MetricEvent(queue=_of("", topic), sent=told)
+        for topic, counts in sent.items():
+            yield pb.MetricEvent(queue=_of("", topic), sent=counts)
         yield from self._latencies.events()
 
 

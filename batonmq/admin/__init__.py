@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
     from batonmq.admin.operation import Operation
     from batonmq.admin.placement import GroupMove, OffsetsPlacement, locate_group, move_group
+    from batonmq.admin.quotas import IdentityQuota, QuotaLimits, Quotas
     from batonmq.admin.redriver import RedriveOptions, Redriver, RedriveResult
     from batonmq.admin.replication import (
         AcceptedLoss,
@@ -102,6 +103,7 @@ __all__ = [
     "GroupProgress",
     "GroupTrace",
     "IdentityGrants",
+    "IdentityQuota",
     "IssuedToken",
     "KeyMatches",
     "Lock",
@@ -123,6 +125,8 @@ __all__ = [
     "QueueExtent",
     "QueueProgress",
     "QueueStats",
+    "QuotaLimits",
+    "Quotas",
     "RecordedReset",
     "RedriveOptions",
     "RedriveResult",
@@ -183,6 +187,7 @@ _HOMES = {
     "GroupProgress": "batonmq.admin.group_reports",
     "GroupTrace": "batonmq.admin.message_tracer",
     "IdentityGrants": "batonmq.admin.access",
+    "IdentityQuota": "batonmq.admin.quotas",
     "IssuedToken": "batonmq.admin.access",
     "KeyMatches": "batonmq.admin.message_queries",
     "Lock": "batonmq.admin.reports",
@@ -217,6 +222,8 @@ _HOMES = {
     "ResetScope": "batonmq.admin.resets",
     "ResetStep": "batonmq.admin.resets",
     "Resets": "batonmq.admin.resets",
+    "QuotaLimits": "batonmq.admin.quotas",
+    "Quotas": "batonmq.admin.quotas",
     "Role": "batonmq.admin.access",
     "RoleGrant": "batonmq.admin.access",
     "ShiftBy": "batonmq._core.reset_targets",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,19 +42,28 @@ class IssuedToken:
 
     Attributes:
         by: Identity that created the token; empty if authorization was off.
+        expire_unix_ms: Wall clock from which on it is invalid; 0 for never.
+        scopes: It gives only permissions that one of these covers, too; none: all of its identity.
     """
 
     token_id: str
     create_unix_ms: int
     by: str
+    expire_unix_ms: int = 0
+    scopes: tuple[RoleGrant, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A new bearer token. The secret can't be read again later."""
+    """A new bearer token. The secret can't be read again later.
+
+    Attributes:
+        expire_unix_ms: Wall clock from which on it is invalid; 0 for never.
+    """
 
     token_id: str
     token: Secret
+    expire_unix_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +138,7 @@ class AccessControl:
                 IdentityGrants(
                     found.identity,
                     tuple(map(_from_pb, found.grants)),
-                    tuple(IssuedToken(t.token_id, t.create_unix_ms, t.by) for t in found.tokens),
+                    tuple(map(_token_from_pb, found.tokens)),
                 )
                 async for answer in iter_pages(page)
                 for found in answer.identities
@@ -143,15 +152,24 @@ class AccessControl:
         by = _from_pb(answer.by) if answer.HasField("by") else None
         return AccessCheck(answer.identity, answer.allowed, by, answer.access_on)
 
-    async def create_token(self, identity: str) -> NewToken:
+    async def create_token(
+        self, identity: str, *, ttl_ms: int = 0, scopes: Iterable[RoleGrant] = ()
+    ) -> NewToken:
         """Create a bearer token for an identity.
+
+        Args:
+            ttl_ms: Time until it expires, in milliseconds, up to ten years; 0 for never.
+            scopes: The token gives only permissions that one of these covers, too; none: all of the
+                identity.
 
         The call is not retried. If it fails, the token may exist although its secret is lost; find
         it with `list` and revoke it.
         """
-        request = pb.CreateTokenRequest(identity=identity)
+        request = pb.CreateTokenRequest(
+            identity=identity, ttl_ms=ttl_ms, scopes=map(_to_pb, scopes)
+        )
         answer = await answered(self._stub().CreateToken(request, timeout=CALL_TIMEOUT_S))
-        return NewToken(answer.token_id, Secret(answer.token))
+        return NewToken(answer.token_id, Secret(answer.token), answer.expire_unix_ms)
 
     async def revoke_token(self, token_id: str) -> bool:
         """Revoke a token; return False if it does not exist."""
@@ -173,3 +191,13 @@ def _to_pb(grant: RoleGrant) -> stored_access_pb2.AccessGrant:
 def _from_pb(grant: stored_access_pb2.AccessGrant) -> RoleGrant:
     role = stored_access_pb2.Role.Name(grant.role).removeprefix("ROLE_")
     return RoleGrant(Role[role], grant.resource)
+
+
+def _token_from_pb(token: stored_access_pb2.StoredToken) -> IssuedToken:
+    return IssuedToken(
+        token.token_id,
+        token.create_unix_ms,
+        token.by,
+        token.expire_unix_ms,
+        tuple(map(_from_pb, token.scopes)),
+    )

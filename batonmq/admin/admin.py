@@ -105,16 +105,16 @@ class Admin:
         await self.directory.close()
 
     async def create_topic(self, name: str, queue_count: int = 0) -> CreatedTopic:
-        """Create a topic, or return the existing one if it has the same settings.
+        """Create a topic, or return the existing one if it has the same number of queues.
 
         Args:
             name: 1 to 127 characters of A-Z a-z 0-9 _ % -.
-            queue_count: Number of queues on all brokers; 0 for the server's default, 8.
+            queue_count: Number of queues on all brokers together; 0 for 8.
 
         Raises:
             TopicExists: The topic exists with another number of queues.
-            InvalidName: The name is not valid.
-            LimitExceeded: There are too many queues.
+            InvalidName: The name is not valid, or reserved for the system.
+            LimitExceeded: `queue_count` is too large.
             NoBroker: No broker is registered.
         """
         request = pb.CreateTopicRequest(topic=name, queue_count=queue_count)
@@ -180,7 +180,10 @@ class Admin:
         return topic_from_pb(answer.topic)
 
     async def delete_topic(self, name: str) -> None:
-        """Delete a topic and all its messages. Not retried.
+        """Delete a topic: its messages can't be read any more. Not retried.
+
+        Their bytes stay on the disks of the brokers until retention removes the log segments that
+        contain them.
 
         Raises:
             TopicNotFound: The topic does not exist. After a failed call this may mean that the
@@ -194,17 +197,23 @@ class Admin:
 
     async def cluster(self) -> ClusterNodes:
         """Return the live processes of the cluster."""
-        asked = ""
+        address = ""
 
         def describe(limit_s: float) -> Awaitable[pb.DescribeClusterResponse]:
-            nonlocal asked
-            asked = self.directory.nameserver_address
+            nonlocal address
+            address = self.directory.nameserver_address
             request = pb.DescribeClusterRequest()
             return self.directory.nameserver().DescribeCluster(request, timeout=limit_s)
 
         answer = await self.ask(describe)
-        nodes = tuple(map(node_from_pb, with_reachable_addresses(answer.nodes, asked)))
-        return ClusterNodes(answer.cluster, answer.generation, nodes)
+        nodes = tuple(map(node_from_pb, with_reachable_addresses(answer.nodes, address)))
+        return ClusterNodes(
+            answer.cluster,
+            answer.generation,
+            nodes,
+            tuple(answer.etcd_alarms),
+            answer.etcd_db_bytes,
+        )
 
     async def list_groups(self) -> tuple[Group, ...]:
         """Return all groups by name, including groups without members."""
@@ -236,9 +245,9 @@ class Admin:
         (group, refused), topics = await self._described(name), await self.list_topics()
         problems: list[str] = []
         async with asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(_or_problem("offsets", self.progress(name), (), problems))
+            reading = tasks.create_task(_or_problem("offsets", self.progress(name), (), problems))
             locks = tasks.create_task(_or_problem("lockmgr", self.list_locks(name), (), problems))
-        progress = asked.result()
+        progress = reading.result()
         wanted = {subscription.topic for subscription in group.subscriptions}
         queues = {queue for topic in topics if topic.name in wanted for queue in topic.queues}
         queues.update(queue_from_pb(found.queue.queue) for found in progress)
@@ -408,12 +417,12 @@ class Admin:
             by_broker[queue.broker].append(queue)
         problems: list[str] = []
         async with asyncio.TaskGroup() as tasks:
-            asked = [
+            calls = [
                 tasks.create_task(_or_problem(broker, self._extents_at(broker, here), {}, problems))
                 for broker, here in by_broker.items()
             ]
-        found = {queue: extent for task in asked for queue, extent in task.result().items()}
-        return found, tuple(problems)
+        offsets = {queue: extent for task in calls for queue, extent in task.result().items()}
+        return offsets, tuple(problems)
 
     async def _described(self, name: str) -> tuple[Group, tuple[RefusedClient, ...]]:
         request = pb.DescribeGroupRequest(group=name)

@@ -130,8 +130,8 @@ class MessageQueries:
         )
         brokers = sorted({queue.broker for queue in detail.topic.queues})
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._with_key(broker, request)) for broker in brokers]
-        parts = [task.result() for task in asked]
+            calls = [tasks.create_task(self._with_key(broker, request)) for broker in brokers]
+        parts = [task.result() for task in calls]
         messages = sorted(
             (message for part in parts for message in part.messages),
             key=lambda message: message.store_unix_ms,

@@ -153,12 +153,12 @@ class MessageTracer:
             or _expression(group, origin) is not None
         ]
         async with asyncio.TaskGroup() as tasks:
-            asked = [
+            calls = [
                 tasks.create_task(self._group(group, message, origin, kept, topics))
                 for group in related
             ]
-        found = tuple(task.result() for task in asked)
-        return TraceReport(message, origin, kept, found, tuple(self._problems))
+        traces = tuple(task.result() for task in calls)
+        return TraceReport(message, origin, kept, traces, tuple(self._problems))
 
     async def _original(self, message: StoredMessage) -> tuple[StoredMessage, Origin, bool]:
         found = origin_of(message.properties)
@@ -258,14 +258,14 @@ class MessageTracer:
         self, groups: Iterable[Group], queues: Sequence[QueueRef]
     ) -> dict[tuple[str, QueueRef], CurrentProgress]:
         """Return the progress of groups on queues; without queues that have none."""
-        found = {}
+        progress_by_key = {}
         for group in groups:
-            asked = list(dict.fromkeys(queues))
-            for start in range(0, len(asked), QUERIES_PER_CALL):
-                part = asked[start : start + QUERIES_PER_CALL]
+            distinct = list(dict.fromkeys(queues))
+            for start in range(0, len(distinct), QUERIES_PER_CALL):
+                part = distinct[start : start + QUERIES_PER_CALL]
                 for queue, progress in (await self._progress_of(group, part)).items():
-                    found[group.name, queue] = progress
-        return found
+                    progress_by_key[group.name, queue] = progress
+        return progress_by_key
 
     async def _progress_of(
         self, group: Group, queues: Sequence[QueueRef]
@@ -337,21 +337,21 @@ def _copied_from(message: StoredMessage) -> str | None:
 
 
 def _copy(kind: str, message: StoredMessage) -> MessageCopy:
-    told = message.properties if kind != "original" else {}
+    added = message.properties if kind != "original" else {}
     return MessageCopy(
         kind=kind,
         message_id=message.message_id,
         queue=message.queue,
         offset=message.offset,
         store_unix_ms=message.store_unix_ms,
-        reason=told.get(REASON, ""),
-        error=told.get(ERROR, ""),
-        client_id=told.get(CLIENT, ""),
-        attempts=_number(told.get(ATTEMPTS, "")),
-        former_attempts=_number(told.get(FORMER_ATTEMPTS, "")),
-        replay_id=told.get(REDRIVE_ID, ""),
-        redriven_by=told.get(REDRIVEN_BY, ""),
-        redriven_from=told.get(REDRIVEN_FROM, ""),
+        reason=added.get(REASON, ""),
+        error=added.get(ERROR, ""),
+        client_id=added.get(CLIENT, ""),
+        attempts=_number(added.get(ATTEMPTS, "")),
+        former_attempts=_number(added.get(FORMER_ATTEMPTS, "")),
+        replay_id=added.get(REDRIVE_ID, ""),
+        redriven_by=added.get(REDRIVEN_BY, ""),
+        redriven_from=added.get(REDRIVEN_FROM, ""),
         trace=None,
         token=None,
         owner=None,

@@ -37,7 +37,7 @@ class GroupMove:
 
 
 async def locate_group(admin: Admin, group: str) -> OffsetsPlacement:
-    """Return the placement of a group; a new group is placed by this call.
+    """Return the placement of a group; this call places a group that has none.
 
     Raises:
         OffsetsUnreachable: The group has no placement yet, and no offsets node is registered.
@@ -46,7 +46,7 @@ async def locate_group(admin: Admin, group: str) -> OffsetsPlacement:
     answer = await admin.ask(
         lambda limit_s: admin.directory.nameserver().LocateGroup(request, timeout=limit_s)
     )
-    return _place(answer.placement)
+    return _placement(answer.placement)
 
 
 async def move_group(
@@ -70,8 +70,8 @@ async def move_group(
     answer = await admin.ask(
         lambda limit_s: admin.directory.nameserver().MoveGroup(request, timeout=limit_s)
     )
-    return GroupMove(group, _place(answer.before), _place(answer.placement))
+    return GroupMove(group, _placement(answer.before), _placement(answer.placement))
 
 
-def _place(place: pb.Placement) -> OffsetsPlacement:
-    return OffsetsPlacement(place.offsets_set, place.move, place.from_set)
+def _placement(message: pb.Placement) -> OffsetsPlacement:
+    return OffsetsPlacement(message.offsets_set, message.move, message.from_set)

@@ -93,11 +93,18 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNodes:
-    """The live processes, by service and node id."""
+    """The live processes, by service and node id.
+
+    Attributes:
+        etcd_alarms: Alarms of etcd; with NOSPACE it accepts no writes.
+        etcd_db_bytes: Size of the file of an etcd member, in bytes; 0 if it is not known.
+    """
 
     name: str
     generation: int
     nodes: tuple[Node, ...]
+    etcd_alarms: tuple[str, ...] = ()
+    etcd_db_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,10 +326,10 @@ class Resets:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                asked = {queue: tasks.create_task(find(queue)) for queue in queues}
+                calls = {queue: tasks.create_task(find(queue)) for queue in queues}
         except BaseExceptionGroup as group:
             raise only_error(group) from None
-        return {queue: task.result() for queue, task in asked.items()}
+        return {queue: task.result() for queue, task in calls.items()}
 
 
 def queues_in(
@@ -345,15 +345,15 @@ def queues_in(
         TopicNotFound, QueueNotFound: The topic or queue of the scope does not exist.
         InvalidArgument: The scope has no queue.
     """
-    there = {topic.name: topic for topic in topics}
-    if scope.topic and scope.topic not in there:
+    by_name = {topic.name: topic for topic in topics}
+    if scope.topic and scope.topic not in by_name:
         raise TopicNotFound(
             f"topic {scope.topic} does not exist", detail=TopicNotFoundDetail(topic=scope.topic)
         )
     wanted = {subscription.topic for subscription in group.subscriptions}
     wanted |= {queue.topic for queue in progress}
-    names = {scope.topic} if scope.topic else wanted & there.keys() - {retry_topic(group.name)}
-    queues = sorted(queue for name in names for queue in there[name].queues)
+    names = {scope.topic} if scope.topic else wanted & by_name.keys() - {retry_topic(group.name)}
+    queues = sorted(queue for name in names for queue in by_name[name].queues)
     if not queues:
         raise InvalidArgument(
             f"group {group.name} subscribes to no topic and has no progress",

@@ -62,7 +62,7 @@ class TopicStats:
         now_s = asyncio.get_running_loop().time()
         problems = list(detail.problems)
         async with asyncio.TaskGroup() as tasks:
-            asked = {
+            calls = {
                 held.queue: tasks.create_task(
                     self._last_store(held.queue, held.first_offset, held.next_offset, problems)
                 )
@@ -74,7 +74,7 @@ class TopicStats:
                 held.queue,
                 held.first_offset,
                 held.next_offset,
-                asked[held.queue].result(),
+                calls[held.queue].result(),
                 self._rate(held.queue, held.next_offset, now_s),
             )
             for held in detail.queues

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import click
 from click.exceptions import Exit
 
+from batonmq._core.delays import parse_duration_ms
 from batonmq.admin.access import AccessCheck, AccessControl, IdentityGrants, Role, RoleGrant
 from batonmq.cli.command_classes import LazyGroup, argument
 from batonmq.cli.output import Columns, Item, OutputFormat, wall_time
@@ -43,6 +44,8 @@ _HELD: Columns = {
     **_GRANTS,
     "TOKEN": "token_id",
     "CREATED": lambda item: item["token_id"] and wall_time(item["create_unix_ms"]),
+    "EXPIRES": lambda item: wall_time(item["expire_unix_ms"]) if item["expire_unix_ms"] else None,
+    "SCOPES": lambda item: ", ".join(f"{s['role']} {s['resource']}" for s in item["scopes"] or ()),
     "BY": "by",
 }
 
@@ -111,7 +114,8 @@ async def _list(session: CommandSession, identity: str) -> None:
 
 def _items(one: IdentityGrants) -> list[Item]:
     """Return an item for each grant and for each token."""
-    nothing = {"role": None, "resource": None, "token_id": None, "create_unix_ms": None, "by": None}
+    names = ("role", "resource", "token_id", "create_unix_ms", "by", "expire_unix_ms", "scopes")
+    nothing = dict.fromkeys(names)
     held = [*map(asdict, one.grants), *map(asdict, one.tokens)]
     return [{"identity": one.identity, **nothing, **item} for item in held]
 
@@ -150,26 +154,65 @@ async def _check(session: CommandSession, wanted: RoleGrant, identity: str) -> A
     metavar="FILE",
     help="Write the token to a new file that only its owner can read.",
 )
+@click.option(
+    "--ttl",
+    default="",
+    metavar="SPAN",
+    help="Time until it expires, such as 30d; by default never.",
+)
+@click.option(
+    "--scope",
+    "scopes",
+    type=(click.Choice([role.value for role in Role]), str),
+    multiple=True,
+    metavar="ROLE RESOURCE",
+    help="The token gives only permissions that this covers, too; may be given several times.",
+)
 @cluster_session
-def create(session: CommandSession, identity: str, file: Path | None) -> None:
+def create(
+    session: CommandSession,
+    identity: str,
+    file: Path | None,
+    ttl: str,
+    scopes: tuple[tuple[str, str], ...],
+) -> None:
     """Create a bearer token of an identity. It is shown once and not stored."""
+    limits = _TokenLimits(
+        parse_duration_ms(ttl) if ttl else 0,
+        tuple(RoleGrant(Role(role), resource) for role, resource in scopes),
+    )
     if file is not None and file.exists():
         session.output.failure("FILE_EXISTS", f"{file} exists already", "Give another name.")
         raise Exit(1)
-    session.run(_create(session, identity, file))
+    session.run(_create(session, identity, file, limits))
 
 
-async def _create(session: CommandSession, identity: str, file: Path | None) -> None:
+@dataclass(frozen=True, slots=True)
+class _TokenLimits:
+    ttl_ms: int
+    scopes: tuple[RoleGrant, ...]
+
+
+async def _create(
+    session: CommandSession, identity: str, file: Path | None, limits: _TokenLimits
+) -> None:
     if file is not None:  # checked first: a token that can't be written would be lost
         await asyncio.to_thread(file.touch, 0o600, exist_ok=False)
     try:
         async with session.admin() as admin:
-            made = await AccessControl(admin).create_token(identity)
+            made = await AccessControl(admin).create_token(
+                identity, ttl_ms=limits.ttl_ms, scopes=limits.scopes
+            )
     except BaseException:
         if file is not None:
             await asyncio.to_thread(file.unlink)
         raise
-    token, item = made.token.reveal(), {"identity": identity, "token_id": made.token_id}
+    token = made.token.reveal()
+    item = {
+        "identity": identity,
+        "token_id": made.token_id,
+        "expire_unix_ms": made.expire_unix_ms or None,
+    }
     if file is not None:
         await asyncio.to_thread(file.write_text, f"{token}\n")
         session.output.line({**item, "file": str(file)}, f"token {made.token_id} is in {file}")

@@ -36,6 +36,10 @@ commands = LazyGroup(
 
 SERVICES = ("lockmgr", "nameserver", "offsets", "storage")
 _HEALTH_TIMEOUT_S = 2.0
+_ALARMS = {
+    "NOSPACE": "it accepts no writes. Compact and defragment it, then disarm the alarm",
+    "CORRUPT": "the data of a member are damaged. Replace that member",
+}
 
 
 def _lag_text(item: Item) -> str | None:
@@ -110,7 +114,7 @@ def status(session: CommandSession) -> None:
 
     For offsets and storage also whether a replica is in sync, and its lag behind the leader: LAG
     counts changes for offsets, and bytes of the log for storage. Exit status 1 if a process is not
-    healthy, a service has no leader, or a replica can't follow its leader.
+    healthy, a service has no leader, a replica can't follow its leader, or etcd has an alarm.
     """
     session.run(_status(session))
 
@@ -121,12 +125,12 @@ async def _status(session: CommandSession) -> None:
         copies, problems = await replicas(admin, found.nodes)
     connect, now_unix_ms = admin.directory.connect, Clock().unix_ms()
     async with asyncio.TaskGroup() as tasks:
-        asked = [
+        checks = [
             tasks.create_task(_check_health(node, connect, now_unix_ms)) for node in found.nodes
         ]
     nodes = [
         task.result() | _copy_of(node, copies)
-        for node, task in zip(found.nodes, asked, strict=True)
+        for node, task in zip(found.nodes, checks, strict=True)
     ]
     problems += _stuck(copies)
     led = {(node.service, node.replica_set) for node in found.nodes if node.leader}
@@ -135,13 +139,21 @@ async def _status(session: CommandSession) -> None:
     sets = {(n.service, n.replica_set) for n in found.nodes if n.service in ("offsets", "storage")}
     missing += [f"{service} {name}" for service, name in sorted(sets - led) if service in services]
     session.output.detail(
-        {"name": found.name, "generation": found.generation, "nodes": nodes, "missing": missing},
+        {
+            "name": found.name,
+            "generation": found.generation,
+            "nodes": nodes,
+            "missing": missing,
+            "etcd_alarms": list(found.etcd_alarms),
+            "etcd_db_bytes": found.etcd_db_bytes,
+        },
         nodes,
         _COLUMNS,
         _MORE_COLUMNS,
     )
     session.output.problems(
-        [f"{service} has no leader" for service in missing]
+        [f"etcd has the alarm {alarm}: {_ALARMS.get(alarm, '')}" for alarm in found.etcd_alarms]
+        + [f"{service} has no leader" for service in missing]
         + [
             f"{node['service']} {node['node_id']} is {node['health']}"
             for node in nodes

@@ -64,9 +64,9 @@ class LazyCommand:
     def load(self) -> click.Command:
         """Import the command."""
         module, _, name = self.target.partition(":")
-        found = getattr(importlib.import_module(module), name)
-        assert isinstance(found, click.Command)
-        return found
+        loaded = getattr(importlib.import_module(module), name)
+        assert isinstance(loaded, click.Command)
+        return loaded
 
 
 class LazyGroup(click.Group):
@@ -116,13 +116,13 @@ class LazyGroup(click.Group):
         """Return name and summary of each command that is not hidden."""
         rows = []
         for name in self.list_commands(ctx):
-            known = self.lazy.get(name) or super().get_command(ctx, name)
-            if known is None or known.hidden:
+            one = self.lazy.get(name) or super().get_command(ctx, name)
+            if one is None or one.hidden:
                 continue
-            summary = known.summary if isinstance(known, LazyCommand) else _summary(known)
+            summary = one.summary if isinstance(one, LazyCommand) else _summary(one)
             rows.append((name, summary))
         return rows
 
 
-def _summary(known: click.Command) -> str:
-    return known.get_short_help_str(limit=200)
+def _summary(loaded: click.Command) -> str:
+    return loaded.get_short_help_str(limit=200)

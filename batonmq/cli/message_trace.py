@@ -143,8 +143,8 @@ def _events(found: TraceReport) -> Iterator[dict[str, Any]]:
         yield _event(message.store_unix_ms, "stored", _stored(message))
         scheduled = message.scheduled_unix_ms
         if scheduled is not None:
-            asked = f"scheduled for delivery at {wall_time(scheduled)}"
-            yield _event(message.born_unix_ms, "scheduled", asked)
+            text = f"scheduled for delivery at {wall_time(scheduled)}"
+            yield _event(message.born_unix_ms, "scheduled", text)
     else:
         yield _event(
             message.born_unix_ms, "born", f"{origin.message_id} {place}, which is deleted already"

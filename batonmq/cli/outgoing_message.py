@@ -109,7 +109,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a string or an integer",
     ),
 }
-"""By key: whether a value is allowed, and what it must be. All other values are strings."""
+"""For each key, a check of its value and the expected form. Values of other keys are strings."""
 
 
 def _check(key: str, value: object) -> None:
@@ -129,10 +129,10 @@ def _read_line(text: bytes) -> _Line:
         InvalidArgument: a key is unknown, or a value is not allowed.
         ValueError: the line is not UTF-8 or not JSON.
     """
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise InvalidArgument(f"the line must be a JSON object, got {_short(found)}")
-    values = {key: value for key, value in found.items() if key not in _IGNORED}
+    parsed = json.loads(text)
+    if not isinstance(parsed, dict):
+        raise InvalidArgument(f"the line must be a JSON object, got {_short(parsed)}")
+    values = {key: value for key, value in parsed.items() if key not in _IGNORED}
     unknown = sorted(values.keys() - set(_Line.__slots__))
     if unknown:
         raise InvalidArgument(f"{unknown[0]}: unknown key; known: {', '.join(_Line.__slots__)}")

@@ -185,8 +185,8 @@ def duration(milliseconds: int) -> str:
     if seconds == 0:
         return f"{max(milliseconds, 0)}ms"
     parts = [(seconds // 86_400, "d"), (seconds // 3600 % 24, "h"), (seconds // 60 % 60, "m")]
-    shown = [f"{count}{unit}" for count, unit in [*parts, (seconds % 60, "s")] if count]
-    return "".join(shown[:2])
+    texts = [f"{count}{unit}" for count, unit in [*parts, (seconds % 60, "s")] if count]
+    return "".join(texts[:2])
 
 
 def counted(number: int, noun: str) -> str:

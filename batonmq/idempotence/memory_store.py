@@ -32,9 +32,9 @@ class MemoryStore:
         """See `Store.put`."""
         now_ms = self._clock.monotonic_ms()
         self._expire(now_ms)
-        there = self._entries.get(key)
-        if there is not None and there.value != owner:
-            return there.value
+        entry = self._entries.get(key)
+        if entry is not None and entry.value != owner:
+            return entry.value
         self._entries[key] = _Entry(value, now_ms + keep_ms)
         heapq.heappush(self._expiries, (now_ms + keep_ms, key))
         return value
@@ -42,13 +42,13 @@ class MemoryStore:
     async def remove(self, key: str, owner: str) -> None:
         """See `Store.remove`."""
         self._expire(self._clock.monotonic_ms())
-        there = self._entries.get(key)
-        if there is not None and there.value == owner:
+        entry = self._entries.get(key)
+        if entry is not None and entry.value == owner:
             del self._entries[key]
 
     def _expire(self, now_ms: int) -> None:
         while self._expiries and self._expiries[0][0] <= now_ms:
             _, key = heapq.heappop(self._expiries)
-            there = self._entries.get(key)
-            if there is not None and there.expires_monotonic_ms <= now_ms:
+            entry = self._entries.get(key)
+            if entry is not None and entry.expires_monotonic_ms <= now_ms:
                 del self._entries[key]

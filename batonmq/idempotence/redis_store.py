@@ -52,8 +52,8 @@ class RedisStore:
 
     async def put(self, key: str, owner: str, value: str, keep_ms: int) -> str:
         """See `Store.put`."""
-        there = await self._put(keys=[self._key(key)], args=[owner, value, keep_ms])
-        return there.decode() if isinstance(there, bytes) else str(there)
+        stored = await self._put(keys=[self._key(key)], args=[owner, value, keep_ms])
+        return stored.decode() if isinstance(stored, bytes) else str(stored)
 
     async def remove(self, key: str, owner: str) -> None:
         """See `Store.remove`."""

@@ -102,8 +102,8 @@ class SqlStore:
             if connection.execute(write).rowcount == 1:
                 return value
             # Same transaction: the previous statement has locked the row.
-            there = connection.execute(sa.select(CLAIMS.c.value).where(self._is(key)))
-            return str(there.scalar_one())
+            stored = connection.execute(sa.select(CLAIMS.c.value).where(self._is(key)))
+            return str(stored.scalar_one())
 
     def _run(self, statement: sa.Delete) -> int:
         with self._engine.begin() as connection:

@@ -20,6 +20,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _AlarmType:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AlarmTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlarmType.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NONE: _AlarmType.ValueType  # 0
+    """None: all kinds in a request."""
+    NOSPACE: _AlarmType.ValueType  # 1
+    """The space quota is used up."""
+    CORRUPT: _AlarmType.ValueType  # 2
+    """The data of a member are damaged."""
+
+class AlarmType(_AlarmType, metaclass=_AlarmTypeEnumTypeWrapper):
+    """Kind of an alarm."""
+
+NONE: AlarmType.ValueType  # 0
+"""None: all kinds in a request."""
+NOSPACE: AlarmType.ValueType  # 1
+"""The space quota is used up."""
+CORRUPT: AlarmType.ValueType  # 2
+"""The data of a member are damaged."""
+Global___AlarmType: _TypeAlias = AlarmType  # noqa: Y015
+
 @_typing.final
 class ResponseHeader(_message.Message):
     """Head of every response."""
@@ -671,3 +695,183 @@ class LeaseTimeToLiveResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseTimeToLiveResponse: _TypeAlias = LeaseTimeToLiveResponse  # noqa: Y015
+
+@_typing.final
+class AlarmRequest(_message.Message):
+    """Lists or disarms alarms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _AlarmAction:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _AlarmActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[AlarmRequest._AlarmAction.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        GET: AlarmRequest._AlarmAction.ValueType  # 0
+        """List the alarms."""
+        ACTIVATE: AlarmRequest._AlarmAction.ValueType  # 1
+        """Raise an alarm."""
+        DEACTIVATE: AlarmRequest._AlarmAction.ValueType  # 2
+        """Disarm an alarm."""
+
+    class AlarmAction(_AlarmAction, metaclass=_AlarmActionEnumTypeWrapper):
+        """What to do."""
+
+    GET: AlarmRequest.AlarmAction.ValueType  # 0
+    """List the alarms."""
+    ACTIVATE: AlarmRequest.AlarmAction.ValueType  # 1
+    """Raise an alarm."""
+    DEACTIVATE: AlarmRequest.AlarmAction.ValueType  # 2
+    """Disarm an alarm."""
+
+    ACTION_FIELD_NUMBER: _builtins.int
+    MEMBERID_FIELD_NUMBER: _builtins.int
+    ALARM_FIELD_NUMBER: _builtins.int
+    action: Global___AlarmRequest.AlarmAction.ValueType
+    """What to do."""
+    memberID: _builtins.int
+    """The member; 0 for all."""
+    alarm: Global___AlarmType.ValueType
+    """The kind."""
+    def __init__(
+        self,
+        *,
+        action: Global___AlarmRequest.AlarmAction.ValueType = ...,
+        memberID: _builtins.int = ...,
+        alarm: Global___AlarmType.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "alarm", b"alarm", "memberID", b"memberID"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlarmRequest: _TypeAlias = AlarmRequest  # noqa: Y015
+
+@_typing.final
+class AlarmMember(_message.Message):
+    """An alarm of a member."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERID_FIELD_NUMBER: _builtins.int
+    ALARM_FIELD_NUMBER: _builtins.int
+    memberID: _builtins.int
+    """The member."""
+    alarm: Global___AlarmType.ValueType
+    """The kind."""
+    def __init__(
+        self,
+        *,
+        memberID: _builtins.int = ...,
+        alarm: Global___AlarmType.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarm", b"alarm", "memberID", b"memberID"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlarmMember: _TypeAlias = AlarmMember  # noqa: Y015
+
+@_typing.final
+class AlarmResponse(_message.Message):
+    """The alarms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALARMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def alarms(self) -> _containers.RepeatedCompositeFieldContainer[Global___AlarmMember]:
+        """Alarms of all members."""
+
+    def __init__(
+        self,
+        *,
+        alarms: _abc.Iterable[Global___AlarmMember] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlarmResponse: _TypeAlias = AlarmResponse  # noqa: Y015
+
+@_typing.final
+class StatusRequest(_message.Message):
+    """Asks for the state of a member."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
+
+@_typing.final
+class StatusResponse(_message.Message):
+    """State of a member."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DBSIZE_FIELD_NUMBER: _builtins.int
+    DBSIZEINUSE_FIELD_NUMBER: _builtins.int
+    dbSize: _builtins.int
+    """Size of its file in bytes, free pages included."""
+    dbSizeInUse: _builtins.int
+    """Bytes of the file that are in use."""
+    def __init__(
+        self,
+        *,
+        dbSize: _builtins.int = ...,
+        dbSizeInUse: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dbSize", b"dbSize", "dbSizeInUse", b"dbSizeInUse"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class DefragmentRequest(_message.Message):
+    """Asks a member to defragment its file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DefragmentRequest: _TypeAlias = DefragmentRequest  # noqa: Y015
+
+@_typing.final
+class DefragmentResponse(_message.Message):
+    """Answers the end of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DefragmentResponse: _TypeAlias = DefragmentResponse  # noqa: Y015

@@ -515,3 +515,167 @@ class Lease:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class MaintenanceStub:
+    """The state of etcd itself.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Alarm = channel.unary_unary(
+                '/etcdserverpb.Maintenance/Alarm',
+                request_serializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.AlarmRequest.SerializeToString,
+                response_deserializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.AlarmResponse.FromString,
+                _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/etcdserverpb.Maintenance/Status',
+                request_serializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.StatusRequest.SerializeToString,
+                response_deserializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.StatusResponse.FromString,
+                _registered_method=True)
+        self.Defragment = channel.unary_unary(
+                '/etcdserverpb.Maintenance/Defragment',
+                request_serializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.DefragmentRequest.SerializeToString,
+                response_deserializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.DefragmentResponse.FromString,
+                _registered_method=True)
+
+
+class MaintenanceServicer:
+    """The state of etcd itself.
+    """
+
+    def Alarm(self, request, context):
+        """Lists or disarms alarms; while there is the alarm NOSPACE, etcd accepts no writes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Status(self, request, context):
+        """Tells the state of the asked member.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Defragment(self, request, context):
+        """Gives free pages of the asked member back to its disk; tests call it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_MaintenanceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Alarm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Alarm,
+                    request_deserializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.AlarmRequest.FromString,
+                    response_serializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.AlarmResponse.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.StatusRequest.FromString,
+                    response_serializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.StatusResponse.SerializeToString,
+            ),
+            'Defragment': grpc.unary_unary_rpc_method_handler(
+                    servicer.Defragment,
+                    request_deserializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.DefragmentRequest.FromString,
+                    response_serializer=batonmq__server_dot_etcd__api_dot_rpc__pb2.DefragmentResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'etcdserverpb.Maintenance', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('etcdserverpb.Maintenance', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Maintenance:
+    """The state of etcd itself.
+    """
+
+    @staticmethod
+    def Alarm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Maintenance/Alarm',
+            batonmq__server_dot_etcd__api_dot_rpc__pb2.AlarmRequest.SerializeToString,
+            batonmq__server_dot_etcd__api_dot_rpc__pb2.AlarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Maintenance/Status',
+            batonmq__server_dot_etcd__api_dot_rpc__pb2.StatusRequest.SerializeToString,
+            batonmq__server_dot_etcd__api_dot_rpc__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Defragment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Maintenance/Defragment',
+            batonmq__server_dot_etcd__api_dot_rpc__pb2.DefragmentRequest.SerializeToString,
+            batonmq__server_dot_etcd__api_dot_rpc__pb2.DefragmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

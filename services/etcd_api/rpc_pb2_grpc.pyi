@@ -190,3 +190,58 @@ class LeaseServicer(metaclass=_abc_1.ABCMeta):
         """Tells how much time a lease has left."""
 
 def add_LeaseServicer_to_server(servicer: LeaseServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class MaintenanceStub:
+    """The state of etcd itself."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> MaintenanceAsyncStub: ...
+    Alarm: _grpc.UnaryUnaryMultiCallable[_rpc_pb2.AlarmRequest, _rpc_pb2.AlarmResponse]
+    """Lists or disarms alarms; while there is the alarm NOSPACE, etcd accepts no writes."""
+    Status: _grpc.UnaryUnaryMultiCallable[_rpc_pb2.StatusRequest, _rpc_pb2.StatusResponse]
+    """Tells the state of the asked member."""
+    Defragment: _grpc.UnaryUnaryMultiCallable[_rpc_pb2.DefragmentRequest, _rpc_pb2.DefragmentResponse]
+    """Gives free pages of the asked member back to its disk; tests call it."""
+
+@_typing.type_check_only
+class MaintenanceAsyncStub(MaintenanceStub):
+    """The state of etcd itself."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Alarm: _aio.UnaryUnaryMultiCallable[_rpc_pb2.AlarmRequest, _rpc_pb2.AlarmResponse]  # type: ignore[assignment]
+    """Lists or disarms alarms; while there is the alarm NOSPACE, etcd accepts no writes."""
+    Status: _aio.UnaryUnaryMultiCallable[_rpc_pb2.StatusRequest, _rpc_pb2.StatusResponse]  # type: ignore[assignment]
+    """Tells the state of the asked member."""
+    Defragment: _aio.UnaryUnaryMultiCallable[_rpc_pb2.DefragmentRequest, _rpc_pb2.DefragmentResponse]  # type: ignore[assignment]
+    """Gives free pages of the asked member back to its disk; tests call it."""
+
+class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
+    """The state of etcd itself."""
+
+    @_abc_1.abstractmethod
+    def Alarm(
+        self,
+        request: _rpc_pb2.AlarmRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rpc_pb2.AlarmResponse, _abc.Awaitable[_rpc_pb2.AlarmResponse]]:
+        """Lists or disarms alarms; while there is the alarm NOSPACE, etcd accepts no writes."""
+
+    @_abc_1.abstractmethod
+    def Status(
+        self,
+        request: _rpc_pb2.StatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rpc_pb2.StatusResponse, _abc.Awaitable[_rpc_pb2.StatusResponse]]:
+        """Tells the state of the asked member."""
+
+    @_abc_1.abstractmethod
+    def Defragment(
+        self,
+        request: _rpc_pb2.DefragmentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rpc_pb2.DefragmentResponse, _abc.Awaitable[_rpc_pb2.DefragmentResponse]]:
+        """Gives free pages of the asked member back to its disk; tests call it."""
+
+def add_MaintenanceServicer_to_server(servicer: MaintenanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

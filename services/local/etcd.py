@@ -114,12 +114,15 @@ def etcd_members(
     log_paths: Sequence[Path],
     hosts: Mapping[str, ProcessHost],
     security: Security | None = None,
+    *,
+    fsync: bool = True,
 ) -> list[EtcdProcess]:
     """Return the members of one etcd, called `etcd`, `etcd-1` and so on.
 
     Args:
         hosts: Hosts of the members that are not on loopback, by name.
         security: Certificate for each other and for clients; None for no TLS.
+        fsync: See `EtcdProcess`.
     """
     names = [f"etcd-{number}" if number else "etcd" for number in range(len(data_dirs))]
     at = {name: hosts.get(name, LOOPBACK) for name in names}
@@ -135,6 +138,7 @@ def etcd_members(
             members=peers,
             host=at[name],
             security=security,
+            fsync=fsync,
         )
         for name, folder, log_path in zip(names, data_dirs, log_paths, strict=True)
     ]
@@ -153,9 +157,12 @@ class EtcdProcess:
         members: Peer addresses of all members by name, if there are several.
         host: Where it runs.
         security: Its certificate; clients need a certificate of the same authority.
+        quota_bytes: Size of its file at which it accepts no more writes; 0 for etcd's default.
+        fsync: Whether data is on the disk before etcd answers. Without, data survives `kill -9`
+            but no power cut, and a write takes a quarter of the time.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only, each with a default
         self,
         data_dir: Path,
         *,
@@ -164,6 +171,8 @@ class EtcdProcess:
         members: Mapping[str, str] | None = None,
         host: ProcessHost = LOOPBACK,
         security: Security | None = None,
+        quota_bytes: int = 0,
+        fsync: bool = True,
     ) -> None:
         data_dir = data_dir.absolute()
         ports = _ports(data_dir)
@@ -186,9 +195,11 @@ class EtcdProcess:
                     f"--initial-advertise-peer-urls={peer}",
                     f"--initial-cluster={','.join(f'{n}={url}' for n, url in known.items())}",
                     *_tls(security),
+                    *(() if fsync else ("--unsafe-no-fsync",)),
                     *(_SINGLE_MEMBER if len(known) == 1 else _SEVERAL_MEMBERS),
+                    f"--quota-backend-bytes={quota_bytes}",
                     "--auto-compaction-mode=periodic",
-                    "--auto-compaction-retention=1h",
+                    "--auto-compaction-retention=1m",
                     "--logger=zap",
                     "--log-level=warn",
                 ],

@@ -66,6 +66,14 @@ RULES: AccessRules = {
         },
     ),
     **rules_by_path(
+        "baton.nameserver.v1.QuotaService",
+        {
+            "SetQuota": requires(OPERATE),
+            "DeleteQuota": requires(OPERATE),
+            "ListQuotas": requires(OPERATE),
+        },
+    ),
+    **rules_by_path(
         "baton.nameserver.v1.AccessService",
         {
             "Grant": requires(OPERATE),

@@ -29,6 +29,8 @@ from batonmq_server.runtime.paging import key_of_token, page_of
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
+TTL_MS_MAX = 10 * 365 * 24 * 3_600_000
+SCOPES_MAX = 100
 _TOKEN_PREFIX = "baton_"
 """Lets secret scanners recognize a token."""
 
@@ -98,10 +100,32 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
     ) -> pb.CreateTokenResponse:
         """See the proto."""
         identity, by = check_identity(request.identity), self._guard.caller_identity(context)
+        scopes = frozenset(map(_grant, request.scopes))
+        if not 0 <= request.ttl_ms <= TTL_MS_MAX:
+            raise InvalidArgument(
+                f"ttl_ms must be 0 to {TTL_MS_MAX}, got {request.ttl_ms}",
+                facts={"field": "ttl_ms"},
+            )
+        if len(scopes) > SCOPES_MAX or (scopes and identity.startswith(SERVICE_PREFIX)):
+            raise InvalidArgument(
+                f"a token has at most {SCOPES_MAX} scopes, and that of a service has none",
+                facts={"field": "scopes"},
+            )
         token = f"{_TOKEN_PREFIX}{secrets.token_urlsafe(TOKEN_BYTES)}"
-        token_id = await self._store.add_token(digest_of(token), identity, by)
-        log.info("token created identity=%s token_id=%s by=%s", identity, token_id, by)
-        return pb.CreateTokenResponse(token=token, token_id=token_id)
+        stored = await self._store.add_token(
+            digest_of(token), identity, by, ttl_ms=request.ttl_ms, scopes=scopes
+        )
+        log.info(
+            "token created identity=%s token_id=%s expire_unix_ms=%d scopes=%d by=%s",
+            identity,
+            stored.token_id,
+            stored.expire_unix_ms,
+            len(scopes),
+            by,
+        )
+        return pb.CreateTokenResponse(
+            token=token, token_id=stored.token_id, expire_unix_ms=stored.expire_unix_ms
+        )
 
     async def RevokeToken(
         self, request: pb.RevokeTokenRequest, context: Context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -14,6 +14,7 @@ from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.runtime.access.permissions import Grant
 from batonmq_server.runtime.access.stored_access import (
     PREFIX,
+    grant_to_pb,
     grants_from_bytes,
     grants_key,
     grants_to_bytes,
@@ -68,16 +69,32 @@ class AccessStore:
             identity, lambda grants: grants - {grant} if grant is not None else frozenset()
         )
 
-    async def add_token(self, digest: str, identity: str, by: str) -> str:
-        """Store a new token of `identity`; return its id."""
+    async def add_token(
+        self,
+        digest: str,
+        identity: str,
+        by: str,
+        *,
+        ttl_ms: int = 0,
+        scopes: Iterable[Grant] = (),
+    ) -> pb.StoredToken:
+        """Store a new token of `identity`, which etcd deletes when it has expired; return it.
+
+        Args:
+            ttl_ms: Time until it expires; 0 for never.
+        """
+        now_unix_ms = self._etcd.clock.unix_ms()
         token = pb.StoredToken(
             identity=identity,
             token_id=digest[:_TOKEN_ID_CHARACTERS],
-            create_unix_ms=self._etcd.clock.unix_ms(),
+            create_unix_ms=now_unix_ms,
             by=by,
+            expire_unix_ms=now_unix_ms + ttl_ms if ttl_ms else 0,
+            scopes=map(grant_to_pb, sorted(scopes)),
         )
-        await self._etcd.put(token_key(digest), token.SerializeToString())
-        return token.token_id
+        lease = await self._etcd.lease(ttl_ms) if ttl_ms else None
+        await self._etcd.put(token_key(digest), token.SerializeToString(), lease)
+        return token
 
     async def revoke_token(self, token_id: str) -> str | None:
         """Delete a token; return its identity, or None if there is no such token."""

@@ -9,6 +9,7 @@ from functools import partial
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+from baton.nameserver.v1 import quota_service_pb2_grpc as quota_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq_server.nameserver.access import RULES
 from batonmq_server.nameserver.access_server import AccessServicer
@@ -16,7 +17,9 @@ from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.core.change_budget import ChangeBudget
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
+from batonmq_server.nameserver.etcd_monitor import EtcdMonitor
 from batonmq_server.nameserver.group_calls import REFUSAL_LINE_INTERVAL_MS, GroupCalls
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_maintainer import GroupMaintainer
@@ -33,6 +36,7 @@ from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
 from batonmq_server.nameserver.queue_queries import BrokerChannels, QueueQueries
+from batonmq_server.nameserver.quota_server import QuotaServicer
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.server import NameserverServicer
 from batonmq_server.nameserver.system_topics import SystemTopics
@@ -49,6 +53,7 @@ from batonmq_server.runtime.service_runtime import Runtime
 
 SERVICE = "baton.nameserver.v1.NameserverService"
 ACCESS_SERVICE = "baton.nameserver.v1.AccessService"
+QUOTA_SERVICE = "baton.nameserver.v1.QuotaService"
 
 
 @asynccontextmanager
@@ -72,6 +77,8 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         topic_store,
         member_lease_ms=settings.member_lease_ms,
         on_change=events.group_changed,
+        members_max=settings.group_members_max,
+        write_bytes_per_s=settings.group_write_bytes_per_s,
     )
     maintainer = GroupMaintainer(
         catalog, group_store, runtime.random, check_interval_ms=settings.member_lease_ms
@@ -88,7 +95,9 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         return offsets.stub(places.set_of(group))
 
     progress_deleter = ProgressDeleter(offsets.stub, places)
-    topics = TopicCalls(settings, catalog, topic_store, progress_deleter)
+    topics = TopicCalls(
+        settings, catalog, topic_store, progress_deleter, runtime.guard.quotas.quota_of
+    )
     refused = RefusedClients(etcd, catalog, lease_ms=settings.member_lease_ms)
     groups = GroupCalls(
         settings=settings,
@@ -102,6 +111,8 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         placement=PlacementCalls(etcd, swap, catalog, places, group_store),
         events=events,
         refusal_lines=LogLimiter(runtime.clock.monotonic_ms, REFUSAL_LINE_INTERVAL_MS),
+        quota_of=runtime.guard.quotas.quota_of,
+        budget=ChangeBudget(settings.joins_per_s_max, 10 * settings.joins_per_s_max),
     )
     lockmgr = LeaderChannel(
         runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect
@@ -117,15 +128,19 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         node_id=settings.node_id,
         interval_ms=settings.inspect_interval_ms,
     )
+    etcd_monitor = EtcdMonitor(etcd, runtime.registry, interval_ms=settings.etcd_check_interval_ms)
     servicer = NameserverServicer(
         catalog,
         topics,
         groups,
         DiagnosisCalls(groups, topics, inspector),
         UncleanElection(etcd),
-        runtime.guard.allows,
+        may=runtime.guard.allows,
+        etcd_monitor=etcd_monitor,
+        identity_of=runtime.guard.caller_identity,
     )
     access = AccessServicer(AccessStore(etcd, swap), runtime.guard)
+    quotas = QuotaServicer(etcd, runtime.guard)
     shrinker = TopicShrinker(
         catalog,
         topic_store,
@@ -144,6 +159,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
             servicers={
                 SERVICE: partial(pb_grpc.add_NameserverServiceServicer_to_server, servicer),
                 ACCESS_SERVICE: partial(access_grpc.add_AccessServiceServicer_to_server, access),
+                QUOTA_SERVICE: partial(quota_grpc.add_QuotaServiceServicer_to_server, quotas),
             },
             rules=RULES,
             loops=(
@@ -152,6 +168,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
                 sessions.run,
                 shrinker.run,
                 monitor.run,
+                etcd_monitor.run,
                 *((system_topics.run,) if settings.metrics_stream else ()),
             ),
             caught_up=partial(all_ready, *catalog.mirrors),

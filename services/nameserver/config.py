@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from batonmq_server.nameserver.core.groups import MEMBERS_MAX
 from batonmq_server.nameserver.core.topics import QUEUES_DEFAULT, QUEUES_MAX
 from batonmq_server.runtime.settings import ServiceSettings
 
@@ -39,6 +40,17 @@ class NameserverSettings(ServiceSettings):
     a broker that is added later gets one."""
     watchers_max: int = Field(10_000, ge=1)
     """Limit of open streams of WatchRoute and WatchGroup; more are refused."""
+
+    group_members_max: int = Field(MEMBERS_MAX, ge=1, le=10_000)
+    """Limit of live members of a group; more are refused."""
+    group_write_bytes_per_s: int = Field(262_144, ge=1_024)
+    """Limit of the bytes that one group writes to etcd per second: a group of many members changes
+    less often, and each change carries out more requests."""
+    joins_per_s_max: int = Field(50, ge=1)
+    """Limit of the joins and changed subscriptions of one identity per second, over all groups; ten
+    times as many at once. Without access control there are no identities and no limit."""
+    etcd_check_interval_ms: int = Field(10_000, ge=100)
+    """Interval of checks of etcd's space and alarms, in milliseconds."""
 
     @model_validator(mode="after")
     def _one_heartbeat_may_be_lost(self) -> NameserverSettings:

@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._core.names import check_group
-from batonmq.errors import BatonError, ClientIdInUse, SubscriptionConflict
+from batonmq.errors import (
+    BatonError,
+    ClientIdInUse,
+    LimitExceeded,
+    Overloaded,
+    SubscriptionConflict,
+)
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.core.change_budget import ChangeBudget
 from batonmq_server.nameserver.core.group_transaction import ACCEPTED, SubscriptionVerdict
 from batonmq_server.nameserver.core.groups import Group, Heartbeat, hash_of
 from batonmq_server.nameserver.group_events import GroupEvents
@@ -30,6 +37,7 @@ from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.runtime.access.quotas import UNLIMITED, Quota
 from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.paging import key_of_token, page_of
 
@@ -54,14 +62,24 @@ class GroupCalls:
     placement: PlacementCalls
     events: GroupEvents
     refusal_lines: LogLimiter
+    budget: ChangeBudget
+    quota_of: Callable[[str], Quota] = lambda _: UNLIMITED
 
-    async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
-        """See the proto."""
+    async def heartbeat(
+        self, request: pb.HeartbeatRequest, identity: str = ""
+    ) -> pb.HeartbeatResponse:
+        """See the proto.
+
+        Args:
+            identity: The caller; empty while authorization is off.
+        """
         try:
             heartbeat = heartbeat_from_pb(request)
             self.catalog.check_ready()
             verdict = await self._renew(heartbeat)
             if verdict is None:
+                self._check_budget(heartbeat)
+                self._check_quota(heartbeat, identity)
                 verdict = await self._join(heartbeat)
         except BatonError as error:
             self.events.heartbeat_refused(error)
@@ -197,6 +215,43 @@ class GroupCalls:
         if not heartbeat.terms.settings_agree(group.terms):
             return None
         return ACCEPTED if await self.store.renew(live) else None
+
+    def _check_budget(self, heartbeat: Heartbeat) -> None:
+        """Take one change of groups from the budget of the sender's identity.
+
+        Raises:
+            Overloaded: there is none left.
+        """
+        if not heartbeat.owner:
+            return
+        wait_ms = self.budget.wait_ms(heartbeat.owner, self.clock.monotonic_ms())
+        if wait_ms:
+            limit = self.settings.joins_per_s_max
+            raise Overloaded(
+                f"the members of this identity change groups more than {limit} times per second",
+                remedy="Start fewer processes at once, or raise joins_per_s_max of the nameserver.",
+                retry_after_ms=wait_ms,
+                facts={"limit": limit},
+            )
+
+    def _check_quota(self, heartbeat: Heartbeat, identity: str) -> None:
+        """Return if an identity may join this group, or create it.
+
+        Raises:
+            LimitExceeded: the group does not exist, and the quota allows no other one.
+        """
+        groups = self.catalog.groups
+        limit = self.quota_of(identity).groups if heartbeat.owner else None
+        if limit is None or heartbeat.group in groups:
+            return
+        count = sum(1 for group in groups.values() if group.creator == heartbeat.owner)
+        if count >= limit:
+            raise LimitExceeded(
+                f"{identity} has reached its quota groups={limit}",
+                remedy="Delete a group, or ask an administrator for a higher quota: "
+                "baton quota set IDENTITY --groups.",
+                facts={"field": "groups", "limit": limit, "actual": count + 1},
+            )
 
     async def _join(self, heartbeat: Heartbeat) -> SubscriptionVerdict:
         await self._check_topics_exist(heartbeat)

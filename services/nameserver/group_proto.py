@@ -110,6 +110,7 @@ def group_to_stored(group: Group) -> StoredGroup:
             )
             for one in group.beginnings
         ],
+        creator=group.creator,
     )
 
 
@@ -172,6 +173,7 @@ def group_from_stored(group: StoredGroup) -> Group:
             )
             for one in group.beginnings
         ),
+        creator=group.creator,
     )
 
 

@@ -34,12 +34,13 @@ from batonmq.errors import (
     Overloaded,
 )
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, run_concurrently, unchanged
+from batonmq_server.nameserver.core.change_budget import WritePace
 from batonmq_server.nameserver.core.group_transaction import (
     GroupSettings,
     GroupTransaction,
     verdict_of,
 )
-from batonmq_server.nameserver.core.groups import Group, Heartbeat
+from batonmq_server.nameserver.core.groups import MEMBERS_MAX, Group, Heartbeat
 from batonmq_server.nameserver.core.topics import Topic
 from batonmq_server.nameserver.group_proto import gate_of, group_from_stored, group_to_stored
 from batonmq_server.nameserver.group_requests import (
@@ -55,6 +56,7 @@ BATCH_MAX = 32
 """Requests about one group in one transaction. Each may need three of etcd's 128 operations."""
 RECORD_BYTES_MAX = 1_400_000
 """Largest record of a group: etcd accepts requests of 1.5 MiB."""
+WRITE_BYTES_PER_S = 262_144
 ASSIGNED_IN_LOOP_MAX = 2_048
 """Queues that are assigned within the event loop, which takes about 15 ms; more in a thread."""
 
@@ -71,9 +73,11 @@ class GroupStore:
 
     Args:
         on_change: Called with every change of a record that this replica writes.
+        members_max: Limit of the live members of a group.
+        write_bytes_per_s: Limit of the bytes of records that one group writes per second.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only from the lease on
         self,
         etcd: EtcdSession,
         swap: CompareAndSwap,
@@ -81,8 +85,11 @@ class GroupStore:
         *,
         member_lease_ms: int,
         on_change: Callable[[GroupChange], None],
+        members_max: int = MEMBERS_MAX,
+        write_bytes_per_s: int = WRITE_BYTES_PER_S,
     ) -> None:
         self._etcd, self._swap, self._topics = etcd, swap, topics
+        self._members_max, self._pace = members_max, WritePace(write_bytes_per_s)
         self._member_lease_ms, self._on_change = member_lease_ms, on_change
         self._waiting: dict[str, list[GroupRequest]] = defaultdict(list)
 
@@ -194,6 +201,8 @@ class GroupStore:
         """Carry out this request and those that wait; None if another writer was faster."""
         if mine.is_done:
             return True
+        if wait_ms := self._pace.wait_ms(name, self._etcd.clock.monotonic_ms()):
+            await asyncio.sleep(wait_ms / 1000)
         others = (one for one in self._waiting[name] if one is not mine and not one.is_done)
         batch = [mine, *islice(others, BATCH_MAX - 1)]
         error, done = None, False
@@ -265,6 +274,7 @@ class GroupStore:
         revision = await self._etcd.txn(
             compare=[unchanged(key("groups", name), snapshot.stored)], put=put, delete=delete
         )
+        self._pace.written(name, len(value), self._etcd.clock.monotonic_ms())
         if revision is None:
             await self._revoke([lease.lease_id for lease in leases])
             return GroupWrite(snapshot.group, 0)
@@ -312,6 +322,7 @@ class GroupStore:
             # A generation never exceeds the revision of its record, so this one is above those of
             # all deleted groups of the name.
             first_generation=revision + 1,
+            members_max=self._members_max,
         )
         return _GroupSnapshot(name, stored, group, by_client, transaction)
 

@@ -29,6 +29,28 @@ Labels = tuple[str, ...]
 Values = dict[Labels, float]
 
 
+class EtcdMetrics:
+    """Space and alarms of etcd."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.db_bytes = Gauge(
+            "baton_nameserver_etcd_db_bytes",
+            "Size of the file of an etcd member in bytes; its space quota counts this.",
+            registry=registry,
+        )
+        self.in_use_bytes = Gauge(
+            "baton_nameserver_etcd_db_in_use_bytes",
+            "Bytes of that file that are in use; defragmentation frees the others.",
+            registry=registry,
+        )
+        self.alarm = Gauge(
+            "baton_nameserver_etcd_alarm",
+            "1 while etcd has the alarm. With NOSPACE it accepts no writes.",
+            ("alarm",),
+            registry=registry,
+        )
+
+
 class CatalogMetrics:
     """Gauges of what this replica knows; each reads the catalog when it is scraped."""
 

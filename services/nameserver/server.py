@@ -12,6 +12,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
+from batonmq_server.nameserver.etcd_monitor import EtcdMonitor
 from batonmq_server.nameserver.group_calls import GroupCalls
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.unclean_election import UncleanElection
@@ -31,24 +32,29 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         may: Returns whether the caller has a permission: lists have only what the caller may use.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one for each group of calls
         self,
         catalog: Catalog,
         topics: TopicCalls,
         groups: GroupCalls,
         diagnosis: DiagnosisCalls,
         unclean_election: UncleanElection,
-        may: Callable[[Context, Permission], bool] = lambda _context, _need: True,
+        *,
+        may: Callable[[Context, Permission], bool],
+        etcd_monitor: EtcdMonitor,
+        identity_of: Callable[[Context], str] = lambda _: "",
     ) -> None:
+        self._identity_of = identity_of
         self._catalog, self._unclean_election = catalog, unclean_election
         self._topics, self._groups = topics, groups
         self._diagnosis, self._may = diagnosis, may
+        self._etcd_monitor = etcd_monitor
 
     async def CreateTopic(
         self, request: pb.CreateTopicRequest, context: Context
     ) -> pb.CreateTopicResponse:
         """See the proto."""
-        return await self._topics.create(request)
+        return await self._topics.create(request, self._identity_of(context))
 
     async def UpdateTopic(
         self, request: pb.UpdateTopicRequest, context: Context
@@ -78,7 +84,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.QueryRouteRequest, context: Context
     ) -> pb.QueryRouteResponse:
         """See the proto."""
-        return await self._topics.query_route(request)
+        return await self._topics.query_route(request, self._identity_of(context))
 
     async def WatchRoute(
         self, request: pb.WatchRouteRequest, context: Context
@@ -95,7 +101,11 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self._catalog.check_ready()
         nodes, generation = self._catalog.nodes()
         return pb.DescribeClusterResponse(
-            nodes=nodes, generation=generation, cluster=self._groups.settings.cluster
+            nodes=nodes,
+            generation=generation,
+            cluster=self._groups.settings.cluster,
+            etcd_alarms=self._etcd_monitor.space.alarms,
+            etcd_db_bytes=self._etcd_monitor.space.db_bytes,
         )
 
     async def ElectReplica(
@@ -108,7 +118,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
         """See the proto."""
-        return await self._groups.heartbeat(request)
+        return await self._groups.heartbeat(request, self._identity_of(context))
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """See the proto."""

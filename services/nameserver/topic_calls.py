@@ -23,6 +23,7 @@ from batonmq_server.nameserver.core.topics import (
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.topic_proto import permission_from_pb, route_to_pb, topic_to_pb
 from batonmq_server.nameserver.topic_store import CreatedTopic, TopicStore, topic_not_found
+from batonmq_server.runtime.access.quotas import UNLIMITED, Quota
 from batonmq_server.runtime.paging import key_of_token, page_of
 
 log = logging.getLogger(__name__)
@@ -41,19 +42,28 @@ class TopicCalls:
         catalog: Catalog,
         store: TopicStore,
         progress_deleter: ProgressDeleter,
+        quota_of: Callable[[str], Quota] = lambda _: UNLIMITED,
     ) -> None:
+        self._quota_of = quota_of
         self._settings, self._catalog = settings, catalog
         self._store, self._progress_deleter = store, progress_deleter
 
-    async def create(self, request: pb.CreateTopicRequest) -> pb.CreateTopicResponse:
-        """See the proto."""
+    async def create(
+        self, request: pb.CreateTopicRequest, owner: str = ""
+    ) -> pb.CreateTopicResponse:
+        """See the proto.
+
+        Args:
+            owner: Identity of the caller; empty while authorization is off.
+        """
         name = check_user_topic(request.topic)
         self._catalog.check_ready()
         queues_max = QUEUES_MAX
         if group_of(name):  # a permission to consume allows a consumer to create it
             queues_max = len(self._catalog.rooms) + GROUP_TOPIC_QUEUES_SPARE
         _check_queue_count(request.queue_count, queues_max)
-        done = await self._create(name, request.queue_count or QUEUES_DEFAULT, "READ_WRITE")
+        count = request.queue_count or QUEUES_DEFAULT
+        done = await self._create(name, count, "READ_WRITE", owner)
         return pb.CreateTopicResponse(topic=topic_to_pb(done.topic), created=done.created)
 
     async def update(self, request: pb.UpdateTopicRequest) -> pb.UpdateTopicResponse:
@@ -112,14 +122,20 @@ class TopicCalls:
         log.info("topic deleted topic=%s", name)
         return pb.DeleteTopicResponse()
 
-    async def query_route(self, request: pb.QueryRouteRequest) -> pb.QueryRouteResponse:
-        """See the proto."""
+    async def query_route(
+        self, request: pb.QueryRouteRequest, owner: str = ""
+    ) -> pb.QueryRouteResponse:
+        """See the proto.
+
+        Args:
+            owner: Identity of the caller, which creates a topic on demand.
+        """
         try:
             topic = await self.topic(request.topic)
         except TopicNotFound:
             if not self._settings.auto_create_topics:
                 raise
-            topic = await self._create_on_demand(request.topic)
+            topic = await self._create_on_demand(request.topic, owner)
         return pb.QueryRouteResponse(route=route_to_pb(self._catalog.route(topic)))
 
     async def watch_route(
@@ -140,20 +156,43 @@ class TopicCalls:
                     yield pb.WatchRouteResponse(route=route_to_pb(route))
                 await changed.wait()
 
-    async def _create(self, name: str, queue_count: int, permission: str) -> CreatedTopic:
+    async def _create(
+        self, name: str, queue_count: int, permission: str, owner: str
+    ) -> CreatedTopic:
+        if name not in self._catalog.topics and not group_of(name):
+            self._check_quota(owner)
         done = await self._store.create(
             name,
             queue_count,
             self._catalog.rooms,
             self._progress_deleter.delete_topic,
             permission=permission,
+            owner=owner,
         )
         await self._catalog.caught_up(topics=done.revision)
         if done.created:
             log.info("topic created topic=%s topic_id=%d", name, done.topic.topic_id)
         return done
 
-    async def _create_on_demand(self, name: str) -> Topic:
+    def _check_quota(self, owner: str) -> None:
+        """Return if an identity may create another topic.
+
+        Raises:
+            LimitExceeded: it has as many as its quota allows.
+        """
+        limit = self._quota_of(owner).topics if owner else None
+        if limit is None:
+            return
+        owned = (topic for topic in self._catalog.topics.values() if topic.owner == owner)
+        if sum(1 for topic in owned if not group_of(topic.name)) >= limit:
+            raise LimitExceeded(
+                f"{owner} has reached its quota topics={limit}",
+                remedy="Delete a topic, or ask an administrator for a higher quota: "
+                "baton quota set IDENTITY --topics.",
+                facts={"field": "topics", "limit": limit, "actual": limit + 1},
+            )
+
+    async def _create_on_demand(self, name: str, owner: str) -> Topic:
         """Create the topic because a client has requested its route; return it.
 
         Source: the inherit bit of RocketMQ's default topic, TBW102.
@@ -165,7 +204,7 @@ class TopicCalls:
         if template is not None and template.inherited:
             queue_count, permission = template.queue_count, template.permission
         try:
-            return (await self._create(name, queue_count, permission)).topic
+            return (await self._create(name, queue_count, permission, owner)).topic
         except TopicExists:  # Another client created it first, with another number of queues.
             return await self.topic(name)
 

@@ -38,6 +38,7 @@ def topic_to_bytes(topic: Topic) -> bytes:
         create_unix_ms=topic.create_unix_ms,
         permission=_permission_to_pb(topic),
         inherited=topic.inherited,
+        owner=topic.owner,
     ).SerializeToString()
 
 
@@ -53,6 +54,7 @@ def topic_from_bytes(value: bytes) -> Topic:
         create_unix_ms=topic.create_unix_ms,
         permission=_PERMISSIONS[topic.permission],
         inherited=topic.inherited,
+        owner=topic.owner,
     )
 
 

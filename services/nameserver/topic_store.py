@@ -51,10 +51,12 @@ class TopicStore:
         delete_progress: DeleteProgress,
         *,
         permission: str = "READ_WRITE",
+        owner: str = "",
     ) -> CreatedTopic:
         """Create the topic, or return the existing one if it has the same number of queues.
 
         Args:
+            owner: Identity that creates it; empty if it is not known.
             brokers: Machine room, empty for none, of each broker that may get queues.
             delete_progress: Called with the new topic's name and id before anything is written, to
                 delete the progress on earlier topics of the name; if it raises, nothing is written.
@@ -77,6 +79,7 @@ class TopicStore:
                 spread=with_rooms(spread_queues(queue_count, brokers, first=topic_id), brokers),
                 create_unix_ms=self._etcd.clock.unix_ms(),
                 permission=permission,
+                owner=owner,
             )
             await delete_progress(name, topic_id)
             key = self._etcd.key("topics", name)

@@ -23,6 +23,13 @@ import lmdb
 
 from batonmq.errors import DataLoss, DiskFull
 from batonmq_server.offsets.core.change_log import Entry
+from batonmq_server.offsets.newest_position import (
+    NewestPosition,
+    check_not_rolled_back,
+    position_after,
+    read_position,
+)
+from batonmq_server.runtime.replication.position import NO_POSITION
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +56,7 @@ class LmdbDisk:
 
     Raises:
         DataDirInUse: another process uses the folder.
-        DataLoss: the file is damaged.
+        DataLoss: the file is damaged, or confirmed writes are missing.
     """
 
     def __init__(
@@ -70,19 +77,36 @@ class LmdbDisk:
             os.close(self._lock_file)
             raise DataDirInUse(f"another process uses {folder}") from error
         try:
-            self._environment = lmdb.open(
-                str(folder / "progress"), map_size=map_bytes, readahead=False
-            )
+            stored = folder / "progress"
+            self._environment = lmdb.open(str(stored), map_size=map_bytes, readahead=False)
+            self._newest = self._checked_newest(stored)
             for created in (folder / "progress", folder, folder.parent):
                 _sync_folder(created)
         except lmdb.Error as error:
             os.close(self._lock_file)
             raise DataLoss(f"stored progress in {folder} can't be opened: {error}") from error
+        except DataLoss:
+            self._environment.close()
+            os.close(self._lock_file)
+            raise
         self._lock = threading.Lock()
         self._in_progress: set[asyncio.Future[None]] = set()
         self._closed = False
         self._free_bytes_min = free_bytes_min
         self._free_bytes = partial(free_bytes, folder)
+
+    def _checked_newest(self, folder: Path) -> NewestPosition:
+        """Return the record of the newest position, which agrees with the stored progress.
+
+        Raises:
+            DataLoss: the stored progress was rolled back.
+        """
+        self._position = read_position(self._environment)
+        check_not_rolled_back(folder, self._position)
+        newest = NewestPosition(folder)
+        if newest.position != self._position:
+            newest.record(self._position)
+        return newest
 
     def read(self, skip: bytes = b"") -> Iterator[StoredEntry]:
         """Yield all entries, ascending by key, in the state at the first one.
@@ -192,10 +216,17 @@ class LmdbDisk:
         with self._lock:
             if self._closed:
                 raise OSError("the disk is closed")
+            position = position_after(self._position, entries, replace=replace)
+            if position < self._position:
+                # Else a crash after the write would look like a rollback.
+                self._newest.record(NO_POSITION)
             while not self._try_write(entries, replace):
                 map_bytes = self._environment.info()["map_size"] * 2
                 log.info("LMDB map enlarged map_bytes=%d", map_bytes)
                 self._environment.set_mapsize(map_bytes)
+            if position != self._newest.position:
+                self._newest.record(position)
+            self._position = position
 
     def _try_write(self, entries: Sequence[Entry], replace: bool) -> bool:
         try:
@@ -217,6 +248,7 @@ class LmdbDisk:
             if not self._closed:
                 self._closed = True
                 self._environment.close()
+                self._newest.close()
                 os.close(self._lock_file)
 
     def __enter__(self) -> LmdbDisk:

@@ -14,6 +14,7 @@ import lmdb
 
 from batonmq.errors import DataLoss
 from batonmq_server.offsets.codec import unseal
+from batonmq_server.offsets.newest_position import check_not_rolled_back, read_position
 from batonmq_server.offsets.persistence import FORMAT
 
 
@@ -21,12 +22,13 @@ def verify(folder: Path) -> None:
     """Read every entry, and every used or free page.
 
     Raises:
-        DataLoss, lmdb.Error: the stored progress is damaged.
+        DataLoss, lmdb.Error: the stored progress is damaged, or confirmed writes are missing.
     """
     with (
         lmdb.open(str(folder), readonly=True, create=False, readahead=True) as environment,
         Path(os.devnull).open("wb") as sink,
     ):
+        check_not_rolled_back(folder, read_position(environment))
         with environment.begin() as transaction:
             for key, value in transaction.cursor():
                 if key != FORMAT:

@@ -79,7 +79,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             self._wrapped[name] = self._handler(name, handler)
         if self._admission is not None:
             metadata = handler_call_details.invocation_metadata or ()
-            if (error := self._admission.authentication_error(name, metadata)) is not None:
+            if (error := self._admission.early_error(name, metadata)) is not None:
                 return self._rejecting(name, error)
         return self._wrapped[name]
 

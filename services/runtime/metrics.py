@@ -46,6 +46,12 @@ class AccessMetrics:
             ("service", "reason"),
             registry=registry,
         )
+        self.throttled = Counter(
+            "baton_throttled_calls",
+            "Calls rejected with THROTTLED, by the limit that their identity had reached.",
+            ("quota",),
+            registry=registry,
+        )
         Gauge(
             "baton_access_on",
             "1 if access control is on, else 0.",

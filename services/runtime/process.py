@@ -160,7 +160,7 @@ async def _following_etcd(runtime: Runtime) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         loops = [runtime.etcd.run, runtime.nodes.run]
         if runtime.guard.on:
-            loops.append(runtime.guard.mirror.run)
+            loops += [runtime.guard.mirror.run, runtime.guard.quota_mirror.run]
         running = [tasks.create_task(loop()) for loop in loops]
         yield
         for task in running:

@@ -19,6 +19,7 @@ from batonmq_server.runtime.access.permissions import (
     produce,
     use_topic,
 )
+from batonmq_server.runtime.access.quotas import Traffic
 from batonmq_server.runtime.access.rules import (
     AccessRule,
     AccessRules,
@@ -50,8 +51,11 @@ RULES: AccessRules = {
                     "outcomes",
                     lambda error: pb.AppendOutcome(error=error_to_pb(error)),
                 ),
+                traffic=Traffic.PRODUCE,
             ),
-            "Pull": requires_by_request(lambda request: queue_permissions(request.queue)),
+            "Pull": requires_by_request(lambda request: queue_permissions(request.queue))._replace(
+                traffic=Traffic.CONSUME
+            ),
             "QueryOffsets": requires_by_request(
                 lambda request: (use_topic(queue.topic) for queue in request.queues), ["nameserver"]
             ),
@@ -64,9 +68,11 @@ RULES: AccessRules = {
             "SearchOffset": requires_by_request(lambda request: [consume(request.queue.topic)]),
             "Read": requires_by_request(
                 lambda request: [consume(request.queue.topic)], ["nameserver"]
+            )._replace(traffic=Traffic.CONSUME),
+            "FindByKey": requires_by_request(lambda request: [consume(request.topic)])._replace(
+                traffic=Traffic.CONSUME
             ),
-            "FindByKey": requires_by_request(lambda request: [consume(request.topic)]),
-            "GetMessage": requires(ANY_GRANT),
+            "GetMessage": requires(ANY_GRANT)._replace(traffic=Traffic.CONSUME),
         },
     ),
     **rules_by_path(
@@ -80,6 +86,7 @@ RULES: AccessRules = {
                     "outcomes",
                     lambda error: schedule_pb.ScheduleOutcome(error=error_to_pb(error)),
                 ),
+                traffic=Traffic.PRODUCE,
             ),
             "CancelScheduled": requires(ANY_GRANT),
         },

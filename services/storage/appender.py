@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node_role import NodeRole
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,13 @@ class Appender:
         return self._rejection() or outcome
 
     def _rejection(self) -> DiskFull | None:
-        """Return why nothing may be written, with current disk numbers; None if writes are ok."""
+        """Return why nothing may be written, by the disk as it is now; None if writes are ok."""
         if self.retention.state is DiskState.FULL:
-            self.retention.usage = DiskUsage(*self.space())
+            self.retention.remeasure(DiskUsage(*self.space()))
+            if self.retention.state is not DiskState.FULL:
+                log.info(
+                    "disk has room again, writes are accepted used_percent=%.1f free_bytes=%d",
+                    self.retention.usage.used_percent,
+                    self.retention.usage.free_bytes,
+                )
         return self.retention.rejection()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,10 @@ class MessageId:
         return cls(broker, position, index)
 
 
+async def _no_repair(_: QueueKey, __: int) -> bool:
+    return False
+
+
 class QueryServicer(pb_grpc.QueryServiceServicer):
     """Serves QueryService; see the proto.
 
@@ -85,20 +89,23 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         role: Role of this node: a follower may lag behind the leader.
         require: Raises unless the caller may read the topic of a message that it names by its id;
             None if authorization is off.
+        repair: Rebuilds the index that a read at an offset uses; returns whether it changed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts of a node
         self,
         broker: str,
         store: MessageStore,
         topics: TopicCache,
         damage: DamageTracker,
         role: NodeRole | None = None,
+        *,
         require: PermissionCheck | None = None,
+        repair: Callable[[QueueKey, int], Awaitable[bool]] = _no_repair,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._role, self._require = role or StandaloneRole(store), require
-        self._queries = MessageQueries(store)
+        self._repair, self._queries = repair, MessageQueries(store)
 
     async def SearchOffset(
         self, request: pb.SearchOffsetRequest, context: Context
@@ -116,7 +123,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         """See the proto."""
         spec = validation.parse_read(request)
         key = await self._queue(request, readable=True)
-        reading = self._read(key, spec)
+        reading = await self._read(key, spec)
         if reading is None and (outdated := self._role.outdated()) is not None:
             raise outdated
         visible = self._store.offsets(key)
@@ -185,9 +192,14 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             check_readable(queue.topic, topic)
         return check_queue(queue.topic, topic, queue.queue_id)
 
-    def _read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
+    async def _read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
         try:
-            return self._store.read(key, spec)
+            try:
+                return self._store.read(key, spec)
+            except DataLoss:
+                if not await self._repair(key, spec.offset):
+                    raise
+                return self._store.read(key, spec)
         except OffsetAheadOfLog as error:
             if self._role.is_follower:
                 raise NotLeader(

@@ -18,7 +18,14 @@ from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum
 from batonmq_server.etcd_api import kv_pb2
 from batonmq_server.etcd_api import rpc_pb2 as pb
-from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Lease, Put
+from batonmq_server.runtime.etcd.session import (
+    Compare,
+    EtcdSession,
+    EtcdSpace,
+    KeyValue,
+    Lease,
+    Put,
+)
 from batonmq_server.testing.memory_network import MemoryNetwork
 from batonmq_server.testing.virtual_time import VirtualHost
 
@@ -231,6 +238,10 @@ class MemoryEtcdSession(EtcdSession):
 
     async def __aexit__(self, *_: object) -> None:
         return
+
+    async def space(self) -> EtcdSpace:
+        """See base; the space is not simulated."""
+        return EtcdSpace()
 
     async def get(self, key: str) -> KeyValue | None:
         """See EtcdSession."""

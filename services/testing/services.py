@@ -24,7 +24,11 @@ from batonmq_server.testing.processes import MemoryEnvironment, ServiceSpec
 
 _SEGMENT_BYTES = 8 * 1024 * 1024
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "nameserver": {"inspect_interval_ms": 60_000, "shrink_interval_ms": 10_000},
+    "nameserver": {
+        "inspect_interval_ms": 60_000,
+        "shrink_interval_ms": 10_000,
+        "etcd_check_interval_ms": 3_600_000,
+    },
     "lockmgr": {},
     "offsets": {"data_dir": Path("in-memory")},
     "storage": {

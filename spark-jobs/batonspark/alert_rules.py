@@ -158,11 +158,11 @@ def load_rules(path: Path | None) -> RuleBook:
     if path is None:
         return RuleBook()
     try:
-        told = yaml.safe_load(path.read_text()) or {}
+        content = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(ConfigProblem(str(path), f"{path}: {error}")) from error
     try:
-        return RuleBook.model_validate(told)
+        return RuleBook.model_validate(content)
     except ValidationError as error:
         problems = []
         for wrong in error.errors():

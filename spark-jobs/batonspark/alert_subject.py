@@ -60,11 +60,11 @@ class AlertSubject:
     """
 
     def __init__(self, key: str, book: RuleBook, stored: str = "") -> None:
-        told: dict[str, Any] = json.loads(stored) if stored else {"version": _STATE_VERSION}
-        if told["version"] != _STATE_VERSION:
-            raise ValueError(f"state has version {told['version']}, expected {_STATE_VERSION}")
+        state: dict[str, Any] = json.loads(stored) if stored else {"version": _STATE_VERSION}
+        if state["version"] != _STATE_VERSION:
+            raise ValueError(f"state has version {state['version']}, expected {_STATE_VERSION}")
         self._rules = dict(_rules(key, book))
-        known = told.get("watches", {})
+        known = state.get("watches", {})
         self._watches: dict[str, RuleEvaluator[Any]] = {
             name: _WATCHES[_kind(name)].model_validate(known.get(name, {})) for name in self._rules
         }

@@ -108,7 +108,7 @@ def _open(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def messages(alerts: DataFrame) -> DataFrame:
     """Return messages of alerts: JSON with the alert's id as key and its state as tag."""
     body = F.to_json(F.struct(*(name for name in alerts.columns if name != "date")))
-    told = F.map_filter(
+    properties = F.map_filter(
         F.create_map(*(each for name in _TELLING for each in (F.lit(name), F.col(name)))),
         lambda _, value: value.isNotNull(),
     )
@@ -116,5 +116,5 @@ def messages(alerts: DataFrame) -> DataFrame:
         body.alias("body"),
         F.col("alert_id").alias("key"),
         F.col("state").alias("tag"),
-        told.alias("properties"),
+        properties.alias("properties"),
     )

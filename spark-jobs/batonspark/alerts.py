@@ -1,4 +1,4 @@
-"""From metric events to alerts: signals by subject, then the evaluators of the rules.
+"""Alerts from metric events: events become signals of a subject, which evaluators of rules read.
 
 Evaluators run in event time: alerts depend on the events alone, not on when they are read.
 """
@@ -69,21 +69,21 @@ def signals(events: DataFrame, book: RuleBook) -> DataFrame:
         .when(kind.isin(*_QUEUE_KINDS), F.when(F.col("queue_id").isNotNull(), queue))
         .otherwise(F.concat(F.lit("group|"), "consumer_group"))
     )
-    told = F.coalesce(
+    text = F.coalesce(
         F.try_element_at("attrs", F.lit("message")), F.try_element_at("attrs", F.lit("differences"))
     )
     columns: dict[str, Column] = {
         "subject": subject,
         "at": alert_time(),
         "unix_ms": F.unix_millis(alert_time()),
-        "text": told,
+        "text": text,
         "acked_beyond_count": attribute("acked_beyond_count"),
         "oldest_unacked_ms": F.when(kind == "queue_lag", F.col("duration_ms")),
         "silent_ms": F.when(kind == "member_expired", F.col("duration_ms")),
         "generation": F.when(kind == "rebalanced", F.col("generation")),
     }
-    found = events.where(wanted).withColumns(columns).where("subject IS NOT NULL")
-    return found.to(struct(SIGNALS))
+    rows = events.where(wanted).withColumns(columns).where("subject IS NOT NULL")
+    return rows.to(struct(SIGNALS))
 
 
 def alerts(seen: DataFrame, book: RuleBook, watermark_s: int) -> DataFrame:
@@ -139,8 +139,8 @@ class SubjectProcessor(StatefulProcessor):
         """Process the signals of a micro-batch in the order of their time."""
         (name,) = key
         subject, wake = self._opened(name)
-        found = sorted(map(_signal, rows), key=lambda signal: signal.unix_ms)
-        for alert in subject.feed(found):
+        ordered = sorted(map(_signal, rows), key=lambda signal: signal.unix_ms)
+        for alert in subject.feed(ordered):
             yield _row(name, alert)
         self._keep(subject, wake)
 

@@ -101,18 +101,18 @@ def audit(events: DataFrame, scope: ReportScope) -> Report:
     for _, cause, count in groups:
         counts[cause] += count
     delivered = scope.in_time(scope.of_subject(events.where("kind = 'delivered'")))
-    told = delivered.agg(F.sum("count").alias("n"), F.min("time"), F.max("time")).collect()[0]
+    total = delivered.agg(F.sum("count").alias("n"), F.min("time"), F.max("time")).collect()[0]
     bugs = sum(counts[cause] for cause in BUGS)
     incomplete = [
         row.asDict() for row in missing.orderBy("begin", "what").limit(ROWS_MAX).collect()
     ]
-    shown = rows.where(~F.col("cause").isin(*HARMLESS)).orderBy("time", *QUEUE, "first_offset")
+    harmful = rows.where(~F.col("cause").isin(*HARMLESS)).orderBy("time", *QUEUE, "first_offset")
     summary = {
-        "verdict": _verdict(bugs, told["n"], bool(incomplete) or RepeatCause.UNKNOWN in counts),
+        "verdict": _verdict(bugs, total["n"], bool(incomplete) or RepeatCause.UNKNOWN in counts),
         "asked": scope.described(),
-        "delivered_count": told["n"] or 0,
-        "from_time": told[1],
-        "to_time": told[2],
+        "delivered_count": total["n"] or 0,
+        "from_time": total[1],
+        "to_time": total[2],
         "bug_count": bugs,
         "duplicate_count": sum(n for cause, n in counts.items() if cause not in HARMLESS),
         "counts": counts,
@@ -121,7 +121,7 @@ def audit(events: DataFrame, scope: ReportScope) -> Report:
         ],
         "gap_count": len(incomplete) if len(incomplete) < ROWS_MAX else missing.count(),
         "gaps": incomplete,
-        "duplicates": [row.asDict() for row in shown.limit(ROWS_MAX).collect()],
+        "duplicates": [row.asDict() for row in harmful.limit(ROWS_MAX).collect()],
     }
     return Report(summary, list(lines(summary)), rows, ok=summary["verdict"] == "clean")
 
@@ -268,7 +268,7 @@ def _of_batches(events: DataFrame) -> DataFrame:
     )
     life = Window.partitionBy("producer_id").orderBy("seq")
     source = Window.partitionBy("source").orderBy("began", "producer_id", "seq")
-    told = (
+    ordered = (
         batches.withColumn("began", F.min("time").over(Window.partitionBy("producer_id")))
         .withColumn("previous_seq", F.lag("seq").over(life))
         .withColumn("previous_dropped", F.lag("dropped").over(life))
@@ -287,7 +287,7 @@ def _of_batches(events: DataFrame) -> DataFrame:
         for what, n in found.items()
     ]
     begin = F.coalesce("previous_time", "time")
-    each = told.select(
+    each = ordered.select(
         "source",
         begin.alias("begin"),
         F.col("time").alias("end"),

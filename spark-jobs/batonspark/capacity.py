@@ -28,9 +28,9 @@ def growth(events: DataFrame) -> DataFrame:
     `share` is the share of the queue in its topic. `skew` is its rate divided by the mean of the
     queues of the topic: 1 if all rates are equal.
     """
-    told = events.where("kind = 'appended'")
+    appended = events.where("kind = 'appended'")
     slot = F.floor(F.unix_millis("time") / (1000 * PEAK_S))
-    slots = told.groupBy(*_QUEUE, slot.alias("slot")).agg(
+    slots = appended.groupBy(*_QUEUE, slot.alias("slot")).agg(
         F.sum("count").alias("count"), F.sum("byte_count").alias("byte_count")
     )
     queues = slots.groupBy(*_QUEUE).agg(
@@ -59,9 +59,9 @@ def volumes(events: DataFrame) -> DataFrame:
     `growth_rate` is the slope of a straight line through all samples, in bytes per second, so
     deletion by retention is included. `hours_until_full` is null unless the usage grows.
     """
-    told = events.where("kind = 'volume_state'")
+    volume_states = events.where("kind = 'volume_state'")
     at = F.col("time").cast("double")
-    sampled = told.select(
+    sampled = volume_states.select(
         "source", "time", "byte_count", attribute("free_bytes").alias("free_bytes"), at.alias("at")
     )
     rows = sampled.groupBy("source").agg(
@@ -170,8 +170,8 @@ def _reason(one: Mapping[str, Any]) -> str:
 
 def _peaks(events: DataFrame) -> DataFrame:
     slot = F.floor(F.unix_millis("time") / (1000 * PEAK_S))
-    told = events.where("kind = 'appended'").groupBy("topic", slot.alias("slot"))
-    sums = told.agg((F.sum("count") / PEAK_S).alias("rate"))
+    slots = events.where("kind = 'appended'").groupBy("topic", slot.alias("slot"))
+    sums = slots.agg((F.sum("count") / PEAK_S).alias("rate"))
     return sums.groupBy("topic").agg(F.max("rate").alias("peak_rate"))
 
 

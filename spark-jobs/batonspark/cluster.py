@@ -200,8 +200,8 @@ async def _extents(admin: Admin, topic: str) -> dict[QueueRef, StoredExtent]:
     for queue in queues:
         by_broker[queue.broker].append(queue)
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(_extents_at(admin, b, some)) for b, some in by_broker.items()]
-    return {queue: extent for task in asked for queue, extent in task.result().items()}
+        calls = [tasks.create_task(_extents_at(admin, b, share)) for b, share in by_broker.items()]
+    return {queue: extent for task in calls for queue, extent in task.result().items()}
 
 
 async def _extents_at(
@@ -239,5 +239,5 @@ async def _offsets_at(
         return (await admin.ask(ask)).offset
 
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(one(queue)) for queue in queues]
-    return {queue: task.result() for queue, task in zip(queues, asked, strict=True)}
+        calls = [tasks.create_task(one(queue)) for queue in queues]
+    return {queue: task.result() for queue, task in zip(queues, calls, strict=True)}

@@ -164,7 +164,7 @@ class DeltaStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         else:
             files = [file for version in range(begin, after) for file in self._added(version)]
         shares = (files[place::PARTITIONS_MAX] for place in range(PARTITIONS_MAX))
-        return [AddedFiles(some) for some in shares if some]
+        return [AddedFiles(share) for share in shares if share]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Return the rows of the files of a task."""

@@ -26,8 +26,8 @@ def event_time() -> Column:
     old windows.
     """
     apart_s = F.abs(F.col("time").cast("double") - F.col("store_time").cast("double"))
-    believed = apart_s <= CLOCK_SKEW_MAX_S
-    return F.when(believed, F.col("time")).otherwise(F.coalesce("store_time", "time"))
+    agrees = apart_s <= CLOCK_SKEW_MAX_S
+    return F.when(agrees, F.col("time")).otherwise(F.coalesce("store_time", "time"))
 
 
 def alert_time() -> Column:

@@ -200,14 +200,14 @@ def enum_names(enum: EnumDescriptor) -> dict[int, str | None]:
 
 def _attrs(getters: Mapping[str, Callable[[Any], Any]]) -> Column:
     def column(messages: Sequence[Any]) -> pa.Array:
-        found: list[list[tuple[str, str]]] = [[] for _ in messages]
+        rows: list[list[tuple[str, str]]] = [[] for _ in messages]
         for name, get in getters.items():
-            for pairs, value in zip(found, map(get, messages), strict=True):
+            for pairs, value in zip(rows, map(get, messages), strict=True):
                 if value:
                     pairs.append((name, _text(value)))
-        if not any(found):
+        if not any(rows):
             return pa.nulls(len(messages), TYPES["texts"])
-        return pa.array([pairs or None for pairs in found], TYPES["texts"])
+        return pa.array([pairs or None for pairs in rows], TYPES["texts"])
 
     return column
 

@@ -124,8 +124,8 @@ def _tiles(summary: Mapping[str, Any]) -> str:
 
 
 def _section(title: str, text: str, content: str) -> str:
-    shown = content or "<p>None.</p>"
-    return f"<section><h2>{escape(title)}</h2><p>{escape(text)}</p>{shown}</section>"
+    body = content or "<p>None.</p>"
+    return f"<section><h2>{escape(title)}</h2><p>{escape(text)}</p>{body}</section>"
 
 
 def _percentiles(phases: Sequence[Mapping[str, Any]]) -> str:
@@ -168,8 +168,8 @@ def _table(head: Sequence[str], body: Iterable[Sequence[str]], text: int) -> str
 
     def line(cells: Sequence[str], tag: str) -> str:
         kinds = [' class="text"' if place < text else "" for place in range(len(cells))]
-        told = (f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-        return f"<tr>{''.join(told)}</tr>"
+        marked = (f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+        return f"<tr>{''.join(marked)}</tr>"
 
     lines = "".join(line(cells, "td") for cells in body)
     return f"<table><thead>{line(head, 'th')}</thead><tbody>{lines}</tbody></table>"

@@ -64,13 +64,13 @@ def timeline(owners: pd.DataFrame) -> Figure:
     """Draw the owners of each queue over time; `owners` must not be empty."""
     names = owners[QUEUE].astype(str).agg("/".join, axis=1)
     often = names.value_counts().sort_index().sort_values(ascending=False, kind="stable")
-    shown = sorted(often.index[:QUEUES_MAX], reverse=True)
+    queues = sorted(often.index[:QUEUES_MAX], reverse=True)
     end = max(owners["begin"].max(), owners["end"].max())
     clients = sorted(owners["client_id"].fillna("").unique())
     colours = {client: _OWNERS[place % len(_OWNERS)] for place, client in enumerate(clients)}
-    figure = Figure(figsize=(10.4, 1.4 + 0.26 * len(shown)))
+    figure = Figure(figsize=(10.4, 1.4 + 0.26 * len(queues)))
     axes = figure.subplots()
-    for place, name in enumerate(shown):
+    for place, name in enumerate(queues):
         spans = owners[names == name]
         begins = date2num(spans["begin"])  # type: ignore[no-untyped-call]
         widths = date2num(spans["end"].fillna(end)) - begins  # type: ignore[no-untyped-call]
@@ -81,13 +81,13 @@ def timeline(owners: pd.DataFrame) -> Figure:
             edgecolor="white",
             linewidth=0.6,
         )
-    axes.set_yticks(range(len(shown)), shown, fontsize=8)
-    axes.set_ylim(-0.6, len(shown) - 0.4)
+    axes.set_yticks(range(len(queues)), queues, fontsize=8)
+    axes.set_ylim(-0.6, len(queues) - 0.4)
     axes.grid(axis="y", visible=False)
     _time_axis(axes)
     named = clients[: len(_OWNERS)]
     handles = [Patch(color=colours[client], label=client or "-") for client in named]
-    _legend_below(axes, handles, len(shown))
+    _legend_below(axes, handles, len(queues))
     return figure
 
 

@@ -29,9 +29,9 @@ def handovers(events: DataFrame, scope: ReportScope) -> DataFrame:
     second; null without a delivery within a minute. `outlier`: `total_ms` is above the upper
     quartile by more than three times the interquartile range.
     """
-    told = scope.in_time(scope.of_subject(events.where("kind = 'handed_over'")))
+    handed_over = scope.in_time(scope.of_subject(events.where("kind = 'handed_over'")))
     phases = [attribute(name).alias(name) for name in PHASES]
-    rows = told.select(
+    rows = handed_over.select(
         "time",
         *QUEUE,
         "previous_client_id",
@@ -107,10 +107,10 @@ def report(events: DataFrame, scope: ReportScope) -> Report:
     }
     drawn = rows.orderBy(F.desc("time")).limit(PAGE_ROWS_MAX).toPandas()
     timeline = spans.orderBy(F.desc("begin")).limit(PAGE_ROWS_MAX).toPandas()
-    told = [f"hand-overs: {count:,}, {outliers:,} of them outliers"]
-    told += [f"  {manner.lower()}: {n:,}" for manner, n in sorted(manners.items())]
-    told += [_line(one) for one in phases]
-    return Report(summary, told, rows, page(drawn, timeline, summary))
+    lines = [f"hand-overs: {count:,}, {outliers:,} of them outliers"]
+    lines += [f"  {manner.lower()}: {n:,}" for manner, n in sorted(manners.items())]
+    lines += [_line(one) for one in phases]
+    return Report(summary, lines, rows, page(drawn, timeline, summary))
 
 
 def _with_outliers(rows: DataFrame) -> DataFrame:
@@ -124,5 +124,5 @@ def _with_outliers(rows: DataFrame) -> DataFrame:
 def _line(one: dict[str, Any]) -> str:
     if not one["count"]:
         return f"  {one['phase']:<11} none"
-    told = "  ".join(f"p{p} {one[f'p{p}']:,.0f}" for p in PERCENTILES)
-    return f"  {one['phase']:<11} {told}  max {one['max']:,} ms"
+    percentiles = "  ".join(f"p{p} {one[f'p{p}']:,.0f}" for p in PERCENTILES)
+    return f"  {one['phase']:<11} {percentiles}  max {one['max']:,} ms"

@@ -31,10 +31,10 @@ LATENCY = f"""
 
 def measures(events: DataFrame) -> DataFrame:
     """Return rows of BASE, one for each sketch."""
-    told = events.where((F.col("kind") == "latency") & (F.size("buckets") > 0))
+    latencies = events.where((F.col("kind") == "latency") & (F.size("buckets") > 0))
     start = window_start(event_time(), WINDOWS_S[0])
     columns = [field.name for field in struct(BASE)][1:]
-    return told.select(start.alias("window_start"), *columns)
+    return latencies.select(start.alias("window_start"), *columns)
 
 
 def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
@@ -54,8 +54,10 @@ def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
     dense = F.transform(
         F.sequence(first, last), lambda at: F.coalesce(F.try_element_at(counts, at), F.lit(0))
     )
-    told = merged.where(F.size("filled") > 0).withColumns({"first_bucket": first, "buckets": dense})
-    return told.select(*keys, "first_bucket", "buckets", "value_sum")
+    dense_rows = merged.where(F.size("filled") > 0).withColumns(
+        {"first_bucket": first, "buckets": dense}
+    )
+    return dense_rows.select(*keys, "first_bucket", "buckets", "value_sum")
 
 
 def windows(base: DataFrame) -> DataFrame:
@@ -64,7 +66,7 @@ def windows(base: DataFrame) -> DataFrame:
     start = window_start(F.col("window_start"), F.col("window_s"))
     both = fold(wide.withColumn("window_start", start), ("window_s", *KEYS))
     count = F.aggregate("buckets", F.lit(0).cast("bigint"), lambda total, n: total + n)
-    told = both.withColumns(
+    rows = both.withColumns(
         {
             "date": F.to_date("window_start"),
             "minute": F.date_trunc("minute", "window_start"),
@@ -76,7 +78,7 @@ def windows(base: DataFrame) -> DataFrame:
             **{f"p{p}_us": percentile(p) for p in PERCENTILES},
         }
     )
-    return told.to(struct(LATENCY))
+    return rows.to(struct(LATENCY))
 
 
 def latency(events: DataFrame) -> DataFrame:

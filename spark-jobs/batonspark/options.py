@@ -205,22 +205,22 @@ def _connection(given: _OptionReader) -> ConnectionOptions:
         )
     except InvalidArgument as error:
         raise BadOption("options tlsCertFile and tlsKeyFile must be given together") from error
-    wanted = given.flag("tls", security != Security())
-    if security != Security() and not wanted:
+    use_tls = given.flag("tls", security != Security())
+    if security != Security() and not use_tls:
         raise BadOption("option tls is false, but TLS files or a token file are given")
     timeout_ms = given.number("timeoutMs", 120_000, least=1)
-    return ConnectionOptions(nameserver, timeout_ms, security if wanted else None)
+    return ConnectionOptions(nameserver, timeout_ms, security if use_tls else None)
 
 
 def _offsets_option(
     given: _OptionReader, side: str, default: Literal["earliest", "latest"]
 ) -> OffsetsOption:
-    at, name = given.text(f"{side}Timestamp"), f"{side}Offsets"
+    timestamp, name = given.text(f"{side}Timestamp"), f"{side}Offsets"
     text = given.text(name)
-    if at and text.lower() not in ("", "timestamp"):
+    if timestamp and text.lower() not in ("", "timestamp"):
         raise BadOption(f"options {name} and {side}Timestamp exclude each other")
-    if at:
-        return FromTime(_unix_ms(at))
+    if timestamp:
+        return FromTime(_unix_ms(timestamp))
     if text.startswith("{"):
         return _by_queue(name, text)
     if text.lower() == "earliest":
@@ -234,8 +234,10 @@ def _offsets_option(
 
 def _by_queue(name: str, text: str) -> Mapping[str, OffsetOption]:
     try:
-        found = json.loads(text)
-        offsets = {key: _offset_option(value) for key, value in found.items() if key != "topic_id"}
+        by_queue = json.loads(text)
+        offsets = {
+            key: _offset_option(value) for key, value in by_queue.items() if key != "topic_id"
+        }
     except (ValueError, TypeError, AttributeError) as error:
         raise BadOption(
             f'option {name} must be {{"broker/queue_id": offset}}, got {text}'
@@ -258,8 +260,8 @@ def _unix_ms(text: str) -> int:
     if text.isdecimal():
         return int(text)
     try:
-        found = datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError as error:
         raise BadOption(f"{text!r} is not a time: use ISO 8601 or Unix milliseconds") from error
-    aware = found if found.tzinfo else found.replace(tzinfo=UTC)
+    aware = time if time.tzinfo else time.replace(tzinfo=UTC)
     return int(aware.timestamp() * 1000)

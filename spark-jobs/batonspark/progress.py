@@ -45,8 +45,8 @@ class ProgressListener(StreamingQueryListener):
 
     def onQueryProgress(self, event: Any) -> None:
         """See StreamingQueryListener."""
-        told = json.loads(event.progress.json)
-        name, values = told["name"] or told["id"], gauge_values(told)
+        progress = json.loads(event.progress.json)
+        name, values = progress["name"] or progress["id"], gauge_values(progress)
         for gauge, value in values.items():
             self._gauges[gauge].labels(name).set(value)
         self._gauges["progress_time_seconds"].labels(name).set_to_current_time()
@@ -90,18 +90,19 @@ def gauge_values(progress: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _behind(source: Mapping[str, Any]) -> int:
-    """Return by how much the end of a source's micro-batch is behind its newest offsets."""
+    """Return the distance from the end of a source's micro-batch to its newest offsets."""
     latest, end = _offsets(source.get("latestOffset")), _offsets(source.get("endOffset"))
     return sum(max(0, value - end.get(key, 0)) for key, value in latest.items())
 
 
-def _offsets(told: Any) -> dict[str, int]:
-    found = json.loads(told) if isinstance(told, str) and told.startswith("{") else told
-    if not isinstance(found, Mapping):
+def _offsets(reported: Any) -> dict[str, int]:
+    is_json = isinstance(reported, str) and reported.startswith("{")
+    offsets = json.loads(reported) if is_json else reported
+    if not isinstance(offsets, Mapping):
         return {}
-    return {key: int(value) for key, value in found.items() if key != "topic_id"}
+    return {key: int(value) for key, value in offsets.items() if key != "topic_id"}
 
 
-def _number(told: Any) -> float:
-    """Return a rate as a number; Spark gives text such as NaN if no time was measured."""
-    return float(told) if isinstance(told, int | float) else 0.0
+def _number(rate: Any) -> float:
+    """Return a rate as a number; Spark reports text such as NaN if no time was measured."""
+    return float(rate) if isinstance(rate, int | float) else 0.0

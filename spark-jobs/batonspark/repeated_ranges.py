@@ -200,14 +200,14 @@ class LastDelivered:
     ) -> list[tuple[int, int, OwnershipSpan]]:
         """Record a delivery of [first, next_); return the parts that were delivered before."""
         low, high = bisect_right(self._ends, first), bisect_left(self._begins, next_)
-        there = list(
+        overlaps = list(
             zip(self._begins[low:high], self._ends[low:high], self._tenures[low:high], strict=True)
         )
         pieces = [(first, next_, tenure)]
-        if there and there[0][0] < first:
-            pieces.insert(0, (there[0][0], first, there[0][2]))
-        if there and there[-1][1] > next_:
-            pieces.append((next_, there[-1][1], there[-1][2]))
+        if overlaps and overlaps[0][0] < first:
+            pieces.insert(0, (overlaps[0][0], first, overlaps[0][2]))
+        if overlaps and overlaps[-1][1] > next_:
+            pieces.append((next_, overlaps[-1][1], overlaps[-1][2]))
         if low and self._ends[low - 1] == first and self._tenures[low - 1] is tenure:
             low -= 1
             pieces.insert(0, (self._begins[low], first, tenure))
@@ -215,7 +215,7 @@ class LastDelivered:
         self._begins[low:high] = [begin for begin, _, _ in joined]
         self._ends[low:high] = [end for _, end, _ in joined]
         self._tenures[low:high] = [owner for _, _, owner in joined]
-        return [(max(begin, first), min(end, next_), owner) for begin, end, owner in there]
+        return [(max(begin, first), min(end, next_), owner) for begin, end, owner in overlaps]
 
 
 def repeated_ranges(history: QueueHistory) -> Iterator[RepeatedRange]:

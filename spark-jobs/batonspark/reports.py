@@ -79,7 +79,7 @@ class Report:
         lines: Output on the terminal.
         rows: Content of the Parquet files in the folder `rows`.
         page: Content of report.html; empty for no page.
-        ok: Whether nothing is wrong; decides the exit status.
+        ok: Whether the report found no problem; decides the exit status.
     """
 
     summary: Mapping[str, Any]
@@ -99,7 +99,7 @@ def run_report(name: str, make: Callable[[DataFrame, ReportScope], Report]) -> N
     def job(settings: JobSettings, ended: threading.Event) -> bool:
         with session(name, settings) as spark:
             folder = Path(settings.data_dir).absolute() / "reports" / name
-            return _written(make(events(spark, settings, scope), scope), folder)
+            return _write(make(events(spark, settings, scope), scope), folder)
 
     run_job(name, job)
 
@@ -139,7 +139,7 @@ def events_around(rows: DataFrame, scope: ReportScope) -> DataFrame:
     return rows.dropDuplicates(["producer_id", "seq", "event_index", "kind"])
 
 
-def _written(report: Report, folder: Path) -> bool:
+def _write(report: Report, folder: Path) -> bool:
     report.rows.write.mode("overwrite").parquet(str(folder / "rows"))
     (folder / "report.json").write_text(json.dumps(report.summary, indent=2, default=str) + "\n")
     if report.page:

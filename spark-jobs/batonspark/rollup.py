@@ -174,15 +174,17 @@ def _counts() -> dict[str, Column]:
         (kind == "subscription_changed") & has_attribute("differences")
     )
     moves = F.json_array_length(F.try_element_at("attrs", F.lit("moves")))
-    told = {name: F.when(kind == of, F.col(column)) for name, (of, column) in _COUNTED.items()}
-    told |= {name: F.when(kind == of, one) for name, of in _NUMBERED.items()}
-    told |= {
+    columns = {name: F.when(kind == of, F.col(column)) for name, (of, column) in _COUNTED.items()}
+    columns |= {name: F.when(kind == of, one) for name, of in _NUMBERED.items()}
+    columns |= {
         "failed_count": F.when(kind == "handled", attribute("failed_count")),
         "steal_count": F.when((kind == "lock_granted") & has_attribute("stolen"), one),
         "moved_queue_count": F.when(kind == "rebalanced", moves),
         "conflict_count": F.when(disagree, one),
     }
-    return {name: F.coalesce(told[name].cast("bigint"), F.lit(0).cast("bigint")) for name in SUMS}
+    return {
+        name: F.coalesce(columns[name].cast("bigint"), F.lit(0).cast("bigint")) for name in SUMS
+    }
 
 
 def _gauges() -> dict[str, Column]:

@@ -98,10 +98,10 @@ class LagEvaluator(BaseModel):
         last = self.samples[-1]
         age = f", the oldest for {last.oldest_unacked_ms / 1000:g} s" if last.lag else ""
         summary = f"{verdict}: {last.lag} messages wait{age if last.oldest_unacked_ms > 0 else ''}"
-        told = (
+        cause = (
             self.text if verdict not in (LagVerdict.OK, LagVerdict.REWOUND, LagVerdict.SLOW) else ""
         )
-        return AlertText(f"{summary}; {told}" if told else summary, self.reason, float(last.lag))
+        return AlertText(f"{summary}; {cause}" if cause else summary, self.reason, float(last.lag))
 
 
 class CountEvaluator(BaseModel):

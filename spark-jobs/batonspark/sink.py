@@ -223,8 +223,8 @@ async def _append(admin: Admin, batches: Sequence[_EncodedBatch]) -> int:
     for batch in batches:
         by_broker[batch.queue.broker].append(batch)
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(_append_at(admin, b, some)) for b, some in by_broker.items()]
-    return sum(task.result() for task in asked)
+        calls = [tasks.create_task(_append_at(admin, b, share)) for b, share in by_broker.items()]
+    return sum(task.result() for task in calls)
 
 
 async def _append_at(admin: Admin, broker: str, batches: Sequence[_EncodedBatch]) -> int:

@@ -238,10 +238,10 @@ def _table(target: DeltaTarget) -> deltalake.DeltaTable:
             target.path, schema, mode="ignore", partition_by=list(target.partition_by)
         )
     table = deltalake.DeltaTable(target.path)
-    there = tuple(table.metadata().partition_columns)
-    if there != target.partition_by:
+    columns = tuple(table.metadata().partition_columns)
+    if columns != target.partition_by:
         raise BadOption(
-            f"the table is partitioned by {there}, option partitionBy is {target.partition_by}"
+            f"the table is partitioned by {columns}, option partitionBy is {target.partition_by}"
         )
     known = {each.name: each.type for each in table.schema().fields}
     for each in schema.fields:

@@ -362,3 +362,75 @@ def test_every_request_with_an_incarnation_has_it_at_the_top() -> None:
         if inner.message_type is not None and inner.message_type.name == "Incarnation"
     }
     assert nested == {"baton.offsets.v1.FenceItem.holder"}
+
+
+# ---- tokens that expire, and scopes
+
+
+async def with_token(
+    made: Scene, name: str, identity: str, *scopes: Grant, ttl_ms: int = 0
+) -> None:
+    """Give an identity one more token, by which calls of `name` are made."""
+    made.tokens[name] = f"secret-of-{name}"
+    digest = made.digest(name)
+    await made.store.add_token(digest, identity, "", ttl_ms=ttl_ms, scopes=scopes)
+
+    def known() -> bool:
+        try:
+            return made.guard.authorizer.token_of(digest, 0).identity == identity
+        except Unauthenticated:
+            return False
+
+    await until(known)
+
+
+@pytest.mark.parametrize("path", [PULL, WATCH])
+async def test_token_is_rotated_without_a_gap_and_the_old_one_ends_its_open_calls(
+    made: Scene, path: str
+) -> None:
+    """Until the old token expires both are valid; then its waiting calls and streams end."""
+    made.holds.add(path)
+    await made.know("reader", *CONSUME)
+    request = request_of(METHODS[path])
+    ttl_ms = 2_000
+    await with_token(made, "old", "reader", ttl_ms=ttl_ms)
+    loop = asyncio.get_running_loop()
+    begin_s = loop.time()
+    async with asyncio.TaskGroup() as tasks:
+        old = tasks.create_task(refusal(made.call(path, request, "old")))
+        await until(lambda: len(made.served) == 1)
+        await with_token(made, "new", "reader")
+        new = tasks.create_task(made.call(path, request, "new"))
+        await until(lambda: len(made.served) == 2)
+        assert type(await old) is Unauthenticated
+        assert loop.time() - begin_s < ttl_ms / 1000 + 5
+        assert type(await refusal(made.call(path, request, "old"))) is Unauthenticated
+        assert not new.done()
+        new.cancel()
+
+
+async def test_expired_token_is_deleted_from_etcd(made: Scene) -> None:
+    await with_token(made, "old", "reader", ttl_ms=1_000)
+    await until(lambda: is_deleted(made, "reader"))
+
+
+async def is_deleted(made: Scene, identity: str) -> bool:
+    held = (await made.store.all()).get(identity)
+    return held is None or not held.tokens
+
+
+async def test_token_gives_only_permissions_that_its_scopes_and_the_grants_cover(
+    made: Scene,
+) -> None:
+    await made.know("app", ("produce", "topic:orders"), *CONSUME)
+    reads = [Grant(AccessRole(role), resource) for role, resource in CONSUME]
+    await with_token(made, "reads", "app", *reads)
+    await made.call(PULL, request_of(METHODS[PULL]), "reads")
+    refused = await refusal(made.call(APPEND, request_of(METHODS[APPEND]), "reads"))
+    assert type(refused) is PermissionDenied
+    assert "or its token does not cover it" in refused.message
+    await made.call(APPEND, request_of(METHODS[APPEND]), "app")
+    await with_token(made, "all", "app", Grant(AccessRole.ADMIN, "cluster"))
+    assert type(await refusal(made.call(DESCRIBE, request_of(METHODS[DESCRIBE]), "all"))) is (
+        PermissionDenied
+    ), "a scope is no grant"

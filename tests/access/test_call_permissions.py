@@ -101,6 +101,9 @@ LockmgrService      ForceRelease       group-admin
 LockmgrService      Watch              granted
 LockmgrService      Describe           both nameserver
 LockmgrService      List               join nameserver
+QuotaService        SetQuota
+QuotaService        DeleteQuota
+QuotaService        ListQuotas
 NameserverService   CreateTopic        topic-admin
 NameserverService   UpdateTopic        topic-admin
 NameserverService   ListTopics         granted

@@ -221,6 +221,11 @@ def test_other_clients_of_a_secure_cluster_need_grants(
     # The nameserver hears of a token, and of a grant, a moment after it was made.
     until_now(lambda: reason() == "PERMISSION_DENIED")
     assert baton("access", "grant", "billing", "admin", "topic:bills").code == 0
+    shown = baton(
+        "--format", "json", "quota", "set", "billing", "--topics", "1", "--in-flight", "9"
+    )
+    assert json.loads(shown.out) == json.loads(baton("--format", "json", "quota", "list").out)[0]
+    assert baton("quota", "set", "billing").code == 2, "a limit is required"
     until_now(lambda: baton(*asked).code == 0)
 
 

@@ -456,7 +456,7 @@ async def test_different_subscription_is_refused_and_both_clients_are_named(
 async def test_client_id_of_a_live_member_is_refused(nameserver: str) -> None:
     async with scene(nameserver) as at, handle_all(at, "a") as first:
         with pytest.raises(ClientIdInUse) as refused:
-            async with at.consumer("a"):
+            async with at.consumer("a", settings=replace(QUICK, start_timeout_ms=0)):
                 pass
         assert refused.value.facts["client_id"] == "a"
         await until(lambda: len(first.assignment) == 4)

@@ -8,6 +8,7 @@ stands still where a slow answer would be judged, and goes on where ten seconds 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -16,7 +17,7 @@ from batonmq._common.clock import Clock
 from batonmq._connection.directory import ClientEnvironment
 from batonmq._core.broker_health import FAILED_MS
 from batonmq._core.queues import QueueRef
-from batonmq._core.records import Message
+from batonmq._core.records import Header, Message
 from batonmq._producer.broker_sender import NotSent
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
@@ -26,6 +27,7 @@ from batonmq.errors import (
     DiskFull,
     NotEnoughReplicas,
     NotServing,
+    Throttled,
     Unreachable,
 )
 from tests.client.twins import (
@@ -86,11 +88,34 @@ async def test_refused_message_goes_to_the_other_broker_and_is_stored_once() -> 
         assert len(at.storage.requests) == tries, "it is left alone"
 
 
-async def test_broker_with_too_few_replicas_counts_as_one_that_has_not_stored_it() -> None:
+async def test_broker_with_too_few_replicas_is_replaced_by_another() -> None:
     async with two_brokers(orders=2) as at, Producer(at.address, ONE_EACH) as producer:
         at.storage.refusal = lambda _: NotEnoughReplicas("one is in sync")
         found = await receipts(await submit(producer, 8))
         assert {receipt.queue.broker for receipt in found} == {OTHER_BROKER}
+
+
+async def test_throttled_batch_waits_for_its_own_broker() -> None:
+    """A quota must not be evaded with another broker."""
+    wait_ms, loop = 700, asyncio.get_running_loop()
+    async with two_brokers(orders=2) as at, Producer(at.address, ONE_EACH) as producer:
+        await receipts(await submit(producer, 8))
+        refused: list[int] = []
+
+        def over_quota(header: Header) -> BatonError | None:
+            refused.append(header.queue_id)
+            at.storage.refusal = lambda _: None
+            return Throttled("quota", retry_after_ms=wait_ms)
+
+        at.storage.refusal = over_quota
+        begin = loop.time()
+        queue = QueueRef("orders", BROKER, 0)
+        receipt = await producer.send("orders", b"late", queue=queue)
+        assert receipt.queue == queue
+        assert loop.time() - begin >= wait_ms / 1000
+        assert refused == [0]
+        found = await receipts(await submit(producer, 8))
+        assert {one.queue.broker for one in found} == {BROKER, OTHER_BROKER}, "it is not avoided"
 
 
 async def test_broker_that_was_avoided_is_probed_and_used_again() -> None:

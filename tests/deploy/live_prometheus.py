@@ -1,4 +1,4 @@
-"""What processes that run show, and what a real Prometheus makes of it."""
+"""Metrics of running processes, and queries of a real Prometheus that scrapes them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def read(url: str) -> str:
-    """A page, by HTTP."""
+    """Return a page by HTTP."""
     with _DIRECT.open(url, timeout=30) as response:
         return str(response.read().decode())
 
 
 async def exported(addresses: Iterable[str]) -> set[str]:
-    """Names of the metrics at host:port, without those that the client library adds."""
-    found: set[str] = set()
+    """Return the names of the metrics at addresses, without those that the client library adds."""
+    names: set[str] = set()
     for address in addresses:
         page = await asyncio.to_thread(read, f"http://{address}/metrics")
-        found.update(re.findall(r"^# TYPE (\w+) \w+$", page, re.MULTILINE))
-    return {name for name in found if not name.endswith("_created")}
+        names.update(re.findall(r"^# TYPE (\w+) \w+$", page, re.MULTILINE))
+    return {name for name in names if not name.endswith("_created")}
 
 
 def documented() -> dict[str, set[str]]:
-    """Names of the metrics in docs/reference/metrics.md, by who has them."""
+    """Return the names of the metrics in docs/reference/metrics.md by service."""
     text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     return {
         block[1]: set(re.findall(r"^\| `(\w+)` \|", block[2], re.MULTILINE))
@@ -52,17 +52,20 @@ def documented() -> dict[str, set[str]]:
     }
 
 
-def differing(shown: Mapping[str, set[str]], told: Mapping[str, set[str]]) -> list[str]:
-    """What those who are in `shown` show and nobody documents, or the other way round."""
+def differing(exported: Mapping[str, set[str]], documented: Mapping[str, set[str]]) -> list[str]:
+    """Return the metrics of the services in `exported` that are only exported or documented."""
+    common = documented["common"]
     return [
-        f"{who}: {name}"
-        for who, names in sorted(shown.items())
-        for name in sorted(names ^ (told[who] | (told["common"] if who in SERVICES else set())))
+        f"{service}: {name}"
+        for service, names in sorted(exported.items())
+        for name in sorted(
+            names ^ (documented[service] | (common if service in SERVICES else set()))
+        )
     ]
 
 
 async def ask(prometheus: Prometheus, path: str, **parameters: str) -> Any:
-    """What its API answers; an error fails the test."""
+    """Return the answer of its API; an error fails the test."""
     url = f"http://{prometheus.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
     answer = json.loads(await asyncio.to_thread(read, url))
     assert answer["status"] == "success", answer
@@ -70,17 +73,17 @@ async def ask(prometheus: Prometheus, path: str, **parameters: str) -> Any:
 
 
 async def values(prometheus: Prometheus, query: str) -> list[float]:
-    """What a query of a dashboard gives that is a number."""
-    found = await ask(prometheus, "query", query=filled_in(query))
-    told = [float(series["value"][1]) for series in found["result"]]
-    return [value for value in told if not math.isnan(value)]
+    """Return the numbers in the result of a query of a dashboard."""
+    answer = await ask(prometheus, "query", query=filled_in(query))
+    numbers = [float(series["value"][1]) for series in answer["result"]]
+    return [value for value in numbers if not math.isnan(value)]
 
 
 async def unanswered(
     prometheus: Prometheus, boards: Sequence[Dashboard], timeout_s: float
 ) -> list[tuple[str, str, str]]:
-    """Dashboard, panel and query where no answer comes, for so long."""
-    left = [
+    """Return dashboard, panel and query of the queries without a result before the timeout."""
+    missing = [
         (board.title, panel.title, query)
         for board in boards
         for panel in board.panels
@@ -88,25 +91,25 @@ async def unanswered(
     ]
     try:
         async with asyncio.timeout(timeout_s):
-            while left:
+            while missing:
                 await asyncio.sleep(_PAUSE_S)
-                # One at a time: a rate wants two looks at everything.
-                while left and await values(prometheus, left[-1][2]):
-                    left.pop()
+                # One at a time: a rate needs two scrapes of every process.
+                while missing and await values(prometheus, missing[-1][2]):
+                    missing.pop()
     except TimeoutError:
-        return [each for each in left if not await values(prometheus, each[2])]
+        return [each for each in missing if not await values(prometheus, each[2])]
     return []
 
 
 async def rules(prometheus: Prometheus, timeout_s: float) -> list[dict[str, Any]]:
-    """All rules, once each was evaluated; or as they are after so long."""
-    found: list[dict[str, Any]] = []
+    """Return all rules once each one is evaluated, or their state at the timeout."""
+    evaluated: list[dict[str, Any]] = []
     try:
         async with asyncio.timeout(timeout_s):
-            while not found or any(rule["health"] == "unknown" for rule in found):
+            while not evaluated or any(rule["health"] == "unknown" for rule in evaluated):
                 await asyncio.sleep(_PAUSE_S)
                 groups = (await ask(prometheus, "rules"))["groups"]
-                found = [rule for group in groups for rule in group["rules"]]
+                evaluated = [rule for group in groups for rule in group["rules"]]
     except TimeoutError:
         pass
-    return found
+    return evaluated

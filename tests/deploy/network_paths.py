@@ -1,7 +1,8 @@
-"""Who gets through to whom, by the network policies of rendered manifests.
+"""Connections that the network policies of rendered manifests allow.
 
-What Kubernetes says of them: a pod that no policy selects for a direction is open in it; one that
-some do lets through what any rule of any of these does. A call has to leave, and to arrive.
+The rules of Kubernetes: a pod that no policy selects for a direction allows every connection in
+this direction. A pod that policies select allows what any rule of any of these policies allows. A
+connection needs the egress of the caller and the ingress of the callee.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from tools.containers.pods import Resource
 
 Port = tuple[int, str]
 Way = tuple[str, str, int]
-"""Who calls, who is called, at which port."""
+"""Caller, callee and port."""
 _OUTSIDE = "203.0.113.9"
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkPeer:
-    """Whence or whither somebody calls.
+    """Either end of a connection.
 
     Attributes:
         namespace: None for an address outside the cluster.
-        ports: At which it may be called, with protocols.
+        ports: Ports at which it listens, with protocols.
     """
 
     name: str
@@ -34,7 +35,7 @@ class NetworkPeer:
 
 
 def workloads(resources: Iterable[Resource]) -> Iterator[NetworkPeer]:
-    """A pod of each workload; replicas of one are alike."""
+    """Yield one pod of each workload; its replicas are alike."""
     for one in resources:
         if one["kind"] not in ("StatefulSet", "Deployment", "Job"):
             continue
@@ -53,7 +54,7 @@ def workloads(resources: Iterable[Resource]) -> Iterator[NetworkPeer]:
 def ways(
     resources: Iterable[Resource], callers: Iterable[NetworkPeer], callees: Iterable[NetworkPeer]
 ) -> set[Way]:
-    """Every way that is open."""
+    """Return every connection that is allowed."""
     policies = [one for one in resources if one["kind"] == "NetworkPolicy"]
     called = list(callees)
     return {
@@ -96,7 +97,7 @@ def _has_peer(peers: Iterable[Resource], other: NetworkPeer, at: NetworkPeer) ->
 
 def _is(peer: Resource, other: NetworkPeer, at: NetworkPeer) -> bool:
     if other.namespace is None or "ipBlock" in peer:
-        # A block is of addresses outside; pods' addresses come and go.
+        # A block has addresses outside of the cluster; addresses of pods change.
         inside = other.namespace is not None or "ipBlock" not in peer
         return not inside and ip_address(_OUTSIDE) in ip_network(peer["ipBlock"]["cidr"])
     if "namespaceSelector" in peer:

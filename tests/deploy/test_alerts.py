@@ -36,7 +36,7 @@ _each_rule = pytest.mark.parametrize(
 
 
 def problems(rule: dict[str, Any]) -> list[str]:
-    """What a rule asks for or tells and nobody has."""
+    """Return the metrics, labels and reasons of a rule that do not exist."""
     found = []
     for selector in selectors(rule["expr"]):
         if selector.name not in METRICS:

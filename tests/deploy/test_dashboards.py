@@ -23,7 +23,7 @@ _each = pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid
 
 
 def problems(panel: Panel) -> list[str]:
-    """What a panel asks for, or shows, and nobody has."""
+    """Return the metrics and labels of a panel that do not exist."""
     found = []
     for legend, query in panel.queries.items():
         asked = filled_in(query)

@@ -1,6 +1,6 @@
-"""Goal: Kubernetes kills no member of etcd because others are missing, and sends nobody to it.
+"""Goal: Kubernetes does not kill an etcd member without a quorum, and routes no client to it.
 
-Method: a real member of three, alone, is asked what the probes of the manifest ask.
+Method: one real member of three runs alone, and answers the probes of the manifest.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MEMBERS = ("etcd-0", "etcd-1", "etcd-2")
 
 
 @pytest.fixture
-def lonely(tmp_path: Path) -> Iterator[str]:
-    """Where a member of three that found no other tells of its health."""
+def single_member(tmp_path: Path) -> Iterator[str]:
+    """Return the health address of one member of three that runs alone."""
     ports = keep_ports(tmp_path / "ports.json", ["client", "metrics", *MEMBERS])
     peers = {name: f"http://127.0.0.1:{ports[name]}" for name in MEMBERS}
     client, at = (f"http://127.0.0.1:{ports[name]}" for name in ("client", "metrics"))
@@ -51,7 +51,7 @@ def lonely(tmp_path: Path) -> Iterator[str]:
 
 
 def answer(url: str) -> int:
-    """The status; 0 if nobody answers."""
+    """Return the HTTP status; 0 if no server answers."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=20) as response:
@@ -62,15 +62,15 @@ def answer(url: str) -> int:
         return 0
 
 
-def test_etcd_member_without_a_quorum_is_started_and_live_and_not_ready(lonely: str) -> None:
+def test_etcd_member_without_a_quorum_is_started_and_live_and_not_ready(single_member: str) -> None:
     (etcd,) = (
         one
         for one in documents(K8S / "components" / "etcd" / "etcd.yaml")
         if one["kind"] == "StatefulSet"
     )
     (container,) = etcd["spec"]["template"]["spec"]["containers"]
-    asked = {
-        kind: answer(lonely + container[f"{kind}Probe"]["httpGet"]["path"])
+    statuses = {
+        kind: answer(single_member + container[f"{kind}Probe"]["httpGet"]["path"])
         for kind in ("startup", "liveness", "readiness")
     }
-    assert asked == {"startup": 200, "liveness": 200, "readiness": 503}, json.dumps(asked)
+    assert statuses == {"startup": 200, "liveness": 200, "readiness": 503}, json.dumps(statuses)

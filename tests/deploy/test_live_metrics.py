@@ -1,9 +1,9 @@
 """Metrics and queries while the demo runs.
 
-Goal: docs/reference/metrics.md lists what the processes answer, no more and no less; every query of
-the dashboards has an answer, and no rule fails. Method: the demo, with part of its flights, on a
-cluster with replicas; a real Prometheus scrapes it meanwhile, where there is one, and is asked.
-Jobs of Spark, their page and their dashboard, have tests/spark/test_app.py.
+Goal: docs/reference/metrics.md lists exactly the metrics that the processes export; every query of
+the dashboards has a result, and no rule fails. Method: the demo, with part of its flights, on a
+cluster with replicas, which a real Prometheus scrapes if it is installed. The jobs of Spark and
+their dashboard are tested in tests/spark/test_app.py.
 """
 
 from __future__ import annotations
@@ -53,20 +53,19 @@ PLANTED = Dashboard(
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What was there to see.
+class DemoRecord:
+    """Result, metrics and answers of Prometheus of one run of the demo.
 
     Attributes:
-        shown: Names of metrics by who shows them.
-        unanswered: Dashboard, panel and query.
-        rules: As Prometheus tells of them.
-        counted: Messages that Prometheus knows to be stored in the topic of the demo, and
-            delivered to its group.
-        planted: Of `PLANTED` what is unanswered.
+        exported: Names of metrics by service.
+        unanswered: Dashboard, panel and query of the queries without a result.
+        rules: Rules with their state in Prometheus.
+        counted: Messages stored in the topic of the demo and delivered to its group, in Prometheus.
+        planted: Queries of `PLANTED` without a result.
     """
 
     result: DemoResult
-    shown: dict[str, set[str]]
+    exported: dict[str, set[str]]
     unanswered: Sequence[tuple[str, str, str]] = ()
     rules: Sequence[dict[str, Any]] = ()
     counted: tuple[float, float] = (0, 0)
@@ -74,83 +73,83 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """One run for all tests of this file."""
-    return asyncio.run(_look(tmp_path_factory.mktemp("demo_cluster")))
+def record(tmp_path_factory: pytest.TempPathFactory) -> DemoRecord:
+    """Return one run for all tests of this file."""
+    return asyncio.run(_record(tmp_path_factory.mktemp("demo_cluster")))
 
 
-async def _look(folder: Path) -> Seen:
+async def _record(folder: Path) -> DemoRecord:
     flights = load_flights()[:FLIGHTS]
     async with demo_cluster(folder / "data") as at:
         if shutil.which("prometheus") is None:
             result = await at.demo(flights, folder / "journals", PACE)
-            return Seen(result, await _shown(at))
+            return DemoRecord(result, await _exported(at))
         async with (
             Prometheus(folder / "prometheus", at.targets, port=0) as prometheus,
             asyncio.TaskGroup() as tasks,
         ):
             demo = tasks.create_task(at.demo(flights, folder / "journals", PACE))
-            left = await unanswered(prometheus, BOARDS, 120)
-            found = await rules(prometheus, 60)
+            without_result = await unanswered(prometheus, BOARDS, 120)
+            evaluated = await rules(prometheus, 60)
             result = await demo
-            return Seen(
+            return DemoRecord(
                 result,
-                await _shown(at),
-                left,
-                found,
+                await _exported(at),
+                without_result,
+                evaluated,
                 await _counted(prometheus, result.published),
                 await unanswered(prometheus, [PLANTED], 2),
             )
 
 
-async def _shown(at: DemoCluster) -> dict[str, set[str]]:
-    return {who: await exported(addresses) for who, addresses in at.addresses.items()}
+async def _exported(at: DemoCluster) -> dict[str, set[str]]:
+    return {name: await exported(addresses) for name, addresses in at.addresses.items()}
 
 
 async def _counted(prometheus: Prometheus, published: int) -> tuple[float, float]:
-    """Once it has looked after the demo's end: before, more may be stored than delivered."""
+    """Return the counts after the end of the demo; before, more may be stored than delivered."""
     stored = f'sum(rocketmq_messages_in_total{{topic="{TOPIC}"}})'
     delivered = f'sum(rocketmq_messages_out_total{{consumer_group="{GROUP}"}})'
     while True:
-        out, told = await values(prometheus, delivered), await values(prometheus, stored)
-        if told == [published] and out and out[0] >= published:
-            return told[0], out[0]
-        assert not told or told[0] <= published, told
+        out, stored_count = await values(prometheus, delivered), await values(prometheus, stored)
+        if stored_count == [published] and out and out[0] >= published:
+            return stored_count[0], out[0]
+        assert not stored_count or stored_count[0] <= published, stored_count
         await asyncio.sleep(0.5)
 
 
-def test_demo_has_its_usual_result(seen: Seen) -> None:
-    assert seen.result.ok
-    assert seen.result.handovers >= 8
+def test_demo_has_its_usual_result(record: DemoRecord) -> None:
+    assert record.result.ok
+    assert record.result.handovers >= 8
 
 
-def test_exported_metrics_and_documented_metrics_are_the_same(seen: Seen) -> None:
-    assert seen.shown.keys() == families().keys() - {"common", "spark"}
-    assert differing(seen.shown, documented()) == []
+def test_exported_metrics_and_documented_metrics_are_the_same(record: DemoRecord) -> None:
+    assert record.exported.keys() == families().keys() - {"common", "spark"}
+    assert differing(record.exported, documented()) == []
 
 
 def test_metric_that_is_only_exported_or_only_documented_is_found() -> None:
-    told = {"common": {"c"}, "storage": {"a", "b"}}
-    assert differing({"storage": {"b", "c", "x"}}, told) == ["storage: a", "storage: x"]
+    documents = {"common": {"c"}, "storage": {"a", "b"}}
+    assert differing({"storage": {"b", "c", "x"}}, documents) == ["storage: a", "storage: x"]
 
 
 @needs_prometheus
-def test_every_dashboard_query_has_a_result(seen: Seen) -> None:
-    assert seen.unanswered == []
+def test_every_dashboard_query_has_a_result(record: DemoRecord) -> None:
+    assert record.unanswered == []
 
 
 @needs_prometheus
-def test_query_without_a_result_is_found(seen: Seen) -> None:
-    assert seen.planted == [("Planted", "Empty", "baton_no_such_metric")]
+def test_query_without_a_result_is_found(record: DemoRecord) -> None:
+    assert record.planted == [("Planted", "Empty", "baton_no_such_metric")]
 
 
 @needs_prometheus
-def test_prometheus_has_the_counts_of_the_demo(seen: Seen) -> None:
-    assert seen.counted[0] == seen.result.published == FLIGHTS
-    assert seen.counted[1] >= FLIGHTS
+def test_prometheus_has_the_counts_of_the_demo(record: DemoRecord) -> None:
+    assert record.counted[0] == record.result.published == FLIGHTS
+    assert record.counted[1] >= FLIGHTS
 
 
 @needs_prometheus
-def test_every_rule_is_evaluated_without_an_error(seen: Seen) -> None:
-    assert [rule for rule in seen.rules if rule["health"] != "ok"] == []
-    assert len(seen.rules) > 40
+def test_every_rule_is_evaluated_without_an_error(record: DemoRecord) -> None:
+    assert [rule for rule in record.rules if rule["health"] != "ok"] == []
+    assert len(record.rules) > 40

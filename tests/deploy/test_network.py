@@ -1,7 +1,7 @@
-"""Goal: who may call whom is what docs/how-to/deploy.md says, in every overlay, and nothing else.
+"""Goal: every overlay allows exactly the connections in the table of docs/how-to/deploy.md.
 
-Method: the rendered network policies, judged for every pair of a workload, a client, Prometheus and
-strangers (tests/deploy/network_paths.py), held against the table of that page.
+Method: the rendered network policies are evaluated for every pair of a workload, a client,
+Prometheus and strangers (tests/deploy/network_paths.py), and compared with the table.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _CALLEE = re.compile(r"`([\w-]+):(\d+)`")
 
 
 def expected(resources: list[Resource], components: set[str]) -> set[Way]:
-    """What the table of the page promises to those that are there."""
+    """Return the connections in the table of the page whose ends exist."""
     page = (REPO / "docs" / "how-to" / "deploy.md").read_text()
     table = page.partition("**Network policies**")[2].partition("**Rights.**")[0]
-    there = {one.name for one in workloads(resources)}
+    present = {one.name for one in workloads(resources)}
     strangers = {"a client", "Prometheus", "any address"}
-    whole = {"a client": {"a client", *CLIENTS & there}, "any address": strangers}
-    found = {(name, "DNS", 53) for name in there}
-    for who, component, what in _ROW.findall(table):
+    groups = {"a client": {"a client", *CLIENTS & present}, "any address": strangers}
+    connections = {(name, "DNS", 53) for name in present}
+    for caller_cell, component, callee_cell in _ROW.findall(table):
         if component and component not in components:
             continue
-        callers = whole.get(who, {who.strip("`")}) & {*there, *strangers}
-        found |= {
+        callers = groups.get(caller_cell, {caller_cell.strip("`")}) & {*present, *strangers}
+        connections |= {
             (caller, name, int(port))
             for caller in callers
-            for name, port in _CALLEE.findall(what)
-            if name in there or (name, caller in there) == ("etcd", True)
+            for name, port in _CALLEE.findall(callee_cell)
+            if name in present or (name, caller in present) == ("etcd", True)
         }
-    return found
+    return connections
 
 
 def measured(resources: list[Resource]) -> set[Way]:
-    """What the policies let through."""
+    """Return the connections that the policies allow."""
     inside = list(workloads(resources))
     called = [*inside, DNS]
     if all(one.name != "etcd" for one in inside):

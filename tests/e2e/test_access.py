@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 TOPIC, GROUP = "orders", "billing"
 PROBE = b"probe"
 REVOCATIONS = 5
-"""Number of measurements of a revocation: the median excludes delays of a busy machine."""
+"""Number of measurements of a revocation; the fastest counts, as a busy machine delays some."""
 
 
 def guarded(folder: Path, **options: Any) -> LocalCluster:

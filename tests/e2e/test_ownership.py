@@ -141,7 +141,7 @@ async def test_second_process_with_the_same_client_id_is_rejected(
     async with ownership_cluster(tmp_path, 4) as (cluster, workers):
         first = await workers.join("twin")
         await owning(first, 4)
-        second = await workers.join("twin", life="-2")
+        second = await workers.join("twin", life="-2", start_ms=0)
         assert await second.process.ended() == 3
         assert second.failure == "CLIENT_ID_IN_USE"
         await send(cluster.nameserver, TOPIC, range(500))

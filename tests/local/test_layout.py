@@ -50,6 +50,12 @@ def test_etcd_members_know_the_addresses_of_the_others(tmp_path: Path) -> None:
         assert f",etcd-1=http://{AWAY.address}:" in " ".join(one.child.program.command)
 
 
+def test_etcd_syncs_its_data_unless_that_is_switched_off(tmp_path: Path) -> None:
+    for fsync in (True, False):
+        (etcd,) = etcd_members([tmp_path / "etcd"], [tmp_path / "log"], {}, fsync=fsync)
+        assert ("--unsafe-no-fsync" not in etcd.child.program.command) == fsync
+
+
 def test_secure_cluster_uses_certificates_everywhere(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(secure=True))
     (storage,) = [one for one in options.instances if one.service == "storage"]

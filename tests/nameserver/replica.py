@@ -28,6 +28,7 @@ from batonmq_server.nameserver.app import build
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.core.change_budget import ChangeBudget
 from batonmq_server.nameserver.group_calls import GroupCalls
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_store import GroupStore
@@ -163,6 +164,7 @@ class Direct:
             placement=PlacementCalls(etcd, swap, self.catalog, places, store),
             events=events,
             refusal_lines=LogLimiter(etcd.clock.monotonic_ms, 0),
+            budget=ChangeBudget(1_000, 1_000),
         )
         self._tasks = tasks
         self._following: list[asyncio.Task[None]] = []

@@ -165,3 +165,30 @@ async def test_identity_has_a_bounded_number_of_grants(
     with pytest.raises(LimitExceeded):
         await store.grant("app", grants[2])
     assert await store.grants_of("app") == frozenset(grants[:2])
+
+
+async def test_token_is_listed_with_its_expiry_and_scopes(control: AccessControl) -> None:
+    scope = RoleGrant(Role.CONSUME, "topic:orders")
+    made = await control.create_token("app", ttl_ms=60_000, scopes=[scope])
+    (found,) = await control.list()
+    (token,) = found.tokens
+    assert token.expire_unix_ms == made.expire_unix_ms == token.create_unix_ms + 60_000
+    assert token.scopes == (scope,)
+
+
+@pytest.mark.parametrize(
+    ("identity", "ttl_ms", "scopes", "field"),
+    [
+        ("app", -1, (), "ttl_ms"),
+        ("app", 11 * 365 * 24 * 3_600_000, (), "ttl_ms"),
+        ("service:storage", 0, (RoleGrant(Role.CONSUME, "topic:orders"),), "scopes"),
+        ("app", 0, (RoleGrant(Role.CONSUME, "cluster"),), "role"),
+    ],
+)
+async def test_invalid_limits_of_a_token_are_refused_by_name(
+    control: AccessControl, identity: str, ttl_ms: int, scopes: tuple[RoleGrant, ...], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        await control.create_token(identity, ttl_ms=ttl_ms, scopes=scopes)
+    assert refused.value.facts["field"] == field
+    assert not await control.list()

@@ -244,7 +244,7 @@ async def test_client_id_of_a_live_process_is_refused_until_it_expires(
         error = await refusal(impatient.stub.Heartbeat(restarted, timeout=CALL_TIMEOUT_S))
         assert error.reason == "CLIENT_ID_IN_USE"
         assert error.facts == {"client_id": "c1", "host": "host-of-c1"}
-        assert error.retry_after_ms == SHORT_MS
+        assert 0 < error.retry_after_ms <= SHORT_MS
         with impatient.watch_group("g") as call:
             generation = (await next_group(call)).generation
             assert ids(await next_group(call)) == []

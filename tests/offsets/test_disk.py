@@ -241,4 +241,7 @@ def test_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:
     with pytest.raises(DataLoss):
         LmdbDisk(tmp_path)
     (tmp_path / "progress" / "data.mdb").unlink()
+    with pytest.raises(DataLoss, match="was rolled back"):
+        LmdbDisk(tmp_path)
+    (tmp_path / "progress" / "newest").unlink()
     assert life(tmp_path).epoch == 1

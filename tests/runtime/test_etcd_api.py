@@ -62,6 +62,14 @@ etcdserverpb.LeaseKeepAliveResponse TTL 3 int64
 etcdserverpb.LeaseTimeToLiveRequest ID 1 int64
 etcdserverpb.LeaseTimeToLiveResponse TTL 3 int64
 etcdserverpb.LeaseTimeToLiveResponse grantedTTL 4 int64
+etcdserverpb.AlarmRequest action 1 etcdserverpb.AlarmRequest.AlarmAction
+etcdserverpb.AlarmRequest memberID 2 uint64
+etcdserverpb.AlarmRequest alarm 3 etcdserverpb.AlarmType
+etcdserverpb.AlarmMember memberID 1 uint64
+etcdserverpb.AlarmMember alarm 2 etcdserverpb.AlarmType
+etcdserverpb.AlarmResponse alarms 2 repeated etcdserverpb.AlarmMember
+etcdserverpb.StatusResponse dbSize 3 int64
+etcdserverpb.StatusResponse dbSizeInUse 9 int64
 """
 VALUES = """
 mvccpb.Event.EventType PUT 0
@@ -70,6 +78,12 @@ etcdserverpb.Compare.CompareResult EQUAL 0
 etcdserverpb.Compare.CompareTarget VERSION 0
 etcdserverpb.Compare.CompareTarget CREATE 1
 etcdserverpb.Compare.CompareTarget MOD 2
+etcdserverpb.AlarmRequest.AlarmAction GET 0
+etcdserverpb.AlarmRequest.AlarmAction ACTIVATE 1
+etcdserverpb.AlarmRequest.AlarmAction DEACTIVATE 2
+etcdserverpb.AlarmType NONE 0
+etcdserverpb.AlarmType NOSPACE 1
+etcdserverpb.AlarmType CORRUPT 2
 """
 METHODS = """
 etcdserverpb.KV.Range etcdserverpb.RangeRequest etcdserverpb.RangeResponse
@@ -83,14 +97,21 @@ etcdserverpb.Lease.LeaseKeepAlive stream etcdserverpb.LeaseKeepAliveRequest \
 stream etcdserverpb.LeaseKeepAliveResponse
 etcdserverpb.Lease.LeaseTimeToLive etcdserverpb.LeaseTimeToLiveRequest \
 etcdserverpb.LeaseTimeToLiveResponse
+etcdserverpb.Maintenance.Alarm etcdserverpb.AlarmRequest etcdserverpb.AlarmResponse
+etcdserverpb.Maintenance.Status etcdserverpb.StatusRequest etcdserverpb.StatusResponse
+etcdserverpb.Maintenance.Defragment etcdserverpb.DefragmentRequest etcdserverpb.DefragmentResponse
 """
 FILES = (kv_pb2.DESCRIPTOR, rpc_pb2.DESCRIPTOR)
 MESSAGES: list[Descriptor] = [m for f in FILES for m in f.message_types_by_name.values()]
-ENUMS: list[EnumDescriptor] = [e for m in MESSAGES for e in m.enum_types]
+ENUMS: list[EnumDescriptor] = [
+    *(e for m in MESSAGES for e in m.enum_types),
+    *(e for f in FILES for e in f.enum_types_by_name.values()),
+]
 TYPES = {
     FieldDescriptor.TYPE_BYTES: "bytes",
     FieldDescriptor.TYPE_INT64: "int64",
     FieldDescriptor.TYPE_BOOL: "bool",
+    FieldDescriptor.TYPE_UINT64: "uint64",
 }
 
 

@@ -255,7 +255,7 @@ class Checker:
         )
 
     def _names(self, *, retries: bool) -> Counter[str]:
-        """Return the names of the messages in the retry topic, or in the other topic."""
+        """Count the stored messages by name: those of the retry topic, or of all other topics."""
         return Counter(
             name
             for key, queue in self.expected.queues.items()

@@ -196,7 +196,7 @@ class ExpectedState:
         return durable.token
 
     def watches(self, table: ProgressTable) -> bool:
-        """Return whether a table is the newest one of its replica set."""
+        """Return whether this is the table of the newest leader of a replica set."""
         return any(each is table for each in self.tables.values())
 
     def wanted(self, key: GroupQueue, offset: int, tag: str, reset_epoch: int) -> bool:

@@ -106,6 +106,7 @@ STORES = RunOptions(steps=40, stores=3, leader_faults=6, splits=4, service_kills
 TWO_STEPS = RunOptions(
     steps=40, replicated=True, min_in_sync=2, two_steps=6, leader_faults=2
 )  # fmt: skip
+ENDED_LEASES = RunOptions(steps=40, replicated=True, ended_leases=8, joins=6)
 STORES_TWO_STEPS = RunOptions(steps=40, stores=3, min_in_sync=2, two_steps=6, leader_faults=2)
 STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
@@ -143,7 +144,7 @@ MUTANTS = (
     Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=50),
     Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=3),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
-    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=4),
+    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=3),
     Mutant("count per contender", broken_lockmgr.count_per_contender, CROWDED, ("section 7",)),
     Mutant(
         "forget the table", broken_lockmgr.forget_the_table, FAILOVER, ("section 7", "section 12")
@@ -153,7 +154,7 @@ MUTANTS = (
     Mutant(
         "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=4
     ),
-    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",)),
+    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",), first=3),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
     Mutant(
@@ -166,7 +167,11 @@ MUTANTS = (
     Mutant("ids of their own", broken_clients.ids_of_their_own, FAILING, ("V4", "T5")),
     Mutant("reset without epoch", broken_offsets.reset_no_epoch, RESETS, ("V4",)),
     Mutant(
-        "reset without resume check", broken_offsets.reset_no_resume_check, RESETS, ("V4", "V5")
+        "reset without resume check",
+        broken_offsets.reset_no_resume_check,
+        RESETS,
+        ("V4", "V5"),
+        first=2,
     ),
     Mutant(
         "handlers outlive a reset", broken_clients.handlers_outlive_a_reset, RESETS, ("section 13",)
@@ -177,7 +182,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first=2,
+        first=11,
     ),
     Mutant(
         "delivery of any generation",
@@ -221,17 +226,29 @@ MUTANTS = (
         broken_replicas.shrink_while_cut_off,
         replace(TWO_STEPS, min_in_sync=1),
         ("section 12",),
+        first=5,
     ),
     Mutant(
-        "stay although cut off", broken_replicas.stay_although_cut_off, TWO_STEPS, ("section 12",)
+        "stay although cut off",
+        broken_replicas.stay_although_cut_off,
+        TWO_STEPS,
+        ("section 12",),
+        first=36,
     ),
     Mutant(
         "storage stays although cut off",
         broken_replicas.stay_although_cut_off,
         STORES_TWO_STEPS,
         ("section 12",),
+        first=9,
     ),
-    Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=53),
+    Mutant(
+        "ignore an ended lease",
+        broken_replicas.ignore_an_ended_lease,
+        ENDED_LEASES,
+        ("section 8", "section 12", "L2"),
+    ),
+    Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=79),
     Mutant(
         "ack a message before it is replicated",
         broken_stores.ack_before_replicate,
@@ -249,7 +266,7 @@ MUTANTS = (
         broken_stores.compare_positions_only,
         STORES_SPLIT,
         ("section 12",),
-        first=4,
+        first=20,
     ),
     Mutant(
         "keep the longer log",
@@ -313,7 +330,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=18,
+        first=29,
     ),
     Mutant(
         "adopt a lower move",
@@ -345,5 +362,11 @@ MUTANTS = (
         STOLEN,
         ("identity",),
     ),
-    Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
+    Mutant(
+        "pause known now and then",
+        broken_serving.pause_known_now_and_then,
+        PAUSES,
+        ("pause",),
+        first=3,
+    ),
 )

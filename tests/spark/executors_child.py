@@ -1,6 +1,6 @@
-"""A batch read and a batch write on executors of their own: `executors_child OPTIONS PATH`.
+"""A batch read and a batch write on separate executors: `executors_child OPTIONS PATH CONFIG`.
 
-Run as a file, from a folder that has nothing of the product: what is not installed is not found.
+Run as a file from an empty folder, so that only installed packages can be imported.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from batonspark.session import build_session
 
 
 def main() -> None:
-    """Copy a topic into a table, and say on how many executors and how many rows there are."""
-    options, path = json.loads(sys.argv[1]), sys.argv[2]
-    config = {"spark.executor.memory": "512m", "spark.sql.shuffle.partitions": "2"}
+    """Copy a topic into a table, and print the number of rows."""
+    options, path, config = json.loads(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     session = build_session("executors", "local-cluster[2,1,512]", config)
     session.sparkContext.setLogLevel("ERROR")
     rows = session.read.format("baton").options(**options).load()

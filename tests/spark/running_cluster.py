@@ -20,8 +20,10 @@ from tests.support.cluster import local_cluster
 
 T = TypeVar("T")
 START_S = 60
+JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+"""Less work of the JVM's own threads: no optimizing compiler, no parallel collector."""
 TEST_CONFIG = {
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
     "spark.sql.shuffle.partitions": "2",
     "spark.driver.memory": "1g",
     "spark.sql.codegen.wholeStage": "false",

@@ -53,8 +53,8 @@ process = [pytest.mark.spark, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What Prometheus recorded while the demo ran.
+class DemoRecord:
+    """Records of Prometheus while the demo ran.
 
     Attributes:
         unanswered: Dashboard, panel and query.
@@ -67,19 +67,26 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """A job's process from its start to its end; `shown` are names of metrics."""
+class JobRun:
+    """The process of a job, from its start to its end.
+
+    Attributes:
+        status: Exit status.
+        page: Page of metrics before the end.
+        metrics: Names of the exported metrics.
+        demo: Records of the demo; None without Prometheus.
+    """
 
     status: int
     log: str
     page: str
-    shown: set[str]
-    seen: Seen | None
+    metrics: set[str]
+    demo: DemoRecord | None
 
 
 @pytest.fixture(scope="module")
-def life(cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> Life:
-    """One run shared by the tests, since it starts a JVM of its own."""
+def job(cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> JobRun:
+    """Return one run for all tests, because it starts another JVM."""
     folder = tmp_path_factory.mktemp("job")
     log = folder / "log"
     with started(cluster.nameserver, folder) as running:
@@ -88,21 +95,24 @@ def life(cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> L
         assert found
         address = f"127.0.0.1:{found[1]}"
 
-        def all_have_done_some() -> bool:
+        def every_query_has_a_second_batch() -> bool:
             assert running.poll() is None, log.read_text()
-            text = read(f"http://{address}/metrics")
+            try:
+                text = read(f"http://{address}/metrics")
+            except OSError:  # if the process has ended, the next round shows its log
+                return False
             return all(
                 re.search(rf'baton_spark_batch_id{{query="{query}"}} [1-9]', text)
                 for query in QUERIES
             )
 
-        until_now(all_have_done_some, 200)
-        there = shutil.which("prometheus") is not None
-        seen = cluster.call(_watched_in_the_demo(cluster, address, folder)) if there else None
+        until_now(every_query_has_a_second_batch, 200)
+        installed = shutil.which("prometheus") is not None
+        demo = cluster.call(_watched_demo(cluster, address, folder)) if installed else None
         page = read(f"http://{address}/metrics")
-        shown = cluster.call(exported([address]))
+        metrics = cluster.call(exported([address]))
         running.send_signal(signal.SIGTERM)
-        return Life(running.wait(60), log.read_text(), page, shown, seen)
+        return JobRun(running.wait(60), log.read_text(), page, metrics, demo)
 
 
 @contextmanager
@@ -126,18 +136,18 @@ def started(nameserver: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
             running.wait()
 
 
-async def _watched_in_the_demo(cluster: RunningCluster, address: str, folder: Path) -> Seen:
+async def _watched_demo(cluster: RunningCluster, address: str, folder: Path) -> DemoRecord:
     page = {"targets": [address], "labels": {"cluster": "baton", "node_type": "spark"}}
-    told = [*scrape_targets(cluster.processes), page]
+    targets = [*scrape_targets(cluster.processes), page]
     flights = load_flights()[:FLIGHTS]
     async with (
-        Prometheus(folder / "prometheus", told, port=0) as prometheus,
+        Prometheus(folder / "prometheus", targets, port=0) as prometheus,
         asyncio.TaskGroup() as tasks,
     ):
         demo = tasks.create_task(
             run_demo(cluster.nameserver, flights, folder / "journals", lambda *_: None, pace=PACE)
         )
-        left = await unanswered(prometheus, [SPARK], 120)
+        unanswered_queries = await unanswered(prometheus, [SPARK], 120)
         result = await demo
         rows = 'max_over_time(baton_spark_input_rows{query="bronze"}[5m])'
 
@@ -146,31 +156,31 @@ async def _watched_in_the_demo(cluster: RunningCluster, address: str, folder: Pa
 
         # A scrape may meet an empty micro-batch: the services go on sending events.
         await until(largest_batch, 60)
-        return Seen(result, left, await largest_batch())
+        return DemoRecord(result, unanswered_queries, await largest_batch())
 
 
 class TestProcess:
-    """Of a job that runs beside the demo."""
+    """The process of a job while the demo runs."""
 
     pytestmark = process
 
-    def test_process_runs_and_reports_its_queries_and_ends_on_sigterm(self, life: Life) -> None:
-        assert 'baton_spark_running{query="bronze"} 1.0' in life.page
-        assert life.status == 0, life.log
-        assert len(re.findall("query ended query=", life.log)) == 3
+    def test_process_runs_and_reports_its_queries_and_ends_on_sigterm(self, job: JobRun) -> None:
+        assert 'baton_spark_running{query="bronze"} 1.0' in job.page
+        assert job.status == 0, job.log
+        assert len(re.findall("query ended query=", job.log)) == 3
         assert re.search(
-            r"query progress query=bronze batch=\d+ rows=[1-9]\d* rows_per_s=", life.log
+            r"query progress query=bronze batch=\d+ rows=[1-9]\d* rows_per_s=", job.log
         )
 
-    def test_metrics_are_those_that_are_documented(self, life: Life) -> None:
-        assert differing({"spark": life.shown}, documented()) == []
+    def test_metrics_are_those_that_are_documented(self, job: JobRun) -> None:
+        assert differing({"spark": job.metrics}, documented()) == []
 
     @needs_prometheus
-    def test_every_dashboard_query_has_a_result_during_the_demo(self, life: Life) -> None:
-        assert life.seen is not None
-        assert life.seen.unanswered == []
-        assert life.seen.rows > 0
-        assert life.seen.result.ok
+    def test_every_dashboard_query_has_a_result_during_the_demo(self, job: JobRun) -> None:
+        assert job.demo is not None
+        assert job.demo.unanswered == []
+        assert job.demo.rows > 0
+        assert job.demo.result.ok
 
 
 def test_backlog_is_the_number_of_unread_messages_and_commits() -> None:

@@ -1,6 +1,6 @@
-"""Goal: executors need nothing that only the driver has: its folder, its path, its memory.
+"""Goal: executors need no folder, path or memory of the driver.
 
-Method: a session whose executors are processes of their own, started from an empty folder.
+Method: a session whose executors are separate processes, started from an empty folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from batonmq._core.records import Message
 from tests.spark import executors_child
-from tests.spark.running_cluster import RunningCluster
+from tests.spark.running_cluster import JAVA_OPTIONS, TEST_CONFIG, RunningCluster
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -29,10 +29,20 @@ def test_executors_read_and_write_without_the_driver_environment(
     away, table = tmp_path / "away", tmp_path / "table"
     away.mkdir()
     options = json.dumps(dict(cluster.options(topic)))
-    program = [sys.executable, executors_child.__file__, options, str(table)]
-    told = subprocess.run(program, cwd=away, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr[-4_000:]
-    assert "rows 1000" in told.stdout
+    config = {
+        "spark.executor.memory": "512m",
+        "spark.executor.extraJavaOptions": JAVA_OPTIONS,
+    }
+    program = [
+        sys.executable,
+        executors_child.__file__,
+        options,
+        str(table),
+        json.dumps(TEST_CONFIG | config),
+    ]
+    result = subprocess.run(program, cwd=away, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-4_000:]
+    assert "rows 1000" in result.stdout
     files = deltalake.DeltaTable(str(table)).file_uris()
     bodies = [int(body) for file in files for body in pq.read_table(file)["body"].to_pylist()]
     assert sorted(bodies) == list(range(1_000))

@@ -180,6 +180,21 @@ async def test_rejection_has_the_current_disk_numbers() -> None:
         assert again.facts["free_bytes"] == "900"
 
 
+async def test_write_is_accepted_as_soon_as_space_is_freed() -> None:
+    """No check of the disk has to run in between."""
+    async with schedule_scene.scene() as here:
+        here.disk.room = 1_000
+        outcomes = [
+            *here.appender.append([check(batch(bytes(3_000)))], TOPICS),
+            *here.appender.append([check(batch(bytes(3_000)))], TOPICS),
+        ]
+        assert any(isinstance(one, DiskFull) for one in outcomes)
+        here.disk.room = 1 << 40
+        (stored_now,) = here.appender.append([check(batch(b"a"))], TOPICS)
+        assert isinstance(stored_now, StoreReceipt)
+        assert here.retention.state is DiskState.OK
+
+
 async def rejections(node: RunningNode, *batches: bytes) -> list[DiskFull | None]:
     """Append batches; return the error of each, None if it was stored."""
     found: list[DiskFull | None] = []

@@ -350,11 +350,13 @@ async def test_number_of_undelivered_due_batches_is_bounded() -> None:
 async def test_delivery_waits_on_a_full_disk_and_continues_when_there_is_space() -> None:
     async with scene() as here:
         await here.schedule(batch(b"a"), NOW)
+        room, here.disk.room = here.disk.room, 0
         here.retention.observe(DiskUsage(95, 5), 0, 1)
         await here.deliver()
         assert (here.bodies(), here.waiting()) == ([], 1)
         with pytest.raises(DiskFull):
             await here.schedule(batch(b"b"), NOW)
+        here.disk.room = room
         here.retention.observe(DiskUsage(5, 95), 0, 2)
         await here.deliver()
         assert (here.bodies(), here.waiting()) == ([b"a"], 0)

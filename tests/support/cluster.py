@@ -44,24 +44,25 @@ async def local_cluster(
     report: Callable[[str], None] = to_stderr,
     **settings: Mapping[str, object],
 ) -> AsyncIterator[LocalCluster]:
-    """Start a cluster; stop it at the end of the block.
+    """Start a cluster, whose etcd does not wait for the disk; stop it at the end of the block.
 
     Use it in the body of a test, not in a fixture: it belongs to the task that enters it.
 
     Args:
         data_dir: A cluster on the same directory later has the same messages and addresses.
-        etcd: host:port of an etcd to share, under a `cluster` name of one's own.
+        etcd: host:port of an etcd to share; each cluster needs a name of its own.
         brokers: Storage nodes: `storage`, `storage-1` and so on.
         offsets_sets: `offsets`, `offsets-b` and so on.
         storage_replicas: Nodes of each broker.
-        available: There is enough of everything to lose one of each.
-        secure: Everybody shows a certificate to everybody.
+        available: Whether to start enough processes to lose one of each service and of etcd.
+        secure: Whether all connections use mutual TLS.
         settings: By service, such as `storage={"segment_bytes": 65536}`.
     """
     settings["storage"] = {"segment_bytes": SEGMENT_BYTES} | dict(settings.get("storage", {}))
     options = ClusterOptions(
         cluster=cluster,
         etcd=etcd,
+        etcd_fsync=False,
         brokers=brokers,
         offsets_sets=offsets_sets,
         storage_replicas=storage_replicas,

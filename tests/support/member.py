@@ -71,6 +71,7 @@ async def consume(options: argparse.Namespace, lines: Lines) -> None:
         keep_alive_ms=KEEP_ALIVE_MS,
         queue_concurrency=options.parallel,
         drain_timeout_ms=options.drain_ms,
+        start_timeout_ms=options.start_ms,
         commit_on_pull=bool(options.commit_on_pull),
         send_back=False,  # the journal names queues by number: those of one topic
     )
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--handle-ms", type=int, default=0, help="how long a handler takes")
     parser.add_argument("--commit-ms", type=int, default=200, help="interval of commits")
     parser.add_argument("--drain-ms", type=int, default=30_000, help="patience with handlers")
+    parser.add_argument("--start-ms", type=int, default=30_000, help="patience with the start")
     parser.add_argument("--commit-on-pull", type=int, default=1, help="0: acks travel alone")
     parser.add_argument("--stick", type=int, default=-1, help="number whose handler never ends")
     options = parser.parse_args()

@@ -21,6 +21,7 @@ from batonmq_server.lockmgr.metrics import LockmgrMetrics
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.metrics import (
     CatalogMetrics,
+    EtcdMetrics,
     LagMetrics,
     MembershipMetrics,
     ReplicaSetMetrics,
@@ -91,7 +92,7 @@ def _nameserver(registry: CollectorRegistry) -> object:
     catalog = Catalog(etcd, EtcdMirror(etcd, "nodes/"), watchers_max=1)
     CatalogMetrics(registry, catalog)
     registry.register(ReplicaSetMetrics(catalog))
-    return MembershipMetrics(registry), LagMetrics(registry)
+    return MembershipMetrics(registry), LagMetrics(registry), EtcdMetrics(registry)
 
 
 def _hub() -> EventHub:

@@ -30,7 +30,8 @@ CAUGHT_US = 250_000
 handler at most this long after the pause, under its old token: at most one message per queue."""
 
 STUCK_MS = 25_000
-"""The diagnosis checks every 15 s, and may report for another 5 s that a queue has moved."""
+"""The nameserver inspects queues every 15 s, and reports for another 5 s that a queue has moved;
+the rest is for delays of a busy machine."""
 NO_REASON = ("", "IDLE", "MOVING", "FILTERED")
 """Diagnoses that report no problem."""
 

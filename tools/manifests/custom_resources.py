@@ -8,20 +8,23 @@ So a resource is valid only if the model serializes it to the same resource.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
-import cloudcoil.models.cert_manager.v1 as cert_manager
-import cloudcoil.models.prometheus_operator.v1 as prometheus_operator
 from pydantic import ValidationError
 
 from tools.containers.pods import Resource
 
-DEFINED = {"cert-manager.io/v1": cert_manager, "monitoring.coreos.com/v1": prometheus_operator}
+DEFINED = {
+    "cert-manager.io/v1": "cloudcoil.models.cert_manager.v1",
+    "monitoring.coreos.com/v1": "cloudcoil.models.prometheus_operator.v1",
+}
+"""Modules of the models by `apiVersion`; imported at first use, because that takes seconds."""
 
 
 def custom_problems(one: Resource) -> Iterator[str]:
     """Yield the problems of a resource whose `apiVersion` is in `DEFINED`."""
-    model = getattr(DEFINED[one["apiVersion"]], one["kind"], None)
+    model = getattr(import_module(DEFINED[one["apiVersion"]]), one["kind"], None)
     if model is None:
         yield "the kind is unknown"
         return

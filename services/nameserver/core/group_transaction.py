@@ -32,6 +32,7 @@ from batonmq_server.nameserver.core.groups import (
 from batonmq_server.nameserver.core.topics import Topic
 
 DRAIN_RETRY_MS = 1_000
+CLIENT_ID_RETRY_MS = 1_000
 
 
 class SubscriptionVerdictKind(Enum):
@@ -88,7 +89,7 @@ class GroupTransaction:
         replaced: Differences, by client id, of members whose subscription replaced that of others.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only from the time on
         self,
         name: str,
         group: Group | None,
@@ -97,6 +98,7 @@ class GroupTransaction:
         now_unix_ms: int,
         lease_ms: int,
         first_generation: int = 1,
+        members_max: int = MEMBERS_MAX,
     ) -> None:
         self._stored = group
         self._before = group or Group(name=name, generation=first_generation - 1)
@@ -104,6 +106,7 @@ class GroupTransaction:
         self._members = {member.client_id: member for member in self._before.members}
         self._live = dict(live)
         self._now_unix_ms, self._lease_ms = now_unix_ms, lease_ms
+        self._members_max = members_max
         self._settled: Group | None = None
         self._updated = False
         self.joined: dict[str, int] = {}
@@ -125,13 +128,16 @@ class GroupTransaction:
         if member is not None and not heartbeat.is_from(member):
             member = None
         others = [m for m in self._live_members() if not heartbeat.is_from(m)]
-        if member is None and len(others) >= MEMBERS_MAX:
+        if member is None and len(others) >= self._members_max:
             raise Overloaded(
-                f"group {heartbeat.group} has {MEMBERS_MAX} members; the limit is {MEMBERS_MAX}",
+                f"group {heartbeat.group} has {len(others)} members; the limit is "
+                f"{self._members_max}",
                 remedy="Use several groups, or fewer processes.",
                 retry_after_ms=10_000,
-                facts={"limit": MEMBERS_MAX},
+                facts={"limit": self._members_max},
             )
+        if self._stored is None:
+            self._group = replace(self._group, creator=heartbeat.owner)
         self._apply_terms(heartbeat, member, others)
         self._put_member(heartbeat, member)
 
@@ -248,10 +254,11 @@ class GroupTransaction:
                 f"live process on host {member.host or 'unknown'!r}",
                 remedy=(
                     "Give each process a client id of its own. If this process replaces one "
-                    f"that crashed, try again until the old lease has expired, "
+                    "that crashed, try again until the session of the old process has ended: "
+                    "usually a few seconds after its connection broke, and at the latest "
                     f"{self._lease_ms} ms after its last heartbeat."
                 ),
-                retry_after_ms=self._lease_ms,
+                retry_after_ms=CLIENT_ID_RETRY_MS,
                 facts={"client_id": member.client_id, "host": member.host},
             )
 

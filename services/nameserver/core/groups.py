@@ -165,6 +165,7 @@ class Group:
         owned: Whether queues are to be owned; the queues of a broadcasting group never are.
         assignments: By topic, ascending; empty without members and for a broadcasting group.
         beginnings: By topic, ascending: a queue that is missing there was added later.
+        creator: Owner number of the identity that created it, for its quota; 0 if not known.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Group:
     staged: StagedSubscription | None = None
     pause: Pause | None = None
     beginnings: tuple[TopicBeginning, ...] = ()
+    creator: int = 0
 
     def member(self, client_id: str) -> Member | None:
         """Return the member with that client id; None if there is none."""

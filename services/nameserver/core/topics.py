@@ -39,6 +39,7 @@ class Topic:
     Attributes:
         permission: Name of a `TopicPermission` without its prefix.
         inherited: Whether topics that are created on demand may take their settings from it.
+        owner: Identity that created it, for its quota; empty if authorization was off.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Topic:
     create_unix_ms: int
     permission: str = "READ_WRITE"
     inherited: bool = False
+    owner: str = ""
 
     @property
     def queue_count(self) -> int:

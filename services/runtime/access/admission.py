@@ -20,6 +20,8 @@ from batonmq_server.runtime.access import owner
 from batonmq_server.runtime.access.guard import Caller, Guard, Metadata
 from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
+    SERVICE_PREFIX,
+    AccessRole,
     Permission,
     permission_denied,
 )
@@ -27,6 +29,9 @@ from batonmq_server.runtime.access.rules import PerItemRule
 
 _BY_CHARACTERS_MAX = 200
 """Shortest limit of the field `by` in any request."""
+
+EXPIRY_MARGIN_S = 0.1
+"""Time after the expiry of a token at which its open calls end: the loop has another clock."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,28 +50,51 @@ class Admission:
         self._ended: dict[asyncio.Task[Any], BatonError] = {}
         guard.on_change.append(self._recheck)
 
-    def authentication_error(self, path: str, metadata: Metadata) -> BatonError | None:
-        """Return the error that is found before the request is read, and count it; None if none."""
+    def early_error(self, path: str, metadata: Metadata) -> BatonError | None:
+        """Return the error that is found before the request is read, and count it; None if none.
+
+        It says that the caller is not authenticated, or has a debt under its quota.
+        """
         error = self._guard.authentication_error(metadata)
         if error is not None:
-            self._guard.count_rejection(_service(path), error)
-        return error
+            self._guard.count_rejection(path, error)
+            return error
+        rule = self._guard.rule(path)
+        if rule is None or rule.traffic is None:
+            return None
+        return self._guard.debt_error(metadata, rule.traffic)
 
     def unary(self, path: str, call: Any) -> Any:
         """Return `call` with admission, for a call with one response."""
         rule, long_poll = self._guard.rule(path), path.rpartition("/")[2] in self._long_polls
         per_item = rule.per_item if rule is not None else None
+        traffic = rule.traffic if rule is not None else None
+
+        async def answer(
+            request: Any, context: Context, caller: Caller, permissions: Sequence[Permission]
+        ) -> Any:
+            if per_item is not None:
+                return await self._by_item(path, caller, per_item, call, request, context)
+            if not long_poll and self._guard.audit is None:
+                return await call(request, context)
+            if not long_poll:
+                with self._audited(path, caller, permissions, request):
+                    return await call(request, context)
+            with self._until_revoked(path, caller, permissions):
+                return await call(request, context)
 
         async def admitted(request: Any, context: Context) -> Any:
             with self._counted(path):
                 caller, permissions = self._admit(path, request, context)
             _sign(request, caller)
-            if per_item is not None:
-                return await self._by_item(path, caller, per_item, call, request, context)
-            if not long_poll:
-                return await call(request, context)
-            with self._until_revoked(path, caller, permissions):
-                return await call(request, context)
+            if traffic is None or not self._guard.begin_call(caller, traffic, request, context):
+                return await answer(request, context, caller, permissions)
+            answered = None
+            try:
+                answered = await answer(request, context, caller, permissions)
+                return answered
+            finally:
+                self._guard.end_call(caller, traffic, answered)
 
         return admitted
 
@@ -131,7 +159,7 @@ class Admission:
         allowed = [one not in lacking for one in permissions]
         if not any(allowed):
             with self._counted(path):
-                raise permission_denied(caller.identity, list(lacking))
+                raise permission_denied(caller.identity, list(lacking), scoped=bool(caller.scopes))
         rest = type(request)()
         rest.CopyFrom(request)
         del getattr(rest, per_item.items)[:]
@@ -145,20 +173,43 @@ class Admission:
             if good:
                 outcome = next(outcomes)
             else:
-                error = permission_denied(caller.identity, [permission])
-                self._guard.count_rejection(_service(path), error)
+                error = permission_denied(caller.identity, [permission], scoped=bool(caller.scopes))
+                self._guard.count_rejection(path, error)
                 outcome = per_item.rejected(error)
             getattr(answer, per_item.outcomes).append(outcome)
         return answer
 
     @contextmanager
+    def _audited(
+        self, path: str, caller: Caller, permissions: Sequence[Permission], request: Any
+    ) -> Iterator[None]:
+        """Record the call inside in the audit log if it needs the role admin."""
+        audit = self._guard.audit
+        needs = [one for one in permissions if one.roles == (AccessRole.ADMIN,)]
+        if audit is None or not needs or caller.identity.startswith(SERVICE_PREFIX):
+            yield
+            return
+        reason = "UNKNOWN"
+        try:
+            yield
+            reason = "OK"
+        except BatonError as error:
+            reason = error.reason
+            raise
+        finally:
+            audit.operated(path, caller.identity, needs, request, reason)
+
+    @contextmanager
     def _until_revoked(
         self, path: str, caller: Caller, permissions: Sequence[Permission]
     ) -> Iterator[None]:
-        """End the code inside when a permission of the caller is revoked."""
+        """End the code inside when a permission of the caller is revoked or its token expires."""
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = partial(self._guard.recheck, path, caller, permissions)
+        timer = None
+        if (left_s := self._guard.seconds_left(caller)) is not None:
+            timer = asyncio.get_running_loop().call_later(left_s + EXPIRY_MARGIN_S, self._recheck)
         try:
             yield
         except asyncio.CancelledError:
@@ -169,6 +220,8 @@ class Admission:
             with self._counted(path):
                 raise error from None
         finally:
+            if timer is not None:
+                timer.cancel()
             self._open.pop(task, None)
             self._ended.pop(task, None)
 
@@ -183,7 +236,7 @@ class Admission:
         try:
             yield
         except BatonError as error:
-            self._guard.count_rejection(_service(path), error)
+            self._guard.count_rejection(path, error)
             raise
 
 
@@ -195,7 +248,3 @@ def _sign(request: Any, caller: Caller) -> None:
     owner.sign(request, caller.identity)
     if getattr(request, "by", ""):
         request.by = caller.identity[:_BY_CHARACTERS_MAX]
-
-
-def _service(path: str) -> str:
-    return path.split("/")[1].rpartition(".")[2]

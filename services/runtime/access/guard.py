@@ -13,16 +13,22 @@ from typing import Any, NamedTuple, Protocol
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
-from batonmq_server.runtime.access import stored_access
+from batonmq.errors import BatonError, NotServing, PermissionDenied, Throttled, Unauthenticated
+from batonmq_server.runtime.access import stored_access, stored_quotas
+from batonmq_server.runtime.access.audit_log import AuditLog
 from batonmq_server.runtime.access.permissions import (
+    NO_SCOPES,
     SERVICE_PREFIX,
     Authorizer,
+    BearerToken,
     Permission,
+    Scopes,
 )
+from batonmq_server.runtime.access.quotas import QuotaLedger, Traffic
 from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRule, AccessRules
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.metrics import AccessMetrics
 
 log = logging.getLogger(__name__)
@@ -33,6 +39,10 @@ _NAMES = (_URI, "peer_dns", "x509_common_name")
 """Names of a certificate in order; the first one present is the identity. An authority often signs
 any common name, so a common name is never the identity of a service."""
 
+_ANSWER_BYTES_DEFAULT = 1024 * 1024
+"""What `bytes_max` of 0 means in calls that read messages."""
+_LINE_INTERVAL_MS = 60_000
+"""Time between two lines of log about one limit of one identity."""
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -50,10 +60,20 @@ class Caller(NamedTuple):
 
     Attributes:
         digest: Digest of its token; empty if it was identified by a certificate.
+        expire_unix_ms: Wall clock at which the token expires; 0 for never.
+        scopes: Scopes of the token.
     """
 
     identity: str
     digest: str = ""
+    expire_unix_ms: int = 0
+    scopes: Scopes = NO_SCOPES
+
+
+def _limit_answer(request: Any, bytes_max: int) -> None:
+    """Let the answer have at most what a quota allows in a second, so that no long debt arises."""
+    if hasattr(request, "bytes_max"):
+        request.bytes_max = min(request.bytes_max or _ANSWER_BYTES_DEFAULT, max(bytes_max, 1))
 
 
 class Guard:
@@ -63,8 +83,10 @@ class Guard:
         on: Whether access control is on. If not, every call is allowed.
         admins: Identities with the role admin on the cluster, without a grant.
         certificates: Whether clients must show a certificate. If not, only tokens identify callers.
+        audit: The audit log; None for none.
 
     Attributes:
+        quotas: The quotas of all identities; without effect while access control is off.
         on_change: Called when grants or tokens have changed.
     """
 
@@ -76,8 +98,10 @@ class Guard:
         on: bool = False,
         admins: Iterable[str] = (),
         certificates: bool = True,
+        audit: AuditLog | None = None,
     ) -> None:
-        self._certificates = certificates
+        self.audit = audit
+        self._etcd, self._certificates = etcd, certificates
         self.on, self._rules = on, dict(COMMON_RULES)
         self.admins = tuple(name.strip() for name in admins)
         self.authorizer = Authorizer(self.admins)
@@ -85,6 +109,11 @@ class Guard:
         self.mirror.on_change.append(self._changed)
         self.on_change: list[Callable[[], None]] = []
         self._metrics = AccessMetrics(registry, on=on)
+        self._clock = etcd.clock
+        self.quotas = QuotaLedger(self._count_throttled)
+        self.quota_mirror = EtcdMirror(etcd, stored_quotas.PREFIX)
+        self.quota_mirror.on_change.append(self._quotas_changed)
+        self._throttled_lines = LogLimiter(etcd.clock.monotonic_ms, _LINE_INTERVAL_MS)
 
     def add_rules(self, rules: AccessRules) -> None:
         """Add the rules of the methods that are served, and log whether access control is on."""
@@ -148,7 +177,7 @@ class Guard:
                 remedy="This method is for calls between services.",
                 facts={"identity": caller.identity, "role": "", "resource": ""},
             )
-        self.authorizer.check(caller.identity, permissions)
+        self.authorizer.check(caller.identity, permissions, caller.scopes)
 
     def missing(
         self, path: str, caller: Caller, permissions: Iterable[Permission]
@@ -156,14 +185,14 @@ class Guard:
         """Return those of `permissions`, one per item of a batched call, that the caller lacks."""
         if self._is_one_of(self._rules[path], caller):
             return []
-        return self.authorizer.missing(caller.identity, permissions)
+        return self.authorizer.missing(caller.identity, permissions, caller.scopes)
 
     def recheck(
         self, path: str, caller: Caller, permissions: Sequence[Permission]
     ) -> BatonError | None:
         """Return why a call that was admitted would be rejected now; None if it would not."""
         try:
-            if caller.digest and self.authorizer.identity_of(caller.digest) != caller.identity:
+            if caller.digest and self._token(caller.digest).identity != caller.identity:
                 raise Unauthenticated("the bearer token now belongs to another identity")
             self.check(path, caller, permissions)
         except BatonError as error:
@@ -179,20 +208,66 @@ class Guard:
             PermissionDenied: permissions are missing.
         """
         if self.on:
-            self.authorizer.check(self.caller(context).identity, permissions)
+            caller = self.caller(context)
+            self.authorizer.check(caller.identity, permissions, caller.scopes)
 
     def allows(self, context: Context, permission: Permission) -> bool:
         """Return whether the caller has `permission`, for answers filtered by permissions."""
-        return not self.on or self.authorizer.allows(self.caller(context).identity, permission)
+        if not self.on:
+            return True
+        caller = self.caller(context)
+        return self.authorizer.allows(caller.identity, permission, caller.scopes)
+
+    def seconds_left(self, caller: Caller) -> float | None:
+        """Return the time until the token of the caller expires; None if it does not."""
+        if not caller.expire_unix_ms:
+            return None
+        return max(0, caller.expire_unix_ms - self._etcd.clock.unix_ms()) / 1000
 
     def caller_identity(self, context: Context) -> str:
         """Return the identity of the caller; empty while access control is off."""
         return self.caller(context).identity if self.on else ""
 
-    def count_rejection(self, service: str, error: BatonError) -> None:
-        """Count an error of authentication or authorization; other errors are ignored."""
+    def begin_call(self, caller: Caller, traffic: Traffic, request: Any, context: Context) -> bool:
+        """Begin a call that writes or reads messages; return whether `end_call` must follow it.
+
+        Raises:
+            Throttled: the caller has reached a limit of its quota.
+        """
+        size = request.ByteSize() if traffic is Traffic.PRODUCE else 0
+        now_ms = self._clock.monotonic_ms()
+        begun = self.quotas.begin(caller.identity, traffic, size, context.peer() or "", now_ms)
+        if begun and (rate := self.quotas.read_rate(caller.identity)) is not None:
+            _limit_answer(request, rate)
+        return begun
+
+    def debt_error(self, metadata: Metadata, traffic: Traffic) -> Throttled | None:
+        """Return the quota error that is found before the request is read; None if there is none.
+
+        Only a token names the caller so early; other callers are checked by `begin_call`.
+        """
+        caller = self._by_token(metadata)
+        if caller is None:
+            return None
+        return self.quotas.debt_error(caller.identity, traffic, self._clock.monotonic_ms())
+
+    def end_call(self, caller: Caller, traffic: Traffic, answer: Any) -> None:
+        """End a call for which `begin_call` returned True; `answer` is None if it failed."""
+        size = answer.ByteSize() if answer is not None and traffic is Traffic.CONSUME else 0
+        self.quotas.end(caller.identity, traffic, size)
+
+    def _count_throttled(self, identity: str, limit: str) -> None:
+        self._metrics.throttled.labels(limit).inc()
+        if count := self._throttled_lines.count((identity, limit)):
+            log.info("calls throttled identity=%s quota=%s count=%d", identity, limit, count)
+
+    def count_rejection(self, path: str, error: BatonError) -> None:
+        """Count and audit an error of authentication or authorization; ignore other errors."""
         if isinstance(error, Unauthenticated | PermissionDenied):
+            service = path.split("/")[1].rpartition(".")[2]
             self._metrics.refused.labels(service, error.reason).inc()
+            if self.audit is not None:
+                self.audit.refused(path, error.facts.get("identity", ""), error)
 
     def _is_one_of(self, rule: AccessRule, caller: Caller) -> bool:
         prefix, _, name = caller.identity.partition(":")
@@ -216,7 +291,16 @@ class Guard:
         if text[: len(_BEARER)].lower() != _BEARER:
             raise Unauthenticated("the authorization metadata of the call are not a bearer token")
         digest = stored_access.digest_of(text[len(_BEARER) :].strip())
-        return Caller(self.authorizer.identity_of(digest), digest)
+        token = self._token(digest)
+        return Caller(token.identity, digest, token.expire_unix_ms, token.scopes)
+
+    def _token(self, digest: str) -> BearerToken:
+        return self.authorizer.token_of(digest, self._etcd.clock.unix_ms())
+
+    def _quotas_changed(self, keys: frozenset[str]) -> None:
+        for key in keys:
+            stored = self.quota_mirror.values.get(key)
+            stored_quotas.apply(self.quotas, key, stored.value if stored is not None else None)
 
     def _changed(self, keys: frozenset[str]) -> None:
         for key in keys:

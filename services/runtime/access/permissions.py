@@ -133,6 +133,9 @@ class Grant(NamedTuple):
         return permission.name.startswith(pattern[:-1])
 
 
+Scopes = frozenset[Grant]
+"""The scopes of a token; empty for all permissions of its identity."""
+NO_SCOPES: Scopes = frozenset()
 _SERVICE_GRANTS = frozenset({Grant(AccessRole.PRODUCE, f"topic:{METRICS_TOPIC}")})
 _ADMIN_GRANTS = frozenset({Grant(AccessRole.ADMIN, CLUSTER)})
 
@@ -143,10 +146,14 @@ class BearerToken:
 
     Attributes:
         token_id: Name by which operators refer to it.
+        expire_unix_ms: Wall clock from which on it is invalid; 0 for never.
+        scopes: It gives only permissions that one of these covers, too; none: all of its identity.
     """
 
     identity: str
     token_id: str
+    expire_unix_ms: int = 0
+    scopes: frozenset[Grant] = frozenset()
 
 
 class Authorizer:
@@ -176,16 +183,21 @@ class Authorizer:
         else:
             self._tokens[digest] = token
 
-    def identity_of(self, digest: str) -> str:
-        """Return the identity of the token with this digest.
+    def token_of(self, digest: str, now_unix_ms: int) -> BearerToken:
+        """Return the token with this digest.
 
         Raises:
-            Unauthenticated: there is no such token, or it was revoked.
+            Unauthenticated: there is no such token, or it was revoked or has expired.
         """
         token = self._tokens.get(digest)
         if token is None:
-            raise Unauthenticated("the bearer token is unknown or was revoked")
-        return token.identity
+            raise Unauthenticated("the bearer token is unknown, was revoked or has expired")
+        if 0 < token.expire_unix_ms <= now_unix_ms:
+            raise Unauthenticated(
+                f"the bearer token {token.token_id} of {token.identity} has expired",
+                remedy="Create a new token: baton access token create.",
+            )
+        return token
 
     def grants_of(self, identity: str) -> frozenset[Grant]:
         """Return the grants of an identity, with those by settings and those of services."""
@@ -194,8 +206,10 @@ class Authorizer:
             return granted | _ADMIN_GRANTS
         return granted | _SERVICE_GRANTS if identity.startswith(SERVICE_PREFIX) else granted
 
-    def allows(self, identity: str, permission: Permission) -> bool:
-        """Return whether a grant of the identity covers `permission`."""
+    def allows(self, identity: str, permission: Permission, scopes: Scopes = NO_SCOPES) -> bool:
+        """Return whether a grant of the identity, and one of `scopes` if any, cover it."""
+        if scopes and grant_covering(scopes, permission) is None:
+            return False
         key = identity, permission
         allowed = self._decisions.get(key)
         if allowed is None:
@@ -204,18 +218,23 @@ class Authorizer:
                 self._remember(key, allowed)
         return allowed
 
-    def missing(self, identity: str, permissions: Iterable[Permission]) -> list[Permission]:
+    def missing(
+        self, identity: str, permissions: Iterable[Permission], scopes: Scopes = NO_SCOPES
+    ) -> list[Permission]:
         """Return those of `permissions` that the identity does not have, each once."""
-        return list(dict.fromkeys(one for one in permissions if not self.allows(identity, one)))
+        lacking = (one for one in permissions if not self.allows(identity, one, scopes))
+        return list(dict.fromkeys(lacking))
 
-    def check(self, identity: str, permissions: Iterable[Permission]) -> None:
+    def check(
+        self, identity: str, permissions: Iterable[Permission], scopes: Scopes = NO_SCOPES
+    ) -> None:
         """Return if the identity has all of `permissions`.
 
         Raises:
             PermissionDenied: some are missing; the error names them.
         """
-        if lacking := self.missing(identity, permissions):
-            raise permission_denied(identity, lacking)
+        if lacking := self.missing(identity, permissions, scopes):
+            raise permission_denied(identity, lacking, scoped=bool(scopes))
 
     def _remember(self, key: tuple[str, Permission], allowed: bool) -> None:
         if len(self._decisions) >= _DECISIONS_MAX:
@@ -228,13 +247,20 @@ def grant_covering(grants: Iterable[Grant], permission: Permission) -> Grant | N
     return next((grant for grant in sorted(grants) if grant.covers(permission)), None)
 
 
-def permission_denied(identity: str, lacking: list[Permission]) -> PermissionDenied:
-    """Return the error for an identity that lacks permissions, with the commands to grant them."""
+def permission_denied(
+    identity: str, lacking: list[Permission], *, scoped: bool = False
+) -> PermissionDenied:
+    """Return the error for an identity that lacks permissions, with the commands to grant them.
+
+    Args:
+        scoped: Whether the caller has a token with scopes.
+    """
     shown = lacking[:_SHOWN_MAX]
     text = ", ".join(map(str, shown)) + (", ..." if len(lacking) > len(shown) else "")
     return PermissionDenied(
-        f"{identity} lacks {text}",
-        remedy="; ".join(_command(identity, permission) for permission in shown),
+        f"{identity} lacks {text}" + (", or its token does not cover it" if scoped else ""),
+        remedy="; ".join(_command(identity, permission) for permission in shown)
+        + ("; or use a token whose scopes cover it" if scoped else ""),
         facts={
             "identity": identity,
             "role": lacking[0].roles[0] if lacking[0].roles else "",

@@ -17,6 +17,7 @@ from batonmq_server.runtime.access.permissions import (
     consume,
     join_group,
 )
+from batonmq_server.runtime.access.quotas import Traffic
 
 FindPermissions = Callable[[Any], Iterable[Permission]]
 """Returns the permissions that a request requires."""
@@ -47,6 +48,7 @@ class AccessRule(NamedTuple):
         services: Services that may call the method without these permissions.
         private: Only `services` may call the method.
         known: If `permissions` returns none, any authenticated caller may call the method.
+        traffic: Whether the call writes or reads messages, for the quotas; None if neither.
         per_item: Set if items are rejected one by one; `permissions` then holds for the whole call.
     """
 
@@ -55,6 +57,7 @@ class AccessRule(NamedTuple):
     private: bool = False
     known: bool = False
     per_item: PerItemRule | None = None
+    traffic: Traffic | None = None
 
 
 AccessRules = Mapping[str, AccessRule]

@@ -88,6 +88,12 @@ def apply(authorizer: Authorizer, key: str, value: bytes) -> None:
             authorizer.set_token(digest, None)
             if value:
                 stored = pb.StoredToken.FromString(value)
-                authorizer.set_token(digest, BearerToken(stored.identity, stored.token_id))
+                token = BearerToken(
+                    stored.identity,
+                    stored.token_id,
+                    stored.expire_unix_ms,
+                    frozenset(map(grant_from_pb, stored.scopes)),
+                )
+                authorizer.set_token(digest, token)
     except (DecodeError, KeyError):
         log.error("etcd has an unreadable value key=%s%.30s", PREFIX, key)

@@ -44,6 +44,7 @@ class EtcdMember:
         self.kv = pb_grpc.KVStub(self._channel)
         self.leases = pb_grpc.LeaseStub(self._channel)
         self.watches = pb_grpc.WatchStub(self._channel)
+        self.maintenance = pb_grpc.MaintenanceStub(self._channel)
         self.answered_s = -math.inf
         self._pending: set[asyncio.Timeout] = set()
 

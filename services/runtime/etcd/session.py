@@ -34,6 +34,10 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),  # default: a minute, which overrides the line above
 )
+_NO_SPACE = "database space exceeded"
+NO_SPACE_REMEDY = (
+    "Compact and defragment etcd, then disarm its alarm: docs/how-to/runbooks/BatonEtcdAlarm.md"
+)
 _WITH_A_LEADER = (("hasleader", "true"),)
 """Metadata that make a member end a watch when it has no leader.
 
@@ -49,6 +53,21 @@ class KeyValue:
     create_revision: int
     mod_revision: int
     lease_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdSpace:
+    """The space that etcd uses.
+
+    Attributes:
+        db_bytes: Size of the file of the asked member; its quota counts this.
+        in_use_bytes: Part of it that is in use; defragmentation frees the rest.
+        alarms: Names of the alarms of all members, such as NOSPACE, ascending.
+    """
+
+    db_bytes: int = 0
+    in_use_bytes: int = 0
+    alarms: tuple[str, ...] = ()
 
 
 class Lease:
@@ -295,6 +314,23 @@ class EtcdSession:
         except _LeaseNotFound:
             return
 
+    async def space(self) -> EtcdSpace:
+        """Return the space that etcd uses, and its alarms.
+
+        Raises:
+            NoQuorum: etcd does not answer.
+        """
+        async with self._translated():
+            status = await self._members.call(
+                lambda member: member.maintenance.Status(pb.StatusRequest()), self._timeout_s, TRY_S
+            )
+            request = pb.AlarmRequest(action=pb.AlarmRequest.GET)
+            answer = await self._members.call(
+                lambda member: member.maintenance.Alarm(request), self._timeout_s, TRY_S
+            )
+        alarms = sorted({pb.AlarmType.Name(one.alarm) for one in answer.alarms})
+        return EtcdSpace(status.dbSize, status.dbSizeInUse, tuple(alarms))
+
     async def watch(self, prefix: str, revision: int) -> AsyncGenerator[pb.WatchResponse]:
         """Yield etcd's watch responses for `prefix` from `revision` on, progress reports included.
 
@@ -358,6 +394,13 @@ class EtcdSession:
             details = error.details() or ""
             if error.code() is grpc.StatusCode.NOT_FOUND and "lease not found" in details:
                 raise _LeaseNotFound(f"etcd: {details}") from error
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _NO_SPACE in details:
+                raise NoQuorum(
+                    "etcd accepts no writes: its space quota is used up",
+                    remedy=NO_SPACE_REMEDY,
+                    retry_after_ms=5_000,
+                    facts={"alarm": "NOSPACE"},
+                ) from error
             raise NoQuorum(f"etcd: {error.code().name}: {details}") from error
         except TimeoutError as error:
             raise NoQuorum("etcd does not answer") from error

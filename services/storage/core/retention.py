@@ -120,11 +120,19 @@ class Retention:
             unwritten_bytes: Used bytes that are allocated by the log but not written yet.
             now_ms: Monotonic time.
         """
+        self.remeasure(usage)
+        self._sample(now_ms, usage.used_bytes - unwritten_bytes)
+        return self.state
+
+    def remeasure(self, usage: DiskUsage) -> None:
+        """Update usage and state together, between two observations.
+
+        So a rejection never has a figure that contradicts it, and space that was freed counts for
+        the next write.
+        """
         self.usage = usage
         self._no_space = self._no_space and usage.free_bytes < self._segment_bytes
         self.state = self._state()
-        self._sample(now_ms, usage.used_bytes - unwritten_bytes)
-        return self.state
 
     def record_no_space(self) -> None:
         """Record that a write found no space: writes are rejected until a segment fits."""

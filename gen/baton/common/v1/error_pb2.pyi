@@ -253,6 +253,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """
     REASON_NOT_ENOUGH_REPLICAS: _Reason.ValueType  # 108
     """Fewer replicas are in sync than a write needs. Facts: `in_sync`, `limit`."""
+    REASON_THROTTLED: _Reason.ValueType  # 110
+    """The identity of the caller has reached its quota; `retry_after_ms` says how long to wait. Nothing
+    was done. Facts: `identity`, `quota`, `limit`.
+    """
     REASON_UNAUTHENTICATED: _Reason.ValueType  # 120
     """Authorization is on, and the call has no valid credentials."""
     REASON_PERMISSION_DENIED: _Reason.ValueType  # 121
@@ -421,6 +425,10 @@ REASON_DISK_FULL: Reason.ValueType  # 107
 """
 REASON_NOT_ENOUGH_REPLICAS: Reason.ValueType  # 108
 """Fewer replicas are in sync than a write needs. Facts: `in_sync`, `limit`."""
+REASON_THROTTLED: Reason.ValueType  # 110
+"""The identity of the caller has reached its quota; `retry_after_ms` says how long to wait. Nothing
+was done. Facts: `identity`, `quota`, `limit`.
+"""
 REASON_UNAUTHENTICATED: Reason.ValueType  # 120
 """Authorization is on, and the call has no valid credentials."""
 REASON_PERMISSION_DENIED: Reason.ValueType  # 121

@@ -288,16 +288,28 @@ class CreateTokenRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IDENTITY_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Identity of the token. Required."""
+    ttl_ms: _builtins.int
+    """Time until it expires, up to ten years; 0 for never."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[_stored_access_pb2.AccessGrant]:
+        """The token gives only permissions that one of these covers, too, at most 100; none: all of its
+        identity. Not for services.
+        """
+
     def __init__(
         self,
         *,
         identity: _builtins.str = ...,
+        ttl_ms: _builtins.int = ...,
+        scopes: _abc.Iterable[_stored_access_pb2.AccessGrant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "scopes", b"scopes", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,19 +323,23 @@ class CreateTokenResponse(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     TOKEN_ID_FIELD_NUMBER: _builtins.int
+    EXPIRE_UNIX_MS_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """To be sent as `authorization: Bearer TOKEN`."""
     token_id: _builtins.str
     """Id by which the token is listed and revoked."""
+    expire_unix_ms: _builtins.int
+    """Wall clock from which on it is invalid; 0 for never."""
     def __init__(
         self,
         *,
         token: _builtins.str = ...,
         token_id: _builtins.str = ...,
+        expire_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_unix_ms", b"expire_unix_ms", "token", b"token", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

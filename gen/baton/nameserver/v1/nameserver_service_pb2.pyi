@@ -1069,13 +1069,21 @@ class DescribeClusterResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
+    ETCD_ALARMS_FIELD_NUMBER: _builtins.int
+    ETCD_DB_BYTES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Rises with every change of the nodes."""
     cluster: _builtins.str
     """Cluster name."""
+    etcd_db_bytes: _builtins.int
+    """Size of the file of an etcd member, in bytes; 0 if it is not known."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
         """Nodes by service and node id, ascending."""
+
+    @_builtins.property
+    def etcd_alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Alarms of etcd, as this nameserver has read them last, such as NOSPACE: it accepts no writes."""
 
     def __init__(
         self,
@@ -1083,10 +1091,12 @@ class DescribeClusterResponse(_message.Message):
         nodes: _abc.Iterable[Global___Node] | None = ...,
         generation: _builtins.int = ...,
         cluster: _builtins.str = ...,
+        etcd_alarms: _abc.Iterable[_builtins.str] | None = ...,
+        etcd_db_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "generation", b"generation", "nodes", b"nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "etcd_alarms", b"etcd_alarms", "etcd_db_bytes", b"etcd_db_bytes", "generation", b"generation", "nodes", b"nodes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -111,6 +111,8 @@ class StoredToken(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     CREATE_UNIX_MS_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
+    EXPIRE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Identity of the token."""
     token_id: _builtins.str
@@ -119,6 +121,12 @@ class StoredToken(_message.Message):
     """Wall clock of the creation."""
     by: _builtins.str
     """Identity that created it; empty if authorization was off."""
+    expire_unix_ms: _builtins.int
+    """Wall clock from which on it is invalid; 0 for never."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AccessGrant]:
+        """The token gives only permissions that one of these covers, too; none: all of its identity."""
+
     def __init__(
         self,
         *,
@@ -126,10 +134,12 @@ class StoredToken(_message.Message):
         token_id: _builtins.str = ...,
         create_unix_ms: _builtins.int = ...,
         by: _builtins.str = ...,
+        expire_unix_ms: _builtins.int = ...,
+        scopes: _abc.Iterable[Global___AccessGrant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "create_unix_ms", b"create_unix_ms", "identity", b"identity", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "create_unix_ms", b"create_unix_ms", "expire_unix_ms", b"expire_unix_ms", "identity", b"identity", "scopes", b"scopes", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,6 +42,7 @@ class StoredGroup(_message.Message):
     STAGED_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     BEGINNINGS_FIELD_NUMBER: _builtins.int
+    CREATOR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     generation: _builtins.int
@@ -60,6 +61,8 @@ class StoredGroup(_message.Message):
     """Whether queues are owned."""
     strategy: _nameserver_service_pb2.Strategy.ValueType
     """How queues are assigned to members."""
+    creator: _builtins.int
+    """Owner number of the identity that created it, for its quota; 0 if authorization was off."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[_nameserver_service_pb2.Member]:
         """Members by client id, ascending."""
@@ -104,10 +107,11 @@ class StoredGroup(_message.Message):
         staged: _nameserver_service_pb2.StagedSubscription | None = ...,
         pause: _nameserver_service_pb2.Pause | None = ...,
         beginnings: _abc.Iterable[_nameserver_service_pb2.TopicBeginning] | None = ...,
+        creator: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beginnings", b"beginnings", "consume_from", b"consume_from", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "orderly", b"orderly", "ownership", b"ownership", "pause", b"pause", "policy", b"policy", "staged", b"staged", "strategy", b"strategy", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beginnings", b"beginnings", "consume_from", b"consume_from", "creator", b"creator", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "orderly", b"orderly", "ownership", b"ownership", "pause", b"pause", "policy", b"policy", "staged", b"staged", "strategy", b"strategy", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,7 @@ class StoredTopic(_message.Message):
     CREATE_UNIX_MS_FIELD_NUMBER: _builtins.int
     PERMISSION_FIELD_NUMBER: _builtins.int
     INHERITED_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     topic_id: _builtins.int
@@ -41,6 +42,8 @@ class StoredTopic(_message.Message):
     """Which calls the topic allows."""
     inherited: _builtins.bool
     """True if topics that are created on demand may take their settings from this one."""
+    owner: _builtins.str
+    """Identity that created it, for its quota; empty if authorization was off."""
     @_builtins.property
     def spread(self) -> _containers.RepeatedCompositeFieldContainer[_nameserver_service_pb2.QueueSpread]:
         """Queues by broker, ascending by broker name."""
@@ -54,10 +57,11 @@ class StoredTopic(_message.Message):
         create_unix_ms: _builtins.int = ...,
         permission: _nameserver_service_pb2.TopicPermission.ValueType = ...,
         inherited: _builtins.bool = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "name", b"name", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "name", b"name", "owner", b"owner", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

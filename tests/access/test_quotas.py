@@ -1,0 +1,209 @@
+"""Goal: an identity gets what its quota allows, waits for the rest, and takes nothing of others.
+
+Method: the ledger alone, with a clock that the test sets; then calls behind the real edge, with
+quotas in a real etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from random import Random
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import Throttled
+from batonmq_server.runtime.access.quotas import (
+    CONNECTION_AGE_MS,
+    DEFAULT,
+    IDENTITIES_MAX,
+    WAIT_MS_MAX,
+    Quota,
+    QuotaLedger,
+    TokenBucket,
+    Traffic,
+)
+from batonmq_server.runtime.access.stored_quotas import quota_key, quota_to_pb
+from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.access.edge_scene import METHODS, Scene, request_of, scene
+from tests.storage.batches import batch
+from tests.support.conditions import until
+
+WRITE, READ = Traffic.PRODUCE, Traffic.CONSUME
+APPEND = "/baton.storage.v1.StorageService/Append"
+PULL = "/baton.storage.v1.StorageService/Pull"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rate_is_kept_over_any_time_whatever_the_sizes_are(seed: int) -> None:
+    random, now_ms, taken = Random(seed), 0, 0
+    bucket = TokenBucket(1_000, now_ms)
+    for _ in range(2_000):
+        if wait_ms := bucket.wait_ms(now_ms):
+            now_ms += wait_ms  # the caller obeys
+        assert bucket.wait_ms(now_ms) == 0, "the wait is enough"
+        tokens = random.choice([1, 10, 900, 5_000])
+        bucket.take(tokens)
+        taken += tokens
+        now_ms += random.randrange(3)
+    allowed = 1_000 + now_ms  # a second's worth, and what the time has brought
+    assert allowed - 1_000 - 5_000 <= taken <= allowed + 5_000
+
+
+def begin(
+    ledger: QuotaLedger, traffic: Traffic, now_ms: int = 0, size: int = 0, peer: str = "a"
+) -> bool:
+    return ledger.begin("tenant", traffic, size, peer, now_ms)
+
+
+def test_bytes_and_calls_are_limited_by_themselves() -> None:
+    ledger = QuotaLedger()
+    ledger.set_quota("tenant", Quota(produce_bytes_per_s=1_000, consume_calls_per_s=2))
+    assert begin(ledger, WRITE, size=3_000), "a batch of any size passes"
+    with pytest.raises(Throttled, match="produce_bytes_per_s=1000") as refused:
+        begin(ledger, WRITE, size=1)
+    assert refused.value.retry_after_ms == pytest.approx(2_000, abs=2)
+    assert begin(ledger, READ)
+    assert begin(ledger, READ)
+    with pytest.raises(Throttled, match="consume_calls_per_s=2"):
+        begin(ledger, READ)
+    assert begin(ledger, READ, now_ms=1_000)
+    assert begin(ledger, WRITE, now_ms=2_002, size=1)
+    assert not ledger.begin("other", WRITE, 10**9, "b", 0), "another identity has no limit"
+
+
+def test_answers_count_once_their_size_is_known() -> None:
+    ledger = QuotaLedger()
+    ledger.set_quota("tenant", Quota(consume_bytes_per_s=1_000))
+    assert begin(ledger, READ)
+    ledger.end("tenant", READ, 60_000)
+    with pytest.raises(Throttled) as refused:
+        begin(ledger, READ)
+    assert refused.value.retry_after_ms == WAIT_MS_MAX, "the limit may be raised meanwhile"
+    assert ledger.read_rate("tenant") == 1_000
+
+
+def test_calls_in_flight_and_connections_are_bounded() -> None:
+    ledger = QuotaLedger()
+    ledger.set_quota("tenant", Quota(in_flight=2, connections=2))
+    assert begin(ledger, WRITE, peer="a")
+    assert begin(ledger, READ, peer="b")
+    with pytest.raises(Throttled, match="in_flight=2"):
+        begin(ledger, READ, peer="a")
+    ledger.end("tenant", READ, 0)
+    with pytest.raises(Throttled, match="connections=2"):
+        begin(ledger, READ, peer="c")
+    assert begin(ledger, READ, peer="b", now_ms=1)
+    ledger.end("tenant", READ, 0)
+    assert begin(ledger, READ, peer="c", now_ms=CONNECTION_AGE_MS), "a has not called for a minute"
+
+
+def test_default_quota_holds_where_an_identity_has_no_limit_of_its_own() -> None:
+    refusals: list[tuple[str, str]] = []
+    ledger = QuotaLedger(lambda *refusal: refusals.append(refusal))
+    ledger.set_quota(DEFAULT, Quota(produce_calls_per_s=1, in_flight=100))
+    ledger.set_quota("tenant", Quota(produce_calls_per_s=3))
+    assert ledger.quota_of("tenant") == Quota(produce_calls_per_s=3, in_flight=100)
+    assert [begin(ledger, WRITE) for _ in range(3)] == [True] * 3
+    assert ledger.begin("other", WRITE, 0, "b", 0)
+    with pytest.raises(Throttled):
+        ledger.begin("other", WRITE, 0, "b", 0)
+    assert refusals == [("other", "produce_calls_per_s")]
+    assert not ledger.begin("service:storage", WRITE, 0, "c", 0), "services have no quota"
+    ledger.set_quota("tenant", None)
+    ledger.set_quota(DEFAULT, None)
+    assert not begin(ledger, WRITE)
+
+
+def test_changed_rate_holds_at_once_and_a_debt_stays() -> None:
+    ledger = QuotaLedger()
+    ledger.set_quota("tenant", Quota(produce_bytes_per_s=100))
+    begin(ledger, WRITE, size=1_100)
+    ledger.set_quota("tenant", Quota(produce_bytes_per_s=1_000))
+    with pytest.raises(Throttled) as refused:
+        begin(ledger, WRITE)
+    assert refused.value.retry_after_ms == pytest.approx(1_000, abs=2)
+
+
+def test_number_of_known_identities_is_bounded() -> None:
+    ledger = QuotaLedger()
+    ledger.set_quota(DEFAULT, Quota(produce_calls_per_s=1))
+    for number in range(IDENTITIES_MAX + 100):
+        assert ledger.begin(str(number), WRITE, 0, "a", 0)
+        ledger.end(str(number), WRITE, 0)
+    assert len(ledger._uses) == IDENTITIES_MAX
+
+
+@pytest_asyncio.fixture
+async def made(etcd: EtcdSession) -> AsyncIterator[Scene]:
+    async with scene(etcd, "Pull") as made, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(made.guard.quota_mirror.run())
+        for identity in ("tenant", "other"):
+            await made.know(identity, ("admin", "topic:*"), ("consume", "group:*"))
+        yield made
+        following.cancel()
+
+
+async def set_quota(made: Scene, etcd: EtcdSession, identity: str, quota: Quota) -> None:
+    await etcd.put(quota_key(identity), quota_to_pb(quota).SerializeToString())
+    await until(lambda: made.guard.quotas.quota_of(identity) == quota)
+
+
+async def test_call_beyond_the_quota_is_rejected_with_the_wait_and_others_are_served(
+    made: Scene, etcd: EtcdSession
+) -> None:
+    await set_quota(made, etcd, "tenant", Quota(produce_bytes_per_s=100))
+    request = pb.AppendRequest(batches=[batch(bytes(1_000))])
+    await made.call(APPEND, request, "tenant")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await made.call(APPEND, request, "tenant")
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, Throttled)
+    assert error.facts == {"identity": "tenant", "quota": "produce_bytes_per_s", "limit": "100"}
+    assert error.retry_after_ms == WAIT_MS_MAX
+    status = rpc_status.from_call(refused.value)  # type: ignore[arg-type]
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status.details)
+    assert retry.retry_delay.ToMilliseconds() == WAIT_MS_MAX
+    assert made.registry.get_sample_value("baton_throttled_calls_total", {
+        "quota": "produce_bytes_per_s"
+    }) == 1  # fmt: skip
+    assert made.read.count(APPEND) == 1, "the second request is not read"
+    for _ in range(3):
+        await made.call(APPEND, request, "other")
+        await made.call(PULL, request_of(METHODS[PULL]), "tenant")
+    await set_quota(made, etcd, "tenant", Quota(produce_bytes_per_s=10**9))
+    await until(lambda: _admitted(made, request))
+
+
+async def _admitted(made: Scene, request: pb.AppendRequest) -> bool:
+    try:
+        await made.call(APPEND, request, "tenant")
+    except grpc.aio.AioRpcError:
+        return False
+    return True
+
+
+async def test_long_poll_is_in_flight_until_it_ends(made: Scene, etcd: EtcdSession) -> None:
+    await set_quota(made, etcd, "tenant", Quota(in_flight=1, consume_bytes_per_s=500))
+    made.holds.add(PULL)
+    request = request_of(METHODS[PULL])
+    async with asyncio.TaskGroup() as tasks:
+        held = tasks.create_task(made.call(PULL, request, "tenant"))
+        await until(lambda: [one for one in made.served if one[0] == PULL])
+        assert made.served[-1][1].bytes_max == 500, "an answer is no larger than a second's worth"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await made.call(PULL, request, "tenant")
+        assert isinstance(from_rpc_error(refused.value), Throttled)
+        held.cancel()
+    made.holds.clear()
+    await until(lambda: not made.guard.quotas._uses["tenant"].in_flight)
+    await made.call(PULL, request, "tenant")

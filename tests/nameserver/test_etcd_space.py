@@ -1,0 +1,179 @@
+"""A nameserver on an etcd whose space quota is used up, to the end.
+
+Goal: changes are refused with the reason and the remedy, all else goes on, operators are told, and
+after compaction, defragmentation and disarming everything works again without a restart.
+Method: an etcd with a small quota that the test fills with one key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import NoQuorum
+from batonmq_server.etcd_api import rpc_pb2 as pb
+from batonmq_server.etcd_api import rpc_pb2_grpc as pb_grpc
+from batonmq_server.local.etcd import EtcdProcess
+from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.nameserver.replica import (
+    CALL_TIMEOUT_S,
+    Replica,
+    offsets_service,
+    refusal,
+    register_broker,
+    replica,
+)
+from tests.runtime.etcd_compaction import compact
+from tests.support.conditions import until
+
+QUOTA_BYTES = 4 * 1024 * 1024
+CHUNK = os.urandom(256 * 1024)
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest_asyncio.fixture
+async def small_etcd(tmp_path: Path) -> AsyncIterator[str]:
+    async with EtcdProcess(tmp_path / "etcd", quota_bytes=QUOTA_BYTES) as etcd:
+        yield etcd.endpoint
+
+
+@asynccontextmanager
+async def broker(session: EtcdSession) -> AsyncIterator[None]:
+    """A registered broker; a replica that starts later knows it from the beginning."""
+    await register_broker(session, "broker-a")
+    yield
+
+
+async def fill(session: EtcdSession) -> NoQuorum:
+    """Write one key again and again until etcd refuses; return the error."""
+    for _ in range(1_000):
+        try:
+            await session.put("filler", CHUNK)
+        except NoQuorum as error:
+            return error
+    raise AssertionError("etcd has no quota")
+
+
+async def free(endpoint: str, session: EtcdSession) -> None:
+    """Do what the runbook says: compact, defragment, disarm."""
+    await session.delete("filler")
+    _, revision = await session.get_prefix("none/")
+    await compact(endpoint, revision)
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        maintenance = pb_grpc.MaintenanceStub(channel)
+        await maintenance.Defragment(pb.DefragmentRequest(), timeout=30)
+        raised = await maintenance.Alarm(pb.AlarmRequest(), timeout=10)
+        for one in raised.alarms:
+            disarm = pb.AlarmRequest(
+                action=pb.AlarmRequest.DEACTIVATE, memberID=one.memberID, alarm=one.alarm
+            )
+            await maintenance.Alarm(disarm, timeout=10)
+
+
+async def alarms(at: Replica) -> list[str]:
+    request = nameserver_pb.DescribeClusterRequest()
+    return list((await at.stub.DescribeCluster(request, timeout=CALL_TIMEOUT_S)).etcd_alarms)
+
+
+async def test_full_etcd_refuses_changes_with_the_remedy_and_recovers(
+    small_etcd: str, tmp_path: Path
+) -> None:
+    """Members stay, routes are answered; only changes are refused."""
+    cluster = "full"
+    async with (
+        EtcdSession(small_etcd, cluster, Clock()) as session,
+        offsets_service(session, tmp_path / "offsets"),
+        broker(session),
+        replica(small_etcd, cluster, etcd_check_interval_ms=100) as here,
+    ):
+        await here.create("flights")
+        await here.join("g", "before")
+        error = await fill(session)
+        assert error.facts == {"alarm": "NOSPACE"}
+        assert "BatonEtcdAlarm" in error.remedy
+
+        refused = await refusal(here.create("trains"))
+        assert refused.reason == "NO_QUORUM"
+        assert refused.facts == {"alarm": "NOSPACE"}
+        assert (await refusal(here.join("g", "new"))).facts == {"alarm": "NOSPACE"}
+        assert [one.incarnation.client_id for one in (await here.join("g", "before")).members] == [
+            "before"
+        ]
+        assert (await here.route("flights")).topic.name == "flights"
+        await until(lambda: _has(here, ["NOSPACE"]))
+        assert here.metric("etcd_alarm", alarm="NOSPACE") == 1
+        await until(lambda: here.metric("etcd_db_bytes") >= QUOTA_BYTES)
+
+        await free(small_etcd, session)
+        await until(lambda: _has(here, []))
+        await here.create("trains")
+        assert len((await here.join("g", "new")).members) == 2
+        await until(lambda: here.metric("etcd_db_bytes") < QUOTA_BYTES)
+        assert here.metric("etcd_alarm", alarm="NOSPACE") == 0
+
+
+async def _has(at: Replica, expected: list[str]) -> bool:
+    return await alarms(at) == expected
+
+
+async def test_member_beyond_the_limit_of_the_group_is_refused(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with replica(etcd_endpoint, cluster, group_members_max=2) as here:
+        await here.create("flights")
+        for client_id in ("a", "b"):
+            await here.join("g", client_id)
+        error = await refusal(here.join("g", "c"))
+        assert (error.reason, error.facts) == ("OVERLOADED", {"limit": "2"})
+        assert await here.leave("g", "a")
+        await here.join("g", "c")
+
+
+async def test_joins_of_one_identity_are_bounded_and_others_join(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with replica(etcd_endpoint, cluster, joins_per_s_max=1) as here:
+        await here.create("flights")
+
+        async def join(number: int, owner: int) -> nameserver_pb.Group:
+            request = nameserver_pb.HeartbeatRequest()
+            request.incarnation.owner = owner
+            answer = await here.beat("g", f"c{owner}-{number}", incarnation=request.incarnation)
+            return answer.group
+
+        joined = 0
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            while joined < 200:  # a slow machine gets a second one's worth more
+                await join(joined, 1)
+                joined += 1
+        assert joined >= 10
+        error = from_rpc_error(raised.value)
+        assert error.reason == "OVERLOADED"
+        assert error.retry_after_ms > 0
+        assert error.facts == {"limit": "1"}
+        await join(0, 1)
+        await join(0, 2)
+
+
+async def test_large_group_is_written_at_its_rate(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with replica(etcd_endpoint, cluster, group_write_bytes_per_s=4_096) as here:
+        await here.create("flights", 64)
+        begin_ms = Clock().monotonic_ms()
+        for number in range(8):
+            await here.join("g", f"member-{number}")
+        took_ms = Clock().monotonic_ms() - begin_ms
+        stored = await etcd.get("groups/g")
+        assert stored is not None
+        assert took_ms >= len(stored.value) * 1000 // 4_096
