@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from random import Random
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.node_entry import NodeEntry
+from batonmq_server.runtime.refusal import refuses
 from batonmq_server.runtime.settings import ServiceSettings
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class Runtime:
     Args:
         random: Source of all random choices in the process; freshly seeded by default.
         connect: Makes a channel to another service.
+        refuses: Returns whether connections to a host:port are refused.
 
     Attributes:
         nodes: Mirror of the nodes that are registered in etcd.
@@ -49,11 +51,12 @@ class Runtime:
         *,
         random: Random | None = None,
         connect: Callable[[str], grpc.aio.Channel] = connect,
+        refuses: Callable[[str], Awaitable[bool]] = refuses,
     ) -> None:
         self.service, self.settings, self.etcd = service, settings, etcd
         self.clock = etcd.clock
         self.random = random or Random(secrets.randbits(64))
-        self.connect = connect
+        self.connect, self.refuses = connect, refuses
         self.registry = CollectorRegistry()
         self.stop_requested = asyncio.Event()
         self.nodes = EtcdMirror(etcd, "nodes/")
