@@ -3,13 +3,15 @@
     baton up                                   # in another terminal
     python examples/cache.py [NAMESERVER]
 
-NAMESERVER is 127.0.0.1:9876 by default. A broadcasting consumer keeps its progress in a local file,
-so a cache that was offline gets the changes that it missed when it is back.
+NAMESERVER is $BATON_NAMESERVER by default, or else 127.0.0.1:9876. A broadcasting consumer keeps
+its progress in a local file, so a cache that was offline gets the changes that it missed when it
+is back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -19,6 +21,9 @@ from pathlib import Path
 from batonmq import Admin, Consumer, ConsumerSettings, Producer, ReceivedMessage
 
 TOPIC, GROUP = "price-changes", "caches"
+
+
+NAMESERVER = os.environ.get("BATON_NAMESERVER", "127.0.0.1:9876")
 
 
 class Cache:
@@ -76,7 +81,7 @@ async def raise_prices(producer: Producer, prices: dict[str, int], products: lis
         await producer.send(TOPIC, b"changed", keys=[product])
 
 
-async def main(nameserver: str = "127.0.0.1:9876") -> None:
+async def main(nameserver: str = NAMESERVER) -> None:
     """Change prices while three caches are online, then while one of them is offline."""
     prices = {f"product-{number}": 100 for number in range(1, 11)}
     products = list(prices)

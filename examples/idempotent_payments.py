@@ -3,8 +3,9 @@
     baton up                                   # in another terminal
     python examples/idempotent_payments.py [NAMESERVER [STORE]]
 
-NAMESERVER is 127.0.0.1:9876 by default. STORE keeps the claims and the booked payments: the URL of
-a Redis (redis://127.0.0.1), or of a database (sqlite:///claims.db, the default).
+NAMESERVER is $BATON_NAMESERVER by default, or else 127.0.0.1:9876. STORE keeps the claims and the
+booked payments: the URL of a Redis (redis://127.0.0.1), or of a database (sqlite:///claims.db,
+the default).
 
 Needs: pip install 'batonmq[redis,sql]'
 """
@@ -12,6 +13,7 @@ Needs: pip install 'batonmq[redis,sql]'
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sys
 from collections import Counter
@@ -30,6 +32,7 @@ from batonmq.idempotence import RedisStore, SqlStore, by_key, idempotent
 
 TOPIC, GROUP = "payments", "booking"
 CLAIM_MS, DONE_MS = 3_000, 7 * 86_400_000
+NAMESERVER = os.environ.get("BATON_NAMESERVER", "127.0.0.1:9876")
 SETTINGS = ConsumerSettings(
     consume_from="first", send_back=False, retry_first_ms=500, retry_ms_max=1_000
 )
@@ -97,7 +100,7 @@ async def consume(nameserver: str, bank: Bank, store: RedisStore | SqlStore, cou
     return later
 
 
-async def main(nameserver: str = "127.0.0.1:9876", where: str = "sqlite:///claims.db") -> None:
+async def main(nameserver: str = NAMESERVER, where: str = "sqlite:///claims.db") -> None:
     """Send payments, book them, and check that each was booked once."""
     run = secrets.token_hex(3)
     payments = [f"payment-{run}-{number:02}" for number in range(1, 21)]

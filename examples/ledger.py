@@ -3,14 +3,15 @@
     baton up                                   # in another terminal
     python examples/ledger.py [NAMESERVER]
 
-NAMESERVER is 127.0.0.1:9876 by default. The account is the ordering key, so all its entries are in
-one queue. The consumers are orderly, so a failed entry is retried before the next one is handled. A
-second consumer joins after half of the entries.
+NAMESERVER is $BATON_NAMESERVER by default, or else 127.0.0.1:9876. The account is the ordering
+key, so all its entries are in one queue. The consumers are orderly, so a failed entry is retried
+before the next one is handled. A second consumer joins after half of the entries.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sys
 from collections import defaultdict
@@ -20,6 +21,7 @@ from batonmq import Admin, Consumer, ConsumerSettings, Message, Producer, Receiv
 
 TOPIC, GROUP = "ledger-entries", "ledger"
 ACCOUNTS, ENTRIES = 12, 40
+NAMESERVER = os.environ.get("BATON_NAMESERVER", "127.0.0.1:9876")
 SETTINGS = ConsumerSettings(consume_from="first", orderly=True, retry_first_ms=20)
 
 
@@ -100,7 +102,7 @@ async def book(nameserver: str, ledger: Ledger) -> None:
             await running
 
 
-async def main(nameserver: str = "127.0.0.1:9876") -> None:
+async def main(nameserver: str = NAMESERVER) -> None:
     """Send entries, book them, and compare the balances."""
     run = secrets.token_hex(3)
     balances, ledger = await send(nameserver, run), Ledger(run)

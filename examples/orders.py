@@ -3,12 +3,13 @@
     baton up                                   # in another terminal
     python examples/orders.py [NAMESERVER]
 
-NAMESERVER is 127.0.0.1:9876 by default.
+NAMESERVER is $BATON_NAMESERVER by default, or else 127.0.0.1:9876.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sys
 
@@ -16,6 +17,7 @@ from batonmq import Admin, Consumer, ConsumerSettings, Producer, ReceivedMessage
 from batonmq.admin import Criteria, DeadLetter, DeadLetters
 
 TOPIC, GROUP = "shop-orders", "shipping"
+NAMESERVER = os.environ.get("BATON_NAMESERVER", "127.0.0.1:9876")
 RETRIES_MAX = 3
 SETTINGS = ConsumerSettings(consume_from="first", retries_max=RETRIES_MAX)
 
@@ -81,7 +83,7 @@ async def dead_letter(nameserver: str, order: str) -> DeadLetter:
     return letter
 
 
-async def main(nameserver: str = "127.0.0.1:9876") -> None:
+async def main(nameserver: str = NAMESERVER) -> None:
     """Send orders, ship them, and check the result."""
     run = secrets.token_hex(3)
     orders = [f"order-{run}-{number:02}" for number in range(1, 22)]

@@ -3,19 +3,21 @@
     baton up                                   # in another terminal
     python examples/reminders.py [NAMESERVER]
 
-NAMESERVER is 127.0.0.1:9876 by default. A message may be scheduled up to 40 days ahead. It is
-stored when it is sent, as durably as any other message.
+NAMESERVER is $BATON_NAMESERVER by default, or else 127.0.0.1:9876. A message may be scheduled up
+to 40 days ahead. It is stored when it is sent, as durably as any other message.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sys
 
 from batonmq import Admin, Consumer, ConsumerSettings, Producer, ReceivedMessage
 
 TOPIC, GROUP = "reminders", "bell"
+NAMESERVER = os.environ.get("BATON_NAMESERVER", "127.0.0.1:9876")
 DELAYS_MS = (2_000, 500, 1_500, 1_000)
 SETTINGS = ConsumerSettings(consume_from="first")
 
@@ -41,7 +43,7 @@ async def remind(nameserver: str, run: str, due: dict[str, int]) -> str:
     return cancelled
 
 
-async def main(nameserver: str = "127.0.0.1:9876") -> None:
+async def main(nameserver: str = NAMESERVER) -> None:
     """Schedule reminders, and consume until the last one is delivered."""
     run = secrets.token_hex(3)
     due: dict[str, int] = {}

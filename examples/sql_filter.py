@@ -3,13 +3,14 @@
     baton up                                   # in another terminal
     python examples/sql_filter.py [NAMESERVER]
 
-NAMESERVER is 127.0.0.1:9876 by default. Messages that do not match the
+NAMESERVER is $BATON_NAMESERVER by default, or else 127.0.0.1:9876. Messages that do not match the
 condition are not sent to the consumer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sys
 from random import Random
@@ -17,6 +18,7 @@ from random import Random
 from batonmq import Admin, BatonError, Consumer, ConsumerSettings, Producer, ReceivedMessage
 
 TOPIC, GROUP = "flat-offers", "alice"
+NAMESERVER = os.environ.get("BATON_NAMESERVER", "127.0.0.1:9876")
 CITIES = ("Berlin", "Hamburg", "Leipzig")
 WANTED = "sql: rent BETWEEN 500 AND 900 AND city IN ('Berlin', 'Hamburg') AND agent IS NULL"
 WRONG = "sql: rent BETWEEN 500 OR 900"
@@ -79,7 +81,7 @@ async def try_wrong_condition(nameserver: str) -> str:
         return f"{error.reason}: {error.message}"
 
 
-async def main(nameserver: str = "127.0.0.1:9876") -> None:
+async def main(nameserver: str = NAMESERVER) -> None:
     """Send offers, receive those that match, and compare."""
     flats = offers(secrets.token_hex(3), 200)
     await send(nameserver, flats)

@@ -180,7 +180,10 @@ class Admin:
         return topic_from_pb(answer.topic)
 
     async def delete_topic(self, name: str) -> None:
-        """Delete a topic and all its messages. Not retried.
+        """Delete a topic: its messages can't be read any more. Not retried.
+
+        Their bytes stay on the disks of the brokers until retention removes the log segments that
+        contain them.
 
         Raises:
             TopicNotFound: The topic does not exist. After a failed call this may mean that the

@@ -171,21 +171,32 @@ async def _update(
     session.output.detail(_item(topic), [_item(topic)], _COLUMNS, _MORE_COLUMNS)
 
 
+_BYTES_STAY = (
+    "the bytes of its messages stay on the disks of the brokers until retention removes the log "
+    "segments that contain them"
+)
+
+
 @commands.command()
 @topic_argument("name")
 @yes_option
 @cluster_session
 def delete(session: CommandSession, name: str, yes: bool) -> None:
-    """Delete a topic with all its messages."""
+    """Delete a topic: its messages can't be read any more.
+
+    Their bytes stay on the disks of the brokers until retention removes the log segments that
+    contain them.
+    """
     check_can_ask(yes=yes)
     if not yes:
-        confirm(session, f"Delete topic {name} with all its messages?")
+        confirm(session, f"Delete topic {name}? Its messages can't be read any more.")
     session.run(_delete(session, name))
 
 
 async def _delete(session: CommandSession, name: str) -> None:
     async with session.admin() as admin:
         await admin.delete_topic(name)
+    session.output.note(_BYTES_STAY)
     session.output.line({"name": name, "deleted": True}, f"topic {name} is deleted")
 
 

@@ -21,8 +21,13 @@ from batonmq.cli.session import CommandSession, global_options, local_session
 from batonmq_server.local.child_process import NotReady
 from batonmq_server.local.cluster import ClusterFailed, LocalCluster, to_stderr
 from batonmq_server.local.etcd import EtcdNotFound, find_etcd, version_problem
-from batonmq_server.local.layout import ClusterOptions, TlsSetupFailed, highly_available
-from batonmq_server.local.ports import ClusterDirInUse, NoFreePort
+from batonmq_server.local.layout import (
+    PORTS_FILE,
+    ClusterOptions,
+    TlsSetupFailed,
+    highly_available,
+)
+from batonmq_server.local.ports import ClusterDirInUse, NoFreePort, PortInUse, stored_ports
 from batonmq_server.local.prometheus import (
     Prometheus,
     PrometheusNotFound,
@@ -61,6 +66,13 @@ _COLUMNS: Columns = {
     help="Storage nodes to start; at least as many as the data directory has.",
 )
 @click.option(
+    "--nameserver-port",
+    type=click.IntRange(0, 65_535),
+    metavar="PORT",
+    help="Port of the nameserver; 0 takes a free one. By default that of the last start on the "
+    f"data directory, or {NAMESERVER_PORT}.",
+)
+@click.option(
     "--profile",
     default="single",
     show_default=True,
@@ -88,6 +100,7 @@ def up(
     etcd: str,
     cluster: str,
     brokers: int,
+    nameserver_port: int | None,
     profile: str,
     secure: bool,
     observe: bool,
@@ -101,13 +114,15 @@ def up(
 
     Without --secure every user of this machine can read and write everything.
     """
+    if nameserver_port is None:
+        nameserver_port = stored_ports(data_dir / PORTS_FILE).get("nameserver", NAMESERVER_PORT)
     os.umask(0o077)  # all files of the cluster are for this user only
     options = ClusterOptions(
         etcd=etcd,
         cluster=cluster,
         brokers=max(brokers, len(list(data_dir.glob("storage*")))),
         log_level=log_level,
-        nameserver_port=NAMESERVER_PORT,
+        nameserver_port=nameserver_port,
         secure=secure,
         access=secure,
     )
@@ -121,6 +136,12 @@ def up(
         )
     except ClusterDirInUse as error:
         _fail(session, "DATA_DIR_IN_USE", error, "Stop it, or give another --data-dir.")
+    except PortInUse as error:
+        remedy = (
+            "It may be another cluster: stop it, or start this one with --nameserver-port 0, which "
+            "takes a free port, and export the variable that it prints."
+        )
+        _fail(session, "PORT_IN_USE", error, remedy)
     except ClusterFailed as error:
         _fail(session, "CLUSTER_FAILED", error, f"The logs are in {data_dir / 'logs'}.")
     except EtcdNotFound as error:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +22,11 @@ from batonmq_server.local.child_process import ChildProcess, NotReady, ProcessSt
 from batonmq_server.local.etcd import etcd_members, is_healthy
 from batonmq_server.local.fork_server import ForkServer
 from batonmq_server.local.layout import ClusterOptions, Layout
-from batonmq_server.local.ports import lock_data_dir
+from batonmq_server.local.ports import is_free, lock_data_dir
 from batonmq_server.local.supervisor import RestartLimitExceeded, Supervisor
 
 _ETCD_WAIT_S = 5.0
+_PORT_WAIT_S = 3.0
 _REGISTERED_S = 30.0
 
 
@@ -160,6 +161,7 @@ class LocalCluster:
 
         Raises:
             ClusterDirInUse: another cluster uses the directory.
+            PortInUse: another process uses the port of the nameserver.
             ClusterFailed: a process did not start; all are stopped.
         """
         async with AsyncExitStack() as exits:
@@ -192,6 +194,10 @@ class LocalCluster:
                 raise self._failure from None
 
     async def _start_all(self) -> None:
+        if port := self.options.nameserver_port:
+            # A cluster on this directory that was killed a moment ago may still be ending.
+            with suppress(NotReady):
+                await _wait(lambda: _is_port_free(port), _PORT_WAIT_S, "")
         self._layout = Layout(self.data_dir, self.options)
         self._etcd = self.options.etcd
         try:
@@ -251,6 +257,10 @@ class LocalCluster:
 def _etcd(number: int) -> str:
     """Return the name of an etcd process."""
     return f"etcd-{number}" if number else "etcd"
+
+
+async def _is_port_free(port: int) -> bool:
+    return is_free(port)
 
 
 async def _wait(condition: Callable[[], Awaitable[bool]], timeout_s: float, otherwise: str) -> None:

@@ -76,8 +76,8 @@ class ClusterOptions:
             and `offsets-b` and so on, with nodes `offsets-b-0` and so on.
         lockmgrs: Number of lock managers, one of which is the leader.
         nameservers: Number of nameservers.
-        nameserver_port: Port of the first nameserver, if it is free and none was used before; 0
-            for any.
+        nameserver_port: Port of the first nameserver; 0 for the one that the data directory had
+            before, if it is free, or else any.
         secure: Whether all connections use mutual TLS, with certificates of an authority that the
             cluster creates. Connections to a running etcd do not use TLS.
         access: Whether permissions are checked; needs `secure`. The subject of the clients'
@@ -163,6 +163,9 @@ class ClusterOptions:
         ]
 
 
+PORTS_FILE = "ports.json"
+
+
 def highly_available(options: ClusterOptions) -> ClusterOptions:
     """Return options with enough instances to lose one of each service and of etcd."""
     return replace(
@@ -179,6 +182,7 @@ class Layout:
     """Addresses and programs of a data directory; ports are chosen when the object is created.
 
     Raises:
+        PortInUse: another process uses the port of the nameserver.
         TlsSetupFailed: the package that issues certificates is missing; or a cluster with several
             etcd members was created with TLS and is now used without, or the reverse.
     """
@@ -186,8 +190,10 @@ class Layout:
     def __init__(self, data_dir: Path, options: ClusterOptions) -> None:
         self._data_dir, self._options = data_dir, options
         wanted = [port for name in options.names for port in (name, f"{name}-metrics")]
-        preferred = {"nameserver": options.nameserver_port}
-        self._ports = keep_ports(data_dir / "ports.json", wanted, preferred)
+        port = options.nameserver_port
+        self._ports = keep_ports(
+            data_dir / PORTS_FILE, wanted, required={"nameserver": port} if port else None
+        )
         self._tls = data_dir / "tls"
         exists = self.etcd_dir(0).exists() and options.etcds > 1
         if exists and self._tls.exists() != options.secure:

@@ -30,6 +30,10 @@ class ClusterDirInUse(Exception):
     """Another process uses the data directory."""
 
 
+class PortInUse(Exception):
+    """Another process listens on the port that the cluster has to have."""
+
+
 class NoFreePort(Exception):
     """No free port was found."""
 
@@ -46,19 +50,29 @@ def is_free(port: int) -> bool:
 
 
 def keep_ports(
-    path: Path, names: Sequence[str], preferred: Mapping[str, int] | None = None
+    path: Path,
+    names: Sequence[str],
+    preferred: Mapping[str, int] | None = None,
+    *,
+    required: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Return one free port per name: that in the file, else the preferred one, else any.
+    """Return one free port per name: required, else in the file, else preferred, else any.
 
     The file is rewritten with the chosen ports. A port in the file that another process uses by now
-    is replaced.
+    is replaced, unless it is required.
 
     Raises:
+        PortInUse: a required port is not free; the file is unchanged.
         NoFreePort: no port is free.
     """
-    remembered = _remembered(path)
-    chosen: dict[str, int] = {}
+    chosen = dict(required or {})
+    for name, port in chosen.items():
+        if not is_free(port):
+            raise PortInUse(f"another process uses port {port} on {HOST}, wanted for the {name}")
+    remembered = stored_ports(path)
     for name in names:
+        if name in chosen:
+            continue
         candidates = (remembered.get(name), (preferred or {}).get(name))
         taken = set(chosen.values()) | {remembered[n] for n in remembered if n != name}
         chosen[name] = next(
@@ -73,7 +87,8 @@ def keep_ports(
     return chosen
 
 
-def _remembered(path: Path) -> dict[str, int]:
+def stored_ports(path: Path) -> dict[str, int]:
+    """Return the ports in a file of `keep_ports`; empty if there is none, or if it is damaged."""
     try:
         stored = json.loads(path.read_text())
     except (OSError, ValueError):

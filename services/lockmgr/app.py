@@ -59,6 +59,7 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
                 placements.run,
                 candidate.run,
                 candidate.registration.run,
+                candidate.siblings.run,
             ],
             long_polls=frozenset({"Acquire"}),
             caught_up=partial(all_ready, groups, gates, placements),

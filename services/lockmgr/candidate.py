@@ -22,6 +22,7 @@ from batonmq_server.runtime.election import Election
 from batonmq_server.runtime.group_placements import GroupPlacements
 from batonmq_server.runtime.leader_registration import LeaderRegistration
 from batonmq_server.runtime.service_runtime import Runtime
+from batonmq_server.runtime.sibling_watch import SiblingWatch
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Candidate:
         )
         self._leader: Leader | None = None
         self.registration = LeaderRegistration(runtime)
+        self.siblings = SiblingWatch(runtime, self._election.key)
 
     def leader(self) -> Leader:
         """Return the leader that answers calls at this node.

@@ -170,6 +170,7 @@ def _replicated_app(
         loops=[
             replica.run,
             replica.registration.run,
+            replica.siblings.run,
             follower.run,
             context.gates.run,
             context.directory.placements.run,

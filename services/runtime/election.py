@@ -18,6 +18,11 @@ log = logging.getLogger(__name__)
 SAFETY_MS = 1_000
 """With less of its lease left a leader no longer answers (protocol section 8)."""
 
+RENEWALS = 10
+"""Renewals of a lease in the time after which it expires."""
+END_MS = 200
+"""With less of its lease left a leader gives up; until then it tries to renew the lease."""
+
 _NEVER = -1  # no key has this revision; 0 would mean that the key must not exist
 
 
@@ -99,6 +104,7 @@ class Election:
             lease: Lease | None = None
             self._resigns.clear()
             try:
+                await self._end_earlier_lease()
                 sent_ms = self.session.clock.monotonic_ms()
                 lease = await self.session.lease(self._ttl_ms)
                 self._answered_ms = sent_ms
@@ -115,6 +121,19 @@ class Election:
                 if lease is not None:
                     with contextlib.suppress(NoQuorum):
                         await lease.revoke()
+
+    def _left_ms(self) -> int:
+        return self._valid_until_ms - END_MS - self.session.clock.monotonic_ms()
+
+    async def _end_earlier_lease(self) -> None:
+        """End the lease of an earlier leadership of this node, of this process or one before it.
+
+        A restarted leader need not wait until the lease of its killed process expires.
+        """
+        stored = await self.session.get(self.key)
+        if stored is not None and stored.value == self.node_id.encode():
+            log.info("ends the lease of an earlier leadership key=%s", self.key)
+            await self.session.revoke(stored.lease_id)
 
     async def _campaign(self, lease: Lease, sent_ms: int) -> int:
         """Wait until elected, which sets the term, or until the lease has expired.
@@ -163,20 +182,49 @@ class Election:
     async def _lead(self, lease: Lease, lead: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.TaskGroup() as tasks:
             leading = tasks.create_task(lead(self.term))
+            watching = tasks.create_task(self._watch_own_key())
             try:
                 await self._hold(lease)
             finally:
                 self._valid_until_ms = 0
                 log.warning("leadership ends key=%s term=%d", self.key, self.term)
                 leading.cancel()
+                watching.cancel()
+
+    async def _watch_own_key(self) -> None:
+        """Resign as soon as the key is gone: another node has ended the lease, or it has expired.
+
+        The next refresh would show it too, up to a tenth of the lease later.
+        """
+        while True:
+            try:
+                found, revision = await self.session.get_prefix(self.key)
+                own = [stored for stored in found if stored.key == self.key]
+                if not own or own[0].create_revision != self.term:
+                    break
+                async with contextlib.aclosing(
+                    self.session.watch(self.key, revision + 1)
+                ) as answers:
+                    async for answer in answers:
+                        if any(event.type == event.DELETE for event in answer.events):
+                            break
+            except NoQuorum:
+                await asyncio.sleep(0.5)  # the refresh shows how long etcd may be unreachable
+        log.warning("the lease was ended by another node key=%s term=%d", self.key, self.term)
+        self.resign()
 
     async def _hold(self, lease: Lease) -> None:
-        """Refresh the lease until it is lost, may have expired, or the node resigns."""
-        while self.valid():
-            if await wait_until(self._resigns, self._ttl_ms // (5 if self.reachable else 15)):
+        """Refresh the lease until it is lost, may have expired, or the node resigns.
+
+        A leader that starved answers nothing with less than `SAFETY_MS` left, but as long as the
+        lease has not expired no other node was elected: once it is renewed, this one leads on.
+        """
+        while self._left_ms() > 0:
+            if await wait_until(
+                self._resigns, self._ttl_ms // (RENEWALS if self.reachable else 15)
+            ):
                 return
-            sent_ms = self.session.clock.monotonic_ms()
-            left_ms = self._valid_until_ms - SAFETY_MS - sent_ms
+            sent_ms, left_ms = self.session.clock.monotonic_ms(), self._left_ms()
             try:
                 async with asyncio.timeout(max(0, left_ms) / 1_000):
                     if not await lease.refresh():

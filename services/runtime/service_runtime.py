@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from random import Random
 from typing import Any, TypeVar
 
@@ -14,10 +14,12 @@ from prometheus_client import CollectorRegistry
 from batonmq._common.aio import unless
 from batonmq._connection.channels import connect
 from batonmq._telemetry.event_hub import EventHub
+from batonmq_server.runtime.access.audit_log import AuditLog
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.node_entry import NodeEntry
+from batonmq_server.runtime.refusal import refuses
 from batonmq_server.runtime.settings import ServiceSettings
 
 T = TypeVar("T")
@@ -33,6 +35,7 @@ class Runtime:
     Args:
         random: Source of all random choices in the process; freshly seeded by default.
         connect: Makes a channel to another service.
+        refuses: Returns whether connections to a host:port are refused.
 
     Attributes:
         nodes: Mirror of the nodes that are registered in etcd.
@@ -48,11 +51,12 @@ class Runtime:
         *,
         random: Random | None = None,
         connect: Callable[[str], grpc.aio.Channel] = connect,
+        refuses: Callable[[str], Awaitable[bool]] = refuses,
     ) -> None:
         self.service, self.settings, self.etcd = service, settings, etcd
         self.clock = etcd.clock
         self.random = random or Random(secrets.randbits(64))
-        self.connect = connect
+        self.connect, self.refuses = connect, refuses
         self.registry = CollectorRegistry()
         self.stop_requested = asyncio.Event()
         self.nodes = EtcdMirror(etcd, "nodes/")
@@ -63,10 +67,18 @@ class Runtime:
             on=settings.access,
             admins=settings.access_admins.split(","),
             certificates=settings.tls_require_client_cert,
+            audit=self._audit_log(),
         )
         self.hub = EventHub(
             f"{service}/{settings.node_id}", self.random.getrandbits(63) or 1, self.clock
         )
+
+    def _audit_log(self) -> AuditLog | None:
+        settings = self.settings
+        if not (settings.access and settings.audit_file):
+            return None
+        source = f"{self.service}/{settings.node_id}"
+        return AuditLog(settings.audit_file, settings.audit_bytes_max, source, self.clock)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`, which may wait for etcd without a bound.

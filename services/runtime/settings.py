@@ -67,6 +67,11 @@ class ServiceSettings(Settings):
     """Whether callers must authenticate and need a grant for each call."""
     access_admins: str = ""
     """Identities with the role admin on the cluster without a grant, separated by commas."""
+    audit_file: str = ""
+    """File for the audit log: refused calls and calls that need the role admin, as JSON lines;
+    empty: none. It needs `access`."""
+    audit_bytes_max: int = Field(64 * 1024 * 1024, ge=64 * 1024)
+    """Maximum size of the audit log in bytes, over its five files."""
     node_lease_ms: int = Field(5_000, ge=2_000)
     """Lease of the node's entry in etcd, in milliseconds; a dead process stays listed as long."""
     metrics_stream: bool = True

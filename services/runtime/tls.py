@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def check_files(settings: ServiceSettings) -> None:
-    """Read the certificate, key and token files that the settings name.
+    """Read the certificate, key and token files that the settings name; open the audit log.
 
     Raises:
         ConfigError: a file can't be used.
@@ -36,6 +37,11 @@ def check_files(settings: ServiceSettings) -> None:
             except InvalidArgument as error:
                 text = f"{error.message}. {error.remedy}"
                 raise ConfigError(ConfigProblem(name, text)) from error
+    if settings.audit_file:
+        try:
+            Path(settings.audit_file).open("a").close()
+        except OSError as error:
+            raise ConfigError(ConfigProblem("audit_file", str(error))) from error
 
 
 def export_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> None:

@@ -214,6 +214,7 @@ async def replicated(
                     copy.run,
                     role.run,
                     role.registration.run,
+                    role.siblings.run,
                     follower.run,
                 ),
                 long_polls=frozenset({"Pull", "Fetch"}),

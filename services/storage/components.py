@@ -25,6 +25,7 @@ from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.storage.node_role import NodeRole
 from batonmq_server.storage.query_server import QueryServicer
+from batonmq_server.storage.queue_repairer import QueueRepairer
 from batonmq_server.storage.retention_losses import RetentionLosses
 from batonmq_server.storage.schedule_server import ScheduleServicer
 from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
@@ -122,6 +123,7 @@ def build_components(
     shortage = metrics.descriptor_shortages.inc
     checkpointer = Checkpointer(node, flusher, in_thread, shortage)
     damage = DamageTracker(metrics.damaged_batches.inc)
+    repairs = QueueRepairer(node, in_thread, metrics.rebuilt_queues.inc)
     patient = waiting_for_descriptors(in_thread, shortage)
     scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=patient)
     store = node.store
@@ -173,6 +175,7 @@ def build_components(
             role=role,
             losses=RetentionLosses(metrics.traffic),
             damage=damage,
+            repair=repairs.repair,
             scrubbed=lambda: scrubber.position,
             metrics=metrics,
             stream=stream,
@@ -195,7 +198,15 @@ def build_components(
         due=due,
         damage=damage,
         servicer=servicer,
-        queries=QueryServicer(settings.broker_name, store, topics, damage, role, require),
+        queries=QueryServicer(
+            settings.broker_name,
+            store,
+            topics,
+            damage,
+            role,
+            require=require,
+            repair=repairs.repair,
+        ),
         scheduling=ScheduleServicer(
             appender, topics, due.wake, require, runtime.guard.caller_identity
         ),

@@ -153,6 +153,11 @@ class StorageMetrics:
             "Damaged batches (bad checksum or unreadable) and damaged indexes, each counted once.",
             registry=registry,
         )
+        self.rebuilt_queues = Counter(
+            "baton_storage_rebuilt_queues",
+            "Repairs of a consume queue with damaged entries, which were rebuilt from the log.",
+            registry=registry,
+        )
 
 
 class TrafficMetrics:

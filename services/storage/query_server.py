@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,13 @@ from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.permissions import consume
 from batonmq_server.storage import validation
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.query import KeyMatches, MessageMatch, MessageQueries, TimeWindow
+from batonmq_server.storage.core.query import (
+    KeyMatches,
+    MessageMatch,
+    MessageQueries,
+    SearchProbe,
+    TimeWindow,
+)
 from batonmq_server.storage.core.store import (
     MessageStore,
     ReadResult,
@@ -77,6 +83,10 @@ class MessageId:
         return cls(broker, position, index)
 
 
+async def _no_repair(_: QueueKey, __: int) -> bool:
+    return False
+
+
 class QueryServicer(pb_grpc.QueryServiceServicer):
     """Serves QueryService; see the proto.
 
@@ -85,38 +95,45 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         role: Role of this node: a follower may lag behind the leader.
         require: Raises unless the caller may read the topic of a message that it names by its id;
             None if authorization is off.
+        repair: Rebuilds the index that a read at an offset uses; returns whether it changed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts of a node
         self,
         broker: str,
         store: MessageStore,
         topics: TopicCache,
         damage: DamageTracker,
         role: NodeRole | None = None,
+        *,
         require: PermissionCheck | None = None,
+        repair: Callable[[QueueKey, int], Awaitable[bool]] = _no_repair,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._role, self._require = role or StandaloneRole(store), require
-        self._queries = MessageQueries(store)
+        self._repair, self._queries = repair, MessageQueries(store)
 
     async def SearchOffset(
         self, request: pb.SearchOffsetRequest, context: Context
     ) -> pb.SearchOffsetResponse:
         """See the proto."""
         key = await self._queue(request, readable=False)
-        try:
-            offset = self._queries.search_offset(key, request.unix_ms)
-        except DataLoss as error:
-            self._damage.report_error(error)
-            raise
-        return pb.SearchOffsetResponse(offset=offset)
+        probe = SearchProbe()
+        while True:
+            try:
+                offset = self._queries.search_offset(key, request.unix_ms, probe)
+            except DataLoss as error:
+                if not await self._repair(key, probe.offset):
+                    self._damage.report_error(error)
+                    raise
+            else:
+                return pb.SearchOffsetResponse(offset=offset)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadResponse:
         """See the proto."""
         spec = validation.parse_read(request)
         key = await self._queue(request, readable=True)
-        reading = self._read(key, spec)
+        reading = await self._read(key, spec)
         if reading is None and (outdated := self._role.outdated()) is not None:
             raise outdated
         visible = self._store.offsets(key)
@@ -185,9 +202,14 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             check_readable(queue.topic, topic)
         return check_queue(queue.topic, topic, queue.queue_id)
 
-    def _read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
+    async def _read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
         try:
-            return self._store.read(key, spec)
+            try:
+                return self._store.read(key, spec)
+            except DataLoss:
+                if not await self._repair(key, spec.offset):
+                    raise
+                return self._store.read(key, spec)
         except OffsetAheadOfLog as error:
             if self._role.is_follower:
                 raise NotLeader(

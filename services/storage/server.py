@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ SECONDS_MAX = 10 * 365 * 24 * 3_600
 FOLLOWER_HOLD_MS = 1_000
 """A long poll at a follower looks this often whether the set has a leader meanwhile."""
 
+Repair = Callable[[QueueKey, int], Awaitable[bool]]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -60,6 +61,7 @@ class StorageServicerParts:
         broker: Broker name: the replica set, or a node without replicas.
         syncs_at_once: Whether a request without a durability waits for the sync. A node of a
             replica set always waits.
+        repair: Rebuilds the index that a read at an offset uses; returns whether it changed.
         scrubbed: Returns the position that the current round of the scrub has reached.
         identity_of: Returns the identity of a caller; empty without access control.
     """
@@ -77,6 +79,7 @@ class StorageServicerParts:
     role: NodeRole
     losses: RetentionLosses
     damage: DamageTracker
+    repair: Repair
     scrubbed: Callable[[], int]
     metrics: StorageMetrics
     stream: StorageMetricStream
@@ -122,7 +125,13 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
                 pull = replace(pull, progress=None)  # followers take none: protocol 6.6
             key = await self._find_readable(pull.owner.topic, pull.owner.queue_id)
             self._check_group(pull)
-            reading = self._read(key, pull)
+            try:
+                reading = self._read(key, pull)
+            except DataLoss as error:
+                if await self._parts.repair(key, pull.spec.offset):
+                    continue
+                self._parts.damage.report_error(error)
+                raise
             if reading is not None:
                 break
             if (outdated := role.outdated()) is not None:
@@ -220,9 +229,6 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
     def _read(self, key: QueueKey, pull: validation.ParsedPull) -> ReadResult | None:
         try:
             return self._store.pull(key, pull.spec)
-        except DataLoss as error:
-            self._parts.damage.report_error(error)
-            raise
         except OffsetAheadOfLog as error:
             if not self._parts.role.is_follower:
                 raise

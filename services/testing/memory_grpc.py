@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
@@ -40,6 +40,11 @@ def memory_connector(
 ) -> Callable[[str], grpc.aio.Channel]:
     """Return a function that creates the channels of a host."""
     return lambda address: MemoryChannel(network, host, address)  # type: ignore[return-value]
+
+
+def memory_prober(network: MemoryNetwork, host: VirtualHost) -> Callable[[str], Awaitable[bool]]:
+    """Return a function that finds out for a host whether connections to an address are refused."""
+    return lambda address: network.refuses(host, address)
 
 
 class MemoryChannel:
@@ -227,7 +232,7 @@ class MemoryServer:
         Args:
             noticed: Whether clients notice at once; otherwise they wait for their deadlines.
         """
-        self._network.close(self._address)
+        self._network.close(self._address, machine=not noticed)
         if noticed:
             for call, copy in self._open.values():
                 refuse = partial(call.settle, copy, UNAVAILABLE)

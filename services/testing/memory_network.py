@@ -86,6 +86,7 @@ class MemoryNetwork:
         self.gone: set[VirtualHost] = set()
         self.counts: Counter[str] = Counter()
         self._servers: dict[str, CallReceiver] = {}
+        self._refused: set[str] = set()
         self._open: dict[VirtualHost, dict[MemoryCall, None]] = {}
         self._calls = 0
         self._over = False
@@ -123,6 +124,7 @@ class MemoryNetwork:
     def serve(self, address: str, server: CallReceiver) -> None:
         """Make `server` receive the calls of an address."""
         self._servers[address] = server
+        self._refused.discard(address)
 
     def crash(self, host: VirtualHost) -> None:
         """Crash a host: its calls are cancelled at their servers, and it can send no new ones."""
@@ -139,9 +141,34 @@ class MemoryNetwork:
             self.later(self.delay_s(), call.cancel_at_server)
         return len(broken)
 
-    def close(self, address: str) -> None:
-        """Refuse the calls of an address from now on."""
+    def close(self, address: str, *, machine: bool = False) -> None:
+        """Refuse the calls of an address from now on.
+
+        Args:
+            machine: Whether the machine is gone as well, so that it refuses no connections either.
+        """
         self._servers.pop(address, None)
+        if not machine:
+            self._refused.add(address)
+
+    async def refuses(self, host: VirtualHost, address: str) -> bool:
+        """Return whether a process is known to have ended, as its machine refuses connections.
+
+        A server that crashed unnoticed, as with its machine, does not refuse them.
+        """
+        target = address.partition(":")[0]
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def arrive() -> None:
+            refused = address in self._refused
+            self.send(target, host.name, partial(_settle, answer, refused))
+
+        self.send(host.name, target, arrive)
+        try:
+            async with asyncio.timeout(1):
+                return bool(await answer)
+        except TimeoutError:
+            return False
 
     def end(self) -> None:
         """End the simulation: no message is sent any more, and every call fails."""
@@ -182,6 +209,11 @@ class MemoryNetwork:
             self.later(RESET_MS / 1000, lambda: call.settle(copy, UNAVAILABLE))
         else:
             server.arrive(call, copy)
+
+
+def _settle(answer: asyncio.Future[bool], value: bool) -> None:
+    if not answer.done():
+        answer.set_result(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,14 @@ from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.event_publisher import event_publisher
 from batonmq_server.runtime.event_stream_server import add_event_stream
+from batonmq_server.runtime.health import Health
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
 from batonmq_server.testing.memory_etcd import MemoryEtcd, MemoryEtcdSession
-from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector
+from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector, memory_prober
 from batonmq_server.testing.memory_network import MemoryNetwork, NetworkObserver
 from batonmq_server.testing.virtual_time import VirtualHost, VirtualTimeLoop
 
@@ -248,6 +249,7 @@ class SimulatedService(SimulatedProcess):
             etcd,
             random=self.random,
             connect=memory_connector(environment.network, self.host),
+            refuses=memory_prober(environment.network, self.host),
         )
         address = f"{self.name}:1"
         async with asyncio.TaskGroup() as following:
@@ -258,6 +260,9 @@ class SimulatedService(SimulatedProcess):
                 for add in app.servicers.values():
                     add(self.server)  # type: ignore[arg-type]
                 add_event_stream(runtime.hub, self.server)  # type: ignore[arg-type]
+                status = Health()
+                status.add(self.server)  # type: ignore[arg-type]
+                await status.set_live()
                 runtime.node_entry.set_addresses(address, "")
                 self.server.start()
                 async with asyncio.TaskGroup() as tasks:

@@ -43,7 +43,7 @@ def _asking() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             asked = b""
             while not asked.endswith(b"[y/N] "):
                 asked += os.read(process.stderr.fileno(), 1_000)
-            assert asked == b"Delete topic t with all its messages? [y/N] "
+            assert asked == b"Delete topic t? Its messages can't be read any more. [y/N] "
             yield process, ours
     finally:
         os.close(ours)

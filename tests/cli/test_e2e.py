@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,44 @@ def test_messages_and_progress_survive_ctrl_c(tmp_path: Path) -> None:
         bodies = [line.split()[-1] for line in read.out.splitlines()]
         assert sorted(bodies + [message["body"] for message in rest]) == ["1", "2", "3", "4", "5"]
         assert second.interrupt() == 0
+
+
+def test_second_cluster_on_one_data_directory_is_refused_with_the_process_that_uses_it(
+    tmp_path: Path,
+) -> None:
+    with up(tmp_path / "data") as first:
+        ports = (tmp_path / "data" / "ports.json").read_text()
+        second = run_baton("up", "--data-dir", str(tmp_path / "data"))
+        assert second.returncode == 1
+        assert f"DATA_DIR_IN_USE: {tmp_path / 'data'} is used by process {first.process.pid}" in (
+            second.stderr
+        )
+        assert "--data-dir" in second.stderr
+        assert (tmp_path / "data" / "ports.json").read_text() == ports
+        assert first("topic", "list").code == 0
+
+
+def test_port_in_use_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = str(stranger.getsockname()[1])
+        refused = run_baton("up", "--data-dir", str(tmp_path / "a"), "--nameserver-port", port)
+        assert refused.returncode == 1
+        assert f"PORT_IN_USE: another process uses port {port} on 127.0.0.1" in refused.stderr
+        assert "--nameserver-port 0" in refused.stderr
+        stored = json.dumps({"nameserver": int(port)})
+        (tmp_path / "a" / "ports.json").write_text(stored)
+        again = run_baton("up", "--data-dir", str(tmp_path / "a"))
+        assert "PORT_IN_USE" in again.stderr, "the port of the last start is not replaced silently"
+        assert (tmp_path / "a" / "ports.json").read_text() == stored
+        with up(tmp_path / "a", "--nameserver-port", "0") as running:
+            assert not running.announced["nameserver"].endswith(f":{port}")
+            assert running("topic", "list").code == 0
+
+
+def run_baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*BATON, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_modules_in_the_users_folder_do_not_break_the_cluster(

@@ -33,7 +33,7 @@ from batonmq.errors import (
     Unreachable,
 )
 from batonmq_server.runtime.etcd.session import EtcdSession
-from tests.nameserver.replica import offsets_service, refusal, register_broker, replica
+from tests.nameserver.replica import Replica, offsets_service, refusal, register_broker, replica
 from tests.support.cluster import local_cluster
 from tests.support.conditions import until
 
@@ -45,34 +45,42 @@ def cluster() -> str:
 
 @pytest_asyncio.fixture
 async def etcd(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession]:
-    """The cluster's keys, with one broker registered."""
+    """Return the keys of the cluster, with one broker registered."""
     async with EtcdSession(etcd_endpoint, cluster, Clock()) as session:
         await register_broker(session, "broker-a")
         yield session
 
 
-async def test_topics_are_created_listed_described_and_deleted(
+@pytest_asyncio.fixture
+async def nameserver_replica(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession, tmp_path: Path
-) -> None:
-    async with (
-        offsets_service(etcd, tmp_path),
-        replica(etcd_endpoint, cluster) as running,
-        Admin(running.address) as admin,
-    ):
-        created = await admin.create_topic("orders", 3)
-        assert created.created
-        assert created.topic.queue_counts == {"broker-a": 3}
-        assert not (await admin.create_topic("orders", 3)).created
-        with pytest.raises(TopicExists):
-            await admin.create_topic("orders", 4)
-        with pytest.raises(InvalidName):
-            await admin.create_topic("or/ders")
-        assert await admin.list_topics() == (created.topic,)
-        await admin.delete_topic("orders")
-        assert await admin.list_topics() == ()
-        for missing in (admin.delete_topic("orders"), admin.describe_topic("orders")):
-            with pytest.raises(TopicNotFound):
-                await missing
+) -> AsyncIterator[Replica]:
+    """Return a nameserver whose cluster has offsets and no storage."""
+    async with offsets_service(etcd, tmp_path), replica(etcd_endpoint, cluster) as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def admin(nameserver_replica: Replica) -> AsyncIterator[Admin]:
+    async with Admin(nameserver_replica.address) as opened:
+        yield opened
+
+
+async def test_topics_are_created_listed_described_and_deleted(admin: Admin) -> None:
+    created = await admin.create_topic("orders", 3)
+    assert created.created
+    assert created.topic.queue_counts == {"broker-a": 3}
+    assert not (await admin.create_topic("orders", 3)).created
+    with pytest.raises(TopicExists):
+        await admin.create_topic("orders", 4)
+    with pytest.raises(InvalidName):
+        await admin.create_topic("or/ders")
+    assert await admin.list_topics() == (created.topic,)
+    await admin.delete_topic("orders")
+    assert await admin.list_topics() == ()
+    for missing in (admin.delete_topic("orders"), admin.describe_topic("orders")):
+        with pytest.raises(TopicNotFound):
+            await missing
 
 
 async def test_reports_name_the_services_that_do_not_answer(
@@ -109,40 +117,35 @@ async def test_reports_name_the_services_that_do_not_answer(
             await admin.group_progress("no-such-group")
 
 
-async def test_settings_of_a_group_change_and_it_may_be_created_so(
-    etcd_endpoint: str, cluster: str, etcd: EtcdSession, tmp_path: Path
+async def test_group_is_created_with_settings_that_can_be_changed(
+    admin: Admin, nameserver_replica: Replica
 ) -> None:
-    async with (
-        offsets_service(etcd, tmp_path),
-        replica(etcd_endpoint, cluster) as running,
-        Admin(running.address) as admin,
-    ):
-        created = await admin.update_group("g", policy="staged_latest", strategy="machine_room")
-        assert (created.policy, created.strategy) == ("staged_latest", "machine_room")
-        assert (created.ownership, created.members) == ("on", ())
-        changed = await admin.update_group("g", ownership="off")
-        assert (changed.policy, changed.ownership) == ("staged_latest", "off")
-        assert await admin.describe_group("g") == changed
-        await admin.create_topic("flights", 2)
-        await running.join("g", "c1")
-        with pytest.raises(GroupInUse):
-            await admin.update_group("g", ownership="on")
-        with pytest.raises(GroupInUse):
-            await admin.delete_group("g")
-        await running.leave("g", "c1")
-        for topic in ("%RETRY%g", "%DLQ%g"):
-            await admin.create_topic(topic, 1)
-        assert await admin.delete_group("g") == 0
-        assert [topic.name for topic in await admin.list_topics()] == ["%DLQ%g", "flights"]
-        await admin.create_topic("%RETRY%g", 1)
-        for missing in (admin.describe_group("g"), admin.delete_group("g")):
-            with pytest.raises(GroupNotFound):
-                await missing
-        left = {topic.name for topic in await admin.list_topics()}
-        assert "%RETRY%g" not in left, "asking again finishes what was begun"
+    created = await admin.update_group("g", policy="staged_latest", strategy="machine_room")
+    assert (created.policy, created.strategy) == ("staged_latest", "machine_room")
+    assert (created.ownership, created.members) == ("on", ())
+    changed = await admin.update_group("g", ownership="off")
+    assert (changed.policy, changed.ownership) == ("staged_latest", "off")
+    assert await admin.describe_group("g") == changed
+    await admin.create_topic("flights", 2)
+    await nameserver_replica.join("g", "c1")
+    with pytest.raises(GroupInUse):
+        await admin.update_group("g", ownership="on")
+    with pytest.raises(GroupInUse):
+        await admin.delete_group("g")
+    await nameserver_replica.leave("g", "c1")
+    for topic in ("%RETRY%g", "%DLQ%g"):
+        await admin.create_topic(topic, 1)
+    assert await admin.delete_group("g") == 0
+    assert [topic.name for topic in await admin.list_topics()] == ["%DLQ%g", "flights"]
+    await admin.create_topic("%RETRY%g", 1)
+    for missing in (admin.describe_group("g"), admin.delete_group("g")):
+        with pytest.raises(GroupNotFound):
+            await missing
+    left = {topic.name for topic in await admin.list_topics()}
+    assert "%RETRY%g" not in left, "asking again finishes what was begun"
 
 
-async def test_pause_says_who_and_why_and_a_group_that_does_not_exist_is_not_created(
+async def test_pause_names_operator_and_reason_and_creates_no_group(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with replica(etcd_endpoint, cluster) as running, Admin(running.address) as admin:
@@ -157,17 +160,13 @@ async def test_pause_says_who_and_why_and_a_group_that_does_not_exist_is_not_cre
         assert [group.name for group in await admin.list_groups()] == ["g"]
 
 
-async def test_refused_client_is_part_of_the_progress(
-    etcd_endpoint: str, cluster: str, etcd: EtcdSession, tmp_path: Path
-) -> None:
-    async with (
-        offsets_service(etcd, tmp_path),
-        replica(etcd_endpoint, cluster) as running,
-        Admin(running.address, timeout_s=2) as admin,
-    ):
+async def test_refused_client_is_part_of_the_progress(nameserver_replica: Replica) -> None:
+    async with Admin(nameserver_replica.address, timeout_s=2) as admin:
         await admin.create_topic("flights", 2)
-        await running.join("g", "c1", "AA")
-        assert (await refusal(running.join("g", "c2", "UA"))).reason == "SUBSCRIPTION_CONFLICT"
+        await nameserver_replica.join("g", "c1", "AA")
+        assert (
+            await refusal(nameserver_replica.join("g", "c2", "UA"))
+        ).reason == "SUBSCRIPTION_CONFLICT"
 
         seen: list[GroupProgress] = []
 
@@ -197,16 +196,16 @@ async def test_call_waits_for_a_broker_that_is_starting(
     key = etcd.key("nodes", "storage", "broker-a")
     await etcd.delete(key)
     async with offsets_service(etcd, tmp_path), replica(etcd_endpoint, cluster) as running:
-        async with Admin(running.address, timeout_s=2) as hasty:
+        async with Admin(running.address, timeout_s=2) as short:
             with pytest.raises(NoBroker):
-                await hasty.create_topic("orders")
-        async with Admin(running.address, timeout_s=20) as patient, asyncio.TaskGroup() as tasks:
-            creating = tasks.create_task(patient.create_topic("orders"))
+                await short.create_topic("orders")
+        async with Admin(running.address, timeout_s=20) as long, asyncio.TaskGroup() as tasks:
+            creating = tasks.create_task(long.create_topic("orders"))
             await register_broker(etcd, "broker-a")
         assert creating.result().created
 
 
-async def test_another_nameserver_is_asked_if_the_first_is_away(
+async def test_second_nameserver_is_called_if_the_first_is_unavailable(
     etcd_endpoint: str, cluster: str, etcd: EtcdSession
 ) -> None:
     async with (

@@ -88,15 +88,15 @@ async def test_refused_message_goes_to_the_other_broker_and_is_stored_once() -> 
         assert len(at.storage.requests) == tries, "it is left alone"
 
 
-async def test_broker_with_too_few_replicas_counts_as_one_that_has_not_stored_it() -> None:
+async def test_broker_with_too_few_replicas_is_replaced_by_another() -> None:
     async with two_brokers(orders=2) as at, Producer(at.address, ONE_EACH) as producer:
         at.storage.refusal = lambda _: NotEnoughReplicas("one is in sync")
         found = await receipts(await submit(producer, 8))
         assert {receipt.queue.broker for receipt in found} == {OTHER_BROKER}
 
 
-async def test_throttled_batch_waits_for_its_own_broker_as_long_as_it_is_told() -> None:
-    """Another broker would only be the way around the quota; this one is not slow or away."""
+async def test_throttled_batch_waits_for_its_own_broker() -> None:
+    """A quota must not be evaded with another broker."""
     wait_ms, loop = 700, asyncio.get_running_loop()
     async with two_brokers(orders=2) as at, Producer(at.address, ONE_EACH) as producer:
         await receipts(await submit(producer, 8))

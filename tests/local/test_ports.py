@@ -21,10 +21,12 @@ from batonmq_server.local.ports import (
     HOST,
     ClusterDirInUse,
     NoFreePort,
+    PortInUse,
     claims_folder,
     is_free,
     keep_ports,
     lock_data_dir,
+    stored_ports,
 )
 
 NAMES = ["a", "b", "c"]
@@ -63,6 +65,21 @@ def test_port_in_use_is_replaced_and_other_ports_are_kept(tmp_path: Path) -> Non
         second = keep_ports(tmp_path / "ports.json", NAMES)
     assert second["b"] not in first.values()
     assert (second["a"], second["c"]) == (first["a"], first["c"])
+
+
+def test_required_port_is_used_whatever_is_stored(tmp_path: Path) -> None:
+    path = tmp_path / "ports.json"
+    stored = keep_ports(path, NAMES)
+    other = keep_ports(tmp_path / "other.json", ["wanted"])["wanted"]
+    assert keep_ports(path, NAMES, required={"a": other}) == {**stored, "a": other}
+
+
+def test_required_port_in_use_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ports.json"
+    stored = keep_ports(path, NAMES)
+    with _occupied(stored["a"]) as port, pytest.raises(PortInUse, match=f"port {port} on"):
+        keep_ports(path, NAMES, required={"a": port})
+    assert stored_ports(path) == stored
 
 
 def test_preferred_port_is_used_if_it_is_free_and_none_is_stored(tmp_path: Path) -> None:

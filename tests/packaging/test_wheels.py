@@ -65,7 +65,7 @@ def server(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Environmen
 @contextmanager
 def cluster(server: Environment) -> Iterator[str]:
     """Address of the nameserver of a cluster that `baton up` of the server wheel runs."""
-    command = ("baton", "up", "--data-dir", "data", "--format", "json")
+    command = ("baton", "up", "--data-dir", "data", "--nameserver-port", "0", "--format", "json")
     process = server.start(*command)
     assert process.stdout is not None
     try:

@@ -18,15 +18,17 @@ import pytest
 
 from batonmq._common.clock import Clock
 from batonmq_server.local.etcd import EtcdProcess
+from batonmq_server.runtime import election
 from batonmq_server.runtime.election import SAFETY_MS, Election
 from batonmq_server.runtime.etcd.session import EtcdSession, Put
 from tests.runtime.etcd_compaction import compact
 from tests.runtime.etcd_proxies import two_proxies
+from tests.support.clock import MovableClock
 from tests.support.conditions import until
 
 LONG_MS = 60_000
 SHORT_MS = 10_000
-"""A leader refreshes its lease after a fifth of it."""
+"""A leader refreshes its lease after a tenth of it."""
 
 
 class SetClock(Clock):
@@ -252,6 +254,42 @@ async def test_leader_without_etcd_stops_by_itself(tmp_path: Path) -> None:
             process.child.kill_now()
             await until(lambda: not a.election.valid())
             await until(lambda: not a.leads)
+
+
+async def test_restarted_leader_ends_the_lease_of_its_killed_process(etcd: EtcdSession) -> None:
+    lease = await etcd.lease(LONG_MS)
+    await etcd.put("elections/lockmgr", b"a", lease)
+    again, other = Candidate(etcd, "a"), Candidate(etcd, "b")
+    async with campaigning(other):
+        async with campaigning(again):
+            await until(lambda: again.leads or other.leads)
+        await until(lambda: other.leads)
+
+
+async def test_leader_stops_at_once_when_its_lease_is_ended(etcd: EtcdSession) -> None:
+    """A refresh would show it after two minutes, which is longer than the test waits."""
+    a = Candidate(etcd, "a", ttl_ms=600_000)
+    async with campaigning(a):
+        await until(lambda: a.leads)
+        await end_lease_of(etcd, a.election.key)
+        await until(lambda: a.valid_at_end == [False])
+        await until(lambda: len(a.terms) == 2)
+
+
+async def test_leader_that_starved_leads_on_if_its_lease_has_not_expired(
+    etcd_endpoint: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(election, "RENEWALS", 100)  # the next one is due soon
+    clock = MovableClock()
+    async with EtcdSession(etcd_endpoint, cluster, clock) as session:
+        a = Candidate(session, "a", ttl_ms=8_000)
+        async with campaigning(a):
+            await until(lambda: a.leads)
+            clock.ahead_ms += 8_000 - SAFETY_MS
+            assert not a.election.valid(), "it answers nothing before it has renewed its lease"
+            await until(lambda: a.election.valid() or len(a.valid_at_end) == 1)
+            assert a.valid_at_end == []
+            assert len(a.terms) == 1
 
 
 # ---- waiting

@@ -25,6 +25,13 @@ from tests.support.clock import MovableClock
 LAG_MS = 3_000
 
 
+class StillClock(MovableClock):
+    """A clock that only the test moves."""
+
+    def monotonic_ms(self) -> int:
+        return 1_000_000 + self.ahead_ms
+
+
 class StoreTwin:
     """Takes every change."""
 
@@ -40,7 +47,7 @@ class Scene:
     """Leader a of a set whose members are all in sync and up."""
 
     def __init__(self, node_ids: str, min_in_sync: int) -> None:
-        self.store, self.clock = StoreTwin(node_ids), MovableClock()
+        self.store, self.clock = StoreTwin(node_ids), StillClock()
         self.registered = frozenset(node_ids)
         policy = ReplicaPolicy(min_in_sync=min_in_sync, lag_ms_max=LAG_MS, hold_ms=100)
         record = ReplicaSetRecord(7, "a", frozenset(node_ids), served_epoch=6, mod_revision=1)

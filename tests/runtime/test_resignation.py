@@ -18,7 +18,14 @@ async def test_leader_that_resigns_revokes_its_lease_at_once(etcd: EtcdSession) 
     a, b = Candidate(etcd, "a", ttl_ms=LEASE_MS), Candidate(etcd, "b", ttl_ms=LEASE_MS)
     async with campaigning(a):
         await until(lambda: a.leads)
+        (term,) = a.terms
+
+        async def revoked() -> bool:
+            stored = await etcd.get(a.election.key)
+            return stored is None or stored.create_revision > term
+
         a.election.resign()
-        await until(lambda: a.valid_at_end == [False])
+        await until(revoked)
+        assert a.valid_at_end == [False]
     async with campaigning(b):
         await until(b.election.valid)

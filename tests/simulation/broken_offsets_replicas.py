@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from batonmq.errors import BatonError
@@ -9,8 +11,8 @@ from batonmq_server.offsets.core.change_log import ChangeLog, StoreChange
 from batonmq_server.offsets.follower import Follower
 from batonmq_server.offsets.persistence import change_log_of
 from batonmq_server.offsets.replica import OffsetsReplica
-from batonmq_server.runtime.election import Candidacy
-from batonmq_server.runtime.etcd.session import Compare, Put
+from batonmq_server.runtime.election import Candidacy, Election
+from batonmq_server.runtime.etcd.session import Compare, Lease, Put
 from batonmq_server.runtime.replication.in_sync_set import InSyncSet
 from batonmq_server.runtime.replication.in_sync_tracker import InSyncTracker
 from batonmq_server.runtime.replication.position import ReplicaPosition
@@ -140,6 +142,21 @@ def stay_although_cut_off(patch: pytest.MonkeyPatch) -> None:
         return False
 
     patch.setattr(ReplicaNode, "_is_cut_off", is_cut_off)
+
+
+def ignore_an_ended_lease(patch: pytest.MonkeyPatch) -> None:
+    """A leader whose lease another node has ended leads on, as if etcd had renewed it."""
+    real = Lease.refresh
+
+    async def refresh(self: Lease) -> bool:
+        await real(self)
+        return True
+
+    async def watch_own_key(_: Election) -> None:
+        await asyncio.Event().wait()
+
+    patch.setattr(Lease, "refresh", refresh)
+    patch.setattr(Election, "_watch_own_key", watch_own_key)
 
 
 def let_in_too_early(patch: pytest.MonkeyPatch) -> None:

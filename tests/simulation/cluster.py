@@ -67,6 +67,7 @@ NAMESERVERS = "ns-a:1,ns-b:1"
 LEASE_MS = 12_000
 """Lease of a lock; short, so that many leases expire in a run. Margins are those of production."""
 LEADER_LEASE_MS, REPLICA_LAG_MS = 4_000, 1_500
+LOCKMGR_KEY = "elections/lockmgr"
 WRITE_MS_MAX = 8
 SLOW_WRITE_MS_MAX = 400
 _SLOW = 0.02
@@ -84,6 +85,9 @@ class SimulatedCluster(processes.MemoryEnvironment):
         self.trace = Trace(self.now_ms, kept_max=kept_max)
         self.sent: dict[int, Header] = {}
         self.checker = Checker(GROUP, TOPIC, LEASE_MS, self.trace, self.now_ms, self.leader)
+        for checks in (self.checker.replicas, self.checker.stores):
+            checks.deposed = self.deposed
+        self._deposed: dict[str, int] = {}
         self.etcd.on_put.append(self.checker.etcd.written)
         self.etcd.on_put.append(self._put)
         self.loop.set_exception_handler(self._unexpected)
@@ -92,6 +96,17 @@ class SimulatedCluster(processes.MemoryEnvironment):
         """Return the holder of an election key in etcd; empty without one."""
         stored = self.etcd.get(key)
         return stored.value.decode() if stored is not None else ""
+
+    def end_lease(self, key: str) -> None:
+        """End the lease of the leader of an election, which lives and does not know it yet."""
+        stored = self.etcd.get(key)
+        assert stored is not None
+        self._deposed[stored.value.decode()] = self.now_ms() + LEADER_LEASE_MS
+        self.etcd.revoke(stored.lease_id)
+
+    def deposed(self, name: str) -> bool:
+        """Return whether a node may still take itself for the leader, as its lease was ended."""
+        return self.now_ms() < self._deposed.get(name, 0)
 
     def offsets_disk_of(self, node_id: str) -> MemoryOffsetsDisk:
         """See base; a write of a node without followers counts at once."""

@@ -106,6 +106,7 @@ STORES = RunOptions(steps=40, stores=3, leader_faults=6, splits=4, service_kills
 TWO_STEPS = RunOptions(
     steps=40, replicated=True, min_in_sync=2, two_steps=6, leader_faults=2
 )  # fmt: skip
+ENDED_LEASES = RunOptions(steps=40, replicated=True, ended_leases=8, joins=6)
 STORES_TWO_STEPS = RunOptions(steps=40, stores=3, min_in_sync=2, two_steps=6, leader_faults=2)
 STORES_SPLIT = RunOptions(
     steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
@@ -166,7 +167,11 @@ MUTANTS = (
     Mutant("ids of their own", broken_clients.ids_of_their_own, FAILING, ("V4", "T5")),
     Mutant("reset without epoch", broken_offsets.reset_no_epoch, RESETS, ("V4",)),
     Mutant(
-        "reset without resume check", broken_offsets.reset_no_resume_check, RESETS, ("V4", "V5")
+        "reset without resume check",
+        broken_offsets.reset_no_resume_check,
+        RESETS,
+        ("V4", "V5"),
+        first=2,
     ),
     Mutant(
         "handlers outlive a reset", broken_clients.handlers_outlive_a_reset, RESETS, ("section 13",)
@@ -177,7 +182,7 @@ MUTANTS = (
         broken_offsets.riding_acks_without_token,
         RIDING,
         ("V3",),
-        first=2,
+        first=11,
     ),
     Mutant(
         "delivery of any generation",
@@ -236,6 +241,12 @@ MUTANTS = (
         STORES_TWO_STEPS,
         ("section 12",),
         first=9,
+    ),
+    Mutant(
+        "ignore an ended lease",
+        broken_replicas.ignore_an_ended_lease,
+        ENDED_LEASES,
+        ("section 8", "section 12", "L2"),
     ),
     Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",), first=79),
     Mutant(
@@ -319,7 +330,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
-        first=49,
+        first=29,
     ),
     Mutant(
         "adopt a lower move",

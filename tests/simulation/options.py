@@ -18,6 +18,7 @@ Fault model. The cluster must keep its promises while
 - consumers join, leave, are killed and come back under the same or another name, and handlers
   run longer than a queue that is lost may drain, or fail, so that messages are sent back;
 - streams break;
+- the lease of an acting leader is ended although it lives and reaches etcd;
 - an operator moves the group back and forth, undoes that, forces the release of queues, pauses
   the group for a while; a new version with another subscription is rolled out;
 - a stranger writes under the ids of the producer, and makes calls for members with their
@@ -85,6 +86,7 @@ class RunOptions:
         leader_faults: Weight of the acting leader of offsets that is killed, frozen or cut off.
         two_steps: Weight of a leader of three nodes that the others don't reach, and that may die
             then; another node must serve.
+        ended_leases: Weight of a leader whose lease is ended although it lives.
         splits: Weight of a node of offsets that does not reach the others, or etcd, for a while.
         lost_disks: Weight of a node of offsets that is killed and comes back with an empty disk.
         stores: Nodes of the broker: one, or a replica set. Then `min_in_sync` counts for it too,
@@ -134,6 +136,7 @@ class RunOptions:
     kept_bytes_max: int = 64 * 1024 * 1024
     leader_faults: int = 0
     two_steps: int = 0
+    ended_leases: int = 0
     splits: int = 0
     lost_disks: int = 0
     stores: int = 1
@@ -202,6 +205,7 @@ class RunOptions:
             splits=some(4),
             lost_disks=some(2),
             two_steps=some(2),
+            ended_leases=some(2),
         )
 
     @staticmethod

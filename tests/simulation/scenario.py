@@ -153,6 +153,7 @@ class SimulationRun:
             self._service_faults.deafen: options.deaf,
             self._service_faults.fail_leader: options.leader_faults,
             self._service_faults.fail_in_two_steps: options.two_steps,
+            self._service_faults.end_lease: options.ended_leases,
             self._service_faults.split: options.splits,
             self._service_faults.lose_disk: options.lost_disks,
             self._service_faults.rot: options.rots,

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from batonmq_server.testing.processes import LoopClock, ServiceSpec, SimulatedService
-from tests.simulation.cluster import REPLICAS, STORES, services
+from tests.simulation.cluster import LOCKMGR_KEY, REPLICAS, STORES, services
 from tests.simulation.offsets_replica_checks import LEADER_KEY
 from tests.simulation.run_context import Later, RunContext
 from tests.simulation.simulated_members import SimulatedMembers
@@ -125,6 +125,17 @@ class ServiceFaults:
         failure = TwoStepFailure(self._context, checks, self._running, names, self._kill_for_good)
         self._fails_in_two_steps = True
         return self._fail_in_two_steps(failure, leader)
+
+    def end_lease(self) -> None:
+        """End the lease of a leader that lives, as a sibling does that takes it for dead."""
+        random, cluster = self._context.random, self._context.cluster
+        keys = (LEADER_KEY, STORE_LEADER_KEY, LOCKMGR_KEY)
+        held = [key for key in keys if cluster.leader(key)]
+        if not held:
+            return
+        key = random.choice(held)
+        self._context.note(f"the lease of {cluster.leader(key)} is ended", "ended leases")
+        cluster.end_lease(key)
 
     def split(self) -> Later:
         """Cut a node of a replica set from some others or from etcd, in one direction or both."""

@@ -286,7 +286,7 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
             if isinstance(outcome, StoreReceipt) and not outcome.duplicate
         ]
         self._waiting += fresh
-        if fresh and (leader := self._leader()) != name:
+        if fresh and (leader := self._leader()) != name and not self.deposed(name):
             self._expected.fail(
                 "section 8", f"{name} writes, and the leader is {leader or 'nobody'}"
             )
@@ -300,7 +300,8 @@ class StorageReplicaChecks(OffsetsReplicaChecks):
         if isinstance(answer, BatonError) and says_nothing(answer):
             return
         leader = self._leader()
-        if call.method not in _ANYWHERE and leader != call.target:
+        deposed = self.deposed(call.target)
+        if call.method not in _ANYWHERE and leader != call.target and not deposed:
             text = f"{call.target} answers {call.method}, and the leader is {leader or 'nobody'}"
             self._expected.fail("section 8", text)
         if isinstance(answer, pb.AppendResponse):

@@ -296,7 +296,7 @@ async def test_missing_segment_is_data_loss_and_the_rest_is_served(
         assert (await node.describe()).damaged_batch_count == 1
 
 
-async def test_missing_index_is_reported_and_rebuilt_at_the_next_start(
+async def test_missing_index_is_rebuilt_by_the_next_read(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with running_node(etcd_endpoint, tmp_path) as node:
@@ -304,10 +304,8 @@ async def test_missing_index_is_reported_and_rebuilt_at_the_next_start(
     async with running_node(etcd_endpoint, tmp_path) as node:
         (index,) = (tmp_path / "consumequeue").glob("*/0/*")
         index.unlink()
-        with pytest.raises(DataLoss) as lost:
-            await node.pull()
-        assert "fsck" in lost.value.remedy
+        assert (await node.pull()).next_offset == 1
         assert (await node.pull(queue_id=1)).next_offset == 1
-        assert (await node.describe()).damaged_batch_count == 1
+        assert (await node.describe()).damaged_batch_count == 0
     async with running_node(etcd_endpoint, tmp_path) as node:
         assert (await node.pull()).next_offset == 1

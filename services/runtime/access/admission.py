@@ -20,6 +20,8 @@ from batonmq_server.runtime.access import owner
 from batonmq_server.runtime.access.guard import Caller, Guard, Metadata
 from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
+    SERVICE_PREFIX,
+    AccessRole,
     Permission,
     permission_denied,
 )
@@ -55,7 +57,7 @@ class Admission:
         """
         error = self._guard.authentication_error(metadata)
         if error is not None:
-            self._guard.count_rejection(_service(path), error)
+            self._guard.count_rejection(path, error)
             return error
         rule = self._guard.rule(path)
         if rule is None or rule.traffic is None:
@@ -73,8 +75,11 @@ class Admission:
         ) -> Any:
             if per_item is not None:
                 return await self._by_item(path, caller, per_item, call, request, context)
-            if not long_poll:
+            if not long_poll and self._guard.audit is None:
                 return await call(request, context)
+            if not long_poll:
+                with self._audited(path, caller, permissions, request):
+                    return await call(request, context)
             with self._until_revoked(path, caller, permissions):
                 return await call(request, context)
 
@@ -169,10 +174,30 @@ class Admission:
                 outcome = next(outcomes)
             else:
                 error = permission_denied(caller.identity, [permission], scoped=bool(caller.scopes))
-                self._guard.count_rejection(_service(path), error)
+                self._guard.count_rejection(path, error)
                 outcome = per_item.rejected(error)
             getattr(answer, per_item.outcomes).append(outcome)
         return answer
+
+    @contextmanager
+    def _audited(
+        self, path: str, caller: Caller, permissions: Sequence[Permission], request: Any
+    ) -> Iterator[None]:
+        """Record the call inside in the audit log if it needs the role admin."""
+        audit = self._guard.audit
+        needs = [one for one in permissions if one.roles == (AccessRole.ADMIN,)]
+        if audit is None or not needs or caller.identity.startswith(SERVICE_PREFIX):
+            yield
+            return
+        reason = "UNKNOWN"
+        try:
+            yield
+            reason = "OK"
+        except BatonError as error:
+            reason = error.reason
+            raise
+        finally:
+            audit.operated(path, caller.identity, needs, request, reason)
 
     @contextmanager
     def _until_revoked(
@@ -211,7 +236,7 @@ class Admission:
         try:
             yield
         except BatonError as error:
-            self._guard.count_rejection(_service(path), error)
+            self._guard.count_rejection(path, error)
             raise
 
 
@@ -223,7 +248,3 @@ def _sign(request: Any, caller: Caller) -> None:
     owner.sign(request, caller.identity)
     if getattr(request, "by", ""):
         request.by = caller.identity[:_BY_CHARACTERS_MAX]
-
-
-def _service(path: str) -> str:
-    return path.split("/")[1].rpartition(".")[2]

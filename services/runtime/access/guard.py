@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Throttled, Unauthenticated
 from batonmq_server.runtime.access import stored_access, stored_quotas
+from batonmq_server.runtime.access.audit_log import AuditLog
 from batonmq_server.runtime.access.permissions import (
     NO_SCOPES,
     SERVICE_PREFIX,
@@ -82,6 +83,7 @@ class Guard:
         on: Whether access control is on. If not, every call is allowed.
         admins: Identities with the role admin on the cluster, without a grant.
         certificates: Whether clients must show a certificate. If not, only tokens identify callers.
+        audit: The audit log; None for none.
 
     Attributes:
         quotas: The quotas of all identities; without effect while access control is off.
@@ -96,7 +98,9 @@ class Guard:
         on: bool = False,
         admins: Iterable[str] = (),
         certificates: bool = True,
+        audit: AuditLog | None = None,
     ) -> None:
+        self.audit = audit
         self._etcd, self._certificates = etcd, certificates
         self.on, self._rules = on, dict(COMMON_RULES)
         self.admins = tuple(name.strip() for name in admins)
@@ -257,10 +261,13 @@ class Guard:
         if count := self._throttled_lines.count((identity, limit)):
             log.info("calls throttled identity=%s quota=%s count=%d", identity, limit, count)
 
-    def count_rejection(self, service: str, error: BatonError) -> None:
-        """Count an error of authentication or authorization; other errors are ignored."""
+    def count_rejection(self, path: str, error: BatonError) -> None:
+        """Count and audit an error of authentication or authorization; ignore other errors."""
         if isinstance(error, Unauthenticated | PermissionDenied):
+            service = path.split("/")[1].rpartition(".")[2]
             self._metrics.refused.labels(service, error.reason).inc()
+            if self.audit is not None:
+                self.audit.refused(path, error.facts.get("identity", ""), error)
 
     def _is_one_of(self, rule: AccessRule, caller: Caller) -> bool:
         prefix, _, name = caller.identity.partition(":")

@@ -22,6 +22,7 @@ from batonmq_server.runtime.replication.leadership import Leadership
 from batonmq_server.runtime.replication.position import ReplicaPosition
 from batonmq_server.runtime.replication.replica_set import ReplicaSetStore
 from batonmq_server.runtime.service_runtime import Runtime
+from batonmq_server.runtime.sibling_watch import SiblingWatch
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class ReplicaNode(ABC, Generic[L]):
     Attributes:
         registration: Tells other processes whether this node leads.
         election: This node's candidacy and lease.
+        siblings: Watch over the processes of the other nodes.
         replica_set: The record of the set in etcd.
     """
 
@@ -74,6 +76,7 @@ class ReplicaNode(ABC, Generic[L]):
             ttl_ms=lease_ms,
             stand=self._stand,
         )
+        self.siblings = SiblingWatch(runtime, self.election.key, replica_set=name)
         self.replica_set = ReplicaSetStore(
             self.election,
             runtime.etcd.key("replicas", runtime.service, name),

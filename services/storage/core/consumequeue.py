@@ -185,6 +185,31 @@ class ConsumeQueue:
             raw["tag"].astype(np.int64),
         )
 
+    def rewrite(self, first_offset: int, entries: npt.NDArray[np.void]) -> list[str]:
+        """Replace entries in the files from `first_offset` on, where they differ.
+
+        Entries that are only in memory, or no longer kept, are left out.
+
+        Returns:
+            The files that were changed; the caller syncs them.
+
+        Raises:
+            OSError: a file can't be read or written.
+        """
+        begin = max(first_offset, self.first_offset)
+        end = min(first_offset + len(entries), self._flushed_offset)
+        changed: list[str] = []
+        while begin < end:
+            path, at = self._place(begin)
+            count = min(end - begin, self._entries_per_file - at // ENTRY.itemsize)
+            raw = entries[begin - first_offset : begin - first_offset + count].tobytes()
+            file = self._files.get(path, create=True)
+            if file.read(at, len(raw)) != raw:
+                file.write(at, [raw])
+                changed.append(path)
+            begin += count
+        return changed
+
     def flush(self) -> None:
         """Move the entries that are only in memory to the files.
 

@@ -65,7 +65,10 @@ class LogScrub:
         """
         file = self._disk.open(range_.path)
         try:
-            scan = LogScan(_SyncedSegment(file, range_), range_.position, RANGE_BYTES)
+            segment = SegmentPart(
+                file, range_.segment_position, range_.segment_end_position, range_.end_position
+            )
+            scan = LogScan(segment, range_.position, RANGE_BYTES)
             while scan.position < range_.next_position:
                 for header, _ in scan:
                     if header.position + header.length >= range_.next_position:
@@ -87,20 +90,28 @@ class LogScrub:
         self.position = range_.position
 
 
-class _SyncedSegment:
-    """The synced part of one segment, as a log that a scan can read."""
+class SegmentPart:
+    """A part of one segment, as a log that a scan can read.
 
-    def __init__(self, file: File, range_: ScrubRange) -> None:
-        self._file, self._range = file, range_
-        self.next_position = range_.end_position
+    Args:
+        file: A file of the reader's own, so that another thread can read it.
+        next_position: End of the part.
+    """
+
+    def __init__(
+        self, file: File, segment_position: int, segment_end_position: int, next_position: int
+    ) -> None:
+        self._file, self._begin, self._end = file, segment_position, segment_end_position
+        self.next_position = next_position
 
     def segment_end(self, position: int) -> int:
-        return self._range.segment_end_position
+        """See ReadableLog."""
+        return self._end
 
     def read(self, position: int, bytes_max: int) -> bytes:
         """See ReadableLog. Bytes missing from a short file, or unreadable, are zeros."""
-        at = position - self._range.segment_position
-        wanted = min(bytes_max, self._range.segment_end_position - position)
+        at = position - self._begin
+        wanted = min(bytes_max, self._end - position)
         try:
             found = self._file.read(at, wanted)
         except OSError as error:
