@@ -28,7 +28,13 @@ from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.permissions import consume
 from batonmq_server.storage import validation
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.query import KeyMatches, MessageMatch, MessageQueries, TimeWindow
+from batonmq_server.storage.core.query import (
+    KeyMatches,
+    MessageMatch,
+    MessageQueries,
+    SearchProbe,
+    TimeWindow,
+)
 from batonmq_server.storage.core.store import (
     MessageStore,
     ReadResult,
@@ -112,12 +118,16 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
     ) -> pb.SearchOffsetResponse:
         """See the proto."""
         key = await self._queue(request, readable=False)
-        try:
-            offset = self._queries.search_offset(key, request.unix_ms)
-        except DataLoss as error:
-            self._damage.report_error(error)
-            raise
-        return pb.SearchOffsetResponse(offset=offset)
+        probe = SearchProbe()
+        while True:
+            try:
+                offset = self._queries.search_offset(key, request.unix_ms, probe)
+            except DataLoss as error:
+                if not await self._repair(key, probe.offset):
+                    self._damage.report_error(error)
+                    raise
+            else:
+                return pb.SearchOffsetResponse(offset=offset)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadResponse:
         """See the proto."""

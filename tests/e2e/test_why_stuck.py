@@ -188,7 +188,8 @@ async def test_stuck_message_is_reported_with_its_id_and_age(tmp_path: Path) -> 
             assert found.lag_ms is not None
             assert begin_ms - stored_ms <= found.lag_ms <= end_ms - stored_ms
             assert found.evidence["age_ms"] == str(found.lag_ms)
-            assert "16 after it are acknowledged" in found.message
+            assert "16 after offset 3 are acknowledged" in found.message
+            assert found.evidence["running_offset"] == "3"
 
             stuck = {
                 f'baton_queue_stuck{{broker="broker-0",group="{GROUP}",queue_id="0",'

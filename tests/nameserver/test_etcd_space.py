@@ -7,7 +7,10 @@ Method: an etcd with a small quota that the test fills with one key.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +39,8 @@ from tests.runtime.etcd_compaction import compact
 from tests.support.conditions import until
 
 QUOTA_BYTES = 4 * 1024 * 1024
+LEASE_MS = 600_000
+"""So long that no member's lease expires on a busy machine."""
 CHUNK = os.urandom(256 * 1024)
 
 pytestmark = pytest.mark.timeout(120)
@@ -94,7 +99,7 @@ async def test_full_etcd_refuses_changes_with_the_remedy_and_recovers(
         EtcdSession(small_etcd, cluster, Clock()) as session,
         offsets_service(session, tmp_path / "offsets"),
         broker(session),
-        replica(small_etcd, cluster, etcd_check_interval_ms=100) as here,
+        replica(small_etcd, cluster, etcd_check_interval_ms=100, member_lease_ms=LEASE_MS) as here,
     ):
         await here.create("flights")
         await here.join("g", "before")
@@ -114,12 +119,23 @@ async def test_full_etcd_refuses_changes_with_the_remedy_and_recovers(
         assert here.metric("etcd_alarm", alarm="NOSPACE") == 1
         await until(lambda: here.metric("etcd_db_bytes") >= QUOTA_BYTES)
 
+        shown = await asyncio.to_thread(cluster_status, here.address)
+        assert "etcd has the alarm NOSPACE: it accepts no writes" in shown
+
         await free(small_etcd, session)
         await until(lambda: _has(here, []))
         await here.create("trains")
         assert len((await here.join("g", "new")).members) == 2
         await until(lambda: here.metric("etcd_db_bytes") < QUOTA_BYTES)
         assert here.metric("etcd_alarm", alarm="NOSPACE") == 0
+
+
+def cluster_status(nameserver: str) -> str:
+    """Return what `baton cluster status` prints."""
+    command = [sys.executable, "-m", "batonmq", "--nameserver", nameserver, "cluster", "status"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    return done.stdout + done.stderr
 
 
 async def _has(at: Replica, expected: list[str]) -> bool:

@@ -108,6 +108,22 @@ async def test_flipped_bits_of_a_stopped_node_are_rebuilt_and_other_queues_are_s
         assert index(folder).read_bytes() == content
 
 
+async def test_search_by_time_rebuilds_the_entries_that_it_reads(
+    etcd_endpoint: str, folder: Path
+) -> None:
+    queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
+    async with running_node(etcd_endpoint, folder, segment_bytes=4_096) as node:
+        for unix_ms, expected in ((1, 0), (1 << 50, COUNT)):
+            for at, _ in flips(Random(8)):
+                flip(index(folder), at - at % ENTRY.itemsize + 6, 5)
+            request = query_pb.SearchOffsetRequest(queue=queue, unix_ms=unix_ms)
+            found = await node.queries.SearchOffset(request, timeout=TIMEOUT_S)
+            assert found.offset == expected
+            assert await batches(node)
+        assert rebuilt(node) > 0
+        assert (await node.describe()).damaged_batch_count == 0
+
+
 @pytest.mark.parametrize("damage", ["remove", "cut", "zero"])
 async def test_lost_part_of_an_index_is_rebuilt(
     etcd_endpoint: str, folder: Path, damage: str

@@ -106,7 +106,8 @@ async def demo_cluster(folder: Path) -> AsyncIterator[DemoCluster]:
 
 async def _beside(nameserver: str, security: Security | None, metrics: ClientMetrics) -> None:
     """Run the second program."""
-    async with Admin(nameserver, security=security) as admin:
+    # On a busy machine the replicas need a while to be in sync.
+    async with Admin(nameserver, security=security, timeout_s=60) as admin:
         await admin.create_topic(TOPIC, 4)
     settings = ConsumerSettings(consume_from="first", retries_max=0, security=security)
     async with (

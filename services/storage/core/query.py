@@ -53,14 +53,24 @@ class KeyMatches:
     more: bool
 
 
+@dataclass(slots=True)
+class SearchProbe:
+    """The offset that a search reads; 0 before the first one."""
+
+    offset: int = 0
+
+
 class MessageQueries:
     """Finds messages in `store`."""
 
     def __init__(self, store: MessageStore) -> None:
         self._store, self._log = store, store.log
 
-    def search_offset(self, key: QueueKey, unix_ms: int) -> int:
+    def search_offset(self, key: QueueKey, unix_ms: int, probe: SearchProbe | None = None) -> int:
         """Return the first offset stored at or after a time, or the next offset of the queue.
+
+        Args:
+            probe: Gets each offset before its batch is read: after an error, the failed one.
 
         Raises:
             DataLoss: a batch that had to be read is damaged.
@@ -71,6 +81,8 @@ class MessageQueries:
         low, high = queue.first_offset, queue.visible_offset
         while low < high:
             middle = (low + high) // 2
+            if probe is not None:
+                probe.offset = middle
             header = self._header_of(queue, middle)
             if header.store_unix_ms >= unix_ms:
                 high = max(low, header.first_offset)

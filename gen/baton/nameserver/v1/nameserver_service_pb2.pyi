@@ -645,7 +645,9 @@ class CreateTopicRequest(_message.Message):
     topic: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]. Required."""
     queue_count: _builtins.int
-    """Queues in all, 1 to 1,024, spread evenly over the registered brokers; 0 means 8."""
+    """Queues in all, 1 to 1,024, spread evenly over the registered brokers; 0 means 8. For the retry or
+    dead-letter topic of a group: up to 8 more than there are brokers.
+    """
     def __init__(
         self,
         *,

@@ -37,9 +37,9 @@ class NameserverServiceStub:
     """Creates a topic on registered brokers. Creating it again with the same settings is no error.
     Progress of an earlier topic of the same name is deleted at offsets first.
 
-    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
-    UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME; LIMIT_EXCEEDED, also if the caller has as many topics as
+    its quota allows), ALREADY_EXISTS (TOPIC_EXISTS), FAILED_PRECONDITION (NO_BROKER),
+    RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
     """
     UpdateTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]
     """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
@@ -105,8 +105,9 @@ class NameserverServiceStub:
     without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
     subscription that differs from the group's is refused, is staged, or replaces it.
 
-    Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
-    ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
+    Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION; LIMIT_EXCEEDED if the group does not exist
+    and the caller has as many as its quota allows), NOT_FOUND (TOPIC_NOT_FOUND), ALREADY_EXISTS
+    (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
     RESOURCE_EXHAUSTED (OVERLOADED: the group has 1,000 members, or too many concurrent changes), UNAVAILABLE
     (NO_QUORUM, NOT_SERVING).
     """
@@ -185,9 +186,9 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     """Creates a topic on registered brokers. Creating it again with the same settings is no error.
     Progress of an earlier topic of the same name is deleted at offsets first.
 
-    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
-    UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME; LIMIT_EXCEEDED, also if the caller has as many topics as
+    its quota allows), ALREADY_EXISTS (TOPIC_EXISTS), FAILED_PRECONDITION (NO_BROKER),
+    RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
     """
     UpdateTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]  # type: ignore[assignment]
     """Changes the permission or the number of queues of a topic. Added queues exist at once. To remove
@@ -253,8 +254,9 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
     subscription that differs from the group's is refused, is staged, or replaces it.
 
-    Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
-    ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
+    Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION; LIMIT_EXCEEDED if the group does not exist
+    and the caller has as many as its quota allows), NOT_FOUND (TOPIC_NOT_FOUND), ALREADY_EXISTS
+    (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
     RESOURCE_EXHAUSTED (OVERLOADED: the group has 1,000 members, or too many concurrent changes), UNAVAILABLE
     (NO_QUORUM, NOT_SERVING).
     """
@@ -336,9 +338,9 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates a topic on registered brokers. Creating it again with the same settings is no error.
         Progress of an earlier topic of the same name is deleted at offsets first.
 
-        Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-        FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes),
-        UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
+        Statuses: INVALID_ARGUMENT (INVALID_NAME; LIMIT_EXCEEDED, also if the caller has as many topics as
+        its quota allows), ALREADY_EXISTS (TOPIC_EXISTS), FAILED_PRECONDITION (NO_BROKER),
+        RESOURCE_EXHAUSTED (OVERLOADED: too many concurrent changes), UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
         """
 
     @_abc_1.abstractmethod
@@ -458,8 +460,9 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         without a heartbeat for 30 s is removed. The group's subscription policy decides whether a
         subscription that differs from the group's is refused, is staged, or replaces it.
 
-        Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
-        ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
+        Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION; LIMIT_EXCEEDED if the group does not exist
+        and the caller has as many as its quota allows), NOT_FOUND (TOPIC_NOT_FOUND), ALREADY_EXISTS
+        (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
         RESOURCE_EXHAUSTED (OVERLOADED: the group has 1,000 members, or too many concurrent changes), UNAVAILABLE
         (NO_QUORUM, NOT_SERVING).
         """

@@ -68,11 +68,13 @@ class StorageServiceServicer:
 
         Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED, INVALID_NAME), NOT_FOUND
         (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
-        DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: it
-        is unknown whether the topic exists; NOT_ENOUGH_REPLICAS: fewer replicas are in sync than
-        `min_in_sync`, or than two for DURABILITY_REPLICATED).
+        DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL; OVERLOADED: no free file
+        descriptor, nothing was stored), UNAVAILABLE (NO_QUORUM: it is unknown whether the topic
+        exists; NOT_ENOUGH_REPLICAS: fewer replicas are in sync than `min_in_sync`, or than two for
+        DURABILITY_REPLICATED).
 
-        Statuses: INVALID_ARGUMENT if the request is empty or too large. UNAVAILABLE (NOT_SERVING) while
+        Statuses: INVALID_ARGUMENT if the request is empty or too large. RESOURCE_EXHAUSTED (THROTTLED) if
+        the caller has reached its quota: nothing was stored. UNAVAILABLE (NOT_SERVING) while
         starting or draining, and once the disk has failed: then it is unknown what was stored.
         UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, or a leader with a possibly expired lease:
         nothing was stored. UNAVAILABLE (UNREACHABLE) if the leader lost its lease during the call: it is
@@ -94,8 +96,9 @@ class StorageServiceServicer:
         Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
         QUEUE_NOT_FOUND, GROUP_NOT_FOUND for a pull without token), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG),
         FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP, BEYOND_DELIVERED,
-        PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many long polls), UNAVAILABLE
-        (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING), DATA_LOSS (a stored checksum does not match).
+        PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many long polls; THROTTLED: the
+        caller has reached its quota), UNAVAILABLE (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING),
+        DATA_LOSS (a stored checksum does not match).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
