@@ -69,8 +69,9 @@ class SiblingWatch:
                     for one in self._gone
                     if newest.get(one.node_id, one.start_unix_ms) == one.start_unix_ms
                 }
-                for sibling in present.keys() - self._watching.keys() - self._gone:
-                    self._watching[sibling] = tasks.create_task(self._watch(sibling))
+                for sibling in present:
+                    if sibling not in self._watching and sibling not in self._gone:
+                        self._watching[sibling] = tasks.create_task(self._watch(sibling))
 
     def _siblings(self) -> dict[SiblingProcess, int]:
         """Return the registered siblings, with the leases of their node entries."""
