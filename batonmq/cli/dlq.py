@@ -206,6 +206,7 @@ def redrive(
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write: one JSON object per line.",
 )
+@click.option("--force", is_flag=True, help="Overwrite the file if it exists.")
 @cause_option
 @since_option
 @tag_option
@@ -216,6 +217,7 @@ def export(
     session: CommandSession,
     group: str,
     out: Path,
+    force: bool,
     cause: str,
     since: str,
     tag: str,
@@ -223,6 +225,8 @@ def export(
     sql: str,
 ) -> None:
     """Write the dead letters of a group to a file; a body that is not UTF-8 is in base64."""
+    if out.is_file() and not force:
+        raise click.UsageError(f"--out: {out} exists; overwrite it with --force")
     session.run(_export(session, group, _criteria(cause, since, tag, key, sql), out))
 
 

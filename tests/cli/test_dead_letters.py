@@ -223,6 +223,11 @@ def test_export_writes_a_line_per_dead_letter(
     text, raw = map(json.loads, out.read_text().splitlines())
     assert (text["body"], base64.b64decode(raw["body_base64"])) == ("text", b"\xff\x00")
     assert text["group"] == name
+    out.write_text("kept")
+    refused = cluster("dlq", "export", name, "--out", str(out))
+    assert (refused.code, "--force" in refused.err, out.read_text()) == (2, True, "kept")
+    assert cluster("dlq", "export", name, "--out", str(out), "--force").code == 0
+    assert len(out.read_text().splitlines()) == 2
 
 
 def test_trace_shows_a_message_that_a_filter_skipped(
