@@ -6,6 +6,7 @@ from functools import partial
 
 import click
 
+from batonmq._core.queues import QueueRef
 from batonmq.cli.command_classes import argument
 from batonmq.cli.completion import complete_groups, complete_topics
 
@@ -37,3 +38,17 @@ def parse_queue(topic: str, text: str) -> tuple[str, int] | None:
     if not broker or not queue_id.isdecimal():
         raise click.UsageError(f"--queue must be BROKER/ID, such as broker-0/3, got {text!r}")
     return broker, int(queue_id)
+
+
+def parse_message_queue(topic: str, text: str, broker: str) -> QueueRef:
+    """Return the queue of `BROKER/ID`, or of `ID` and the value of --broker, which may be empty.
+
+    Raises:
+        click.UsageError: the text names no queue, or another broker than --broker.
+    """
+    named, _, queue_id = text.rpartition("/")
+    if not queue_id.isdecimal() or text.startswith("/"):
+        raise click.UsageError(f"--queue must be BROKER/ID or ID, such as broker-0/3, got {text!r}")
+    if named and broker and named != broker:
+        raise click.UsageError(f"--queue names broker {named}, and --broker {broker}: give one")
+    return QueueRef(topic, named or broker, int(queue_id))

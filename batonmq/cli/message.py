@@ -10,6 +10,7 @@ from batonmq._core.dead_letters import DeadLetter
 from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
+from batonmq.cli.arguments import parse_message_queue
 from batonmq.cli.command_classes import LazyCommand, LazyGroup, argument
 from batonmq.cli.output import Item, printable, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
@@ -37,7 +38,12 @@ commands = LazyGroup(
 @argument("message_id", required=False, metavar="[ID]", help="Message id, as in the receipt.")
 @click.option("--topic", default="", help="Topic of the message.")
 @click.option("--key", default="", help="Show the messages with this key; needs --topic.")
-@click.option("--queue", type=click.IntRange(min=0), help="Queue of the message; needs --topic.")
+@click.option(
+    "--queue",
+    default="",
+    metavar="[BROKER/]ID",
+    help="Queue of the message, such as broker-0/3; needs --topic.",
+)
 @click.option(
     "--broker", default="", help="Broker of the queue; required if several brokers have the queue."
 )
@@ -61,7 +67,7 @@ def get(
     message_id: str | None,
     topic: str,
     key: str,
-    queue: int | None,
+    queue: str,
     broker: str,
     offset: int | None,
     time: str,
@@ -76,15 +82,14 @@ def get(
         raise click.UsageError("exactly one of ID, --key, --offset and --time is required")
     if message_id is None and not topic:
         raise click.UsageError("--topic is required")
-    if (offset is not None or time) and queue is None:
+    if (offset is not None or time) and not queue:
         raise click.UsageError("--queue is required")
     if message_id is not None:
         session.run(_get(session, message_id))
     elif key:
         session.run(_find(session, topic, key, count))
     else:
-        assert queue is not None
-        session.run(_read(session, QueueRef(topic, broker, queue), offset, time))
+        session.run(_read(session, parse_message_queue(topic, queue, broker), offset, time))
 
 
 async def _get(session: CommandSession, message_id: str) -> None:

@@ -12,6 +12,7 @@ from batonmq._core.message_trace import TraceEvent, TraceEventKind
 from batonmq._core.queues import QueueRef
 from batonmq.admin.message_queries import MessageQueries, StoredMessage
 from batonmq.admin.message_tracer import GroupTrace, MessageCopy, MessageTracer, TraceReport
+from batonmq.cli.arguments import parse_message_queue
 from batonmq.cli.command_classes import argument, command
 from batonmq.cli.message import body_of, find_queue
 from batonmq.cli.output import Columns, Item, counted, wall_time
@@ -69,7 +70,12 @@ _COLUMNS: Columns = {
 @argument("message_id", required=False, metavar="[ID]", help="Message id, as in the receipt.")
 @click.option("--topic", default="", help="Topic of the message.")
 @click.option("--key", default="", help="Show the newest message with this key; needs --topic.")
-@click.option("--queue", type=click.IntRange(min=0), help="Queue of the message; needs --topic.")
+@click.option(
+    "--queue",
+    default="",
+    metavar="[BROKER/]ID",
+    help="Queue of the message, such as broker-0/3; needs --topic.",
+)
 @click.option(
     "--broker", default="", help="Broker of the queue; required if several brokers have the queue."
 )
@@ -80,7 +86,7 @@ def trace(
     message_id: str | None,
     topic: str,
     key: str,
-    queue: int | None,
+    queue: str,
     broker: str,
     offset: int | None,
 ) -> None:
@@ -94,9 +100,9 @@ def trace(
         raise click.UsageError("exactly one of ID, --key and --offset is required")
     if message_id is None and not topic:
         raise click.UsageError("--topic is required")
-    if offset is not None and queue is None:
+    if offset is not None and not queue:
         raise click.UsageError("--queue is required")
-    place = None if queue is None else QueueRef(topic, broker, queue)
+    place = parse_message_queue(topic, queue, broker) if queue else None
     session.run(_trace(session, message_id, (topic, key), place, offset))
 
 

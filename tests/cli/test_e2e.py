@@ -191,7 +191,7 @@ def test_messages_are_found_by_id_key_offset_and_time(cluster: RunningCluster, l
     assert (by_id["body"], by_id["offset"], by_id["keys"]) == ("2", 1, ["k", "other"])
     by_key = cluster("message", "get", "--topic", "look-up", "--key", "other", "--format", "json")
     assert [message["body"] for message in by_key.json_lines] == ["3", "2", "1"]
-    place = ["message", "get", "--topic", "look-up", "--queue", "0", "--format", "json"]
+    place = ["message", "get", "--topic", "look-up", "--queue", "broker-0/0", "--format", "json"]
     assert cluster(*place, "--offset", "2").json["body"] == "3"
     for time in ("0", "2001-01-01T00:00:00Z", str(by_id["store_unix_ms"] - 60_000)):
         assert cluster(*place, "--time", time).json["body"] == "1"
