@@ -299,8 +299,8 @@ def query_msg_by_key(session: CommandSession, topic_name: str, key: str, count: 
 def query_msg_by_offset(
     session: CommandSession, topic_name: str, broker: str, queue: int, offset: int
 ) -> None:
-    """Equals: baton message get --topic TOPIC --broker BROKER --queue ID --offset OFFSET."""
-    _forward(session, message.get, topic=topic_name, broker=broker, queue=queue, offset=offset)
+    """Equals: baton message get --topic TOPIC --queue BROKER/ID --offset OFFSET."""
+    _forward(session, message.get, topic=topic_name, queue=f"{broker}/{queue}", offset=offset)
 
 
 @commands.command("sendMessage")
