@@ -18,7 +18,7 @@ from baton.storage.v1 import query_service_pb2 as query_pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.consumequeue import ENTRY
-from tests.storage.batches import TOPIC, batch
+from tests.storage.batches import TOPIC, batch, tagged
 from tests.storage.running_node import BROKER, TIMEOUT_S, RunningNode, running_node
 
 COUNT = 24
@@ -144,6 +144,31 @@ async def test_lost_part_of_an_index_is_rebuilt(
         assert read.next_offset == COUNT
         assert (await pulled(node, 0))[1] == COUNT
         assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("damage", ["repair in the middle of a cut file", "zeros", "tag"])
+async def test_filter_skips_no_message_whose_entry_is_damaged(
+    etcd_endpoint: str, tmp_path: Path, damage: str
+) -> None:
+    async with running_node(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
+        for _ in range(COUNT // 2):
+            await node.append(tagged("a", "b"))
+    async with running_node(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
+        expected = await pulled(node, 0, expression="a", messages_max=COUNT)
+        content, path = index(tmp_path).read_bytes(), index(tmp_path)
+        match damage:
+            case "zeros":
+                path.write_bytes(bytes(len(content)))
+            case "tag":
+                for offset in range(0, COUNT, 2):
+                    flip(path, offset * ENTRY.itemsize + POSITION_BYTES + SIZE_BYTES, 5)
+            case _:
+                with path.open("r+b") as file:
+                    file.truncate(0)
+                assert (await pulled(node, COUNT // 2))[1] == COUNT  # leaves zeros before
+        assert await pulled(node, 0, expression="a", messages_max=COUNT) == expected
+        assert path.read_bytes() == content
+        assert rebuilt(node) > 0
 
 
 async def test_damage_of_the_log_is_still_data_loss_and_changes_no_index(

@@ -166,9 +166,23 @@ class ConsumeQueue:
         self.visible_offset = next_offset
 
     def read(self, first_offset: int, next_offset: int) -> Entries:
-        """Return the entries of [first_offset, next_offset), which must be visible."""
+        """Return the entries of [first_offset, next_offset), which must be visible.
+
+        Ends before the first entry that no batch can have: a filter would skip it as a message
+        with another tag.
+
+        Raises:
+            DataLoss: that is the first entry, or a file can't be read.
+        """
         assert self.first_offset <= first_offset <= next_offset <= self.visible_offset
-        return self._read(first_offset, next_offset)
+        entries = self._read(first_offset, next_offset)
+        bad = (entries.sizes <= 0) | (entries.tags != entries.tags.astype(np.int32))
+        count = int(bad.argmax()) if bad.any() else len(entries)
+        if count == len(entries):
+            return entries
+        if not count:
+            raise _lost(self._place(first_offset)[0], "has a damaged entry", first_offset)
+        return Entries(entries.positions[:count], entries.sizes[:count], entries.tags[:count])
 
     def _read(self, first_offset: int, next_offset: int) -> Entries:
         split = min(max(first_offset, self._flushed_offset), next_offset)
