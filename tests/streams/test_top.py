@@ -165,8 +165,9 @@ def test_events_of_all_nodes_are_followed_also_of_one_that_comes_back() -> None:
                     async for message in consumer:
                         if message.offset == 99:
                             consumer.stop()
-                    await asyncio.sleep(2)
-                    snapshot = board.snapshot(clock.monotonic_ms())
+                    async with asyncio.timeout(30):
+                        while len((snapshot := board.snapshot(clock.monotonic_ms())).sources) < 4:
+                            await asyncio.sleep(0.1)
                 watching.cancel()
             return snapshot, watch.following
 
