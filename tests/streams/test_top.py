@@ -18,6 +18,7 @@ from batonmq.cli.top_screen import screen_lines, snapshot_item
 from batonmq_server.testing import MemoryBroker, run_virtual
 
 T0 = QueueRef("t", "a", 0)
+from tests.support.conditions import until
 
 
 def event(place: QueueRef = T0, group: str = "", **kind: object) -> pb.MetricEvent:
@@ -165,9 +166,8 @@ def test_events_of_all_nodes_are_followed_also_of_one_that_comes_back() -> None:
                     async for message in consumer:
                         if message.offset == 99:
                             consumer.stop()
-                    async with asyncio.timeout(30):
-                        while len((snapshot := board.snapshot(clock.monotonic_ms())).sources) < 4:
-                            await asyncio.sleep(0.1)
+                    await until(lambda: len(board.snapshot(clock.monotonic_ms()).sources) == 4)
+                    snapshot = board.snapshot(clock.monotonic_ms())
                 watching.cancel()
             return snapshot, watch.following
 
