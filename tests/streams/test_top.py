@@ -16,9 +16,9 @@ from batonmq._core.top_board import WINDOW_MS, Board, GroupQueueStatus, Snapshot
 from batonmq.admin.event_watch import EventWatch
 from batonmq.cli.top_screen import screen_lines, snapshot_item
 from batonmq_server.testing import MemoryBroker, run_virtual
+from tests.support.conditions import until
 
 T0 = QueueRef("t", "a", 0)
-from tests.support.conditions import until
 
 
 def event(place: QueueRef = T0, group: str = "", **kind: object) -> pb.MetricEvent:
