@@ -56,7 +56,7 @@ class EventWatch:
             nodes = await self._directory.refresh()
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    for address in {node.address for node in nodes} - self.following:
+                    for address in sorted({node.address for node in nodes} - self.following):
                         self.following.add(address)
                         tasks.create_task(self._follow(address))
                     await asyncio.sleep(LOOK_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Watches the space and the alarms of etcd, so that operators are told before and when it is full."""
+"""Watches the space and the alarms of etcd: operators are told before it is full and when it is."""
 
 from __future__ import annotations
 

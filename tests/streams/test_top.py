@@ -16,6 +16,7 @@ from batonmq._core.top_board import WINDOW_MS, Board, GroupQueueStatus, Snapshot
 from batonmq.admin.event_watch import EventWatch
 from batonmq.cli.top_screen import screen_lines, snapshot_item
 from batonmq_server.testing import MemoryBroker, run_virtual
+from tests.support.conditions import until
 
 T0 = QueueRef("t", "a", 0)
 
@@ -165,7 +166,7 @@ def test_events_of_all_nodes_are_followed_also_of_one_that_comes_back() -> None:
                     async for message in consumer:
                         if message.offset == 99:
                             consumer.stop()
-                    await asyncio.sleep(2)
+                    await until(lambda: len(board.snapshot(clock.monotonic_ms()).sources) == 4)
                     snapshot = board.snapshot(clock.monotonic_ms())
                 watching.cancel()
             return snapshot, watch.following

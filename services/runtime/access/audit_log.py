@@ -6,8 +6,8 @@
     {"time": "...", "kind": "operated", "service": "...", "call": "...", "identity": "carol",
      "needs": ["admin on group:billing"], "reason": "OK", "request": "group: \\"billing\\" ..."}
 
-Its size is bounded: five files, of which the oldest is replaced. A caller can't fill it: refusals of
-one identity, call and reason within a minute share a line, with their count.
+Its size is bounded: five files, of which the oldest is replaced. A caller can't fill it: refusals
+of one identity, call and reason within a minute share a line, with their count.
 """
 
 from __future__ import annotations
