@@ -75,18 +75,27 @@ class NewestPosition:
         os.close(self._file)
 
 
-def check_not_rolled_back(folder: Path, stored: ReplicaPosition) -> None:
+def recorded_position(folder: Path) -> ReplicaPosition:
+    """Return the recorded position; NO_POSITION if there is none, as in an earlier version."""
+    found = _read(folder / FILE)
+    return found[1] if found else NO_POSITION
+
+
+def check_not_rolled_back(
+    folder: Path, stored: ReplicaPosition, newest: ReplicaPosition | None = None
+) -> None:
     """Return if LMDB's state, at `stored`, has the newest write that was recorded in `folder`.
 
-    Without a readable record there is nothing to compare: the folder is of an earlier version.
+    Args:
+        newest: The recorded position. A caller that does not own the folder reads it before the
+            state: the node may write between the two.
 
     Raises:
         DataLoss: writes that were confirmed are missing.
     """
-    found = _read(folder / FILE)
-    if found is None or stored >= found[1]:
+    newest = recorded_position(folder) if newest is None else newest
+    if stored >= newest:
         return
-    newest = found[1]
     raise DataLoss(
         f"stored progress in {folder} was rolled back: it is at version {stored.version} of epoch "
         f"{stored.epoch}, and version {newest.version} of epoch {newest.epoch} was confirmed",

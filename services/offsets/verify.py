@@ -14,7 +14,11 @@ import lmdb
 
 from batonmq.errors import DataLoss
 from batonmq_server.offsets.codec import unseal
-from batonmq_server.offsets.newest_position import check_not_rolled_back, read_position
+from batonmq_server.offsets.newest_position import (
+    check_not_rolled_back,
+    read_position,
+    recorded_position,
+)
 from batonmq_server.offsets.persistence import FORMAT
 
 
@@ -24,11 +28,12 @@ def verify(folder: Path) -> None:
     Raises:
         DataLoss, lmdb.Error: the stored progress is damaged, or confirmed writes are missing.
     """
+    newest = recorded_position(folder)
     with (
         lmdb.open(str(folder), readonly=True, create=False, readahead=True) as environment,
         Path(os.devnull).open("wb") as sink,
     ):
-        check_not_rolled_back(folder, read_position(environment))
+        check_not_rolled_back(folder, read_position(environment), newest)
         with environment.begin() as transaction:
             for key, value in transaction.cursor():
                 if key != FORMAT:

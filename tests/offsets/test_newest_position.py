@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import struct
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from batonmq.errors import DataLoss
 from batonmq_server.offsets import newest_position
+from batonmq_server.offsets import verify as verify_module
 from batonmq_server.offsets.codec import seal, unseal
 from batonmq_server.offsets.core.change_log import ChangeLog
 from batonmq_server.offsets.disk import LmdbDisk, set_aside_damage
@@ -101,6 +103,28 @@ def test_error_names_both_versions_and_the_way_out(folder: Path) -> None:
         verify(folder / "progress")
     (folder / "progress" / FILE).unlink()
     assert value(folder) == b"42"
+
+
+def test_verify_beside_a_node_that_writes_accuses_no_intact_state(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node writes just after `verify` has read the position of the state."""
+    changes = ChangeLog(((1, 1),), 3)
+    with LmdbDisk(folder) as disk:
+        real = verify_module.read_position
+
+        def read_then_write(_: lmdb.Environment) -> ReplicaPosition:
+            found = real(disk._environment)
+            write(disk, changes, 1, b"44")
+            return found
+
+        monkeypatch.setattr(verify_module, "read_position", read_then_write)
+        # LMDB opens a folder once in a process; `verify` runs in one of its own.
+        monkeypatch.setattr(
+            verify_module.lmdb, "open", lambda *_, **__: nullcontext(disk._environment)
+        )
+        verify(folder / "progress")
+    assert changes.position.version == 4
 
 
 def test_older_copy_of_the_data_file_is_refused(folder: Path) -> None:
