@@ -16,7 +16,6 @@ import pytest
 
 from batonmq.errors import DataLoss
 from batonmq_server.offsets import newest_position
-from batonmq_server.offsets import verify as verify_module
 from batonmq_server.offsets.codec import seal, unseal
 from batonmq_server.offsets.core.change_log import ChangeLog
 from batonmq_server.offsets.disk import LmdbDisk, set_aside_damage
@@ -111,18 +110,15 @@ def test_verify_beside_a_node_that_writes_accuses_no_intact_state(
     """The node writes just after `verify` has read the position of the state."""
     changes = ChangeLog(((1, 1),), 3)
     with LmdbDisk(folder) as disk:
-        real = verify_module.read_position
 
         def read_then_write(_: lmdb.Environment) -> ReplicaPosition:
-            found = real(disk._environment)
+            found = newest_position.read_position(disk._environment)
             write(disk, changes, 1, b"44")
             return found
 
-        monkeypatch.setattr(verify_module, "read_position", read_then_write)
+        monkeypatch.setattr("batonmq_server.offsets.verify.read_position", read_then_write)
         # LMDB opens a folder once in a process; `verify` runs in one of its own.
-        monkeypatch.setattr(
-            verify_module.lmdb, "open", lambda *_, **__: nullcontext(disk._environment)
-        )
+        monkeypatch.setattr(lmdb, "open", lambda *_, **__: nullcontext(disk._environment))
         verify(folder / "progress")
     assert changes.position.version == 4
 
