@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from batonmq_server.runtime.descriptor_shortage import is_shortage
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.queue_repair import (
     ENTRIES_AT_ONCE,
@@ -50,21 +51,22 @@ class QueueRepairer:
                 return False
             for first_offset in range(offset, offset + SCANNED_MAX, ENTRIES_AT_ONCE):
                 found = find_damage(self._node.store, key, first_offset)
-                if found is not None and await self._rebuild(found):
-                    return True
+                try:
+                    if found is not None and await self._rebuild(found):
+                        return True
+                except OSError as error:  # for example: retention has removed a segment meanwhile
+                    log.warning("consume queue not rebuilt queue=%s error=%s", key, error)
+                    if is_shortage(error):
+                        return False  # the next read tries again
                 await asyncio.sleep(0)
             if len(self._hopeless) < FAILURES_MAX:
                 self._hopeless.add((key, offset))
             return False
 
     async def _rebuild(self, found: QueueRepair) -> bool:
-        try:
-            await self._in_thread(self._read, found)
-            changed = apply_repair(self._node.store, found)
-            await self._in_thread(self._node.disk.sync, changed)
-        except OSError as error:  # for example: retention has removed a segment meanwhile
-            log.warning("consume queue not rebuilt queue=%s error=%s", found.key, error)
-            return False
+        await self._in_thread(self._read, found)
+        changed = apply_repair(self._node.store, found)
+        await self._in_thread(self._node.disk.sync, changed)
         if not changed:
             return False
         self._on_repair()

@@ -6,6 +6,7 @@ files of the index are removed or cut. Every read must return what it returned b
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -169,6 +170,22 @@ async def test_filter_skips_no_message_whose_entry_is_damaged(
         assert await pulled(node, 0, expression="a", messages_max=COUNT) == expected
         assert path.read_bytes() == content
         assert rebuilt(node) > 0
+
+
+async def test_repair_without_a_free_descriptor_is_tried_again_by_the_next_read(
+    etcd_endpoint: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptor(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with running_node(etcd_endpoint, folder, segment_bytes=4_096) as node:
+        content = index(folder).read_bytes()
+        flip(index(folder), POSITION_BYTES - 1, 3)
+        with monkeypatch.context() as patch, pytest.raises(DataLoss):
+            patch.setattr("batonmq_server.storage.queue_repairer.read_log", no_descriptor)
+            await node.pull(offset=0)
+        assert (await pulled(node, 0))[1] == COUNT
+        assert index(folder).read_bytes() == content
 
 
 async def test_damage_of_the_log_is_still_data_loss_and_changes_no_index(
