@@ -228,7 +228,7 @@ class AssignedQueue:
     def handles_long(self, now_ms: int) -> bool:
         """Whether a handler of the queue has run for so long that it may hang.
 
-        Never for a broadcasting member, whose progress no operator resets.
+        Never for a broadcasting member: no operator resets its progress.
         """
         session = self._session
         call = session.running.of_queue(self.ref) if session.local is None else None

@@ -96,7 +96,7 @@ class MessageDispatcher:
         ]
 
     def _begin_anew(self, queue: AssignedQueue) -> None:
-        """Cancel the handlers of a queue, whose results do not count any more.
+        """Cancel the handlers of a queue: their results do not count any more.
 
         If the queue stays assigned, new tasks handle its next messages.
         """

@@ -631,7 +631,7 @@ def prepare() -> None:
 
 @cache
 def _crc32c() -> Callable[..., int]:
-    """Return the function of the package crc32c, whose import takes 20 ms."""
+    """Return the function of the package crc32c; the import of the package takes 20 ms."""
     from crc32c import crc32c  # noqa: PLC0415
 
     return crc32c

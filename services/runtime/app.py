@@ -30,7 +30,7 @@ class App:
         rules: Access rules of all methods of these servicers.
         loops: Background loops, each run as one task until the process stops. If one raises, the
             process ends with status 1: no service goes on with a dead flusher.
-        long_polls: Names of methods whose calls may wait with nothing to do; SIGTERM ends these
+        long_polls: Names of methods with calls that may wait with nothing to do; SIGTERM ends these
             calls with NOT_SERVING.
         epoch: Registered with the node; of two nodes of one name, the one with the higher epoch
             is the current one.

@@ -86,7 +86,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualHost:
-    """A simulated process, whose tasks and timers wait while it is frozen.
+    """A simulated process: its tasks and timers wait while it is frozen.
 
     It can be frozen in a `VirtualTimeLoop` only.
     """

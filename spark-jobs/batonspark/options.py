@@ -96,7 +96,7 @@ class WriteOptions:
 
     Attributes:
         write_id: Identifies a batch write, so that a repeated write stores nothing twice.
-        sorted: Whether a task sorts its rows, for plans whose order of rows may change.
+        sorted: Whether a task sorts its rows, for plans that may change the order of rows.
     """
 
     connection: ConnectionOptions

@@ -62,7 +62,7 @@ class KeepAliveCall:
     """A keep-alive of an owner, with what the leader knows of its groups.
 
     Attributes:
-        acquire_seq: Highest request whose outcomes the owner has received.
+        acquire_seq: Highest request of which the owner has received the outcomes.
         holds: Every queue that it owns, with the token.
         evicted_groups: Groups of `holds` that it is not a member of.
         draining_groups: Groups of `holds` with a subscription change in progress.

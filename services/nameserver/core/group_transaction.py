@@ -85,7 +85,7 @@ class GroupTransaction:
 
     Attributes:
         joined: Incarnation ids, by client id, of members that need a live key.
-        left: Client ids of members whose live key is to be deleted.
+        left: Client ids of the members of which the live key is to be deleted.
         replaced: Differences, by client id, of members whose subscription replaced that of others.
     """
 
