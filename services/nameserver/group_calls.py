@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
@@ -21,7 +22,7 @@ from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.nameserver.core.change_budget import ChangeBudget
 from batonmq_server.nameserver.core.group_transaction import ACCEPTED, SubscriptionVerdict
-from batonmq_server.nameserver.core.groups import Group, Heartbeat, hash_of
+from batonmq_server.nameserver.core.groups import Group, Heartbeat, Member, hash_of
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_proto import (
     group_to_pb,
@@ -38,6 +39,7 @@ from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.runtime.access.quotas import UNLIMITED, Quota
+from batonmq_server.runtime.etcd.session import KeyValue
 from batonmq_server.runtime.log_limiter import LogLimiter
 from batonmq_server.runtime.paging import key_of_token, page_of
 
@@ -45,6 +47,14 @@ log = logging.getLogger(__name__)
 
 REFUSAL_LINE_INTERVAL_MS = 60_000
 """Time between two lines of log about refused heartbeats of one group."""
+
+
+class _Recorded(NamedTuple):
+    """A group, a member of it, and the key of its session."""
+
+    group: Group
+    member: Member
+    live: KeyValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,27 +212,21 @@ class GroupCalls:
 
         No record is written, so this is the whole cost of most heartbeats.
         """
-        group = self.catalog.groups.get(heartbeat.group)
-        live = self.catalog.live.values.get(f"{heartbeat.group}/{heartbeat.client_id}")
-        member = group.member(heartbeat.client_id) if group is not None else None
-        if group is None or live is None or member is None or group.draining or member.differs:
+        found = self._recorded(heartbeat)
+        if found is None or found.group.draining or found.member.differs:
             return None
-        recorded = (member.owner, member.host, member.room, member.subscription_hash)
-        requested = hash_of(heartbeat.terms.subscriptions)
-        requested_as = (heartbeat.owner, heartbeat.host, heartbeat.room, requested)
-        if recorded != requested_as or not heartbeat.is_from(member):
-            return None
-        if not heartbeat.terms.settings_agree(group.terms):
-            return None
-        return ACCEPTED if await self.store.renew(live) else None
+        return ACCEPTED if await self.store.renew(found.live) else None
 
     def _check_budget(self, heartbeat: Heartbeat) -> None:
         """Take one change of groups from the budget of the sender's identity.
 
+        A heartbeat that changes nothing takes none, even if it needs the record: while a group is
+        draining, and while its members have different subscriptions, each heartbeat does.
+
         Raises:
             Overloaded: there is none left.
         """
-        if not heartbeat.owner:
+        if not heartbeat.owner or self._recorded(heartbeat) is not None:
             return
         wait_ms = self.budget.wait_ms(heartbeat.owner, self.clock.monotonic_ms())
         if wait_ms:
@@ -233,6 +237,21 @@ class GroupCalls:
                 retry_after_ms=wait_ms,
                 facts={"limit": limit},
             )
+
+    def _recorded(self, heartbeat: Heartbeat) -> _Recorded | None:
+        """Return what is recorded of a live member that repeats it; None for any other sender."""
+        group = self.catalog.groups.get(heartbeat.group)
+        live = self.catalog.live.values.get(f"{heartbeat.group}/{heartbeat.client_id}")
+        member = group.member(heartbeat.client_id) if group is not None else None
+        if group is None or live is None or member is None:
+            return None
+        recorded = (member.owner, member.host, member.room, member.subscription_hash)
+        requested = hash_of(heartbeat.terms.subscriptions)
+        if recorded != (heartbeat.owner, heartbeat.host, heartbeat.room, requested):
+            return None
+        if not (heartbeat.is_from(member) and heartbeat.terms.settings_agree(group.terms)):
+            return None
+        return _Recorded(group, member, live)
 
     def _check_quota(self, heartbeat: Heartbeat, identity: str) -> None:
         """Return if an identity may join this group, or create it.

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
 
+from batonmq_server.runtime.descriptor_shortage import is_shortage
+
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
@@ -111,7 +113,12 @@ class ConnectionLimiter:
         """Check until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            await asyncio.to_thread(self.check)
+            try:
+                await asyncio.to_thread(self.check)
+            except OSError as error:
+                if not is_shortage(error):
+                    raise
+                log.warning("connections not counted, no free file descriptor error=%s", error)
 
     def connections(self) -> dict[Connection, int]:
         """Return the open connections of clients, with their descriptors."""

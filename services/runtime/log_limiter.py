@@ -38,9 +38,17 @@ class LogLimiter:
         return without + 1
 
     def _forget_old(self, now_ms: int) -> None:
-        """Forget the keys whose next event gets a line and that have none to report."""
-        self._lines = {
-            key: (line_ms, without)
-            for key, (line_ms, without) in self._lines.items()
-            if without or now_ms - line_ms < self._interval_ms
-        }
+        """Forget the keys whose next event gets a line; count what they have not reported yet.
+
+        The shared line reports it, so no count is lost.
+        """
+        shared_ms, total = self._lines.pop(None, (now_ms - self._interval_ms, 0))
+        kept: dict[Hashable, tuple[int, int]] = {}
+        for key, (line_ms, without) in self._lines.items():
+            if now_ms - line_ms < self._interval_ms:
+                kept[key] = line_ms, without
+            else:
+                total += without
+        if total or now_ms - shared_ms < self._interval_ms:
+            kept[None] = shared_ms, total
+        self._lines = kept

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -27,6 +27,7 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connector
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
 from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
+from batonmq_server.runtime.access.admission import Admission
 from batonmq_server.runtime.access.guard import Caller, Guard
 from batonmq_server.runtime.access.owner import owner_of
 from batonmq_server.runtime.access.permissions import AccessRole, Grant
@@ -434,3 +435,33 @@ async def test_token_gives_only_permissions_that_its_scopes_and_the_grants_cover
     assert type(await refusal(made.call(DESCRIBE, request_of(METHODS[DESCRIBE]), "all"))) is (
         PermissionDenied
     ), "a scope is no grant"
+
+
+async def test_expiry_of_a_token_checks_the_calls_of_that_token_only() -> None:
+    checked: list[str] = []
+
+    class CheckedGuard:
+        on_change: list[object] = []  # noqa: RUF012
+
+        def rule(self, _: str) -> None:
+            return None
+
+        def seconds_left(self, caller: Caller) -> float:
+            return 0 if caller.identity == "expires" else 3_600
+
+        def recheck(self, _: str, caller: Caller, __: object) -> None:
+            checked.append(caller.identity)
+
+    admission = Admission(cast("Guard", CheckedGuard()), frozenset())
+    done = asyncio.Event()
+
+    async def call(identity: str) -> None:
+        with admission._until_revoked(PULL, Caller(identity), ()):
+            await done.wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        for identity in ("expires", "stays", "stays"):
+            tasks.create_task(call(identity))
+        await until(lambda: bool(checked))
+        done.set()
+    assert checked == ["expires"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from random import Random
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -20,6 +21,7 @@ from grpc_status import rpc_status
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import Throttled
+from batonmq_server.runtime.access.guard import Caller, Context
 from batonmq_server.runtime.access.quotas import (
     CONNECTION_AGE_MS,
     DEFAULT,
@@ -207,3 +209,17 @@ async def test_long_poll_is_in_flight_until_it_ends(made: Scene, etcd: EtcdSessi
     made.holds.clear()
     await until(lambda: not made.guard.quotas._uses["tenant"].in_flight)
     await made.call(PULL, request, "tenant")
+
+
+class Unsized:
+    """A request that nothing may measure: protobuf encodes a request to find its size."""
+
+    def ByteSize(self) -> int:
+        raise AssertionError("the size of a request without a limit was computed")
+
+
+async def test_size_of_a_request_without_a_limit_is_not_computed(made: Scene) -> None:
+    guard, context = made.guard, cast("Context", None)
+    assert not guard.begin_call(Caller("writer"), WRITE, Unsized(), context)
+    guard.quotas.set_quota("another", Quota(produce_bytes_per_s=1))
+    assert not guard.begin_call(Caller("writer"), WRITE, Unsized(), context)

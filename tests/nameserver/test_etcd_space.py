@@ -30,6 +30,7 @@ from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Replica,
+    grant,
     offsets_service,
     refusal,
     register_broker,
@@ -179,6 +180,24 @@ async def test_joins_of_one_identity_are_bounded_and_others_join(
         assert error.facts == {"limit": "1"}
         await join(0, 1)
         await join(0, 2)
+
+
+async def test_heartbeats_that_change_nothing_take_no_joins_while_a_group_drains(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with replica(etcd_endpoint, cluster, joins_per_s_max=1) as here:
+        await here.create("flights")
+
+        async def beat(expression: str) -> nameserver_pb.Group:
+            request = nameserver_pb.HeartbeatRequest()
+            request.incarnation.owner = 1
+            return (await here.beat("g", "c1", expression, incarnation=request.incarnation)).group
+
+        await beat("old")
+        await grant(etcd, "g", "c1")
+        assert (await beat("new")).staged.draining
+        for _ in range(100):
+            assert (await beat("new")).staged.draining
 
 
 async def test_large_group_is_written_at_its_rate(

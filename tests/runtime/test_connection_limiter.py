@@ -6,14 +6,18 @@ Method: the decision alone; then a real gRPC server with connections from three 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from contextlib import ExitStack
 from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 from prometheus_client import CollectorRegistry
 
+from batonmq_server.runtime import connection_limiter
 from batonmq_server.runtime.connection_limiter import (
     Connection,
     ConnectionAges,
@@ -110,3 +114,24 @@ def test_descriptor_that_is_another_file_by_now_is_left_alone() -> None:
         end_connection(left.fileno(), inode=0)
         left.sendall(b"x")
         assert right.recv(1) == b"x"
+
+
+async def test_process_without_a_free_descriptor_goes_on_and_counts_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds = 0
+
+    def listdir(_: str) -> list[str]:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return []
+
+    monkeypatch.setattr(connection_limiter, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(os, "listdir", listdir)
+    limiter = ConnectionLimiter(1, 0, CollectorRegistry(), lambda: 1)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(limiter.run())
+        await until(lambda: rounds >= 2)
+        running.cancel()

@@ -209,7 +209,9 @@ class Admission:
         self._open[task] = partial(self._guard.recheck, path, caller, permissions)
         timer = None
         if (left_s := self._guard.seconds_left(caller)) is not None:
-            timer = asyncio.get_running_loop().call_later(left_s + EXPIRY_MARGIN_S, self._recheck)
+            timer = asyncio.get_running_loop().call_later(
+                left_s + EXPIRY_MARGIN_S, self._recheck_one, task
+            )
         try:
             yield
         except asyncio.CancelledError:
@@ -226,10 +228,14 @@ class Admission:
             self._ended.pop(task, None)
 
     def _recheck(self) -> None:
-        for task, refusal in self._open.items():
-            if task not in self._ended and (error := refusal()) is not None:
-                self._ended[task] = error
-                task.cancel()
+        for task in self._open:
+            self._recheck_one(task)
+
+    def _recheck_one(self, task: asyncio.Task[Any]) -> None:
+        refusal = self._open.get(task)
+        if refusal is not None and task not in self._ended and (error := refusal()) is not None:
+            self._ended[task] = error
+            task.cancel()
 
     @contextmanager
     def _counted(self, path: str) -> Iterator[None]:

@@ -234,6 +234,8 @@ class Guard:
         Raises:
             Throttled: the caller has reached a limit of its quota.
         """
+        if not self.quotas.limits(caller.identity):
+            return False  # the size of a request is not free: protobuf encodes it for that
         size = request.ByteSize() if traffic is Traffic.PRODUCE else 0
         now_ms = self._clock.monotonic_ms()
         begun = self.quotas.begin(caller.identity, traffic, size, context.peer() or "", now_ms)
@@ -246,7 +248,7 @@ class Guard:
 
         Only a token names the caller so early; other callers are checked by `begin_call`.
         """
-        caller = self._by_token(metadata)
+        caller = self._by_token(metadata) if self.quotas.has_quotas else None
         if caller is None:
             return None
         return self.quotas.debt_error(caller.identity, traffic, self._clock.monotonic_ms())

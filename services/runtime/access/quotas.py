@@ -129,6 +129,15 @@ class QuotaLedger:
         default = self._quotas.get(DEFAULT, UNLIMITED)
         return self._quotas.get(identity, UNLIMITED).over(default)
 
+    @property
+    def has_quotas(self) -> bool:
+        """Whether any identity has a quota."""
+        return bool(self._quotas)
+
+    def limits(self, identity: str) -> bool:
+        """Return whether an identity has a limit of any kind."""
+        return self.has_quotas and self._use(identity).quota != UNLIMITED
+
     def begin(
         self, identity: str, traffic: Traffic, request_bytes: int, connection: str, now_ms: int
     ) -> bool:
@@ -141,11 +150,9 @@ class QuotaLedger:
         Raises:
             Throttled: a limit is reached; the call has no effect.
         """
-        if not self._quotas:
+        if not self.limits(identity):
             return False
-        use = self._use(identity)
-        if use.quota == UNLIMITED:
-            return False
+        use = self._uses[identity]
         self._check(identity, use, traffic, connection, now_ms)
         use.in_flight += 1
         if use.quota.connections is not None:
