@@ -36,14 +36,13 @@ class QueueRunner:
             if failures > 1:
                 again = Fenced("fenced repeatedly without progress")
                 await unless(queue.revoked, self._session.directory.pause(again, failures))
-            if not await self._acquire():
-                return
-            await self._pull()
+            if await self._acquire():
+                await self._pull()
             if queue.state is OwnershipState.DRAINING:
                 await self._releaser.drain(queue.drained)
             if queue.state is OwnershipState.DRAINING:
                 await self._release()
-            else:
+            elif queue.state is not OwnershipState.RELEASED:
                 failures = 0 if queue.useful else failures + 1
                 queue.stop()
 
