@@ -24,8 +24,11 @@ from batonmq_server.runtime.metrics import OidcMetrics
 ISSUER, AUDIENCE = "https://login.example.org/", "baton-test"
 LEEWAY_MS = 30_000
 STALE_MS_MAX = 3_600_000
-_ALGORITHMS = {"RS256": jwt.algorithms.RSAAlgorithm, "ES256": jwt.algorithms.ECAlgorithm,
-               "EdDSA": jwt.algorithms.OKPAlgorithm}  # fmt: skip
+_ALGORITHMS: dict[str, Any] = {
+    "RS256": jwt.algorithms.RSAAlgorithm,
+    "ES256": jwt.algorithms.ECAlgorithm,
+    "EdDSA": jwt.algorithms.OKPAlgorithm,
+}
 
 
 def private_key(algorithm: str, bits: int = 2_048) -> Any:
@@ -39,8 +42,11 @@ def private_key(algorithm: str, bits: int = 2_048) -> Any:
 
 def public_jwk(key: Any, algorithm: str, key_id: str, **members: Any) -> dict[str, Any]:
     """Return the public half of a key as a JWK."""
-    to_jwk: Any = _ALGORITHMS[algorithm].to_jwk
-    return {**to_jwk(key.public_key(), as_dict=True), "kid": key_id, **members}
+    return {
+        **_ALGORITHMS[algorithm].to_jwk(key.public_key(), as_dict=True),
+        "kid": key_id,
+        **members,
+    }
 
 
 @dataclass

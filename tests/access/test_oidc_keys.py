@@ -87,7 +87,7 @@ def test_keys_for_other_uses_are_left_out() -> None:
     broken = {**jwk("broken"), "x": "AAAA"}
     entries = [
         jwk("good", use="sig"), jwk("rsa", "RS256", alg="RS256"), jwk("enc", use="enc"),
-        jwk("pss", "RS256", alg="PS256"), jwk("number", **{"kid": 7}), secret, broken,
+        jwk("pss", "RS256", alg="PS256"), {**jwk("number"), "kid": 7}, secret, broken,
         {**jwk("curve"), "crv": "P-384"}, {"kty": "RSA", "kid": "bare"},
     ]  # fmt: skip
     keys = parse_keys(json.dumps({"keys": entries}).encode())
