@@ -36,7 +36,13 @@ if TYPE_CHECKING:
     from batonmq._core.retries import Origin
     from batonmq._producer.producer import Producer
     from batonmq._producer.producer_settings import Durability, ProducerSettings
-    from batonmq._producer.receipts import PendingReceipt, Receipt
+    from batonmq._producer.receipts import (
+        FailedRange,
+        PartlySent,
+        PendingReceipt,
+        Receipt,
+        ReceiptRange,
+    )
     from batonmq._producer.scheduled_sender import PendingSchedule, ScheduleReceipt
     from batonmq._producer.send_buffer import ProducerClosed
     from batonmq._telemetry.client_metrics import ClientMetrics
@@ -54,10 +60,12 @@ __all__ = [
     "Consumer",
     "ConsumerSettings",
     "Durability",
+    "FailedRange",
     "Message",
     "MessageFailed",
     "Origin",
     "OwnershipEvent",
+    "PartlySent",
     "PendingReceipt",
     "PendingSchedule",
     "Producer",
@@ -67,6 +75,7 @@ __all__ = [
     "PullerSettings",
     "QueueRef",
     "Receipt",
+    "ReceiptRange",
     "ReceivedMessage",
     "Retry",
     "RetryLater",
@@ -93,7 +102,10 @@ _HOMES = {
     "MessageFailed": "batonmq._consumer.handler_results",
     "Origin": "batonmq._core.retries",
     "OwnershipEvent": "batonmq._consumer.session",
+    "FailedRange": "batonmq._producer.receipts",
+    "PartlySent": "batonmq._producer.receipts",
     "PendingReceipt": "batonmq._producer.receipts",
+    "ReceiptRange": "batonmq._producer.receipts",
     "PendingSchedule": "batonmq._producer.scheduled_sender",
     "Producer": "batonmq._producer.producer",
     "ProducerClosed": "batonmq._producer.send_buffer",

@@ -23,9 +23,10 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings, SeekTarget
 from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
+from batonmq._producer.message_columns import Bodies, Keys
 from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import ProducerSettings
-from batonmq._producer.receipts import Receipt
+from batonmq._producer.receipts import Receipt, ReceiptRange
 from batonmq._producer.scheduled_sender import ScheduleReceipt
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.errors import Unreachable
@@ -198,6 +199,23 @@ class BlockingProducer:
             self._producer.send(topic, body, **options)
         )
         return receipt
+
+    def send_many(
+        self,
+        topic: str,
+        bodies: Bodies,
+        *,
+        tag: str = "",
+        keys: Keys = (),
+        ordering_key: str | None = None,
+        queue: QueueRef | None = None,
+    ) -> list[ReceiptRange]:
+        """See `Producer.send_many`."""
+        return self._thread.call(
+            self._producer.send_many(
+                topic, bodies, tag=tag, keys=keys, ordering_key=ordering_key, queue=queue
+            )
+        )
 
     def send_one_way(  # noqa: PLR0913  keyword-only, each with a default
         self,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -69,39 +67,6 @@ async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-class KeyedLocks:
-    """One fair lock per key: tasks acquire it in the order in which they asked.
-
-    `key in locks` is true while a task has or waits for the lock of the key.
-
-    Attributes:
-        count: Number of tasks that have a lock or wait for one.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._locks: dict[Hashable, asyncio.Lock] = {}
-        self._counts: Counter[Hashable] = Counter()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._locks
-
-    @asynccontextmanager
-    async def acquire(self, key: Hashable) -> AsyncIterator[None]:
-        """Acquire the lock of `key` for the length of the block."""
-        lock = self._locks.setdefault(key, asyncio.Lock())
-        self.count += 1
-        self._counts[key] += 1
-        try:
-            async with lock:
-                yield
-        finally:
-            self.count -= 1
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key], self._locks[key]
 
 
 def only_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -90,14 +90,15 @@ class QueueSender(Generic[Token]):
         """The last batch that waits or is in flight; None if there is none."""
         return self._waiting[-1] if self._waiting else self.in_flight
 
-    def open_batch(self, record_bytes: int) -> Batch[Token] | None:
-        """Return the batch with room for a record of this size; None if a new one is needed."""
+    def open_batch(self, record_bytes: int, count: int = 1) -> Batch[Token] | None:
+        """Return the batch with room for records of this size; None if a new one is needed."""
         if not self._waiting:
             return None
         batch = self._waiting[-1]
         builder = batch.builder
         full = (
-            builder.count >= self._count_max or builder.bytes_count + record_bytes > self._bytes_max
+            builder.count + count > self._count_max
+            or builder.bytes_count + record_bytes > self._bytes_max
         )
         return None if full or batch.encoded else batch
 

@@ -242,6 +242,21 @@ def encode_record(message: Message, *, properties_bytes_max: int = PROPERTIES_BY
     return b"".join((head, keys, tag, properties, message.body))
 
 
+def encode_bodies(bodies: Sequence[bytes], tag: str = "", keys: Sequence[str] = ()) -> list[bytes]:
+    """Return one record per body, each with the same valid tag and, if there are keys, its own key.
+
+    Without keys this costs much less per message than `encode_record`.
+    """
+    tag_bytes = tag.encode()
+    if not keys:
+        head = RECORD.pack(0, len(tag_bytes), 0) + tag_bytes
+        return [head + body for body in bodies]
+    return [
+        b"".join((RECORD.pack(len(raw), len(tag_bytes), 0), raw, tag_bytes, body))
+        for body, raw in zip(bodies, [key.encode() for key in keys], strict=True)
+    ]
+
+
 class BatchBuilder:
     """Collects the messages of one queue and encodes them as one batch.
 
@@ -273,6 +288,16 @@ class BatchBuilder:
         self._key_hashes.append(key_hash(keys[0]) if keys else 0)
         self.bytes_count += len(record) + 12
         self.count = index + 1
+        return index
+
+    def add_many(self, records: Sequence[bytes], tag: str = "", keys: Sequence[str] = ()) -> int:
+        """Add the records that `encode_bodies` returned; return the index of the first."""
+        index = self.count
+        self._records += records
+        self._tag_hashes += [tag_hash(tag)] * len(records)
+        self._key_hashes += [key_hash(key) if key else 0 for key in keys] or [0] * len(records)
+        self.bytes_count += sum(map(len, records)) + 12 * len(records)
+        self.count = index + len(records)
         return index
 
     def messages(self) -> Iterator[tuple[Message, bytes]]:

@@ -5,21 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from batonmq._common.aio import KeyedLocks, only_error, unless
+from batonmq._common.aio import only_error, unless
 from batonmq._connection.directory import ClientEnvironment, Directory
 from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
+from batonmq._producer.message_columns import Bodies, Keys, MessageColumns, MessagePiece
 from batonmq._producer.producer_settings import METRICS_PRODUCER, ProducerSettings
-from batonmq._producer.receipts import ANY_QUEUE, PendingReceipt, Receipt, SendOptions
+from batonmq._producer.receipts import (
+    ANY_QUEUE,
+    BatchOutcome,
+    FailedRange,
+    PartlySent,
+    PendingReceipt,
+    Receipt,
+    ReceiptRange,
+    SendOptions,
+)
 from batonmq._producer.scheduled_sender import PendingSchedule, ScheduledSender, ScheduleReceipt
 from batonmq._producer.send_buffer import ProducerClosed, SendBuffer
 from batonmq._producer.topic_queues import TopicQueues
+from batonmq._producer.waiting_sends import WaitingSend, WaitingSends
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.errors import BatonError, Unreachable
 
@@ -28,6 +40,8 @@ if TYPE_CHECKING:
     from batonmq._telemetry.event_counters import ProducerEventCounter
 
 log = logging.getLogger(__name__)
+
+Placed = TypeVar("Placed")
 
 
 class Producer:
@@ -63,8 +77,8 @@ class Producer:
         self._clock = secured.clock
         self._directory = Directory(nameserver, secured.random, secured.connect)
         self._tasks = asyncio.TaskGroup()
-        self._loops: list[asyncio.Task[None]] = []
-        self._send_order, self._closing = KeyedLocks(), asyncio.Event()
+        self._loops: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
         self._stream: ClientStream | None = None
         event_counter: ProducerEventCounter | None = None
         if self._settings.metrics_stream:
@@ -81,6 +95,12 @@ class Producer:
             metrics=self._metrics,
             event_counter=event_counter,
         )
+        self._waiting = WaitingSends(
+            self._buffer,
+            self._settings.in_flight_bytes_max,
+            lambda topic: self._start(self._open_for_waiting(topic)),
+        )
+        self._buffer.on_settled = self._waiting.batch_settled
         self._scheduled = ScheduledSender(
             self._directory, self._clock, secured.random, self._tasks, self._settings
         )
@@ -91,7 +111,7 @@ class Producer:
             bound = self._settings.in_flight_bytes_max
             self._metrics.watch(lambda: bound - self._buffer.free_bytes)
         if self._stream is not None:
-            self._loops.append(self._stream.start(self._tasks))
+            self._loops.add(self._stream.start(self._tasks))
         return self
 
     async def __aexit__(
@@ -108,7 +128,8 @@ class Producer:
         finally:
             self._closing.set()
             self._scheduled.close()
-            for task in self._loops:
+            self._waiting.fail_all(_closed())
+            for task in list(self._loops):
                 task.cancel()
             try:
                 await self._tasks.__aexit__(kind, error, trace)
@@ -200,15 +221,13 @@ class Producer:
                 await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
             )
         record = encode_record(message)
-        known = self._ready(topic, record, ordering_key) or await self._admitted(
-            topic, record, ordering_key
-        )
         options = (
             ANY_QUEUE
             if ordering_key is None and queue is None
             else SendOptions(ordering_key, queue)
         )
-        outcome, index = self._buffer.place(known, options, message, record)
+        placed = self._place(topic, options, message, record)
+        outcome, index = placed or await self._wait_to_place(topic, options, message, record)
         return await outcome.wait(index)
 
     @overload
@@ -262,15 +281,15 @@ class Producer:
             when = (deliver_at_unix_ms, delay_ms, delay_level)
             return await self._schedule(topic, message, when, SendOptions(ordering_key, queue))
         record = encode_record(message)
-        known = self._ready(topic, record, ordering_key) or await self._admitted(
-            topic, record, ordering_key
-        )
         options = (
             ANY_QUEUE
             if ordering_key is None and queue is None
             else SendOptions(ordering_key, queue)
         )
-        return PendingReceipt(*self._buffer.place(known, options, message, record))
+        placed = self._place(topic, options, message, record)
+        return PendingReceipt(
+            *(placed or await self._wait_to_place(topic, options, message, record))
+        )
 
     async def send_one_way(  # noqa: PLR0913  keyword-only, each with a default
         self,
@@ -295,10 +314,69 @@ class Producer:
         """
         message = Message(body, tag, tuple(keys), properties or {})
         record = encode_record(message)
-        known = self._ready(topic, record, ordering_key) or await self._admitted(
-            topic, record, ordering_key
-        )
-        self._buffer.place(known, SendOptions(ordering_key, queue, one_way=True), message, record)
+        options = SendOptions(ordering_key, queue, one_way=True)
+        if self._place(topic, options, message, record) is None:
+            await self._wait_to_place(topic, options, message, record)
+
+    async def send_many(
+        self,
+        topic: str,
+        bodies: Bodies,
+        *,
+        tag: str = "",
+        keys: Keys = (),
+        ordering_key: str | None = None,
+        queue: QueueRef | None = None,
+    ) -> list[ReceiptRange]:
+        """Send many messages; return their receipts when all have the durability of the settings.
+
+        This is the fastest way to send: the messages are encoded as columns, and there is one
+        receipt per batch. The messages of one batch are consecutive in `bodies` and in the queue;
+        with an ordering key or a queue, all messages keep their order. If the call is cancelled,
+        messages that are in a batch already are sent nevertheless.
+
+        Args:
+            topic: The topic.
+            bodies: Bodies, each of at most 4 MiB: a sequence of bytes, or a column of Arrow (binary
+                or string, without nulls).
+            tag: Tag of all messages.
+            keys: One key per message, by which it can be found; an empty string for none.
+            ordering_key: As for `send`, for all messages.
+            queue: Send all messages to this queue.
+
+        Returns:
+            The receipts in the order of `bodies`.
+
+        Raises:
+            InvalidArgument, BadBatch, LimitExceeded: A message is not valid. No message was sent.
+            PartlySent: Some messages are stored and others have failed.
+            TopicNotFound, Unreachable, ProducerClosed: As for `send`, for all messages.
+        """
+        columns = MessageColumns(bodies, tag, keys)
+        no_options = ordering_key is None and queue is None
+        options = ANY_QUEUE if no_options else SendOptions(ordering_key, queue)
+        outcomes: list[ReceiptRange | FailedRange] = []
+        placed: list[tuple[BatchOutcome, int, int, int]] = []
+        begin = 0
+        while begin < len(columns):
+            piece = columns.piece(
+                begin, self._settings.batch_bytes_max, self._settings.batch_messages_max
+            )
+            count = len(piece.records)
+            try:
+                batch = await self._place_many(topic, options, piece)
+            except BatonError as error:
+                outcomes.append(FailedRange(begin, len(columns) - begin, error))
+                break
+            placed.append((*batch, count, begin))
+            begin += count
+            await asyncio.sleep(0)  # let the first batches leave while the others are encoded
+        stored = [
+            outcome
+            for batch, first, count, index in placed
+            for outcome in await batch.wait_for_range(first, count, index)
+        ]
+        return _all_stored([*stored, *outcomes])
 
     @property
     def one_way_failures(self) -> int:
@@ -331,37 +409,79 @@ class Producer:
         does nothing more. The end of the block calls this method.
         """
         self._closing.set()
+        self._waiting.fail_all(_closed())
         await self.flush()
 
-    def _ready(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues | None:
-        """Return the topic if the record can be added at once, else None."""
+    def _place(
+        self, topic: str, options: SendOptions, message: Message, record: bytes
+    ) -> tuple[BatchOutcome, int] | None:
+        """Put the message into a batch; None if it has to wait before."""
         known = self._buffer.topics.get(topic)
-        waits = (
+        if (
             known is None
             or self._closing.is_set()
-            or len(record) > self._buffer.free_bytes
-            or (self._send_order.count and (topic, ordering_key) in self._send_order)
-            or (ordering_key is not None and known.must_wait(ordering_key))
-        )
-        return None if waits else known
+            or self._waiting.delays(known, topic, options.ordering_key, len(record))
+        ):
+            return None
+        return self._buffer.place(known, options, message, record)
 
-    async def _admitted(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues:
-        """Return the topic when the record may be added; records of a key keep their order."""
-        begin_ms = self._clock.monotonic_ms()
-        async with self._send_order.acquire((topic, ordering_key)):
-            known = self._buffer.topics.get(topic)
-            if known is None:
-                known = await self._open_topic(topic, self._clock.monotonic_ms() - begin_ms)
-            self._refuse_if_closing()
-            await self._buffer.admit(known, record, ordering_key)
-            self._refuse_if_closing()
-            return known
+    async def _place_many(
+        self, topic: str, options: SendOptions, piece: MessagePiece
+    ) -> tuple[BatchOutcome, int]:
+        def place(known: TopicQueues) -> tuple[BatchOutcome, int]:
+            return self._buffer.place_many(known, options, piece)
+
+        known, key = self._buffer.topics.get(topic), options.ordering_key
+        if (
+            known is None
+            or self._closing.is_set()
+            or self._waiting.delays(known, topic, key, piece.size)
+        ):
+            return await self._when_due(topic, key, piece.size, place)
+        return place(known)
+
+    async def _wait_to_place(
+        self, topic: str, options: SendOptions, message: Message, record: bytes
+    ) -> tuple[BatchOutcome, int]:
+        """Put the message into a batch when its topic is open and there is room for it."""
+
+        def place(known: TopicQueues) -> tuple[BatchOutcome, int]:
+            return self._buffer.place(known, options, message, record)
+
+        return await self._when_due(topic, options.ordering_key, len(record), place)
+
+    async def _when_due(
+        self,
+        topic: str,
+        ordering_key: str | None,
+        size: int,
+        place: Callable[[TopicQueues], Placed],
+    ) -> Placed:
+        """Call `place` when the topic is open and there is room for `size` bytes."""
+        self._refuse_if_closing()
+        deadline_ms = self._clock.monotonic_ms() + self._settings.delivery_timeout_ms
+        send = WaitingSend(topic, ordering_key, size, deadline_ms, place)
+        self._waiting.add(send)
+        try:
+            return await send.placed
+        except BatonError as error:
+            raise error.with_traceback(None)  # noqa: B904  all messages that waited share it
+
+    async def _open_for_waiting(self, topic: str) -> None:
+        """Open the topic for the messages that wait for its route, or fail them."""
+        while (deadline_ms := self._waiting.deadline_ms(topic)) is not None:
+            try:
+                await self._open_topic(topic, max(1, deadline_ms - self._clock.monotonic_ms()))
+            except Unreachable as error:
+                self._waiting.fail_topic(topic, error, max(deadline_ms, self._clock.monotonic_ms()))
+            except BatonError as error:
+                self._waiting.fail_topic(topic, error, sys.maxsize)
+            else:
+                self._waiting.topic_opened(topic)
 
     def _refuse_if_closing(self) -> None:
         if self._closing.is_set():
-            raise ProducerClosed(
-                "the producer is closed", remedy="Open another Producer; this message was not sent."
-            )
+            raise _closed()
 
     async def _schedule(
         self,
@@ -378,7 +498,9 @@ class Producer:
             delay_level=level,
         )
         record = encode_record(message)
-        known = self._buffer.topics.get(topic) or await self._open_topic(topic)
+        known = self._buffer.topics.get(topic) or await self._open_topic(
+            topic, self._settings.delivery_timeout_ms
+        )
 
         def choose() -> QueueRef:
             queue = known.choose(options, self._clock.monotonic_ms())
@@ -389,7 +511,7 @@ class Producer:
         self._refuse_if_closing()
         return self._scheduled.submit(message, record, deliver_unix_ms, choose)
 
-    async def _open_topic(self, topic: str, waited_ms: int = 0) -> TopicQueues:
+    async def _open_topic(self, topic: str, timeout_ms: int) -> TopicQueues:
         """Wait for the route of a topic and return the topic.
 
         Raises:
@@ -397,9 +519,6 @@ class Producer:
             Unreachable: No nameserver returned the route in time.
             ProducerClosed: The producer was closed meanwhile.
         """
-        timeout_ms = self._settings.delivery_timeout_ms - waited_ms
-        if timeout_ms <= 0:
-            raise Unreachable(f"timed out waiting for the route of topic {topic}")
         route = await unless(self._closing, wait_for_route(self._directory, topic, timeout_ms))
         self._refuse_if_closing()
         assert route is not None
@@ -422,7 +541,32 @@ class Producer:
             self._buffer.topics.pop(topic, None)
 
     def _start(self, loop: Coroutine[Any, Any, None]) -> None:
-        self._loops.append(self._tasks.create_task(loop))
+        task = self._tasks.create_task(loop)
+        self._loops.add(task)
+        task.add_done_callback(self._loops.discard)
+
+
+def _all_stored(outcomes: Sequence[ReceiptRange | FailedRange]) -> list[ReceiptRange]:
+    """Return the receipts; raise the common error of all messages, or `PartlySent`."""
+    stored = [one for one in outcomes if isinstance(one, ReceiptRange)]
+    failed = [one for one in outcomes if isinstance(one, FailedRange)]
+    if not failed:
+        return stored
+    if not stored and len({id(one.error) for one in failed}) == 1:
+        raise failed[0].error
+    counts = [sum(one.message_count for one in ranges) for ranges in (failed, stored)]
+    raise PartlySent(
+        f"{counts[0]} messages have failed, {counts[1]} are stored; the first error: "
+        f"{failed[0].error.message}",
+        stored=stored,
+        failed=failed,
+    )
+
+
+def _closed() -> ProducerClosed:
+    return ProducerClosed(
+        "the producer is closed", remedy="Open another Producer; this message was not sent."
+    )
 
 
 def stream_of(client_id: str, nameserver: str, environment: ClientEnvironment) -> ClientStream:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer_settings import Durability
-from batonmq.errors import BatonError
+from batonmq.errors import BatonError, Retry
 
 WOKEN_AT_ONCE = 64
 """Waiting senders of a batch that are woken in one iteration of the event loop."""
@@ -41,6 +42,83 @@ class Receipt(NamedTuple):
     def message_id(self) -> str:
         """Id of the message, unique in the cluster."""
         return f"{self.queue.broker}-{self.position:x}-{self.place:x}"
+
+
+class ReceiptRange(NamedTuple):
+    """Proof that consecutive messages of one `send_many` are stored, in one batch.
+
+    Attributes:
+        first_index: Index of the first message among the messages of the call.
+        message_count: Number of messages; their offsets follow without gaps.
+        queue: The queue of the messages.
+        first_offset: Offset of the first message in the queue.
+        position: Position of the batch in the log of the broker, in bytes.
+        first_place: Index of the first message in the batch.
+        store_unix_ms: Time of storing, by the wall clock of the storage node.
+        durability: The durability that was reached.
+        duplicate: Whether an earlier attempt had stored the messages already.
+    """
+
+    first_index: int
+    message_count: int
+    queue: QueueRef
+    first_offset: int
+    position: int
+    first_place: int
+    store_unix_ms: int
+    durability: Durability
+    duplicate: bool
+
+    def receipts(self) -> list[Receipt]:
+        """Return one receipt per message."""
+        return [
+            Receipt(
+                self.queue,
+                self.first_offset + number,
+                self.position,
+                self.first_place + number,
+                self.store_unix_ms,
+                self.durability,
+                self.duplicate,
+            )
+            for number in range(self.message_count)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRange:
+    """Consecutive messages of one `send_many` that failed with the same error.
+
+    Attributes:
+        first_index: Index of the first message among the messages of the call.
+        message_count: Number of messages.
+    """
+
+    first_index: int
+    message_count: int
+    error: BatonError
+
+
+class PartlySent(BatonError):
+    """Some messages of a `send_many` are stored and others have failed.
+
+    Attributes:
+        stored: The receipts.
+        failed: The other messages; the errors say whether they may be stored nevertheless.
+    """
+
+    kind, reason, retry = "UNAVAILABLE", "UNREACHABLE", Retry.NEVER
+    remedy = "Send the messages of `failed` again, unless their error says that they may be stored."
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        stored: Sequence[ReceiptRange] = (),
+        failed: Sequence[FailedRange] = (),
+    ) -> None:
+        super().__init__(message)
+        self.stored, self.failed = stored, failed
 
 
 class SendOptions(NamedTuple):
@@ -75,6 +153,10 @@ class PendingReceipt:
 
     def __await__(self) -> Generator[object, None, Receipt]:
         return self._outcome.wait(self._index).__await__()
+
+    async def range(self, index: int) -> list[ReceiptRange | FailedRange]:
+        """Return the outcome as a range of one message with an index in its `send_many`."""
+        return await self._outcome.wait_for_range(self._index, 1, index)
 
 
 class BatchOutcome:
@@ -127,6 +209,28 @@ class BatchOutcome:
         return Receipt(
             self.queue, first_offset + index, position, index, store_unix_ms, durability, duplicate
         )
+
+    async def wait_for_range(
+        self, first: int, count: int, first_index: int
+    ) -> list[ReceiptRange | FailedRange]:
+        """Return the outcomes of `count` messages from `first` on, when the batch has its outcome.
+
+        Args:
+            first: Index in the batch of the first message.
+            first_index: Index of that message among those of the `send_many`.
+        """
+        try:
+            receipt = await self.wait(first)
+        except BatonError as error:
+            if not self.moved:
+                return [FailedRange(first_index, count, error)]
+        else:
+            if not self.moved:
+                return [ReceiptRange(first_index, count, *receipt)]
+        outcomes: list[ReceiptRange | FailedRange] = []
+        for number, pending in enumerate(self.moved[first : first + count]):
+            outcomes += await pending.range(first_index + number)
+        return outcomes
 
     def settle(self, outcome: pb.AppendReceipt | BatonError) -> None:
         """Set the outcome of the batch and wake the waiting senders."""

@@ -13,6 +13,7 @@ from batonmq._core.queue_sender import Batch, QueueSender, maybe_stored
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.broker_sender import BrokerSender
+from batonmq._producer.message_columns import MessagePiece
 from batonmq._producer.one_way_failures import OneWayFailures
 from batonmq._producer.producer_settings import ProducerSettings
 from batonmq._producer.receipts import ANY_QUEUE, BatchOutcome, PendingReceipt, SendOptions
@@ -44,6 +45,7 @@ class SendBuffer:
         broker_health: Recent failures and latencies of brokers.
         one_way_failures: Counts one-way messages that failed.
         free_bytes: Bytes of messages that may still be added before the limit.
+        on_settled: Called when a batch has its outcome, and its bytes are free.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class SendBuffer:
         settings: ProducerSettings,
         directory: Directory,
         environment: ClientEnvironment,
-        start: Callable[[Coroutine[Any, Any, None]], None],
+        start: Callable[[Coroutine[Any, Any, None]], object],
         *,
         metrics: ProducerMetrics | None = None,
         event_counter: ProducerEventCounter | None = None,
@@ -64,16 +66,10 @@ class SendBuffer:
         self.broker_health = BrokerHealth()
         self.one_way_failures = OneWayFailures()
         self.free_bytes = settings.in_flight_bytes_max
+        self.on_settled: Callable[[], None] = lambda: None
         self._senders: dict[QueueRef, QueueSender[BatchOutcome]] = {}
         self._brokers: dict[str, BrokerSender] = {}
         self._settled = asyncio.Event()
-
-    async def admit(self, known: TopicQueues, record: bytes, ordering_key: str | None) -> None:
-        """Wait until the record fits the byte limit and can't overtake its ordering key."""
-        bytes_max = self._settings.in_flight_bytes_max
-        while len(record) > self.free_bytes < bytes_max or known.must_wait(ordering_key):
-            self._settled.clear()
-            await self._settled.wait()
 
     def place(
         self,
@@ -112,6 +108,25 @@ class SendBuffer:
         outcome.bytes_count += len(record)
         self.free_bytes -= len(record)
         return outcome, index
+
+    def place_many(
+        self, known: TopicQueues, options: SendOptions, piece: MessagePiece
+    ) -> tuple[BatchOutcome, int]:
+        """Put the messages of `piece` into one batch; return as `place`, for the first message."""
+        sender = self._sender(known.choose(options, self._clock.monotonic_ms()))
+        batch = sender.open_batch(piece.size, len(piece.records))
+        if batch is None:
+            batch = sender.begin_batch(BatchOutcome(sender.queue), self._clock.monotonic_ms())
+            self._brokers[sender.queue.broker].wake(sender)
+        known.next_turn()
+        first = batch.builder.add_many(piece.records, piece.tag, piece.keys)
+        outcome = batch.token
+        if options is not ANY_QUEUE:
+            for index in range(first, first + len(piece.records)):
+                outcome.options[index] = options
+        outcome.bytes_count += piece.size
+        self.free_bytes -= piece.size
+        return outcome, first
 
     def last(self, known: TopicQueues) -> dict[QueueRef, BatchOutcome]:
         """Return the last batch in flight of each queue of the topic, by queue."""
@@ -224,6 +239,7 @@ class SendBuffer:
     def _free(self, batch: Batch[BatchOutcome]) -> None:
         self.free_bytes += batch.token.bytes_count
         self._settled.set()
+        self.on_settled()
 
     def _sender(self, queue: QueueRef) -> QueueSender[BatchOutcome]:
         sender = self._senders.get(queue)

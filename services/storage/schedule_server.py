@@ -13,7 +13,7 @@ from baton.storage.v1 import schedule_service_pb2 as pb
 from baton.storage.v1 import schedule_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.delays import check_deliver_time
-from batonmq._core.records import read_header, read_topic
+from batonmq._core.records import read_header
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
 from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.owner import owner_of
@@ -92,20 +92,10 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         key = decode_id(request.schedule_id, self._appender.broker)
         position = self._store.schedule.waiting.position(key)
         if self._require is not None and position is not None:
-            self._require(context, produce(self._topic(position)))
+            topic = schedule.read_scheduled_topic(self._store.log, position)
+            self._require(context, produce(topic))
         await self._appender.flusher.wait_until_safe(self._withdraw(key, request.schedule_id))
         return pb.CancelScheduledResponse()
-
-    def _topic(self, position: int) -> str:
-        """Return the topic of the scheduled batch that is stored at `position`.
-
-        Raises:
-            DataLoss: the batch is damaged.
-        """
-        (found,) = schedule.read_scheduled(self._store.log, [position])
-        if isinstance(found, BatonError):
-            raise found
-        return read_topic(found.batch)
 
     def _withdraw(self, key: DelayKey, schedule_id: str) -> int:
         """Cancel a scheduled batch; return the position up to which the log must be safe.

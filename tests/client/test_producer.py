@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.producer_settings import Durability, ProducerSettings
 from batonmq._producer.receipts import PendingReceipt, Receipt
 from batonmq._producer.send_buffer import ProducerClosed
+from batonmq._producer.waiting_sends import WaitingSend, WaitingSends
 from batonmq.errors import (
     BadBatch,
     BatonError,
@@ -117,6 +119,32 @@ async def test_many_tasks_that_send_at_once_ask_for_the_route_and_share_batches(
         assert len(at.nameserver.asked) == asked
         assert sum(map(len, at.storage.requests)) <= 50
         assert len(at.storage.stored) == 501
+
+
+async def test_only_the_first_sends_of_a_new_producer_wait_for_the_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited = 0
+
+    def add(waiting: WaitingSends, send: WaitingSend[Any]) -> None:
+        nonlocal waited
+        waited += 1
+        original(waiting, send)
+
+    original = WaitingSends.add
+    monkeypatch.setattr(WaitingSends, "add", add)
+    async with twins(orders=8) as at, Producer(at.address) as producer:
+
+        async def send() -> None:
+            for number in range(5):
+                await producer.send("orders", b"%d" % number)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(500):
+                tasks.create_task(send())
+        assert waited == 500
+        assert len(at.nameserver.asked) == 1
+        assert len(at.storage.stored) == 2_500
 
 
 async def test_one_queue_has_one_batch_in_flight() -> None:

@@ -10,7 +10,7 @@ import gc
 
 import pytest
 
-from batonmq._common.aio import KeyedLocks, only_error, unless, wait_until
+from batonmq._common.aio import only_error, unless, wait_until
 from batonmq.errors import Held
 
 
@@ -131,33 +131,6 @@ async def test_wait_until_can_be_cancelled() -> None:
         await started.wait()
         waiting.cancel()
     assert waiting.cancelled()
-
-
-async def test_lock_is_granted_in_the_order_of_the_requests() -> None:
-    locks, granted = KeyedLocks(), list[str]()
-
-    async def wait(key: str, name: str) -> None:
-        async with locks.acquire(key):
-            await asyncio.sleep(0)
-            granted.append(name)
-
-    async with asyncio.TaskGroup() as tasks:
-        waiting = [tasks.create_task(wait("a", name)) for name in "123"]
-        await asyncio.sleep(0)
-        assert "a" in locks
-        assert "b" not in locks
-        assert locks.count == 3
-        waiting[1].cancel()
-        tasks.create_task(wait("a", "4"))
-    assert granted == ["1", "3", "4"]
-    assert "a" not in locks
-    assert locks.count == 0
-
-
-async def test_locks_of_different_keys_are_independent() -> None:
-    locks = KeyedLocks()
-    async with locks.acquire("a"), asyncio.timeout(10), locks.acquire("b"):
-        assert "a" in locks
 
 
 def test_only_error_finds_the_error_in_nested_groups() -> None:

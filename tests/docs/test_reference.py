@@ -7,6 +7,7 @@ documented, and each error that a docstring names exists.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import dataclasses
 import importlib
@@ -106,8 +107,11 @@ def test_every_error_that_is_told_exists() -> None:
 
 def test_what_the_package_offers_is_typed_and_there() -> None:
     """`__all__`, what is loaded when used, and what type checkers see are the same names."""
-    source = Path(inspect.getfile(batonmq)).read_text()
-    _, _, checked = source.partition("if TYPE_CHECKING:\n")
-    imported = re.findall(r"import ([\w, ]+)$", checked.partition("\n\n")[0], re.MULTILINE)
-    assert sorted(name for line in imported for name in line.split(", ")) == batonmq.__all__
+    (checked,) = [
+        node
+        for node in ast.parse(Path(inspect.getfile(batonmq)).read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
+    assert sorted(alias.name for node in imports for alias in node.names) == batonmq.__all__
     assert all(getattr(batonmq, name) is not None for name in batonmq.__all__)

@@ -8,20 +8,30 @@ Method: the servicers on a node with a disk in memory, and access rules with the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import schedule_service_pb2 as pb
-from batonmq.errors import NotScheduled, PermissionDenied
+from batonmq._core.records import TOPIC_BYTES_MAX
+from batonmq.errors import DataLoss, NotScheduled, PermissionDenied
 from batonmq_server.runtime.access.permissions import (
     AccessRole,
     Authorizer,
     Grant,
     Permission,
 )
+from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
+from batonmq_server.storage.core.schedule import (
+    FIRST,
+    SCHEDULED_BYTES_MAX,
+    SCHEDULED_HEAD_BYTES_MAX,
+    ScheduledBatch,
+    encode_scheduled,
+    read_scheduled_topic,
+)
 from batonmq_server.storage.core.store import check
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.query_server import QueryServicer
@@ -66,6 +76,43 @@ async def test_cancelling_a_scheduled_batch_needs_permission_to_produce_to_its_t
         allowed = scheduling(here, Grant(AccessRole.PRODUCE, f"topic:{TOPIC}"))
         await allowed.CancelScheduled(request, CONTEXT)
         assert here.waiting() == 0
+
+
+@pytest.mark.parametrize("body", [b"body", FILL])
+async def test_scheduled_message_is_not_read_before_the_permission_to_cancel_it(
+    monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    async with scene() as here:
+        receipt = await here.schedule(batch(body), NOW + 60_000)
+        request = pb.CancelScheduledRequest(schedule_id=receipt.schedule_id)
+        sizes: list[int] = []
+        read = here.store.log.read
+
+        def counting(position: int, bytes_max: int) -> bytes:
+            sizes.append(bytes_max)
+            return read(position, bytes_max)
+
+        with monkeypatch.context() as patch, pytest.raises(PermissionDenied) as refused:
+            patch.setattr(here.store.log, "read", counting)
+            await scheduling(here).CancelScheduled(request, CONTEXT)
+        assert refused.value.facts["resource"] == f"topic:{TOPIC}"
+        assert sizes == [SCHEDULED_HEAD_BYTES_MAX], "the head names the topic"
+        assert here.waiting() == 1
+
+
+def test_topic_of_the_largest_scheduled_batch_is_in_its_head() -> None:
+    topic = "t" * TOPIC_BYTES_MAX
+    large = [b"x" * (SCHEDULED_BYTES_MAX // 3 - 200)] * 3
+    inner = batch(*large, topic=topic)
+    outer = encode_scheduled(ScheduledBatch(NOW, 7, FIRST, inner))
+
+    class Log:
+        def read(self, position: int, bytes_max: int) -> bytes:
+            return outer[position : position + bytes_max]
+
+    assert read_scheduled_topic(cast("CommitLog", Log()), 0) == topic
+    with pytest.raises(DataLoss):
+        read_scheduled_topic(cast("CommitLog", Log()), 8)
 
 
 async def test_rewritten_scheduled_batch_is_still_authorized_by_its_topic() -> None:

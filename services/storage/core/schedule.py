@@ -20,18 +20,21 @@ from batonmq._core.records import (
     BODY_BYTES_MAX,
     BODY_FROM,
     HEADER_BYTES,
+    RECORD,
     BatchBuilder,
     Header,
     Message,
+    column_starts,
     decode_records,
     encode_record,
     read_header,
+    read_topic,
 )
-from batonmq.errors import BatonError, DataLoss, DataLossDetail, LimitExceeded
+from batonmq.errors import BadBatch, BatonError, DataLoss, DataLossDetail, LimitExceeded
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.delay_queue import DelayedBatch, DelayKey, DelayQueue
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
-from batonmq_server.storage.core.scan import examine
+from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, examine
 
 TOPIC = "BATON_SYS_SCHEDULE"
 TOPIC_ID = 0
@@ -46,6 +49,11 @@ DELIVERED_FROM, QUEUE_FROM = BODY_FROM, 80
 SCHEDULED_BYTES_MAX = BATCH_BYTES_MAX - 512
 """Maximum length of a scheduled batch: it must fit into another batch."""
 READ_BYTES = 64 * 1024
+_RECORDS_MAX = -(-BATCH_BYTES_MAX // BODY_BYTES_MAX)
+SCHEDULED_HEAD_BYTES_MAX = (
+    HEADER_BYTES + len(TOPIC) + 12 * _RECORDS_MAX + RECORD.size + ENVELOPE.size + HEAD_BYTES_MAX
+)
+"""Bytes of a batch of the system topic up to the end of the topic of the scheduled batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +190,28 @@ class Schedule:
             header = replace(read_header(found.batch), owner=owner)
             queue = found.topic_id, header.queue_id
             self._producers.record(header, sequence_key(queue), receipt)
+
+
+def read_scheduled_topic(log: CommitLog, position: int) -> str:
+    """Return the topic of the scheduled batch that is stored at `position`; read nothing else.
+
+    Checksums are not checked, as that needs the whole batch.
+
+    Raises:
+        DataLoss: there is no scheduled batch.
+    """
+    head = log.read(position, SCHEDULED_HEAD_BYTES_MAX)
+    try:
+        header = read_header(head)
+        if (header.position, header.topic_id, header.queue_id) == (position, TOPIC_ID, SCHEDULED):
+            records_at = column_starts(header).extra_keys + 8 * header.extra_key_count
+            return read_topic(head[records_at + RECORD.size + ENVELOPE.size :])
+    except BadBatch:
+        pass
+    raise DataLoss(
+        f"there is no scheduled batch at position {position}",
+        detail=DataLossDetail(position=position),
+    )
 
 
 def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[ScheduledBatch | DataLoss]:
