@@ -38,11 +38,13 @@ class QueueRunner:
                 await unless(queue.revoked, self._session.directory.pause(again, failures))
             if await self._acquire():
                 await self._pull()
+            elif not queue.held:
+                return
             if queue.state is OwnershipState.DRAINING:
                 await self._releaser.drain(queue.drained)
             if queue.state is OwnershipState.DRAINING:
                 await self._release()
-            elif queue.state is not OwnershipState.RELEASED:
+            else:
                 failures = 0 if queue.useful else failures + 1
                 queue.stop()
 
