@@ -131,11 +131,11 @@ def test_pod_has_the_values_of_its_manifest() -> None:
 
 
 def test_job_has_one_pod_without_a_service_name() -> None:
-    found = jobs(yaml.safe_load_all(MANIFEST))
-    assert found.keys() == {"once"}
-    once = found["once"]
-    assert (once.name, once.command, once.names) == ("once", ("baton", "demo"), ())
-    assert once.secrets == {"/tls": "tls-demo"}
+    pods_by_job = jobs(yaml.safe_load_all(MANIFEST))
+    assert pods_by_job.keys() == {"once"}
+    pod = pods_by_job["once"]
+    assert (pod.name, pod.command, pod.names) == ("once", ("baton", "demo"), ())
+    assert pod.secrets == {"/tls": "tls-demo"}
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="NO OPENSSL")
