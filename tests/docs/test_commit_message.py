@@ -8,7 +8,7 @@ from tools.commit_message import problem
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         ("storage: sync once per batch\n\nWhy.", ""),
         ("spark-jobs: read the topic's metadata once", ""),

@@ -11,7 +11,7 @@ import sys
 from batonmq._consumer.message import ReceivedMessage
 from batonmq.idempotence import idempotent
 from tests.idempotence.messages import message
-from tests.idempotence.stores import place
+from tests.idempotence.stores import aging_store
 
 CLAIM_MS, DONE_MS = 600_000, 600_000
 
@@ -24,7 +24,7 @@ async def main(url: str, namespace: str, count: str, *hang: str) -> None:
         if hang:
             await asyncio.Event().wait()
 
-    async with place(url, namespace) as store_access:
+    async with aging_store(url, namespace) as store_access:
         print("ready", flush=True)
         sys.stdin.readline()
         handle = idempotent(book, store_access.store, claim_ms=CLAIM_MS, done_ms=DONE_MS)

@@ -5,13 +5,11 @@ Method: a real fork server, and a small program that it has imported in advance.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import resource
 import signal
 import sys
-from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 
 from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.fork_server import ForkServer
-from tests.support.conditions import lives, until
+from tests.support.parent import assert_child_is_killed_with_its_parent
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -260,12 +258,4 @@ async def test_forked_processes_end_with_the_block(folder: Path) -> None:
 
 
 async def test_forked_processes_end_with_a_killed_parent(folder: Path) -> None:
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PARENT, str(folder), stdout=PIPE
-    )
-    assert parent.stdout is not None
-    pid = int(await parent.stdout.readline())
-    assert lives(pid)
-    parent.kill()
-    await parent.wait()
-    await until(lambda: not lives(pid))
+    await assert_child_is_killed_with_its_parent(PARENT, str(folder))
