@@ -102,7 +102,7 @@ async def test_release_all_releases_no_queue_of_a_running_client(nameserver: str
         )
         await at.send(["x"])
         await until(lambda: at.bodies["x"] == 1)
-        unknown_client = await Locks(admin).release_all("nobody")
+        unknown_client = await Locks(admin).release_all("unknown")
         assert (
             unknown_client.incarnation_ids,
             unknown_client.released_count,
