@@ -82,7 +82,8 @@ async def test_calls_of_an_operator_and_refusals_are_in_the_log(
 ) -> None:
     path = tmp_path / "audit"
     async with scene(etcd) as at:
-        at.guard.audit = AuditLog(str(path), 1 << 20, "nameserver/a", Clock())
+        audit = AuditLog(str(path), 1 << 20, "nameserver/a", Clock())
+        at.guard.audits.append(audit)
         await at.know("carol", ("admin", "cluster"))
         await at.know("app", ("consume", "topic:orders"))
         grant = stored_access_pb2.AccessGrant(role=stored_access_pb2.ROLE_CONSUME)
@@ -91,7 +92,7 @@ async def test_calls_of_an_operator_and_refusals_are_in_the_log(
         await refusal(at.call(GRANT, request, "app"))
         await refusal(at.call(APPEND, request_of(METHODS[APPEND]), "app"))
         await refusal(at.call(GRANT, request, "unknown"))
-        at.guard.audit.close()
+        audit.close()
     entries = [(one["kind"], one["call"], one["identity"], one["reason"]) for one in lines(path)]
     assert entries == [
         ("operated", GRANT, "carol", "OK"),
