@@ -73,7 +73,7 @@ class ServiceSettings(Settings):
     access: bool = False
     """Whether callers must authenticate and need a grant for each call."""
     access_admins: str = ""
-    """Lease of the node's entry in etcd, in milliseconds; a dead node stays listed as long."""
+    """Identities with the role admin on the cluster without a grant, separated by commas."""
     oidc_issuer: str = ""
     """OIDC issuer whose tokens are accepted, as in their claim `iss`; empty: none. It needs
     `access`, `oidc_audience`, and `oidc_jwks_file` or `oidc_jwks_url`."""
@@ -105,7 +105,7 @@ class ServiceSettings(Settings):
     audit_bytes_max: int = Field(64 * 1024 * 1024, ge=64 * 1024)
     """Maximum size of the audit log in bytes, over its five files."""
     node_lease_ms: int = Field(5_000, ge=2_000)
-    """Lease of the node's entry in etcd, in milliseconds; a dead node is listed until it expires."""
+    """Lease of the node's entry in etcd, in milliseconds; a dead node is listed that long."""
     metrics_stream: bool = True
     """Whether the process publishes its events to the topic BATON_SYS_METRICS; at a nameserver,
     also whether it creates that topic and BATON_SYS_ALERTS."""

@@ -596,14 +596,14 @@ async def test_queue_revoked_after_the_own_deadline_is_drained_closed_and_releas
     """No service has refused the token, so the next owner need not wait for the lease."""
     async with twins(1) as at, running_consumer(at, keep_alive_ms=10) as running:
         running.gate.clear()
-        at.nameserver.give("a", [0])
+        at.nameserver.assign("a", [0])
         at.storage.send(0, "runs", "waits")
         await until(lambda: running.started == ["runs"])
         await pass_own_deadline(at, running)
         kept = len(at.lockmgr.kept)
         await until(lambda: len(at.lockmgr.kept) > kept + 1)
         assert [hold.token for hold in at.lockmgr.kept[-1]] == [1], "the lease is renewed meanwhile"
-        at.nameserver.give("b", [0])
+        at.nameserver.assign("b", [0])
         await until(lambda: running.consumer.assignment != ())
         assert at.offsets.closes == []
         running.gate.set()
@@ -617,11 +617,11 @@ async def test_queue_revoked_after_the_own_deadline_is_drained_closed_and_releas
 async def test_late_close_names_handlers_that_outlast_the_drain_timeout() -> None:
     async with twins(1) as at, running_consumer(at, drain_timeout_ms=0) as running:
         running.gate.clear()
-        at.nameserver.give("a", [0])
+        at.nameserver.assign("a", [0])
         at.storage.send(0, "runs")
         await until(lambda: running.started == ["runs"])
         await pass_own_deadline(at, running)
-        at.nameserver.give("b", [0])
+        at.nameserver.assign("b", [0])
         await until(lambda: at.lockmgr.releases == [0])
         (closing,) = at.offsets.closes
         assert [(r.first_offset, r.next_offset) for r in closing.unfinished] == [(0, 1)]
@@ -629,12 +629,12 @@ async def test_late_close_names_handlers_that_outlast_the_drain_timeout() -> Non
 
 async def test_token_that_was_refused_after_the_own_deadline_is_not_closed() -> None:
     async with twins(1) as at, running_consumer(at, keep_alive_ms=10) as running:
-        at.nameserver.give("a", [0])
+        at.nameserver.assign("a", [0])
         await wait_for_held_pulls(at, 0)
         await pass_own_deadline(at, running)
         at.lockmgr.states[0] = lockmgr_pb.HoldReport(state=lockmgr_pb.HOLD_STATE_NOT_OWNER)
         await until(lambda: at.lockmgr.kept[-1] == [])
-        at.nameserver.give("b", [0])
+        at.nameserver.assign("b", [0])
         await until(lambda: running.consumer._queues == {})
         assert (at.offsets.closes, at.lockmgr.releases) == ([], [])
 
