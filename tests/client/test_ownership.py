@@ -563,7 +563,7 @@ async def test_handlers_run_without_limit_without_a_drain_timeout() -> None:
         renewed = len(at.lockmgr.kept)
         await until(lambda: len(at.lockmgr.kept) > renewed + 2)
         assert at.offsets.closes == []
-        assert [hold.token for hold in at.lockmgr.kept[-1]] == [1], "the lease is renewed meanwhile"
+        assert [hold.token for hold in at.lockmgr.kept[-1]] == [1], "the lease was not renewed"
         running.gate.set()
         await until(lambda: at.lockmgr.releases == [0])
         (closing,) = at.offsets.closes
@@ -592,17 +592,23 @@ async def pass_own_deadline(at: Twins, running: RunningConsumer) -> None:
     await until(lambda: not at.lockmgr.refusals[0])
 
 
+async def kept_token(at: Twins, running: RunningConsumer) -> list[int]:
+    """Return the tokens of a keep-alive that is sent now."""
+    count = len(at.lockmgr.kept)
+    running.consumer._session.keep_alive_soon.set()
+    await until(lambda: len(at.lockmgr.kept) > count)
+    return [hold.token for hold in at.lockmgr.kept[-1]]
+
+
 async def test_queue_revoked_after_the_own_deadline_is_drained_closed_and_released_late() -> None:
     """No service has refused the token, so the next owner need not wait for the lease."""
-    async with twins(1) as at, running_consumer(at, keep_alive_ms=10) as running:
+    async with twins(1) as at, running_consumer(at) as running:
         running.gate.clear()
         at.nameserver.assign("a", [0])
         at.storage.send(0, "runs", "waits")
         await until(lambda: running.started == ["runs"])
         await pass_own_deadline(at, running)
-        kept = len(at.lockmgr.kept)
-        await until(lambda: len(at.lockmgr.kept) > kept + 1)
-        assert [hold.token for hold in at.lockmgr.kept[-1]] == [1], "the lease is renewed meanwhile"
+        assert await kept_token(at, running) == [1], "the lease was not renewed"
         at.nameserver.assign("b", [0])
         await until(lambda: running.consumer.assignment != ())
         assert at.offsets.closes == []
@@ -610,8 +616,10 @@ async def test_queue_revoked_after_the_own_deadline_is_drained_closed_and_releas
         await until(lambda: at.lockmgr.releases == [0])
         (closing,) = at.offsets.closes
         assert (closing.token, closing.committed_offset, list(closing.unfinished)) == (1, 1, [])
-        assert running.started == ["runs"], "what waited is not started"
-        assert running.kinds(0) == ["granted", "fenced"], "the end of a grant is reported once"
+        assert running.started == ["runs"], "a waiting message was started"
+        assert running.kinds(0) == ["granted", "fenced"], (
+            "the end of the grant is not reported exactly once"
+        )
 
 
 async def test_late_close_names_handlers_that_outlast_the_drain_timeout() -> None:
@@ -628,12 +636,13 @@ async def test_late_close_names_handlers_that_outlast_the_drain_timeout() -> Non
 
 
 async def test_token_that_was_refused_after_the_own_deadline_is_not_closed() -> None:
-    async with twins(1) as at, running_consumer(at, keep_alive_ms=10) as running:
+    async with twins(1) as at, running_consumer(at) as running:
         at.nameserver.assign("a", [0])
         await wait_for_held_pulls(at, 0)
         await pass_own_deadline(at, running)
         at.lockmgr.states[0] = lockmgr_pb.HoldReport(state=lockmgr_pb.HOLD_STATE_NOT_OWNER)
-        await until(lambda: at.lockmgr.kept[-1] == [])
+        assert await kept_token(at, running) == [1]
+        assert await kept_token(at, running) == []
         at.nameserver.assign("b", [0])
         await until(lambda: running.consumer._queues == {})
         assert (at.offsets.closes, at.lockmgr.releases) == ([], [])
