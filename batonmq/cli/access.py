@@ -14,7 +14,7 @@ from click.exceptions import Exit
 from batonmq._core.delays import parse_duration_ms
 from batonmq.admin.access import AccessCheck, AccessControl, IdentityGrants, Role, RoleGrant
 from batonmq.cli.command_classes import LazyGroup, argument
-from batonmq.cli.output import Columns, Item, OutputFormat, wall_time
+from batonmq.cli.output import Columns, Item, Minor, OutputFormat, wall_time
 from batonmq.cli.session import CommandSession, cluster_session
 
 commands = LazyGroup("access", help="Grant roles, and create tokens.", no_args_is_help=True)
@@ -42,11 +42,11 @@ resource_argument = partial(
 _GRANTS: Columns = {"IDENTITY": "identity", "ROLE": "role", "RESOURCE": "resource"}
 _HELD: Columns = {
     **_GRANTS,
-    "TOKEN": "token_id",
-    "CREATED": lambda item: item["token_id"] and wall_time(item["create_unix_ms"]),
+    "TOKEN": Minor("token_id"),
+    "CREATED": Minor(lambda item: item["token_id"] and wall_time(item["create_unix_ms"])),
     "EXPIRES": lambda item: wall_time(item["expire_unix_ms"]) if item["expire_unix_ms"] else None,
     "SCOPES": lambda item: ", ".join(f"{s['role']} {s['resource']}" for s in item["scopes"] or ()),
-    "BY": "by",
+    "BY": Minor("by"),
 }
 
 

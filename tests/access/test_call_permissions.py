@@ -130,6 +130,7 @@ AccessService       Check              known
 AccessService       CreateToken
 AccessService       RevokeToken
 MetricsService      Watch              watcher
+SettingsService     Describe
 """
 
 
