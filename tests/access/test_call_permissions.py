@@ -129,6 +129,9 @@ AccessService       ListAccess
 AccessService       Check              known
 AccessService       CreateToken
 AccessService       RevokeToken
+AccessService       Block
+AccessService       Unblock
+AccessService       ListBlocks
 MetricsService      Watch              watcher
 SettingsService     Describe
 """
