@@ -151,7 +151,7 @@ async def test_queues_that_keep_their_owner_are_not_interrupted_by_a_rebalance()
         await until(lambda: running.ended == ["x"])
 
 
-async def test_handler_goes_on_during_a_rebalance_that_keeps_its_queue() -> None:
+async def test_handler_continues_during_a_rebalance_that_keeps_its_queue() -> None:
     async with twins(2) as at, running_consumer(at) as running:
         running.gate.clear()
         at.nameserver.assign("a", [0, 1])
