@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from batonmq.admin.dead_letters import DeadLetters, DeadLetterSummaries, DeadLetterSummary
     from batonmq.admin.diagnostics import Diagnostics
     from batonmq.admin.event_watch import EventWatch
-    from batonmq.admin.group_lags import GroupLag, group_lags
+    from batonmq.admin.group_lag import GroupLag, group_lags
     from batonmq.admin.group_reports import (
         Assignment,
         Group,
@@ -192,7 +192,7 @@ _HOMES = {
     "EventWatch": "batonmq.admin.event_watch",
     "ForcedRelease": "batonmq.admin.locks",
     "Group": "batonmq.admin.group_reports",
-    "GroupLag": "batonmq.admin.group_lags",
+    "GroupLag": "batonmq.admin.group_lag",
     "GroupMove": "batonmq.admin.placement",
     "GroupProgress": "batonmq.admin.group_reports",
     "GroupTrace": "batonmq.admin.message_tracer",
@@ -253,7 +253,7 @@ _HOMES = {
     "TraceEventKind": "batonmq._core.message_trace",
     "TraceReport": "batonmq.admin.message_tracer",
     "elect": "batonmq.admin.replication",
-    "group_lags": "batonmq.admin.group_lags",
+    "group_lags": "batonmq.admin.group_lag",
     "locate_group": "batonmq.admin.placement",
     "move_group": "batonmq.admin.placement",
     "node_settings": "batonmq.admin.node_settings",
