@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         QueueExtent,
         Topic,
         TopicDetail,
+        TopicPurge,
     )
     from batonmq.admin.resets import (
         RecordedReset,
@@ -153,6 +154,7 @@ __all__ = [
     "ToTime",
     "Topic",
     "TopicDetail",
+    "TopicPurge",
     "TopicStats",
     "TraceEvent",
     "TraceEventKind",
@@ -237,6 +239,7 @@ _HOMES = {
     "ToTime": "batonmq._core.reset_targets",
     "Topic": "batonmq.admin.reports",
     "TopicDetail": "batonmq.admin.reports",
+    "TopicPurge": "batonmq.admin.reports",
     "TopicStats": "batonmq.admin.topic_stats",
     "TraceEvent": "batonmq._core.message_trace",
     "TraceEventKind": "batonmq._core.message_trace",

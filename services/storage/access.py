@@ -15,6 +15,7 @@ from batonmq_server.runtime.access.permissions import (
     ANY_GRANT,
     OPERATE,
     Permission,
+    change_topic,
     consume,
     produce,
     use_topic,
@@ -60,6 +61,7 @@ RULES: AccessRules = {
                 lambda request: (use_topic(queue.topic) for queue in request.queues), ["nameserver"]
             ),
             "Describe": requires(OPERATE),
+            "PurgeTopic": requires_by_request(lambda request: [change_topic(request.topic)]),
         },
     ),
     **rules_by_path(

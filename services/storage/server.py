@@ -14,7 +14,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.keyed_queues import TOPICS_REVISION
-from batonmq._core.names import METRICS_TOPIC
+from batonmq._core.names import METRICS_TOPIC, check_topic
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.runtime.access.owner import owner_of
@@ -42,6 +42,7 @@ from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node_role import NodeRole
 from batonmq_server.storage.retention_losses import RetentionLosses
 from batonmq_server.storage.topic_cache import TopicCache
+from batonmq_server.storage.topic_purger import PurgeResult
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """An estimate of more than ten years until the disk is full is reported as 0: not in sight."""
@@ -62,6 +63,7 @@ class StorageServicerParts:
         syncs_at_once: Whether a request without a durability waits for the sync. A node of a
             replica set always waits.
         repair: Rebuilds the index that a read at an offset uses; returns whether it changed.
+        purge: Removes what deleted topics of a name have left in the log.
         scrubbed: Returns the position that the current round of the scrub has reached.
         identity_of: Returns the identity of a caller; empty without access control.
     """
@@ -80,6 +82,7 @@ class StorageServicerParts:
     losses: RetentionLosses
     damage: DamageTracker
     repair: Repair
+    purge: Callable[[str], Awaitable[PurgeResult]]
     scrubbed: Callable[[], int]
     metrics: StorageMetrics
     stream: StorageMetricStream
@@ -179,6 +182,20 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             scrubbed_position=self._parts.scrubbed(),
             damaged_batch_count=len(self._parts.damage),
             disk_seconds_until_full=_in_sight(retention.seconds_until_full),
+        )
+
+    async def PurgeTopic(
+        self, request: pb.PurgeTopicRequest, context: Context
+    ) -> pb.PurgeTopicResponse:
+        """See the proto."""
+        check_topic(request.topic)
+        result = await self._parts.purge(request.topic)
+        return pb.PurgeTopicResponse(
+            purged_segments=result.purged_segments,
+            purged_bytes=result.purged_bytes,
+            remaining_segments=result.remaining_segments,
+            remaining_bytes=result.remaining_bytes,
+            expiry_unix_ms=result.expiry_unix_ms,
         )
 
     async def _find(self, topic: str, queue_id: int) -> QueueKey:

@@ -59,6 +59,25 @@ def test_objects_become_messages_until_an_invalid_line(
     assert found == {1: ("a", {"all": "x", "n": "1"}, ["k"]), 0: (None, {"all": "x"}, [])}
 
 
+def test_purge_says_what_was_freed_and_what_remains(cluster: RunningCluster, lines: Path) -> None:
+    """The only segment also has messages of other topics: nothing can be removed at once."""
+    cluster("topic", "create", "kept", "--queues", "1")
+    cluster("topic", "create", "purged", "--queues", "1")
+    for topic in ("kept", "purged"):
+        cluster("produce", topic, "--file", str(lines))
+    refused = cluster("topic", "delete", "absent", "--yes")
+    assert (refused.code, "TOPIC_NOT_FOUND" in refused.err) == (1, True)
+    told = cluster("topic", "delete", "purged", "--purge", "--yes", *JSON)
+    (found,) = [one for one in told.json["purged"] if one["remaining_segments"]]
+    assert (found["purged_bytes"], found["remaining_segments"]) == (0, 1)
+    assert 0 < found["remaining_bytes"] < 10_000
+    assert f"{found['broker']}: 0 bytes freed in 0 segments; " in told.err
+    assert "expire at " in told.err
+    again = cluster("topic", "delete", "purged", "--purge", "--yes")
+    assert (again.code, again.out) == (0, "topic purged was deleted before\n")
+    assert len(cluster("consume", "kept", "--group", "kept", *JSON).json_lines) == 3
+
+
 def test_progress_is_shown_on_a_terminal_only(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "progress", "--queues", "1")
     arguments = ("produce", "progress", "--file", str(lines), *JSON)

@@ -500,6 +500,68 @@ class QueueOffsets(_message.Message):
 Global___QueueOffsets: _TypeAlias = QueueOffsets  # noqa: Y015
 
 @_typing.final
+class PurgeTopicRequest(_message.Message):
+    """Request for PurgeTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Name of deleted topics."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeTopicRequest: _TypeAlias = PurgeTopicRequest  # noqa: Y015
+
+@_typing.final
+class PurgeTopicResponse(_message.Message):
+    """Response for PurgeTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PURGED_SEGMENTS_FIELD_NUMBER: _builtins.int
+    PURGED_BYTES_FIELD_NUMBER: _builtins.int
+    REMAINING_SEGMENTS_FIELD_NUMBER: _builtins.int
+    REMAINING_BYTES_FIELD_NUMBER: _builtins.int
+    EXPIRY_UNIX_MS_FIELD_NUMBER: _builtins.int
+    purged_segments: _builtins.int
+    """Segments that were purged."""
+    purged_bytes: _builtins.int
+    """Length of these segments."""
+    remaining_segments: _builtins.int
+    """Segments that also contain messages of other topics: retention removes them."""
+    remaining_bytes: _builtins.int
+    """Bytes of the deleted topics in these segments."""
+    expiry_unix_ms: _builtins.int
+    """Time at which the last of these segments expires, Unix milliseconds; 0 if none remains, or
+    retention has no age limit.
+    """
+    def __init__(
+        self,
+        *,
+        purged_segments: _builtins.int = ...,
+        purged_bytes: _builtins.int = ...,
+        remaining_segments: _builtins.int = ...,
+        remaining_bytes: _builtins.int = ...,
+        expiry_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expiry_unix_ms", b"expiry_unix_ms", "purged_bytes", b"purged_bytes", "purged_segments", b"purged_segments", "remaining_bytes", b"remaining_bytes", "remaining_segments", b"remaining_segments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeTopicResponse: _TypeAlias = PurgeTopicResponse  # noqa: Y015
+
+@_typing.final
 class DescribeRequest(_message.Message):
     """Request for Describe."""
 
