@@ -125,7 +125,7 @@ def build_components(
     shortage = metrics.descriptor_shortages.inc
     checkpointer = Checkpointer(node, flusher, in_thread, shortage, partial(_count_purged, metrics))
     damage = DamageTracker(metrics.damaged_batches.inc)
-    repairs = QueueRepairer(node, in_thread, metrics.rebuilt_queues.inc)
+    repairs = QueueRepairer(node, in_thread, metrics.rebuilt_queues.inc, runtime.random)
     patient = waiting_for_descriptors(in_thread, shortage)
     scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=patient)
     store = node.store

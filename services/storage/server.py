@@ -50,7 +50,7 @@ SECONDS_MAX = 10 * 365 * 24 * 3_600
 FOLLOWER_HOLD_MS = 1_000
 """A long poll at a follower looks this often whether the set has a leader meanwhile."""
 
-Repair = Callable[[QueueKey, int], Awaitable[bool]]
+Repair = Callable[[QueueKey, int, DataLoss], Awaitable[None]]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -62,7 +62,8 @@ class StorageServicerParts:
         broker: Broker name: the replica set, or a node without replicas.
         syncs_at_once: Whether a request without a durability waits for the sync. A node of a
             replica set always waits.
-        repair: Rebuilds the index that a read at an offset uses; returns whether it changed.
+        repair: Rebuilds the index that a failed read at an offset uses; raises an error if that is
+            not possible.
         purge: Removes what deleted topics of a name have left in the log.
         scrubbed: Returns the position that the current round of the scrub has reached.
         identity_of: Returns the identity of a caller; empty without access control.
@@ -131,10 +132,12 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             try:
                 reading = self._read(key, pull)
             except DataLoss as error:
-                if await self._parts.repair(key, pull.spec.offset):
-                    continue
-                self._parts.damage.report_error(error)
-                raise
+                try:
+                    await self._parts.repair(key, pull.spec.offset, error)
+                except DataLoss as lost:
+                    self._parts.damage.report_error(lost)
+                    raise
+                continue
             if reading is not None:
                 break
             if (outdated := role.outdated()) is not None:
